@@ -1,0 +1,73 @@
+"""Put regularizers on the layers of any PyTorch model with one line, and take them off again."""
+
+from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
+from hookdrop.inject import eject, find, from_config, inject, plan, without_hooks
+from hookdrop.injection import Injection
+from hookdrop.injections import Injections
+from hookdrop.plan import Plan
+from hookdrop.regularizers import (
+    AlphaDropout,
+    DropBlock,
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    DropPath,
+    FeatureAlphaDropout,
+    GaussianDropout,
+    GaussianNoise,
+    Regularizer,
+    parse,
+)
+from hookdrop.schedules import (
+    ChainedSchedule,
+    ConstantSchedule,
+    CosineSchedule,
+    EarlySchedule,
+    ExponentialSchedule,
+    LambdaSchedule,
+    LateSchedule,
+    LinearSchedule,
+    Schedule,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlphaDropout",
+    "ChainedSchedule",
+    "ConstantSchedule",
+    "CosineSchedule",
+    "DropBlock",
+    "DropPath",
+    "Dropout",
+    "Dropout1d",
+    "Dropout2d",
+    "Dropout3d",
+    "EarlySchedule",
+    "ExponentialSchedule",
+    "FeatureAlphaDropout",
+    "GaussianDropout",
+    "GaussianNoise",
+    "HookdropError",
+    "HookdropWarning",
+    "Injection",
+    "InjectionError",
+    "Injections",
+    "LambdaSchedule",
+    "LateSchedule",
+    "LayerError",
+    "LinearSchedule",
+    "Plan",
+    "Regularizer",
+    "Schedule",
+    "ShapeError",
+    "StateError",
+    "eject",
+    "find",
+    "from_config",
+    "inject",
+    "parse",
+    "plan",
+    "without_hooks",
+]

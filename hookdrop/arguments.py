@@ -1,0 +1,71 @@
+"""Checks of what people pass in: a number is returned, or an error that says what to write instead."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+
+
+def number(value: object, name: str, owner: str) -> float:
+    """`value` as a finite Python float."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"{owner}: {name} must be a number, got {value!r} ({type(value).__name__}).")
+    try:
+        result = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{owner}: {name} must be one number, got {value!r}.") from None
+    if not math.isfinite(result):
+        raise ValueError(f"{owner}: {name} must be finite, got {result}.")
+    return result
+
+
+def rate(
+    value: object, name: str = "p", owner: str = "hookdrop", high: float = 1.0, *, open_end: bool = False
+) -> float:
+    """`value` as a float in [0, high], or in [0, high) if `open_end`."""
+    result = number(value, name, owner)
+    if 0.0 <= result < high or (result == high and not open_end):
+        return result
+    span = f"[0, {high:g}{')' if open_end else ']'}" if math.isfinite(high) else "[0, inf)"
+    hint = f"\n  a percentage? write {name}={result / 100:g}" if high == 1.0 and 1 < result <= 100 else ""
+    raise ValueError(f"{owner}: {name} must lie in {span}, got {result:g}.{hint}")
+
+
+def drop_rate(p: object, keep_prob: object, owner: str, default: float | None = None) -> float:
+    """The drop probability from `p` or `keep_prob`, whichever was given."""
+    if p is not None and keep_prob is not None:
+        raise ValueError(f"{owner}: give p or keep_prob, not both (p={p}, keep_prob={keep_prob}); p = 1 - keep_prob.")
+    if keep_prob is not None:
+        # Rounded so that keep_prob=0.9 is p=0.1 and not 0.09999999999999998.
+        return round(1.0 - rate(keep_prob, "keep_prob", owner), 12)
+    if p is None and default is None:
+        raise TypeError(f"{owner}: say how much to drop, as in {owner}(p=0.1) or {owner}(keep_prob=0.9).")
+    return rate(default if p is None else p, "p", owner)
+
+
+def count(value: Any, name: str, owner: str, low: int = 1) -> int:
+    """`value` as a Python int of at least `low`."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        result = operator.index(value)
+    except TypeError:
+        hint = f"\n  write {name}={int(value)}" if isinstance(value, float) and math.isfinite(value) else ""
+        raise TypeError(
+            f"{owner}: {name} must be a whole number, got {value!r} ({type(value).__name__}).{hint}"
+        ) from None
+    if result < low:
+        raise ValueError(f"{owner}: {name} must be at least {low}, got {result}.")
+    return result
+
+
+def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) -> Any:
+    """`value`, if it is one of `allowed`."""
+    if any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
+        return value
+    raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")

@@ -1,0 +1,106 @@
+"""One eval forward that shows which layers are called, how often, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hookdrop.errors import InjectionError, ShapeError
+from hookdrop.layers import unwrapped
+from hookdrop.preserve import call, preserved
+from hookdrop.values import TensorKey, change, change_arguments, describe, forward_names
+
+
+@dataclass
+class Seen:
+    """What a layer was seen doing in one forward."""
+
+    calls: int = 0
+    shape: tuple[int, ...] | None = None
+    """The chosen tensor's shape at the last call; None if there is none."""
+    misfit: str = ""
+    """Why there is no chosen tensor."""
+    feeds_norm: bool = False
+    """Whether the output goes straight into a batch norm."""
+
+
+def dry_run(
+    model: nn.Module, modules: Sequence[nn.Module], example: Any, at: str = "output", tensor: TensorKey = None
+) -> list[Seen]:
+    """Run `model` once on `example` without gradients, in eval mode, and put everything back.
+
+    Raises:
+        InjectionError: the model does not take the example.
+    """
+    recorder = _Recorder(at, tensor)
+    for module in model.modules():
+        recorder.watch(module, modules)
+    try:
+        with preserved(model), torch.no_grad():
+            for module in model.modules():
+                module.training = False
+            call(unwrapped(model), example)
+    except Exception as error:
+        raise InjectionError(
+            f"the model does not take this example_input, {describe(example)}:\n  {type(error).__name__}: {error}\n"
+            "  give a tensor, a tuple of arguments or a dict of keyword arguments, on the model's device."
+        ) from error
+    finally:
+        recorder.stop()
+    return [recorder.seen[id(module)] for module in modules]
+
+
+class _Recorder:
+    def __init__(self, at: str, tensor: TensorKey) -> None:
+        self.at, self.tensor = at, tensor
+        self.seen: dict[int, Seen] = {}
+        self.made: dict[int, tuple[Tensor, Seen]] = {}
+        self.handles: list[Any] = []
+
+    def watch(self, module: nn.Module, wanted: Sequence[nn.Module]) -> None:
+        # Before the wanted modules' own hooks: what is seen is what a hook of ours would get.
+        if isinstance(module, _BatchNorm):
+            self.handles.append(module.register_forward_pre_hook(self._into_norm))
+        if any(module is other for other in wanted):
+            self.seen[id(module)] = Seen()
+            if self.at == "input":
+                self.handles.append(module.register_forward_pre_hook(self._on_input, with_kwargs=True))
+            else:
+                self.handles.append(module.register_forward_hook(self._on_output))
+
+    def stop(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _into_norm(self, module: nn.Module, args: Any) -> None:
+        if args and id(args[0]) in self.made:
+            self.made[id(args[0])][1].feeds_norm = True
+
+    def _on_input(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        names = forward_names(module)
+        self._note(module, lambda look: change_arguments(names, args, kwargs, self.tensor, look))
+
+    def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        seen = self._note(module, lambda look: change(output, self.tensor, look))
+        if isinstance(output, Tensor):
+            # Held until the end, so that no other tensor gets its id.
+            self.made[id(output)] = (output, seen)
+
+    def _note(self, module: nn.Module, visit: Any) -> Seen:
+        seen = self.seen[id(module)]
+        seen.calls += 1
+
+        def look(x: Tensor) -> Tensor:
+            seen.shape = tuple(x.shape)
+            return x
+
+        try:
+            visit(look)
+        except ShapeError as error:
+            seen.misfit = str(error)
+        return seen

@@ -1,0 +1,157 @@
+"""The regularizers as pure functions: tensor in, tensor out, drawn from PyTorch's global generators.
+
+Every function returns `x` itself where there is nothing to do, writes nothing in place, and keeps shape, dtype
+and memory format. `p` is the probability to drop, as in `torch.nn.functional`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hookdrop.arguments import one_of, rate
+from hookdrop.dropblock import drop_block
+from hookdrop.errors import ShapeError
+
+__all__ = [
+    "alpha_dropout",
+    "drop_block",
+    "drop_path",
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "feature_alpha_dropout",
+    "gaussian_dropout",
+    "gaussian_noise",
+]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """Zero each element with probability `p`, scale the rest by 1 / (1 - p).
+
+    Args:
+        x: any shape, floating point.
+        p: in [0, 1].
+        training: False returns `x` itself.
+
+    Example:
+        >>> dropout(torch.ones(3), p=1.0)
+        tensor([0., 0., 0.])
+
+    Reference: Srivastava et al. 2014, "Dropout: A simple way to prevent neural networks from overfitting".
+    """
+    p = rate(p, owner="dropout")
+    if not training or p == 0.0:
+        return x
+    if x.dtype in _HALF and not x.is_cuda:
+        # PyTorch's CPU kernel rounds 1 / (1 - p) to the dtype: at p=.003 in bfloat16 it rounds to 1.
+        return _masked(x, torch.empty_like(x), p)
+    return F.dropout(x, p, True)
+
+
+def dropout1d(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """Zero whole channels of (N, C, L). Reference: Tompson et al. 2015, arXiv:1411.4280."""
+    return _channel_dropout(x, p, training, rank=3)
+
+
+def dropout2d(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """Zero whole channels of (N, C, H, W). Reference: Tompson et al. 2015, arXiv:1411.4280."""
+    return _channel_dropout(x, p, training, rank=4)
+
+
+def dropout3d(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """Zero whole channels of (N, C, D, H, W). Reference: Tompson et al. 2015, arXiv:1411.4280."""
+    return _channel_dropout(x, p, training, rank=5)
+
+
+def alpha_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """Set elements to SELU's negative saturation value, keeping mean and variance.
+
+    Reference: Klambauer et al. 2017, "Self-normalizing neural networks", arXiv:1706.02515, section 3.
+    """
+    p = rate(p, owner="alpha_dropout")
+    return F.alpha_dropout(x, p, True) if training and p > 0.0 else x
+
+
+def feature_alpha_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """`alpha_dropout` of whole channels of (N, C, ...)."""
+    p = rate(p, owner="feature_alpha_dropout")
+    check_channels(x.shape, "feature_alpha_dropout")
+    return F.feature_alpha_dropout(x, p, True) if training and p > 0.0 else x
+
+
+def gaussian_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """Multiply by 1 + e, e ~ N(0, p / (1 - p)): the mean and variance of dropout, with nothing zeroed.
+
+    Args:
+        x: any shape, floating point.
+        p: in [0, 1).
+        training: False returns `x` itself.
+
+    Reference: Srivastava et al. 2014, section 10.
+    """
+    p = rate(p, owner="gaussian_dropout", open_end=True)
+    if not training or p == 0.0:
+        return x
+    return x * torch.randn_like(x).mul_(math.sqrt(p / (1.0 - p))).add_(1.0)
+
+
+def gaussian_noise(x: Tensor, std: float, training: bool = True) -> Tensor:
+    """Add N(0, std^2), `std` in the units of `x`. Reference: Bishop 1995, "Training with noise ..."."""
+    std = rate(std, "std", "gaussian_noise", math.inf)
+    return x + torch.randn_like(x).mul_(std) if training and std > 0.0 else x
+
+
+def drop_path(x: Tensor, p: float, mode: str = "row", training: bool = True) -> Tensor:
+    """Zero whole samples (`mode="row"`) or the whole batch (`"batch"`), scale the rest by 1 / (1 - p).
+
+    Args:
+        x: (N, ...), the output of a residual branch.
+        p: in [0, 1].
+        mode: `"row"` draws for each sample, `"batch"` once.
+        training: False returns `x` itself.
+
+    Reference: Huang et al. 2016, "Deep networks with stochastic depth", arXiv:1603.09382.
+    """
+    p = rate(p, owner="drop_path")
+    one_of(mode, "mode", "drop_path", ("row", "batch"))
+    if x.dim() == 0:
+        raise ShapeError("got a 0-d tensor: drop_path needs samples along axis 0.")
+    if not training or p == 0.0:
+        return x
+    rows = x.shape[0] if mode == "row" else 1
+    return _masked(x, x.new_empty((rows,) + (1,) * (x.dim() - 1)), p)
+
+
+def check_channels(shape: torch.Size | tuple[int, ...], owner: str, rank: int | None = None) -> None:
+    """Raise `ShapeError` unless `shape` is (N, C, ...) of this rank."""
+    if len(shape) == rank or (rank is None and len(shape) >= 2):
+        return
+    fits = {3: "Dropout1d", 4: "Dropout2d", 5: "Dropout3d"}.get(len(shape), "Dropout")
+    wanted = {3: "(N, C, L)", 4: "(N, C, H, W)", 5: "(N, C, D, H, W)", None: "(N, C, ...)"}[rank]
+    raise ShapeError(f"got {tuple(shape)}: {owner} drops channels of {wanted}.\n  use {fits}(p=...) there.")
+
+
+def _channel_dropout(x: Tensor, p: float, training: bool, rank: int) -> Tensor:
+    name = f"dropout{rank - 2}d"
+    p = rate(p, owner=name)
+    check_channels(x.shape, name, rank)
+    if not training or p == 0.0:
+        return x
+    return _masked(x, x.new_empty(x.shape[:2] + (1,) * (rank - 2)), p)
+
+
+def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """X * Bernoulli(1 - p) / (1 - p), drawn into `mask`, which broadcasts to `x`."""
+    mask.bernoulli_(1.0 - p)
+    if p == 1.0:
+        return x * mask
+    scale = 1.0 / (1.0 - p)
+    # In low precision the scale is applied by itself, where it is not rounded before it is used.
+    return x * mask * scale if x.dtype in _HALF else x * mask.mul_(scale)

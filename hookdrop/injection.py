@@ -1,0 +1,318 @@
+"""The handle of one injection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from hookdrop import compiling, config, follow, problems, snapshot
+from hookdrop.arguments import count
+from hookdrop.errors import InjectionError
+from hookdrop.handle import Handle
+from hookdrop.hooks import Override
+from hookdrop.meter import Measurement
+from hookdrop.probe import empty_measurement, probe
+from hookdrop.schedules import Schedule
+from hookdrop.tables import html_table, text_table
+
+
+@dataclass(frozen=True)
+class Site:
+    """One hooked layer, as seen now."""
+
+    name: str
+    """Fully qualified name of the layer."""
+    p: float | None
+    """The rate in force, `p_scale` included; None for a regularizer without a rate."""
+    p_scale: float
+    fired: bool
+    """Whether the layer was ever called."""
+    regularizer: str
+    """The regularizer with its target rate."""
+
+
+class Injection(Handle):
+    """A handle on the hooks that one `inject` placed.
+
+    It holds the model weakly, and the hooks hold neither: all handles on the same hooks are interchangeable.
+    """
+
+    # --- what and where
+
+    @property
+    def name(self) -> str:
+        """The injection's name, unique on its model."""
+        return self._state.name
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The hooked layers in `named_modules()` order."""
+        return tuple(Site(hook.site, hook.p, hook.p_scale, hook.fired, hook.describe()) for hook in self._hooks)
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the rate moves; `ConstantSchedule()` if none was given."""
+        return self._state.schedule
+
+    @property
+    def step_count(self) -> int:
+        """Optimizer steps taken."""
+        return self._state.step_count
+
+    # --- the rate
+
+    @property
+    def p(self) -> float | None:
+        """The rate in force before `p_scale` (0 while disabled): the largest, where sites differ."""
+        if self.target_p is None:
+            return None
+        override = self._state.override
+        if not self._state.on:
+            return 0.0
+        if override is not None and override.p is not None:
+            return override.p
+        return self.target_p * self._multiplier
+
+    @property
+    def keep_prob(self) -> float | None:
+        """1 - p."""
+        return None if self.p is None else 1.0 - self.p
+
+    @property
+    def target_p(self) -> float | None:
+        """The rate that the schedule multiplies: the largest, where sites differ. None if there is no rate.
+
+        May be set at any time; where sites differ they keep their proportions.
+        """
+        return self._target
+
+    @target_p.setter
+    def target_p(self, value: float) -> None:
+        self._must_be_there("target_p = ...")
+        hooks, largest = self._hooks, self.target_p
+        if largest is None:
+            raise InjectionError(f"{self.name!r} has no rate that could be set.")
+        value = hooks[0].regularizer.valid_rate(value)
+        before = [hook.target for hook in hooks]
+        for hook in hooks:
+            if hook.target is not None:
+                hook.target = value * hook.target / largest if largest else value
+        try:
+            self._refresh()
+        except ValueError:
+            for hook, target in zip(hooks, before, strict=True):
+                hook.target = target
+            raise
+
+    def step(self, n: int = 1) -> None:
+        """Count `n` optimizer steps. Call it after each `optimizer.step()`, unless `follow` does.
+
+        Raises:
+            InjectionError: an optimizer is followed, so that every step would be counted twice.
+        """
+        if self._follower is not None:
+            raise InjectionError(
+                f"{self.name!r} follows an optimizer, which counts the steps: this call would count them twice.\n"
+                f"  leave out drop.step(), or stop following with drop.follow(None). Still at step {self.step_count}."
+            )
+        self._advance(count(n, "n", "step"))
+
+    def seek(self, step: int) -> None:
+        """Go to a step: optimizer steps taken so far. Idempotent: what a trainer or a resume needs."""
+        self._must_be_there("seek()")
+        step = count(step, "step", "seek", 0)
+        self._seek(step)
+
+    def follow(self, optimizer: Optimizer | None) -> Injection:
+        """Step by itself after each step of `optimizer` that was not skipped; None stops that.
+
+        Args:
+            optimizer: any torch optimizer, inside Accelerate's, Lightning's or Lookahead's wrappers too. Following
+                the same one again does nothing.
+
+        Returns:
+            The handle itself.
+
+        Raises:
+            InjectionError: another optimizer is followed.
+        """
+        self._must_be_there("follow()")
+        current = self._follower
+        if optimizer is None:
+            if current is not None:
+                current.detach()
+            self._state.follower = None
+            return self
+        inner = follow.innermost(optimizer)
+        if current is not None and current.follows(inner):
+            return self
+        if current is not None:
+            raise InjectionError(
+                f"{self.name!r} follows another {type(inner).__name__} already; it still does.\n"
+                "  first: drop.follow(None)"
+            )
+        self._warn_of_foreign(inner)
+        self._state.follower = follow.Follower(inner, self._advance)
+        self._state.driven = True
+        return self
+
+    # --- on and off
+
+    def disable(self) -> None:
+        """Drop nothing until `enable`; the schedule goes on."""
+        self._switch(enabled=False, override=None)
+
+    def enable(self) -> None:
+        """Drop again."""
+        self._switch(enabled=True, override=None)
+
+    @contextmanager
+    def disabled(self) -> Iterator[Injection]:
+        """Off inside; after it everything is as it was before, nested too."""
+        with self._overriding(Override(sampling=False)):
+            yield self
+
+    @contextmanager
+    def sampling(self, p: float | None = None) -> Iterator[Injection]:
+        """On inside, in eval mode too (Monte-Carlo dropout); batch norm is not touched.
+
+        Args:
+            p: the rate inside, before `p_scale`; None is the rate in force.
+
+        Raises:
+            InjectionError: the rate in force is 0, so that all samples would be equal.
+        """
+        self._must_be_there("sampling()")
+        if p is not None:
+            if self.target_p is None:
+                raise InjectionError(f"{self.name!r} has no rate that p={p} could set.")
+            p = self._hooks[0].regularizer.valid_rate(p)
+        if p == 0 or (p is None and self.target_p is not None and self.target_p * self._multiplier == 0):
+            raise InjectionError(
+                f"sampling at rate 0 gives the same output each time: {self.name!r} is at step {self.step_count} of "
+                f"{self.schedule}.\n  give the rate: sampling(p={self.target_p or 0.1:g})   or seek the step of the "
+                "training (a copy, such as an EMA, has a count of its own)."
+            )
+        with self._overriding(Override(sampling=True, p=p)):
+            yield self
+
+    # --- seeing
+
+    def probe(self, x: Any, forwards: int = 3, step: int | None = None) -> Measurement:
+        """Run the model on `x` in training mode and measure; batch norm, modes and the random state are put back.
+
+        Args:
+            x: an input, a tuple of inputs, or a mapping of keyword inputs.
+            forwards: how many forwards to measure.
+            step: measure at this step of the schedule instead of the current one.
+
+        Returns:
+            By site and over all: rate asked for, fraction dropped, mean |output| / mean |input|, calls; and
+            whether eval output is bit-identical with and without hooks. `print` it.
+        """
+        self._must_be_there("probe()")
+        state, before = self._state, (self._state.step_count, self._state.driven)
+        try:
+            if step is not None:
+                self.seek(step)
+            return probe(self._alive(), state, self._hooks, x, forwards)
+        finally:
+            state.step_count, state.driven = before
+            self._refresh()
+
+    @contextmanager
+    def measuring(self) -> Iterator[Measurement]:
+        """Measure the real forwards inside. Each regularizer runs twice; masks and results do not change."""
+        self._must_be_there("measuring()")
+        before, self._state.meter = self._state.meter, empty_measurement(self._hooks)
+        try:
+            yield self._state.meter
+        finally:
+            self._state.meter = before
+
+    def check(self) -> list[str]:
+        """Problems now: lost sites, sites that never ran or only in eval, a schedule that nobody drives."""
+        return list(problems.problems(self._alive(), self._state, self._hooks).values())
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers for any logger: rate and step under `hookdrop/<name>/`."""
+        self._tell_problems()
+        numbers = {} if self.p is None else {"p": self.p, "keep_prob": 1.0 - self.p}
+        numbers |= {"step": float(self.step_count), "enabled": float(self._state.on)}
+        return {f"hookdrop/{self.name}/{key}": value for key, value in numbers.items()}
+
+    def summary(self) -> str:
+        """A table of the sites with the rates in force."""
+        self._tell_problems()
+        return f"{self!r}\n{text_table(_HEADER, self._rows())}"
+
+    def __repr__(self) -> str:
+        if self._state.removed:
+            return f"<Injection {self.name!r}, removed>"
+        if self._model() is None:
+            return f"<Injection {self.name!r}, whose model is gone>"
+        p = "" if self.p is None else f" p={self.p:.4g} of {self.target_p:.4g},"
+        off = "" if self._state.on else " disabled,"
+        return f"<Injection {self.name!r}: {len(self._hooks)} sites,{p}{off} step {self.step_count} of {self.schedule}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEADER, self._rows(), repr(self))
+
+    # --- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step count, target rates, on or off: what `load_state_dict` needs to go on from here."""
+        self._must_be_there("state_dict()")
+        self._tell_problems()
+        return snapshot.save(self._state, self._hooks)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on from a saved state; the schedule is the code's.
+
+        Raises:
+            StateError: other sites (with `strict`) or no state at all; nothing was loaded.
+        """
+        self._must_be_there("load_state_dict()")
+        snapshot.load(self._state, self._hooks, state, strict, self._refresh)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """JSON-able settings with resolved site names, for `from_config`.
+
+        Raises:
+            StateError: something in it is not JSON, such as a function.
+        """
+        self._must_be_there("config")
+        return config.to_config(self._state, self._hooks)
+
+    # --- the end
+
+    def remove(self) -> None:
+        """Take the hooks off: the model is what it was before. Again does nothing."""
+        if self._state.removed:
+            return
+        compiling.not_while_tracing("remove()")
+        model = self._model()
+        if model is not None:
+            self._tell_problems()
+            compiling.warn_of_recompile()
+        self._detach()
+
+    def __enter__(self) -> Injection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _rows(self) -> list[tuple[str, float | None, float, str, str]]:
+        return [(s.name, s.p, s.p_scale, "yes" if s.fired else "no", s.regularizer) for s in self.sites]
+
+
+_HEADER = ("site", "p", "p_scale", "called", "regularizer")

@@ -1,0 +1,127 @@
+"""All injections of a model at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from hookdrop.errors import InjectionError, StateError
+from hookdrop.hooks import hooks_of
+from hookdrop.injection import Injection
+from hookdrop.layers import walk
+from hookdrop.tables import html_table
+
+_HEADER = ("name", "sites", "p", "step", "schedule")
+
+
+class Injections(tuple[Injection, ...]):
+    """The injections alive on a model: a tuple that passes calls on to each, and knows them by name."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: Any) -> Any:
+        """By index as in a tuple, or by name."""
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        named = self._by_name()
+        if key not in named:
+            raise InjectionError(f"there is no injection {key!r} here; there are: {', '.join(named) or 'none'}.")
+        return named[key]
+
+    def step(self, n: int = 1) -> None:
+        """Count `n` optimizer steps in each."""
+        for injection in self:
+            injection.step(n)
+
+    def seek(self, step: int) -> None:
+        """Go to a step in each."""
+        for injection in self:
+            injection.seek(step)
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of all."""
+        return {key: value for injection in self for key, value in injection.metrics().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each, by name."""
+        return {injection.name: injection.state_dict() for injection in self}
+
+    def load_state_dict(self, states: Mapping[str, Any], strict: bool = True) -> None:
+        """Load each from the state under its name.
+
+        Raises:
+            StateError: names that are here and not in `states`, or the other way round (with `strict`).
+        """
+        named = self._by_name()
+        if not isinstance(states, Mapping):
+            raise StateError(f"expected a state for each name, got {type(states).__name__}; nothing was loaded.")
+        if strict and set(states) != set(named):
+            raise StateError(
+                "the states do not fit the injections here; nothing was loaded.\n"
+                f"  only in the states: {sorted(set(states) - set(named))}\n"
+                f"  only here:          {sorted(set(named) - set(states))}"
+            )
+        before = {name: injection.state_dict() for name, injection in named.items()}
+        try:
+            for name, state in states.items():
+                if name in named:
+                    named[name].load_state_dict(state, strict)
+        except StateError:
+            for name, state in before.items():
+                named[name].load_state_dict(state)
+            raise
+
+    @contextmanager
+    def disabled(self) -> Iterator[Injections]:
+        """All off inside."""
+        with ExitStack() as stack:
+            for injection in self:
+                stack.enter_context(injection.disabled())
+            yield self
+
+    @contextmanager
+    def sampling(self, p: float | None = None) -> Iterator[Injections]:
+        """All on inside, in eval mode too."""
+        with ExitStack() as stack:
+            for injection in self:
+                stack.enter_context(injection.sampling(p))
+            yield self
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for injection in self:
+            injection.remove()
+
+    def _by_name(self) -> dict[str, Injection]:
+        return {injection.name: injection for injection in self}
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self)) or "<no injections>"
+
+    def _repr_html_(self) -> str:
+        rows = [(i.name, len(i.sites), i.p, i.step_count, repr(i.schedule)) for i in self]
+        return html_table(_HEADER, rows, "injections")
+
+
+def find(model: nn.Module) -> Injections:
+    """Every injection alive on `model`, copied, wrapped or unpickled as it may be.
+
+    Args:
+        model: any module.
+
+    Returns:
+        Handles, in the order of their first sites; they work on this very model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> _ = inject(model, Dropout(p=0.5), layers="1")
+        >>> twin = copy.deepcopy(model)
+        >>> find(twin)
+        <Injection 'dropout': 1 sites, p=0.5 of 0.5, step 0 of ConstantSchedule()>
+    """
+    walk(model)
+    states = {id(hook.state): hook.state for _, hook in hooks_of(model)}
+    return Injections(Injection(model, state) for state in states.values())

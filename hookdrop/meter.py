@@ -1,0 +1,119 @@
+"""Measuring what a regularizer does to the tensors that pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hookdrop.preserve import forked_rng
+from hookdrop.regularizers import Regularizer
+from hookdrop.tables import html_table, text_table
+
+HEADER = ("site", "asked", "dropped", "mean ratio", "calls")
+
+
+@dataclass
+class SiteMeasurement:
+    """What happened at one site."""
+
+    calls: int = 0
+    """How often the regularizer worked on a tensor."""
+    elements: int = 0
+    zeroed: float = 0.0
+    """Elements that the output does not depend on any more."""
+    asked_sum: float = 0.0
+    magnitude_in: float = 0.0
+    magnitude_out: float = 0.0
+
+    @property
+    def asked(self) -> float:
+        """The rate in force, averaged over the calls."""
+        return self.asked_sum / self.calls if self.calls else 0.0
+
+    @property
+    def dropped(self) -> float:
+        """The fraction of elements that was dropped."""
+        return self.zeroed / self.elements if self.elements else 0.0
+
+    @property
+    def mean_ratio(self) -> float:
+        """Mean |output| / mean |input|: 1 where a regularizer keeps the mean."""
+        return self.magnitude_out / self.magnitude_in if self.magnitude_in else 1.0
+
+
+@dataclass
+class Measurement:
+    """What the regularizers did, by site; `print` it.
+
+    `asked`, `dropped` and `mean_ratio` are over all sites, weighted by their elements.
+    """
+
+    sites: dict[str, SiteMeasurement] = field(default_factory=dict)
+    eval_identical: bool | None = None
+    """Whether eval output with hooks was bit-identical to that without; None if it was not looked at."""
+    note: str = ""
+
+    @property
+    def calls(self) -> int:
+        return sum(site.calls for site in self.sites.values())
+
+    @property
+    def asked(self) -> float:
+        """The rate in force, averaged over the elements."""
+        elements = sum(site.elements for site in self.sites.values())
+        return sum(site.asked * site.elements for site in self.sites.values()) / elements if elements else 0.0
+
+    @property
+    def dropped(self) -> float:
+        """The fraction of all elements that was dropped."""
+        elements = sum(site.elements for site in self.sites.values())
+        return sum(site.zeroed for site in self.sites.values()) / elements if elements else 0.0
+
+    @property
+    def mean_ratio(self) -> float:
+        """Mean |output| / mean |input| over all sites."""
+        before = sum(site.magnitude_in for site in self.sites.values())
+        return sum(site.magnitude_out for site in self.sites.values()) / before if before else 1.0
+
+    def record(self, name: str, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
+        """Add one call."""
+        site = self.sites[name]
+        site.calls += 1
+        site.elements += x.numel()
+        site.zeroed += float(dropped)
+        site.asked_sum += rate or 0.0
+        site.magnitude_in += float(x.detach().abs().sum(dtype=torch.float64))
+        site.magnitude_out += float(y.detach().abs().sum(dtype=torch.float64))
+
+    def rows(self) -> list[tuple[str, float, float, float, int]]:
+        """One row a site, then all."""
+        rows = [(name, s.asked, s.dropped, s.mean_ratio, s.calls) for name, s in self.sites.items()]
+        return [*rows, ("all", self.asked, self.dropped, self.mean_ratio, self.calls)]
+
+    def __str__(self) -> str:
+        lines = [text_table(HEADER, self.rows())]
+        if self.eval_identical is not None:
+            lines.append(f"eval output {'' if self.eval_identical else 'NOT '}bit-identical with and without hooks")
+        return "\n".join([*lines, self.note] if self.note else lines)
+
+    def _repr_html_(self) -> str:
+        return html_table(HEADER, self.rows(), "what the regularizers did")
+
+
+def measured(regularizer: Regularizer, x: Tensor, name: str, into: Measurement) -> Tensor:
+    """`regularizer.regularize(x)`, recorded.
+
+    What is dropped is read from the derivative, which is zero just there, whatever the values are and whoever
+    wrote the regularizer. The derivative is taken of a second run from the same random state, so that the
+    first has the mask that it would have had, and leaves the random state behind that it would have left.
+    """
+    with forked_rng(x), torch.inference_mode(False), torch.enable_grad():
+        twin = x.detach().clone().requires_grad_()
+        out = regularizer.regularize(twin)
+        grad = torch.autograd.grad(out.sum(), twin, allow_unused=True)[0] if out.requires_grad else None
+    dropped = torch.tensor(x.numel()) if grad is None else (grad == 0).sum()
+    y = regularizer.regularize(x)
+    into.record(name, regularizer.rate, x, y, dropped)
+    return y

@@ -1,0 +1,111 @@
+"""What every regularizer has in common."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from hookdrop.arguments import rate
+from hookdrop.errors import ShapeError
+
+
+class Regularizer(nn.Module):
+    """A module of tensor -> tensor that regularizes in training mode and returns its input otherwise.
+
+    A subclass names the attribute that a schedule drives and says what to do with a tensor; it keeps its
+    settings in attributes named as the arguments of its `__init__`.
+
+    Example:
+        >>> class Shrink(Regularizer):
+        ...     rate_name = "amount"
+        ...     def __init__(self, amount=0.1):
+        ...         super().__init__()
+        ...         self.amount = self.valid_rate(amount)
+        ...     def regularize(self, x):
+        ...         return x * (1 - self.amount)
+        >>> Shrink(0.5)(torch.ones(2)), Shrink(0.5).eval()(torch.ones(2))
+        (tensor([0.5000, 0.5000]), tensor([1., 1.]))
+    """
+
+    rate_name: ClassVar[str | None] = "p"
+    """The attribute that a schedule drives; None if there is no rate."""
+
+    max_rate: ClassVar[float] = 1.0
+    open_end: ClassVar[bool] = False
+    """Whether `max_rate` itself is out of range."""
+
+    def regularize(self, x: Tensor) -> Tensor:
+        """Regularize `x` now, whatever the mode. Nothing is written in place."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Regularize in training mode; in eval mode and at rate 0 `x` itself comes back."""
+        return self.regularize(x) if self.training and self.rate != 0.0 else x
+
+    @property
+    def rate(self) -> float | None:
+        """The rate in force, under whatever name this class has for it."""
+        return None if self.rate_name is None else getattr(self, self.rate_name)
+
+    def set_rate(self, value: float) -> None:
+        """Set the rate; the caller has checked it."""
+        assert self.rate_name is not None
+        setattr(self, self.rate_name, value)
+
+    def valid_rate(self, value: object) -> float:
+        """`value` as a float, or a `ValueError` or `TypeError` that names the range."""
+        return rate(value, self.rate_name or "p", self.title, self.max_rate, open_end=self.open_end)
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise `ShapeError` if a tensor of this shape can't be regularized."""
+
+    def reading(self, shape: Sequence[int]) -> str:
+        """How the axes of a tensor of this shape are read, as in `"C=56 H=56 W=96"`."""
+        return ""
+
+    def doubts(self, shape: Sequence[int]) -> list[str]:
+        """What works on this shape but is probably not what was meant."""
+        return []
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `__init__` that make this again."""
+        names = [name for name in inspect.signature(type(self).__init__).parameters if name != "self"]
+        return {name: getattr(self, name) for name in names if name != "keep_prob"}
+
+    @property
+    def title(self) -> str:
+        """The name that people know it by."""
+        return type(self).__name__
+
+    def extra_repr(self) -> str:
+        """The settings as `parse` reads them; keyword-only ones where they are not the default."""
+        parameters = inspect.signature(type(self).__init__).parameters
+        return ", ".join(
+            f"{name}={value!r}"
+            for name, value in self.settings().items()
+            if parameters[name].kind != inspect.Parameter.KEYWORD_ONLY or value != parameters[name].default
+        )
+
+
+def map_reading(shape: Sequence[int], channel: int) -> str:
+    """`C=256 H=14 W=14` for a tensor with its channels at axis `channel`."""
+    spatial = {1: ["L"], 2: ["H", "W"], 3: ["D", "H", "W"]}.get(len(shape) - 2, [])
+    sizes = [size for axis, size in enumerate(shape) if axis not in (0, channel)]
+    named = [f"{name}={size}" for name, size in zip(spatial, sizes, strict=False)]
+    return " ".join([f"C={shape[channel]}", *named])
+
+
+def nhwc_doubt(shape: Sequence[int], channel: int, instead: str) -> list[str]:
+    """A warning if (N, H, W, C) is about to be read as (N, C, H, W)."""
+    if len(shape) == 4 and channel == 1 and shape[1] == shape[2] != shape[3]:
+        return [f"reads {tuple(shape)} as {map_reading(shape, 1)}; that looks like NHWC: {instead}"]
+    return []
+
+
+def needs_samples(shape: Sequence[int]) -> None:
+    """Raise `ShapeError` for a tensor without a batch axis."""
+    if not shape:
+        raise ShapeError("got a 0-d tensor: there are no samples along axis 0.")

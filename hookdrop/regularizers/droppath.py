@@ -1,0 +1,42 @@
+"""Stochastic depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hookdrop import functional
+from hookdrop.arguments import drop_rate, one_of
+from hookdrop.regularizers.base import Regularizer, needs_samples
+
+
+class DropPath(Regularizer):
+    """Zero whole samples with probability `p`, scale the rest by 1 / (1 - p).
+
+    It belongs on the last layer of a residual branch, before the addition (a Bottleneck's `bn3`, a
+    transformer's `attn` and `mlp`). On the output of a whole block it drops the signal with the branch.
+
+    Args:
+        p: probability to drop, in [0, 1].
+        mode: `"row"` draws for each sample, `"batch"` once for the whole batch.
+        keep_prob: 1 - p, instead of `p`.
+
+    Shape: (N, ...).
+
+    Reference: Huang et al. 2016, "Deep networks with stochastic depth", arXiv:1603.09382.
+    """
+
+    def __init__(self, p: float | None = None, mode: str = "row", *, keep_prob: float | None = None) -> None:
+        super().__init__()
+        self.p = drop_rate(p, keep_prob, self.title)
+        self.mode: str = one_of(mode, "mode", self.title, ("row", "batch"))
+
+    def check(self, shape: Sequence[int]) -> None:
+        needs_samples(shape)
+
+    def reading(self, shape: Sequence[int]) -> str:
+        return f"N={shape[0]}"
+
+    def regularize(self, x: Tensor) -> Tensor:
+        return functional.drop_path(x, self.p, self.mode)

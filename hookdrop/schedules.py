@@ -1,0 +1,302 @@
+"""How a rate moves: a schedule is a pure function from optimizer steps to a multiplier of the target rate.
+
+keep_prob(t) = 1 - p * s(t), so a linear s is the linear keep-prob schedule of the DropBlock paper.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from hookdrop.arguments import count, number
+
+
+class Schedule(ABC):
+    """`schedule(step)` is the multiplier of the target rate after `step` optimizer steps.
+
+    To write your own, subclass this as a frozen dataclass (`repr=False`) and define `__call__`.
+    """
+
+    @abstractmethod
+    def __call__(self, step: int) -> float:
+        """The multiplier, a finite number of at least 0, after `step` (0, 1, ...) optimizer steps."""
+
+    def simulate(self, n: int) -> list[float]:
+        """The multipliers of steps 0 to n - 1.
+
+        Example:
+            >>> LinearSchedule(steps=4).simulate(6)
+            [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+        """
+        return [self(step) for step in range(count(n, "n", type(self).__name__, low=0))]
+
+    @property
+    def peak(self) -> float | None:
+        """The largest multiplier that it can reach; None if that can't be told beforehand."""
+        return None
+
+    def __repr__(self) -> str:
+        own = (f for f in fields(self) if getattr(self, f.name) != f.default)  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in own)})"
+
+    def _count(self, name: str, low: int) -> None:
+        """Check a whole-number field."""
+        object.__setattr__(self, name, count(getattr(self, name), name, type(self).__name__, low))
+
+    def _multiplier(self, *names: str) -> None:
+        """Check fields that are multipliers."""
+        for name in names:
+            value = number(getattr(self, name), name, type(self).__name__)
+            if value < 0:
+                raise ValueError(f"{type(self).__name__}: {name} must be at least 0, got {value:g}.")
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, repr=False)
+class ConstantSchedule(Schedule):
+    """The same multiplier at every step; it needs no driving.
+
+    Args:
+        value: the multiplier, at least 0.
+    """
+
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._multiplier("value")
+
+    def __call__(self, step: int) -> float:
+        return self.value
+
+    @property
+    def peak(self) -> float:
+        return self.value
+
+
+@dataclass(frozen=True, repr=False)
+class _Ramp(Schedule):
+    """From `start` to `end` in `steps` steps, after `delay` steps at `start`."""
+
+    steps: int
+    start: float = 0.0
+    end: float = 1.0
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        self._count("steps", 1)
+        self._count("delay", 0)
+        self._multiplier("start", "end")
+
+    def __call__(self, step: int) -> float:
+        done = step - self.delay
+        if done <= 0:
+            return self.start
+        if done >= self.steps:
+            return self.end
+        return self.start + (self.end - self.start) * self._progress(done / self.steps)
+
+    @staticmethod
+    @abstractmethod
+    def _progress(ratio: float) -> float:
+        """How far the ramp is when `ratio` (0 to 1) of its steps are done."""
+
+    @property
+    def peak(self) -> float:
+        return max(self.start, self.end)
+
+
+class LinearSchedule(_Ramp):
+    """A straight line: the DropBlock paper's schedule of keep_prob.
+
+    Args:
+        steps: optimizer steps from `start` to `end`, at least 1; step `delay + steps` is `end` exactly.
+        start: multiplier at step 0, at least 0.
+        end: multiplier at the end and after, at least 0.
+        delay: steps at `start` before the ramp begins.
+
+    Example:
+        >>> ramp = LinearSchedule(steps=10)
+        >>> ramp(0), ramp(5), ramp(10), ramp(1000)
+        (0.0, 0.5, 1.0, 1.0)
+
+    Reference: Ghiasi et al. 2018, arXiv:1810.12890, section 3 ("Scheduled DropBlock").
+    """
+
+    @staticmethod
+    def _progress(ratio: float) -> float:
+        return ratio
+
+
+class CosineSchedule(_Ramp):
+    """Half a cosine from `start` to `end`, flat at both ends; arguments as in `LinearSchedule`.
+
+    Example:
+        >>> [round(m, 3) for m in CosineSchedule(steps=4).simulate(5)]
+        [0.0, 0.146, 0.5, 0.854, 1.0]
+    """
+
+    @staticmethod
+    def _progress(ratio: float) -> float:
+        return (1.0 - math.cos(math.pi * ratio)) / 2.0
+
+
+@dataclass(frozen=True, repr=False)
+class ExponentialSchedule(Schedule):
+    """1 - exp(-speed * step / steps): fast first, then closing in on 1, which it never quite reaches.
+
+    Args:
+        steps: the length of the training in optimizer steps, at least 1.
+        speed: the paper's gamma * T, above 0; at 10 the last step is at .99995.
+
+    Example:
+        >>> round(ExponentialSchedule(steps=100)(10), 3)
+        0.632
+
+    Reference: Morerio et al. 2017, "Curriculum dropout", arXiv:1703.06229, equation 2.
+    """
+
+    steps: int
+    speed: float = 10.0
+
+    def __post_init__(self) -> None:
+        self._count("steps", 1)
+        if number(self.speed, "speed", "ExponentialSchedule") <= 0:
+            raise ValueError(f"ExponentialSchedule: speed must be above 0, got {self.speed:g}.")
+
+    def __call__(self, step: int) -> float:
+        return -math.expm1(-self.speed * step / self.steps)
+
+    @property
+    def peak(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class EarlySchedule(Schedule):
+    """On before step `cutoff`, 0 from there on: against underfitting.
+
+    Args:
+        cutoff: the first step without, at least 1.
+        linear: fall in a line from 1 to 0 at the cutoff, instead of at once.
+
+    Example:
+        >>> EarlySchedule(cutoff=2).simulate(4), EarlySchedule(cutoff=2, linear=True).simulate(4)
+        ([1.0, 1.0, 0.0, 0.0], [1.0, 0.5, 0.0, 0.0])
+
+    Reference: Liu et al. 2023, "Dropout reduces underfitting", arXiv:2303.01500.
+    """
+
+    cutoff: int
+    linear: bool = False
+
+    def __post_init__(self) -> None:
+        self._count("cutoff", 1)
+
+    def __call__(self, step: int) -> float:
+        if step >= self.cutoff:
+            return 0.0
+        return 1.0 - step / self.cutoff if self.linear else 1.0
+
+    @property
+    def peak(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class LateSchedule(Schedule):
+    """0 before step `cutoff`, on from there.
+
+    Args:
+        cutoff: the first step with it on, at least 1.
+
+    Example:
+        >>> LateSchedule(cutoff=2).simulate(4)
+        [0.0, 0.0, 1.0, 1.0]
+
+    Reference: Liu et al. 2023, "Dropout reduces underfitting", arXiv:2303.01500.
+    """
+
+    cutoff: int
+
+    def __post_init__(self) -> None:
+        self._count("cutoff", 1)
+
+    def __call__(self, step: int) -> float:
+        return 0.0 if step < self.cutoff else 1.0
+
+    @property
+    def peak(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class ChainedSchedule(Schedule):
+    """One schedule after another, each with steps of its own from 0, as in torch's `SequentialLR`.
+
+    Args:
+        schedules: the schedules in turn.
+        milestones: the step at which each next one takes over, rising, one fewer than schedules.
+
+    Example:
+        >>> up_and_off = ChainedSchedule([LinearSchedule(steps=2), ConstantSchedule(0.0)], [4])
+        >>> up_and_off.simulate(6)
+        [0.0, 0.5, 1.0, 1.0, 0.0, 0.0]
+    """
+
+    schedules: Sequence[Schedule]
+    milestones: Sequence[int]
+
+    def __post_init__(self) -> None:
+        schedules = tuple(self.schedules)
+        milestones = tuple(count(m, "milestones", "ChainedSchedule") for m in self.milestones)
+        if not schedules or not all(isinstance(s, Schedule) for s in schedules):
+            raise TypeError(f"ChainedSchedule: schedules must be hookdrop schedules, got {self.schedules!r}.")
+        if len(milestones) != len(schedules) - 1 or list(milestones) != sorted(set(milestones)):
+            raise ValueError(
+                f"ChainedSchedule: {len(schedules)} schedules need {len(schedules) - 1} rising milestones, "
+                f"got {list(milestones)}."
+            )
+        object.__setattr__(self, "schedules", schedules)
+        object.__setattr__(self, "milestones", milestones)
+
+    def __call__(self, step: int) -> float:
+        at = sum(step >= milestone for milestone in self.milestones)
+        return self.schedules[at](step - (self.milestones[at - 1] if at else 0))
+
+    @property
+    def peak(self) -> float | None:
+        peaks = [schedule.peak for schedule in self.schedules]
+        return None if None in peaks else max(peak for peak in peaks if peak is not None)
+
+
+@dataclass(frozen=True, repr=False)
+class LambdaSchedule(Schedule):
+    """`fn(step)` is the multiplier.
+
+    Args:
+        fn: from the step (an int) to a finite number of at least 0. `inject` wants it to pickle, as the model
+            it sits on must: a function of a module, not a lambda.
+
+    Example:
+        >>> LambdaSchedule(abs).simulate(3)
+        [0.0, 1.0, 2.0]
+    """
+
+    fn: Callable[[int], float]
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(f"LambdaSchedule: fn must be a function of the step, got {self.fn!r}.")
+
+    def __call__(self, step: int) -> float:
+        value = number(self.fn(step), f"fn({step})", "LambdaSchedule")
+        if value < 0:
+            raise ValueError(f"LambdaSchedule: fn({step}) must be at least 0, got {value:g}.")
+        return value
+
+
+def needs_driving(schedule: Schedule) -> bool:
+    """Whether the rate waits for somebody to call `step`, `seek` or `follow`."""
+    return not isinstance(schedule, ConstantSchedule)

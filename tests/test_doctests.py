@@ -1,0 +1,30 @@
+"""Every example in a docstring runs and prints what it says."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+import torch
+from torch import nn
+
+import hookdrop
+
+MODULES = [info.name for info in pkgutil.walk_packages(hookdrop.__path__, "hookdrop.") if "__main__" not in info.name]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str) -> None:
+    module = importlib.import_module(name)
+    names = {key: getattr(hookdrop, key) for key in hookdrop.__all__}
+    result = doctest.testmod(module, extraglobs={"torch": torch, "nn": nn, "copy": copy, **names})
+    assert result.failed == 0
+
+
+def test_the_examples_are_there() -> None:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = sum(len(finder.find(importlib.import_module(name))) for name in MODULES)
+    assert found > 20
