@@ -20,10 +20,10 @@ from hookdrop.problems import MOVES_TO_JUDGE, problems
 class Handle:
     """Holds the model weakly and the state strongly; the hooks hold neither handle nor model."""
 
-    def __init__(self, model: nn.Module, state: State) -> None:
+    def __init__(self, model: nn.Module, state: State, hooks: list[SiteHook] | None = None) -> None:
         self._model = weakref.ref(model)
         self._state = state
-        self._found: list[SiteHook] | None = None
+        self._found = hooks
 
     # Handles are interchangeable, and are copied and pickled with the model.
 

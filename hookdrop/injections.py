@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hookdrop.errors import InjectionError, StateError
-from hookdrop.hooks import hooks_of
+from hookdrop.hooks import SiteHook, State, hooks_of
 from hookdrop.injection import Injection
 from hookdrop.layers import walk
 from hookdrop.tables import html_table
@@ -123,5 +123,7 @@ def find(model: nn.Module) -> Injections:
         <Injection 'dropout': 1 sites, p=0.5 of 0.5, step 0 of ConstantSchedule()>
     """
     walk(model)
-    states = {id(hook.state): hook.state for _, hook in hooks_of(model)}
-    return Injections(Injection(model, state) for state in states.values())
+    groups: dict[State, list[SiteHook]] = {}
+    for _, hook in hooks_of(model):
+        groups.setdefault(hook.state, []).append(hook)
+    return Injections(Injection(model, state, hooks) for state, hooks in groups.items())

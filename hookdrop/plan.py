@@ -61,15 +61,15 @@ class Plan:
                 warn(text)
             compiling.warn_of_recompile()
             state = State(self.name, tuple(site.name for site in self.sites), self.schedule or ConstantSchedule())
-            self._place(state)
+            hooks = self._place(state)
         for old in replaced:
             old._detach()
         compiling.reset()
-        return Injection(self.model, state)
+        return Injection(self.model, state, hooks)
 
-    def _place(self, state: State) -> None:
+    def _place(self, state: State) -> list[SiteHook]:
         kind = InputHook if self.at == "input" else SiteHook
-        hooks = []
+        hooks: list[SiteHook] = []
         for site in self.sites:
             assert site.regularizer is not None
             hooks.append(kind(site.name, copy.deepcopy(site.regularizer), site.p_scale, self.tensor, state))
@@ -80,6 +80,7 @@ class Plan:
             for hook in hooks:
                 hook.remove()
             raise
+        return hooks
 
     def _to_replace(self) -> list[Injection]:
         """The injections that give way to this one."""
