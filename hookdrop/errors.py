@@ -48,9 +48,10 @@ def nearest(text: str, known: Iterable[str], count: int = 3) -> list[str]:
 def warn(message: str) -> None:
     """A `HookdropWarning` that points at the line of the caller outside of hookdrop."""
     frame, depth = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("hookdrop", "contextlib"):
+    # A warning from a hook comes through torch's frames too.
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("hookdrop", "contextlib", "torch"):
         frame, depth = frame.f_back, depth + 1
-    warnings.warn(message, HookdropWarning, stacklevel=depth - 1)
+    warnings.warn(message, HookdropWarning, stacklevel=depth)
 
 
 @contextmanager

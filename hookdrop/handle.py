@@ -63,6 +63,7 @@ class Handle:
         compiling.not_while_tracing(what)
 
     def _advance(self, n: int = 1) -> None:
+        self._must_be_there("step()")
         self._seek(self._state.step_count + n)
 
     def _seek(self, step: int) -> None:

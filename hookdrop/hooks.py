@@ -7,7 +7,6 @@ sits on, and the copies of one injection's hooks share a copy of its state.
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,10 +55,12 @@ class State:
     override: Override | None = None
     meter: Measurement | None = None
     follower: Any = None
+    hidden: int = 0
+    """How many `without_hooks` have the hooks off the model just now."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts outside of the contexts that the original is in, and follows nothing.
-        return self.__dict__ | {"moves": 0, "override": None, "meter": None, "follower": None}
+        return self.__dict__ | {"moves": 0, "override": None, "meter": None, "follower": None, "hidden": 0}
 
     @property
     def on(self) -> bool:
@@ -91,13 +92,13 @@ class SiteHook:
         self.undriven = 0
         self.handle: RemovableHandle | None = None
         self.refresh()
-        _outside_of_graphs()
+        _make_outside_of_graphs()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # The original's rate may be a context's; the copy's is what is set.
         self.refresh()
-        _outside_of_graphs()
+        _make_outside_of_graphs()
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.is_on(module):
@@ -127,7 +128,7 @@ class SiteHook:
 
     def regularize(self, x: Tensor) -> Tensor:
         """`x` regularized; outside of compiled graphs, where a Python float rate would be frozen in."""
-        return _outside_of_graphs()(self, x) if torch.compiler.is_compiling() else _regularize(self, x)
+        return _outside_of_graphs(self, x) if torch.compiler.is_compiling() else _regularize(self, x)
 
     def rate_at(self, multiplier: float, largest: float) -> float | None:
         """The rate under a multiplier, or under a context's rate, given the largest target of the injection."""
@@ -136,7 +137,7 @@ class SiteHook:
         override = self.state.override
         if override is None or override.p is None:
             return self.target * multiplier * self.p_scale
-        return (override.p * self.target / largest if largest else override.p) * self.p_scale
+        return (override.p * (self.target / largest) if largest else override.p) * self.p_scale
 
     def refresh(self, largest: float = 0.0) -> None:
         """Bring the rate up to date with the state."""
@@ -215,9 +216,14 @@ def hidden(model: nn.Module) -> Iterator[None]:
     for table, hooks in taken:
         for key in hooks:
             table.pop(key, None)
+    states = {hook.state for hooks in ours.values() for hook in hooks.values()}
+    for state in states:
+        state.hidden += 1
     try:
         yield
     finally:
+        for state in states:
+            state.hidden -= 1
         for (table, hooks), entries in zip(taken, before, strict=True):
             inside = dict(table)
             table.clear()
@@ -266,7 +272,12 @@ def _look_at(hook: SiteHook, x: Tensor) -> None:
             warn(f"{hook.where}: {doubt}\n  all sites: print(plan(..., example_input=x))")
 
 
-@functools.cache
-def _outside_of_graphs() -> Callable[[SiteHook, Tensor], Tensor]:
-    """`_regularize`, kept out of compiled graphs. Made when a hook is, never while one is traced."""
-    return torch.compiler.disable(_regularize)  # type: ignore[no-untyped-call, no-any-return]
+# Kept out of compiled graphs. Made with the first hook, never while one is traced; `torch.compiler.disable` loads
+# the compiler, which is not wanted at import.
+_outside_of_graphs: Callable[[SiteHook, Tensor], Tensor] = _regularize
+
+
+def _make_outside_of_graphs() -> None:
+    global _outside_of_graphs
+    if _outside_of_graphs is _regularize:
+        _outside_of_graphs = torch.compiler.disable(_regularize)  # type: ignore[no-untyped-call]

@@ -101,7 +101,7 @@ class Injection(Handle):
         before = [hook.target for hook in hooks]
         for hook in hooks:
             if hook.target is not None:
-                hook.target = value * hook.target / largest if largest else value
+                hook.target = value * (hook.target / largest) if largest else value
         try:
             self._refresh()
         except ValueError:

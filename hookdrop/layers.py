@@ -298,10 +298,22 @@ def _suggestions(everything: list[Layer], text: str) -> Iterator[str]:
     if re.search(r"\\|\.\+|\(|\|", text):
         yield f"an expression? write re.compile({text!r})"
         return
-    tails = {".".join(name.split(".")[i:]) for name in names for i in range(name.count(".") + 1)}
-    near = nearest(text, names) or [f"**.{tail}" for tail in nearest(text, sorted(tails - set(names)))]
+    near = list(_respelt(text, names)) or nearest(text, names)
     if near:
-        yield f"did you mean: {', '.join(map(repr, near))}"
+        yield f"did you mean: {', '.join(map(repr, near[:3]))}"
+
+
+def _respelt(text: str, names: list[str]) -> Iterator[str]:
+    """`text` with one segment exchanged for one like it, where that matches something."""
+    segments = text.split(".")
+    known = sorted({segment for name in names for segment in name.split(".")})
+    for index, segment in enumerate(segments):
+        for other in nearest(segment, known):
+            candidate = ".".join([*segments[:index], other, *segments[index + 1 :]])
+            for pattern in (candidate, f"**.{candidate}"):
+                if candidate != text and any(map(glob_expression(pattern).fullmatch, names)):
+                    yield pattern
+                    break
 
 
 def _see_all() -> str:

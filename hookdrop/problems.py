@@ -18,13 +18,13 @@ def problems(model: nn.Module, state: State, hooks: Sequence[SiteHook]) -> dict[
     found: dict[str, str] = {}
     there = {hook.site for _, hook in hooks_of(model) if hook.state is state}
     lost = [site for site in state.sites if site not in there]
-    if lost and not state.removed:
+    if lost and not state.removed and not state.hidden:
         found["lost"] = (
             f"{state.name!r}: {len(lost)} of {len(state.sites)} sites carry no hook any more: {_some(lost)}.\n"
             "  something replaced these modules after inject (reset_classifier, convert_sync_batchnorm, ...): "
             'inject again with on_existing="replace".'
         )
-    live = [hook for hook in hooks if hook.site in there]
+    live = [hook for hook in hooks if hook.site not in lost]
     started = any(hook.trained for hook in live)
     silent = [hook.site for hook in live if not hook.fired]
     if silent and (any(hook.fired for hook in live) or state.moves >= MOVES_TO_JUDGE):

@@ -122,6 +122,11 @@ def _own_copy(
 
 def _callable_layers(selection: Selection, warnings: list[str]) -> list[Layer]:
     """The layers less those whose class has no forward: they are iterated, never called."""
+    for layer in selection.layers:
+        if isinstance(layer.module, torch.jit.ScriptModule):
+            raise InjectionError(
+                f"{layer.name!r} is a ScriptModule, which can't carry Python hooks: inject before torch.jit.script."
+            )
     dead = [layer for layer in selection.layers if _has_no_forward(layer.module)]
     for layer in dead:
         if layer.name in selection.exact:
@@ -130,11 +135,6 @@ def _callable_layers(selection: Selection, warnings: list[str]) -> list[Layer]:
                 f"never fires.\n  hook what is inside: '{layer.name}.*'"
             )
     left = [layer for layer in selection.layers if layer not in dead]
-    scripted = [layer.name for layer in left if isinstance(layer.module, torch.jit.ScriptModule)]
-    if scripted:
-        raise InjectionError(
-            f"{scripted[0]!r} is a ScriptModule, which can't carry Python hooks: inject before torch.jit.script."
-        )
     if dead:
         names = ", ".join(repr(layer.name) for layer in dead[:4]) + (", ..." if len(dead) > 4 else "")
         if not left:

@@ -1,0 +1,208 @@
+"""`follow` counts the optimizer steps that were taken, each once, and no others."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from conftest import Small
+from torch import nn
+
+from hookdrop import Dropout, HookdropWarning, Injection, InjectionError, LinearSchedule, find, inject
+
+
+def setup(**optimizer: object) -> tuple[nn.Module, Injection, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
+    return model, drop, torch.optim.SGD(model.parameters(), 0.1, **optimizer)
+
+
+def backward(model: nn.Module, scale: float = 1.0) -> torch.Tensor:
+    loss = model(torch.ones(2, 4)).sum() * scale
+    loss.backward()
+    return loss
+
+
+def test_counts_steps_not_forwards_under_gradient_accumulation() -> None:
+    model, drop, optimizer = setup()
+    assert drop.follow(optimizer) is drop
+    for batch in range(12):
+        backward(model)
+        if batch % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert drop.step_count == 3
+    assert drop.p == pytest.approx(0.015)
+
+
+def test_counts_once_however_often_it_is_called() -> None:
+    model, drop, optimizer = setup()
+    for _ in range(3):
+        drop.follow(optimizer)
+        find(model)[0].follow(optimizer)
+    backward(model)
+    optimizer.step()
+    assert drop.step_count == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_grad_scaler_skips_do_not_count(fused: bool) -> None:
+    """A fused optimizer runs its post hook on a skipped step too."""
+    model, drop, optimizer = setup(fused=fused)
+    drop.follow(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    skipped = []
+    for inf in (False, True, False, True, True, False):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(backward_free(model)).backward()
+        if inf:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+    assert skipped == [False, True, False, True, True, False]
+    assert drop.step_count == 3
+
+
+def backward_free(model: nn.Module) -> torch.Tensor:
+    return model[0](torch.ones(2, 4)).sum()
+
+
+def test_through_accelerates_wrapper() -> None:
+    from accelerate import Accelerator
+
+    model, drop, optimizer = setup()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    drop.follow(wrapped)
+    drop.follow(wrapped)
+    for _ in range(6):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(torch.ones(2, 4)).sum())
+            wrapped.step()
+            wrapped.zero_grad()
+    assert drop.step_count == 3
+
+
+def test_through_timms_lookahead() -> None:
+    from timm.optim import Lookahead
+
+    model, drop, optimizer = setup()
+    lookahead = Lookahead(optimizer)
+    drop.follow(lookahead)
+    drop.follow(optimizer)
+    for _ in range(3):
+        backward(model)
+        lookahead.step()
+    assert drop.step_count == 3
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.LBFGS])
+def test_any_optimizer(cls: type[torch.optim.Optimizer]) -> None:
+    model, drop, _ = setup()
+    optimizer = cls(model.parameters(), 1e-3)
+    drop.follow(optimizer)
+    optimizer.step(lambda: backward(model))
+    assert drop.step_count == 1
+
+
+def test_step_meanwhile_is_an_error() -> None:
+    _, drop, optimizer = setup()
+    drop.follow(optimizer)
+    with pytest.raises(InjectionError, match=r"count them twice(.|\n)*drop.follow\(None\). Still at step 0"):
+        drop.step()
+    drop.follow(None)
+    drop.step()
+    assert drop.step_count == 1
+
+
+def test_seek_meanwhile_is_what_a_resume_does() -> None:
+    model, drop, optimizer = setup()
+    drop.follow(optimizer).seek(50)
+    backward(model)
+    optimizer.step()
+    assert drop.step_count == 51
+
+
+def test_another_optimizer_is_an_error() -> None:
+    model, drop, optimizer = setup()
+    drop.follow(optimizer)
+    with pytest.raises(InjectionError, match="follows another SGD already; it still does"):
+        drop.follow(torch.optim.SGD(model.parameters(), 0.1))
+    backward(model)
+    optimizer.step()
+    assert drop.step_count == 1
+
+
+def test_an_optimizer_that_is_gone_makes_room_for_another() -> None:
+    """A re-run cell builds the optimizer anew."""
+    model, drop, optimizer = setup()
+    drop.follow(optimizer)
+    del optimizer
+    gc.collect()
+    assert any("the optimizer that it followed is gone" in text for text in drop.check())
+    again = torch.optim.SGD(model.parameters(), 0.1)
+    drop.follow(again)
+    backward(model)
+    again.step()
+    assert drop.step_count == 1
+
+
+def test_remove_detaches() -> None:
+    model, drop, optimizer = setup()
+    drop.follow(optimizer).remove()
+    assert not optimizer._optimizer_step_post_hooks
+    backward(model)
+    optimizer.step()
+
+
+def test_replacing_detaches_the_old_one() -> None:
+    """A re-run cell: inject(..., on_existing="replace").follow(optimizer)."""
+    model, drop, optimizer = setup()
+    drop.follow(optimizer)
+    again = inject(model, Dropout(0.3), layers="1", schedule=LinearSchedule(10), on_existing="replace")
+    again.follow(optimizer)
+    backward(model)
+    optimizer.step()
+    assert (again.step_count, len(optimizer._optimizer_step_post_hooks)) == (1, 1)
+
+
+def test_an_optimizer_of_another_model_is_warned_of() -> None:
+    model, drop, _ = setup()
+    assert model is not None
+    with pytest.warns(HookdropWarning, match="trains no parameter of this model"):
+        drop.follow(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1))
+
+
+@pytest.mark.parametrize("thing", ["sgd", torch.optim.SGD, object()])
+def test_something_else_than_an_optimizer(thing: object) -> None:
+    _, drop, _ = setup()
+    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer(.|\n)*drop.seek\(global_step\)"):
+        drop.follow(thing)
+
+
+def test_learning_rate_schedulers_do_not_mind(model: Small, images: torch.Tensor) -> None:
+    drop = inject(model, Dropout(0.5), layers="layer1.*", schedule=LinearSchedule(4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=4)
+    drop.follow(optimizer)
+    for _ in range(4):
+        model(images).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    assert drop.p == 0.5
+
+
+def test_a_copied_model_has_a_count_of_its_own() -> None:
+    import copy
+
+    model, drop, optimizer = setup()
+    drop.follow(optimizer)
+    twin = copy.deepcopy(model)
+    backward(model)
+    optimizer.step()
+    assert (drop.step_count, find(twin)[0].step_count) == (1, 0)
+    find(twin)[0].step()
+    assert find(twin)[0].step_count == 1

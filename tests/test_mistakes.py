@@ -1,0 +1,519 @@
+"""The mistakes that people make, and what they read then; and bad input, after which nothing has changed."""
+
+from __future__ import annotations
+
+import gc
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Small
+from torch import nn
+
+from hookdrop import (
+    DropBlock,
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    DropPath,
+    HookdropError,
+    HookdropWarning,
+    InjectionError,
+    LambdaSchedule,
+    LayerError,
+    LinearSchedule,
+    ShapeError,
+    find,
+    inject,
+    plan,
+)
+from hookdrop.hooks import UNDRIVEN_CALLS
+
+UNCHANGED = "No hook was placed; the model is unchanged."
+
+
+def train(model: nn.Module, x: torch.Tensor, times: int = 1) -> None:
+    for _ in range(times):
+        model(x)
+
+
+class Tokens(nn.Module):
+    """(N, 196, 8) tokens, as a ViT has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+class NHWC(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage1, self.stage2 = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stage2(self.stage1(x)[:, ::2, ::2])
+
+
+class Iterates(nn.Module):
+    """Calls the children of its container, never the container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return sum(head(x) for head in self.heads)
+
+
+class TestSchedules:
+    def test_a_schedule_never_driven_is_told_while_training(self) -> None:
+        model = nn.Sequential(nn.Identity())
+        inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+        train(model, torch.ones(2), UNDRIVEN_CALLS - 1)
+        with pytest.warns(HookdropWarning) as caught:
+            train(model, torch.ones(2), 200)
+        assert len(caught) == 1
+        assert str(caught[0].message) == (
+            "'dropout' is still at step 0 of LinearSchedule(steps=10), so its rate does not move: nobody drives it.\n"
+            "  after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   "
+            "or: drop.seek(global_step)"
+        )
+
+    @pytest.mark.parametrize("ask", ["summary", "metrics", "state_dict", "remove"])
+    def test_a_schedule_never_driven_is_told_when_asked_once(self, ask: str) -> None:
+        model = nn.Sequential(nn.Identity())
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+        train(model, torch.ones(2))
+        assert len(drop.check()) == 1
+        with pytest.warns(HookdropWarning, match="nobody drives it"):
+            getattr(drop, ask)()
+        drop.remove()
+
+    @pytest.mark.parametrize("drive", [lambda d, o: d.step(), lambda d, o: d.seek(0), lambda d, o: d.follow(o)])
+    def test_a_schedule_that_somebody_drives_is_fine(self, drive: Callable[..., Any]) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        drive(drop, optimizer)
+        train(model, torch.ones(2), 2 * UNDRIVEN_CALLS)
+        assert drop.check() == []
+        drop.metrics()
+
+    def test_step_while_following(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        drop.follow(optimizer)
+        with pytest.raises(InjectionError, match="this call would count them twice"):
+            drop.step()
+
+
+class TestNotebooks:
+    def test_a_cell_run_twice(self, model: Small) -> None:
+        def cell(**kwargs: Any) -> Any:
+            return inject(model, DropBlock(0.1, 3), layers="layer?.*", **kwargs)
+
+        cell()
+        with pytest.raises(InjectionError) as error:
+            cell()
+        assert str(error.value).splitlines() == [
+            "4 sites already carry 'dropblock' (a re-run cell?).",
+            '  replace them: inject(..., on_existing="replace")   keep both: on_existing="stack", name="second"',
+            UNCHANGED,
+        ]
+        cell(on_existing="replace")
+        assert len(find(model)) == 1
+        with pytest.raises(InjectionError, match="an injection named 'dropblock' already"):
+            cell(on_existing="stack")
+        cell(on_existing="stack", name="second")
+        assert [drop.name for drop in find(model)] == ["dropblock", "second"]
+
+    def test_the_same_name_at_other_sites(self, model: Small) -> None:
+        inject(model, Dropout(0.1), layers="layer1.*")
+        with pytest.raises(InjectionError, match="name='dropout2'"):
+            inject(model, Dropout(0.1), layers="layer2.*")
+
+
+class TestSelection:
+    def test_double_star_where_a_star_was_meant(self, model: Small) -> None:
+        """`layer1.**` takes the blocks and all that is in them."""
+        drafted = plan(model, Dropout(0.1), layers="layer1.**")
+        (warning,) = drafted.warnings
+        assert warning == (
+            "8 of 10 sites lie inside other sites: a value passes up to 2 of them ('layer1.0' > 'layer1.0.conv1'), "
+            "which comes to a rate of 0.19 there.\n  for one level only: a pattern that ends in '.*', not '.**'."
+        )
+        with pytest.warns(HookdropWarning, match="lie inside other sites"):
+            drafted.apply()
+
+    def test_peft_style_suffixes(self, model: Small) -> None:
+        with pytest.raises(LayerError, match=re.escape("did you mean: '**.bn1' (4 modules)")):
+            inject(model, Dropout(0.1), layers=["bn1", "bn2"])
+
+    def test_an_exclude_that_takes_nothing_away(self, model: Small) -> None:
+        """`exclude="layer1"` is one module, not what is in it."""
+        drafted = plan(model, Dropout(0.1), layers="layer?.*", exclude="layer1")
+        assert drafted.warnings == [
+            "exclude 'layer1' takes none of the chosen layers away; what is inside: 'layer1.**'."
+        ]
+
+    def test_a_container_that_is_iterated_named_in_full(self) -> None:
+        with pytest.raises(
+            LayerError, match=r"'heads' is a ModuleList, which is iterated and never called(.|\n)*heads.\*"
+        ):
+            inject(Iterates(), Dropout(0.1), layers="heads")
+        with pytest.raises(LayerError, match="'blocks' .Sequential. is not called in a forward"):
+            inject(Iterates(), Dropout(0.1), layers="blocks", example_input=torch.ones(2, 8))
+
+    def test_a_container_that_is_iterated_matched_by_a_pattern(self) -> None:
+        drafted = plan(Iterates(), Dropout(0.1), layers="*", example_input=torch.ones(2, 8))
+        assert [site.name for site in drafted.sites] == ["blocks"]
+        assert "left out 1 containers that are iterated and never called: 'heads'." in drafted.warnings
+        assert any("1 sites are not called in an eval forward" in text for text in drafted.warnings)
+        with pytest.raises(LayerError, match="matches only containers"):
+            plan(Iterates(), Dropout(0.1), layers="head*[s]")
+
+    def test_a_container_that_is_iterated_without_an_example(self) -> None:
+        """Found out from the first steps of the training."""
+        model = Iterates()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", HookdropWarning)
+            drop = inject(model, Dropout(0.1), layers=["blocks", "heads.0"])
+        model(torch.ones(2, 8))
+        with pytest.warns(HookdropWarning, match="'blocks' never ran, so nothing is dropped there"):
+            drop.metrics()
+
+    def test_sites_that_never_run_are_told_after_ten_steps(self) -> None:
+        model = Iterates()
+        drop = inject(model, Dropout(0.1), layers="blocks", schedule=LinearSchedule(100))
+        for _ in range(9):
+            model(torch.ones(2, 8))
+            drop.step()
+        with pytest.warns(HookdropWarning, match="'blocks' never ran"):
+            drop.step()
+        drop.step()
+
+    def test_multihead_attentions_projection_is_never_called(self) -> None:
+        attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        x = torch.ones(2, 5, 8)
+        with pytest.raises(LayerError, match="'out_proj' .* is not called in a forward"):
+            inject(attention, Dropout(0.1), layers="out_proj", example_input=(x, x, x))
+
+
+class TestShapes:
+    def test_vit_tokens_given_to_dropblock(self) -> None:
+        model, x = Tokens(), torch.randn(2, 196, 8)
+        with pytest.raises(ShapeError) as error:
+            inject(model, DropBlock(0.1, 7), layers="blocks.*", example_input=x)
+        assert str(error.value).startswith(
+            "DropBlock at 'blocks.0' got (2, 196, 8): tokens have no map.\n  use Dropout"
+        )
+        assert str(error.value).endswith(UNCHANGED)
+        assert find(model) == ()
+
+    def test_vit_tokens_at_the_first_forward_also_at_rate_0(self) -> None:
+        model = Tokens()
+        inject(model, DropBlock(0.1, 7), layers="blocks.1", schedule=LinearSchedule(100))
+        model.eval()(torch.randn(2, 196, 8))
+        with pytest.raises(ShapeError, match=r"DropBlock at 'blocks.1' got \(2, 196, 8\): tokens have no map"):
+            model.train()(torch.randn(2, 196, 8))
+
+    @pytest.mark.parametrize("regularizer", [DropBlock(0.1, 3), Dropout2d(0.1)], ids=repr)
+    def test_nhwc_maps(self, regularizer: nn.Module) -> None:
+        x = torch.randn(2, 14, 14, 24)
+        drafted = plan(NHWC(), regularizer, layers="*", example_input=x)
+        assert [site.reading for site in drafted.sites] == ["C=14 H=14 W=24", "C=7 H=7 W=24"]
+        (warning,) = drafted.warnings
+        assert "'stage1': reads (2, 14, 14, 24) as C=14 H=14 W=24; that looks like NHWC: " in warning
+        assert warning.endswith("(and 1 more sites like it)")
+
+    def test_nhwc_maps_at_the_first_forward_said_once(self) -> None:
+        model = NHWC()
+        inject(model, DropBlock(0.1, 3), layers="*")
+        with pytest.warns(HookdropWarning) as caught:
+            train(model, torch.randn(2, 14, 14, 24), 3)
+        (warning,) = caught
+        assert "DropBlock at 'stage1': reads (2, 14, 14, 24) as C=14 H=14 W=24; that looks like NHWC" in str(
+            warning.message
+        )
+        assert "channel_dim=-1" in str(warning.message)
+
+    def test_channel_dim_settles_it(self) -> None:
+        drafted = plan(NHWC(), DropBlock(0.1, 3, channel_dim=-1), layers="*", example_input=torch.randn(2, 14, 14, 24))
+        assert [site.reading for site in drafted.sites] == ["C=24 H=14 W=14", "C=24 H=7 W=7"]
+        assert drafted.warnings == []
+
+    def test_a_block_that_covers_the_map(self, model: Small) -> None:
+        drafted = plan(model, DropBlock(0.1, 9), layers="layer1.*", example_input=torch.randn(1, 3, 7, 8))
+        assert drafted.warnings == [
+            "DropBlock at 'layer1.0': block_size=9 covers the whole 7x8 map: DropBlock drops blocks of 7x8 there, "
+            "which is Dropout2d. (and 1 more sites like it)"
+        ]
+
+    def test_the_wrong_rank(self, model: Small, images: torch.Tensor) -> None:
+        with pytest.raises(ShapeError, match=r"Dropout1d at 'layer1.0' got \(4, 8, 16, 16\)(.|\n)*use Dropout2d"):
+            inject(model, Dropout1d(0.1), layers="layer1.*", example_input=images)
+        inject(model, Dropout1d(0.1), layers="layer1.0")
+        with pytest.raises(ShapeError, match="Dropout1d at 'layer1.0' got"):
+            model(images)
+
+    def test_a_function_that_changes_the_shape(self, model: Small, images: torch.Tensor) -> None:
+        inject(model, torch.Tensor.sum, layers="fc")
+        with pytest.raises(ShapeError, match=r"sum at 'fc' got \(4, 10\) torch.float32 and gave \(\) torch.float32"):
+            model(images)
+
+
+class TestPlans:
+    def test_dropout_into_batch_norm(self, model: Small, images: torch.Tensor) -> None:
+        """Disharmony by variance shift, arXiv:1801.05134; before the norm is the convolution's output."""
+        drafted = plan(model, Dropout(0.5), layers="**.conv1", example_input=images)
+        assert "4 sites feed a batch norm at p >= 0.3: 'layer1.0.conv1'" in drafted.warnings[-1]
+        assert plan(model, Dropout(0.1), layers="**.conv1", example_input=images).warnings == []
+        assert plan(model, Dropout(0.5), layers="**.bn1", example_input=images).warnings == []
+
+    def test_frozen_layers_that_are_still_dropped(self, model: Small, images: torch.Tensor) -> None:
+        model.layer1.requires_grad_(False)
+        drafted = plan(model, Dropout(0.1), layers="layer?.*", example_input=images)
+        assert drafted.warnings == [
+            "2 sites are frozen layers, whose output is still regularized: 'layer1.0', 'layer1.1'."
+        ]
+
+    def test_transformer_encoder_layers_leave_their_fused_path(self) -> None:
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
+        drafted = plan(model, Dropout(0.1), layers="layers.0.linear2")
+        assert "leaves its fused eval path" in drafted.warnings[0]
+
+    def test_calls_and_shapes_are_filled_in(self, images: torch.Tensor) -> None:
+        import torchvision
+
+        model = torchvision.models.resnet50(weights=None)
+        drafted = plan(model, Dropout(0.1), layers="layer1.0.relu", example_input=images)
+        (site,) = drafted.sites
+        assert (site.calls, site.shape, site.type) == (3, (4, 256, 4, 4), "ReLU")
+
+    def test_what_a_plan_prints(self, model: Small, images: torch.Tensor) -> None:
+        drafted = plan(
+            model, DropBlock(0.2, 3), layers=["layer1.*"], schedule=LinearSchedule(9), p_scale="depth",
+            example_input=images,
+        )  # fmt: skip
+        assert str(drafted).splitlines() == [
+            "2 sites of Small, LinearSchedule(steps=9)",
+            "site      type   shape      read as        calls    p  regularizer",
+            "--------  -----  ---------  -------------  -----  ---  ------------------------------",
+            "layer1.0  Block  4x8x16x16  C=8 H=16 W=16      1  0.1  DropBlock(p=0.2, block_size=3)",
+            "layer1.1  Block  4x8x16x16  C=8 H=16 W=16      1  0.2  DropBlock(p=0.2, block_size=3)",
+            "'layer1.*': 2 layers",
+        ]
+        assert "<table>" in drafted._repr_html_()
+
+    def test_a_plan_touches_nothing(self, model: Small, images: torch.Tensor) -> None:
+        model.train()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        rng = torch.get_rng_state()
+        drafted = plan(model, DropBlock(0.2, 3), layers="layer1.*", example_input=images)
+        assert find(model) == ()
+        assert all(m.training for m in model.modules())
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert len(drafted.apply().sites) == 2
+
+    def test_a_plan_without_a_regularizer_lists_and_does_not_apply(self, model: Small) -> None:
+        drafted = plan(model, layers="**")
+        assert len(drafted.sites) == 24
+        with pytest.raises(InjectionError, match="this plan has no regularizer"):
+            drafted.apply()
+
+    def test_a_plan_can_be_applied_again_after_removal(self, model: Small, images: torch.Tensor) -> None:
+        drafted = plan(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(2))
+        first = drafted.apply()
+        first.step(2)
+        first.remove()
+        second = drafted.apply()
+        assert (second.p, second.step_count) == (0.0, 0)
+
+    def test_example_inputs_of_all_kinds(self) -> None:
+        class Two(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc = nn.Linear(3, 3)
+
+            def forward(self, a: torch.Tensor, b: Any = None) -> torch.Tensor:
+                return self.fc(a if b is None else a + b[0])
+
+        x = torch.ones(2, 3)
+        for example in (x, (x,), (x, [x]), {"a": x}, {"a": x, "b": [x]}):
+            assert plan(Two(), Dropout(0.1), layers="fc", example_input=example).sites[0].shape == (2, 3)
+
+
+class TestLater:
+    def test_sites_lost_to_surgery(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, Dropout(0.1), layers=["fc", "layer1.*"])
+        model.fc = nn.Linear(8, 3)
+        (problem,) = drop.check()
+        assert problem.startswith("'dropout': 1 of 3 sites carry no hook any more: 'fc'.")
+        with pytest.warns(HookdropWarning, match="carry no hook any more"):
+            drop.summary()
+        drop.summary()
+        again = inject(model, Dropout(0.1), layers=["fc", "layer1.*"], on_existing="replace")
+        assert again.check() == []
+
+    def test_always_in_eval(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, Dropout(0.1), layers="layer?.*")
+        model.layer2.eval()
+        model(images)
+        (problem,) = drop.check()
+        assert "'layer2.0', 'layer2.1' only ran in eval mode" in problem
+
+    def test_nothing_is_said_of_a_fresh_injection(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, Dropout(0.1), layers="layer?.*")
+        model.eval()(images)
+        assert drop.check() == []
+        drop.summary()
+        drop.state_dict()
+
+    def test_a_thousand_rounds_leave_nothing_behind(self, model: Small) -> None:
+        from hookdrop.hooks import SiteHook
+
+        for _ in range(1000):
+            inject(model, Dropout(0.1), layers="fc").remove()
+        gc.collect()
+        assert not any(type(thing) is SiteHook for thing in gc.get_objects())
+
+
+def no_rate(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "unknown layer": ({"layers": "layer7"}, LayerError, "does not have"),
+    "unknown glob": ({"layers": "layer7.*"}, LayerError, "does not have"),
+    "unknown type": ({"layers": nn.LSTM}, LayerError, "matches no module"),
+    "unknown instance": ({"layers": nn.Linear(1, 1)}, LayerError, "not part of this"),
+    "empty layers": ({"layers": []}, LayerError, "is empty"),
+    "no layers": ({"layers": None}, LayerError, "say where"),
+    "excluded to nothing": ({"exclude": "**"}, LayerError, "nothing is left"),
+    "a class as regularizer": ({"regularizer": DropBlock}, TypeError, r"the class DropBlock(.|\n)*write DropBlock\(p=0.1\)"),
+    "None as regularizer": ({"regularizer": None}, TypeError, "regularizer is None"),
+    "a number as regularizer": ({"regularizer": 0.1}, TypeError, "must be a module, a function"),
+    "a local lambda": ({"regularizer": lambda x: x}, InjectionError, r"can't be pickled(.|\n)*instead of a lambda"),
+    "a lambda in a schedule": (
+        {"schedule": LambdaSchedule(lambda s: 1.0)}, InjectionError, "the schedule can't be pickled",
+    ),
+    "a module with parameters": ({"regularizer": nn.Linear(1, 1)}, InjectionError, r"owns parameters or buffers \(weight"),
+    "a module with buffers": ({"regularizer": nn.BatchNorm2d(3, affine=False)}, InjectionError, "owns parameters or buffers"),
+    "a schedule without a rate": (
+        {"regularizer": no_rate, "schedule": LinearSchedule(3)}, InjectionError, "no rate to drive",
+    ),
+    "a module without a rate scheduled": (
+        {"regularizer": nn.ReLU(), "schedule": LinearSchedule(3)}, InjectionError, "no rate to drive",
+    ),
+    "p_scale without a rate": ({"regularizer": no_rate, "p_scale": "depth"}, InjectionError, "no rate that could be scaled"),
+    "p_scale that matches nothing": ({"p_scale": {"fc": 0.5}}, LayerError, r"'fc', which matches none of the 2 chosen"),
+    "p_scale twice": ({"p_scale": {"layer1.0": 0.5, "**.0": 1}}, LayerError, "matches 'layer1.0' twice"),
+    "p_scale unknown": ({"p_scale": "deep"}, ValueError, "must be 'depth', 'depth_from_zero'"),
+    "p_scale a number": ({"p_scale": 0.5}, ValueError, "multiply p by it"),
+    "p_scale negative": ({"p_scale": {"layer1.0": -1}}, ValueError, "must be at least 0"),
+    "p_scale no number": ({"p_scale": {"layer1.0": "a"}}, TypeError, "must be a number"),
+    "p_scale of one site from zero": ({"layers": "fc", "p_scale": "depth_from_zero"}, ValueError, "factor 0"),
+    "a rate above 1 by p_scale": ({"p_scale": {"layer1.0": 20}}, ValueError, r"got 2.(.|\n)*at 'layer1.0': p 0.1 x p_scale 20"),
+    "a rate above 1 by schedule": ({"schedule": LinearSchedule(5, end=20)}, ValueError, "x schedule 20"),
+    "a schedule that is none": ({"schedule": 1000}, TypeError, r"write: schedule=LinearSchedule\(steps=N\)"),
+    "a schedule class": ({"schedule": LinearSchedule}, TypeError, r"write: schedule=LinearSchedule\(steps=N\)"),
+    "a function as schedule": ({"schedule": abs}, TypeError, r"write: schedule=LambdaSchedule\(abs\)"),
+    "at unknown": ({"at": "outputs"}, ValueError, "'output', 'input', got 'outputs'"),
+    "on_existing unknown": ({"on_existing": "keep"}, ValueError, "'error', 'replace', 'stack'"),
+    "a name that is none": ({"name": ""}, InjectionError, "name must be a text"),
+    "a name with a slash": ({"name": "a/b"}, InjectionError, "without '/'"),
+    "layers beside a mapping": ({"regularizer": {"fc": Dropout(0.1)}}, LayerError, "not both"),
+    "a site under two keys": (
+        {"regularizer": {"layer1.*": Dropout(0.1), "**.0": Dropout(0.2)}, "layers": None}, LayerError,
+        r"'layer1.0' is under two keys of the mapping, 'layer1.\*' and '\*\*.0'",
+    ),
+    "an empty mapping": ({"regularizer": {}, "layers": None}, LayerError, "is empty"),
+    "code in a text": ({"regularizer": "DropBlock(p=__import__('os').getpid())"}, ValueError, "it is not run"),
+    "an unknown text": ({"regularizer": "Dropoot(p=0.1)"}, ValueError, "did you mean: Dropout"),
+    "an example that the model rejects": (
+        {"example_input": torch.ones(4, 5)}, InjectionError, r"does not take this example_input, \(4, 5\) float32",
+    ),
+    "an example of another kind": ({"example_input": "cat.jpg"}, InjectionError, "does not take this example_input, str"),
+    "a wrong rank in the example": (
+        {"regularizer": Dropout1d(0.1), "example_input": torch.ones(1, 3, 8, 8)}, ShapeError, "use Dropout2d",
+    ),
+    "a tensor that is not there": ({"tensor": 1, "example_input": torch.ones(1, 3, 8, 8)}, ShapeError, "leave tensor=None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("training", [True, False])
+def test_bad_input_is_told_and_nothing_has_changed(model: Small, case: str, training: bool) -> None:
+    changes, error, says = BAD[case]
+    model.train(training)
+    model.layer2[0].train(not training)
+    settings: dict[str, Any] = {"regularizer": Dropout(0.1), "layers": "layer1.*"} | changes
+    flags, rng = [m.training for m in model.modules()], torch.get_rng_state()
+    with pytest.raises(error, match=says) as caught:
+        inject(model, settings.pop("regularizer"), **settings)
+    if case != "None as regularizer":
+        assert str(caught.value).endswith(UNCHANGED)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert [m.training for m in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_a_failure_half_way_takes_the_first_hooks_off_again(model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no more hooks")
+
+    monkeypatch.setattr(model.layer2[1], "register_forward_hook", refuse)
+    with pytest.raises(RuntimeError, match="no more hooks"):
+        inject(model, Dropout(0.1), layers="layer?.*")
+    assert find(model) == ()
+
+
+def test_a_warning_turned_into_an_error_leaves_no_hook(model: Small) -> None:
+    with pytest.raises(HookdropWarning):
+        inject(model, Dropout(0.1), layers="layer1.**")
+    assert find(model) == ()
+
+
+def test_script_modules() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.scripted = torch.jit.script(nn.ReLU())
+            self.plain = nn.ReLU()
+
+    model = Mixed()
+    with pytest.raises(InjectionError, match="'scripted' is a ScriptModule"):
+        inject(model, Dropout(0.1), layers="*")
+    with pytest.raises(InjectionError, match="can't carry Python hooks"):
+        inject(model.scripted, Dropout(0.1), layers="*")
+    inject(model, Dropout(0.1), layers="plain")
+
+
+def test_every_error_is_one_of_ours_or_a_plain_value_or_type_error() -> None:
+    for changes, error, _ in BAD.values():
+        assert issubclass(error, HookdropError | ValueError | TypeError), changes
+
+
+def test_drop_path_by_depth_is_timms_linspace(model: Small) -> None:
+    drop = inject(model, DropPath(0.3), layers="layer?.*", p_scale="depth_from_zero")
+    expected = torch.linspace(0, 0.3, 4, dtype=torch.float64).tolist()
+    assert [site.p for site in drop.sites] == pytest.approx(expected)
+
+
+def test_p_scale_as_a_function(model: Small) -> None:
+    drop = inject(model, Dropout(0.4), layers="layer?.*", p_scale=lambda name, index, count: (index + 1) / count)
+    assert [site.p for site in drop.sites] == [0.1, 0.2, pytest.approx(0.3), 0.4]
