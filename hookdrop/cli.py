@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (HookdropError, ValueError, TypeError) as error:
-        see = f"\nthe layers of this model: hookdrop layers {args.model}   a class: type:BatchNorm2d"
+        see = f"\nin a shell: hookdrop layers {args.model}; a class is written type:BatchNorm2d"
         print(f"hookdrop: error: {error}{see if isinstance(error, LayerError) else ''}", file=sys.stderr)
         return 2
     return 0
@@ -181,8 +181,7 @@ def _show_plan(console: Console, found: zoo.Specimen, planned: Plan, code: str) 
     _say(console, str(found))
     _say(console, str(planned).partition("\n")[0])
     rows = [
-        (s.name or _ROOT, s.type, shape_text(s.shape), s.reading, s.calls, s.p, s.regularizer)
-        for s in planned.sites
+        (s.name or _ROOT, s.type, shape_text(s.shape), s.reading, s.calls, s.p, s.regularizer) for s in planned.sites
     ]
     _show_table(console, _SITE_HEADER, rows, dim=[s.calls == 0 for s in planned.sites])
     for entry, count in planned.counts.items():
