@@ -87,10 +87,11 @@ class Measurement:
         site.magnitude_in += float(x.detach().abs().sum(dtype=torch.float64))
         site.magnitude_out += float(y.detach().abs().sum(dtype=torch.float64))
 
-    def rows(self) -> list[tuple[str, float, float, float, int]]:
+    def rows(self) -> list[tuple[str, str, str, str, int]]:
         """One row a site, then all."""
         rows = [(name, s.asked, s.dropped, s.mean_ratio, s.calls) for name, s in self.sites.items()]
-        return [*rows, ("all", self.asked, self.dropped, self.mean_ratio, self.calls)]
+        rows.append(("all", self.asked, self.dropped, self.mean_ratio, self.calls))
+        return [(name, f"{a:.3f}", f"{d:.3f}", f"{r:.3f}", calls) for name, a, d, r, calls in rows]
 
     def __str__(self) -> str:
         lines = [text_table(HEADER, self.rows())]
