@@ -120,7 +120,8 @@ class SiteHook:
         state = self.state
         if not (state.on and (module.training or state.sampling)):
             return False
-        self.trained = True
+        if module.training:
+            self.trained = True
         if not torch.compiler.is_compiling() and self.undriven <= UNDRIVEN_CALLS:
             self._count_undriven()
         # At rate 0 only the first tensor is looked at, for its shape.
@@ -198,6 +199,8 @@ class InputHook(SiteHook):
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
     """Every hook of hookdrop on `model`, in `named_modules()` order."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
     for module in model.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if isinstance(hook, SiteHook):

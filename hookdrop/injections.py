@@ -11,7 +11,6 @@ from torch import nn
 from hookdrop.errors import InjectionError, StateError
 from hookdrop.hooks import SiteHook, State, hooks_of
 from hookdrop.injection import Injection
-from hookdrop.layers import walk
 from hookdrop.tables import html_table
 
 _HEADER = ("name", "sites", "p", "step", "schedule")
@@ -122,7 +121,6 @@ def find(model: nn.Module) -> Injections:
         >>> find(twin)
         <Injection 'dropout': 1 sites, p=0.5 of 0.5, step 0 of ConstantSchedule()>
     """
-    walk(model)
     groups: dict[State, list[SiteHook]] = {}
     for _, hook in hooks_of(model):
         groups.setdefault(hook.state, []).append(hook)

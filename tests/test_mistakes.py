@@ -18,6 +18,7 @@ from hookdrop import (
     Dropout,
     Dropout1d,
     Dropout2d,
+    FeatureAlphaDropout,
     DropPath,
     HookdropError,
     HookdropWarning,
@@ -26,9 +27,11 @@ from hookdrop import (
     LayerError,
     LinearSchedule,
     ShapeError,
+    eject,
     find,
     inject,
     plan,
+    without_hooks,
 )
 from hookdrop.hooks import UNDRIVEN_CALLS
 
@@ -517,3 +520,44 @@ def test_drop_path_by_depth_is_timms_linspace(model: Small) -> None:
 def test_p_scale_as_a_function(model: Small) -> None:
     drop = inject(model, Dropout(0.4), layers="layer?.*", p_scale=lambda name, index, count: (index + 1) / count)
     assert [site.p for site in drop.sites] == [0.1, 0.2, pytest.approx(0.3), 0.4]
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "reading"),
+    [
+        (DropPath(0.1), "N=4"),
+        (Dropout2d(0.1), "C=8 H=16 W=16"),
+        (FeatureAlphaDropout(0.1), "C=8 H=16 W=16"),
+        (DropBlock(0.1, 3), "C=8 H=16 W=16"),
+        (Dropout(0.1), ""),
+    ],
+    ids=lambda value: repr(value),
+)
+def test_how_the_axes_are_read(model: Small, images: torch.Tensor, regularizer: nn.Module, reading: str) -> None:
+    drafted = plan(model, regularizer, layers="layer1.*", example_input=images)
+    assert {site.reading for site in drafted.sites} == {reading}
+
+
+def test_inputs_are_what_a_plan_at_the_input_looks_at(model: Small, images: torch.Tensor) -> None:
+    drafted = plan(model, Dropout(0.1), layers=["conv1", "fc"], at="input", example_input=images)
+    assert [site.shape for site in drafted.sites] == [(4, 3, 16, 16), (4, 8)]
+    assert "at the input" in str(drafted)
+    with pytest.raises(ShapeError, match=r"DropBlock at 'fc' \(input\) got \(4, 8\)"):
+        inject(model, DropBlock(0.1), layers="fc", at="input")
+        model(images)
+
+
+@pytest.mark.parametrize("use", [find, eject, lambda m: plan(m, layers="**"), lambda m: without_hooks(m).__enter__()])
+def test_something_else_than_a_model(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="must be a torch.nn.Module, got str"):
+        use("resnet50")
+
+
+def test_probe_of_a_model_that_does_not_take_the_input(model: Small, images: torch.Tensor) -> None:
+    """Everything is put back after an error too."""
+    drop = inject(model, Dropout(0.1), layers="fc", schedule=LinearSchedule(10))
+    model.eval()
+    with pytest.raises(RuntimeError):
+        drop.probe(torch.ones(3, 3), step=5)
+    assert (drop.step_count, model.training) == (0, False)
+    assert drop.check() == []

@@ -34,9 +34,7 @@ def same(printed: str, promised: str) -> bool:
     return words[0] == words[1] and all(a == pytest.approx(b, rel=0.03) for a, b in zip(*numbers, strict=True))
 
 
-def test_every_block_runs_and_prints_what_stands_under_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_block_runs_and_prints_what_stands_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     names: dict[str, object] = {"__name__": "readme"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from hookdrop import (
     LambdaSchedule,
     LayerError,
     LinearSchedule,
+    Schedule,
     StateError,
     find,
     from_config,
@@ -309,3 +311,76 @@ def test_a_bad_config_places_nothing(change: object, says: str) -> None:
         from_config(twin, config)
     assert isinstance(error.value, StateError | LayerError)
     assert find(twin) == ()
+
+
+class Steps(Schedule):
+    """Not a dataclass: its settings can't be read off."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __repr__(self) -> str:
+        return f"Steps({self.at})"
+
+    def __call__(self, step: int) -> float:
+        return float(step >= self.at)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class OwnRamp(Schedule):
+    """A schedule of one's own."""
+
+    half: int
+
+    def __call__(self, step: int) -> float:
+        return step / (step + self.half)
+
+
+class Forgetful(nn.Module):
+    """Takes a setting that it does not keep."""
+
+    def __init__(self, amount: float = 0.5) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_schedule_of_ones_own_needs_to_be_allowed() -> None:
+    _, drop = injected(schedule=OwnRamp(4))
+    drop.step(4)
+    assert drop.p == 0.2
+    with pytest.raises(StateError, match=r"allow=\[OwnRamp\]"):
+        from_config(Small(), drop.config)
+    assert from_config(Small(), drop.config, allow=[OwnRamp]).schedule == OwnRamp(4)
+
+
+def test_settings_that_can_not_be_read_off() -> None:
+    with pytest.raises(StateError, match=r"Steps\(3\) is not a dataclass"):
+        _ = injected(schedule=Steps(3))[1].config
+    with pytest.raises(StateError, match="Forgetful at 'layer1.0' does not keep its settings"):
+        _ = injected(regularizer=Forgetful(), schedule=None)[1].config
+
+
+def test_an_allowed_class_that_makes_no_schedule() -> None:
+    _, drop = injected(schedule=OwnRamp(4))
+    config = drop.config
+    config["schedule"] = {"type": f"{Small.__module__}.Small"}
+    with pytest.raises(StateError, match="makes a Small, not a Schedule"):
+        from_config(Small(), config, allow=[Small])
+
+
+def test_sites_in_another_order_are_another_list() -> None:
+    _, drop = injected()
+    saved = drop.state_dict()
+    with pytest.raises(StateError, match="the same sites in another order"):
+        drop.load_state_dict(saved | {"sites": saved["sites"][::-1]})
+
+
+def test_a_state_without_rates() -> None:
+    _, drop = injected(regularizer=halve, schedule=None)
+    assert drop.state_dict()["target_p"] == [None, None]
+    drop.step(3)
+    _, again = injected(regularizer=halve, schedule=None)
+    again.load_state_dict(drop.state_dict())
+    assert again.step_count == 3
