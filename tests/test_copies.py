@@ -201,3 +201,10 @@ def test_pickling_a_model_whose_hook_was_injected_with_a_foreign_module(model: S
 def test_data_parallel_and_wrapped_models_are_found_through(model: Small, drop: Injection) -> None:
     assert find(nn.DataParallel(model)) == (drop,)
     assert hookdrop.eject(nn.DataParallel(model)) == 2
+
+
+def test_eject_works_on_copies(model: Small, drop: Injection) -> None:
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert hookdrop.eject(twin) == 2
+        assert find(twin) == ()
+    assert find(model) == (drop,)

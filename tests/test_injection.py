@@ -177,6 +177,21 @@ class TestForeign:
             torch.testing.assert_close(shrunk * 2, model(images))
 
 
+class TestTexts:
+    """For flags and sweeps: parsed, never evaluated."""
+
+    def test_a_text_is_a_regularizer(self, model: Small) -> None:
+        drop = inject(model, "DropBlock(p=0.2, block_size=(3, 5))", layers="layer1.*")
+        assert drop.name == "dropblock"
+        assert drop.sites[0].regularizer == "DropBlock(p=0.2, block_size=(3, 5))"
+
+    def test_texts_in_a_mapping(self, model: Small) -> None:
+        drop = inject(model, {"layer1.*": "Dropout2d(p=0.1)", nn.Linear: "Dropout(p=0.5)"}, schedule=LinearSchedule(2))
+        assert drop.name == "dropout2d+dropout"
+        drop.step(2)
+        assert [site.p for site in drop.sites] == [0.1, 0.1, 0.5]
+
+
 class Shrink(Regularizer):
     rate_name = "amount"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -340,3 +341,30 @@ def test_hooks_hold_no_model_and_handles_hold_it_weakly(images: torch.Tensor) ->
     assert "whose model is gone" in repr(drop)
     optimizer.step()
     drop.remove()
+
+
+def test_distributed_data_parallel_injected_before_and_after_wrapping(
+    model: nn.Module, images: torch.Tensor, tmp_path: Path
+) -> None:
+    """One process over gloo: names resolve through the wrapper, hooks fire once, gradients flow."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        before = inject(model, DropBlock(0.3, 3), layers="layer1.*")
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        after = inject(wrapped, Dropout(0.3), layers=["layer2.*", "module.fc"])
+        assert [site.name for site in after.sites] == ["layer2.0", "layer2.1", "fc"]
+        with before.measuring() as m, after.measuring() as n:
+            wrapped(images).sum().backward()
+        assert (m.calls, n.calls) == (2, 3)
+        assert all(p.grad is not None for p in model.parameters())
+        assert find(wrapped) == (before, after)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_data_parallel_and_a_compiled_model_resolve_through_the_wrapper(model: nn.Module) -> None:
+    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+        with inject(wrapped, Dropout(0.3), layers="layer1.*") as drop:
+            assert [site.name for site in drop.sites] == ["layer1.0", "layer1.1"]
+            assert find(model) == find(wrapped) == (drop,)
