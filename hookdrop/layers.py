@@ -118,14 +118,14 @@ def _visit(
             _visit(child, _join(name, child_name), longer, path, [], layers)
 
 
-def select(model: nn.Module, layers: Entries, exclude: Entries = ()) -> Selection:
+def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> Selection:
     """The layers that `layers` names and `exclude` does not.
 
     Raises:
         LayerError: an entry matches nothing, is nothing that can match, or nothing is left.
     """
     everything = walk(model)
-    wanted, unwanted = as_entries(layers, "layers"), as_entries(exclude, "exclude")
+    wanted, unwanted = as_entries(layers, "layers"), as_entries(exclude or (), "exclude")
     if not wanted:
         raise LayerError("`layers` is empty: nothing would be regularized.\n" + _see_all())
     chosen_by: dict[str, list[int]] = {}

@@ -59,7 +59,7 @@ def resolve(
     model: nn.Module,
     regularizer: Regularizers | None,
     layers: Entries | None,
-    exclude: Entries,
+    exclude: Entries | None,
     schedule: Schedule | None,
     p_scale: PScale | None,
 ) -> Resolved:
@@ -150,10 +150,12 @@ def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
-def _useless_excludes(selection: Selection, model: nn.Module, entries: list[Entry], exclude: Entries) -> list[str]:
+def _useless_excludes(
+    selection: Selection, model: nn.Module, entries: list[Entry], exclude: Entries | None
+) -> list[str]:
     """`exclude="layer4"` names one module, not what is inside it: say so where it takes nothing away."""
     found = []
-    for entry in as_entries(exclude, "exclude"):
+    for entry in as_entries(exclude or (), "exclude"):
         excluded = select(model, entry)
         if not {layer.name for layer in excluded.layers} & set(selection.chosen_by):
             inside = f"; what is inside: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""

@@ -65,6 +65,8 @@ def _checked(saved: Mapping[str, Any]) -> tuple[int, bool]:
         raise StateError(
             f"the state has version {saved['version']!r}, this hookdrop reads {VERSION}; nothing was loaded."
         )
+    if not all(isinstance(saved[key], list | tuple) for key in ("sites", "target_p", "declared_p")):
+        raise StateError("the state's sites and target_p are not lists; nothing was loaded.")
     if not len(saved["sites"]) == len(saved["target_p"]) == len(saved["declared_p"]):
         raise StateError("the state's sites and target_p differ in length; nothing was loaded.")
     if not isinstance(saved["enabled"], bool):

@@ -297,6 +297,10 @@ def test_a_mapping_as_layers(model: Small) -> None:
         names(model, {"layer1.*": 1})
 
 
+def test_no_exclude_may_be_none(model: Small) -> None:
+    assert names(model, "fc", exclude=None) == ["fc"]
+
+
 def test_excluded_to_nothing(model: Small) -> None:
     with pytest.raises(LayerError, match="nothing is left"):
         names(model, "layer1.*", exclude="**")

@@ -347,7 +347,10 @@ class TestParse:
             parse("Dropblok(p=0.1)")
 
     def test_a_bare_name_is_told_its_settings(self) -> None:
-        with pytest.raises(ValueError, match=r"has no settings: write 'DropPath\(...\)'(.|\n)*mode"):
+        with pytest.raises(
+            ValueError,
+            match=r"has no settings: write 'DropPath\(...\)'.\n  it takes: DropPath\(p=None, mode='row', \*, keep_prob=None\)$",
+        ):
             parse("DropPath")
 
     def test_an_unknown_setting_is_told_the_known_ones(self) -> None:

@@ -143,6 +143,8 @@ def test_a_state_of_other_sites_lists_the_differences_and_changes_nothing(kwargs
         ({"step_count": "3"}, "step_count must be a whole number"),
         ({"enabled": 1}, "enabled is 1, not a bool"),
         ({"target_p": [0.4]}, "differ in length"),
+        ({"sites": "ab"}, "are not lists"),
+        ({"sites": None}, "are not lists"),
         ({"target_p": [0.4, 1.4]}, r"target_p of 'layer1.1': (.|\n)*must lie in \[0, 1\]"),
         ({"target_p": [0.4, None]}, "must be a number"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 
 from hookdrop.errors import nearest
 from hookdrop.regularizers.alpha import AlphaDropout, FeatureAlphaDropout
@@ -80,6 +81,7 @@ def _unreadable(text: str) -> ValueError:
 
 
 def _signature(name: str) -> str:
-    import inspect
-
-    return f"\n  it takes: {name}{str(inspect.signature(REGULARIZERS[name])).removesuffix(' -> None')}"
+    """What the regularizer takes, without the types, which only a checker reads."""
+    signature = inspect.signature(REGULARIZERS[name])
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return f"\n  it takes: {name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
