@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _ENTRY = "a full name, a quoted glob ('layer3.*', '**.bn[12]', '**'), or a class (type:BatchNorm2d)"
 _LAYER_HEADER = ("name", "type", "output shape", "calls")
-_SITE_HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
+_SITE_HEADER = ("site", "type", "shape", "read as", "calls", "p")
 _ROOT = "(the model)"
 
 # What `layers` proposes to plan next: the first that suits the shapes.
@@ -179,10 +179,9 @@ def _plan_object(found: zoo.Specimen, planned: Plan, entries: list[Entry], code:
 
 def _show_plan(console: Console, found: zoo.Specimen, planned: Plan, code: str) -> None:
     _say(console, str(found))
-    _say(console, str(planned).partition("\n")[0])
-    rows = [
-        (s.name or _ROOT, s.type, shape_text(s.shape), s.reading, s.calls, s.p, s.regularizer) for s in planned.sites
-    ]
+    title = str(planned).partition("\n")[0]
+    _say(console, f"{planned.sites[0].regularizer} on {title}")
+    rows = [(s.name or _ROOT, s.type, shape_text(s.shape), s.reading, s.calls, s.p) for s in planned.sites]
     _show_table(console, _SITE_HEADER, rows, dim=[s.calls == 0 for s in planned.sites])
     for entry, count in planned.counts.items():
         _say(console, f"{entry}: {count} layers")
@@ -223,23 +222,14 @@ def _console() -> Console:
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
-    # soft_wrap: a command or a line of code is copied from a terminal in one piece.
+    # soft_wrap: a line is never cut or folded, so that it can be copied from a terminal and parsed in a pipe.
     console.print(text, style=style or None, soft_wrap=True)
 
 
 def _show_table(console: Console, header: Sequence[str], rows: Sequence[Sequence[object]], dim: list[bool]) -> None:
-    """The columns in which some row has something; folded to the width of a terminal, whole in a pipe."""
+    """The columns in which some row has something."""
     used = [i for i in range(len(header)) if any(row[i] not in ("", None) for row in rows)]
-    names, cells = [header[i] for i in used], [[row[i] for i in used] for row in rows]
-    if not sys.stdout.isatty():
-        print(text_table(names, cells))
-        return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, name in enumerate(names):
-        number = all(isinstance(row[i], int | float) for row in cells)
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
-    for row, is_dim in zip(cells, dim, strict=True):
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row), style="dim" if is_dim else None)
-    console.print(table)
+    table = text_table([header[i] for i in used], [[row[i] for i in used] for row in rows])
+    styles = ["bold", "dim", *("dim" if is_dim else "" for is_dim in dim)]
+    for line, style in zip(table.splitlines(), styles, strict=True):
+        _say(console, line, style)

@@ -83,7 +83,8 @@ def walk(model: nn.Module) -> list[Layer]:
     """Every module of `model`, the model itself first."""
     if isinstance(model, torch.jit.ScriptModule):
         raise InjectionError(
-            "a ScriptModule can't carry Python hooks: inject before torch.jit.script, into the module."
+            "a ScriptModule can't carry Python hooks: train the module unscripted, and script it inside "
+            "`with hookdrop.without_hooks(model):`."
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")

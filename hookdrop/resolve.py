@@ -125,7 +125,8 @@ def _callable_layers(selection: Selection, warnings: list[str]) -> list[Layer]:
     for layer in selection.layers:
         if isinstance(layer.module, torch.jit.ScriptModule):
             raise InjectionError(
-                f"{layer.name!r} is a ScriptModule, which can't carry Python hooks: inject before torch.jit.script."
+                f"{layer.name!r} is a ScriptModule, which can't carry Python hooks.\n"
+                "  train it unscripted, and script it inside `with hookdrop.without_hooks(model):`."
             )
     dead = [layer for layer in selection.layers if _has_no_forward(layer.module)]
     for layer in dead:

@@ -67,7 +67,9 @@ def extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise HookdropError(f"{error.name} is not installed.\n  pip install 'hookdrop[cli]'") from None
+        raise HookdropError(
+            f"{(error.name or 'a package').partition('.')[0]} is not installed.\n  pip install 'hookdrop[cli]'"
+        ) from None
 
 
 def load(text: str, size: str = "") -> Specimen:
