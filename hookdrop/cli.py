@@ -20,7 +20,7 @@ from hookdrop.errors import HookdropError, HookdropWarning, LayerError, ShapeErr
 from hookdrop.layers import Entry, entry_text, glob_expression, select, walk
 from hookdrop.regularizers import Regularizer, parse
 from hookdrop.schedules import LinearSchedule
-from hookdrop.tables import shape_text, text_table
+from hookdrop.tables import counted, shape_text, text_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,7 +110,7 @@ def _show_layers(console: Console, args: argparse.Namespace, found: zoo.Specimen
     _show_table(console, _LAYER_HEADER, cells, dim=[row["shape"] is None for row in rows])
     never = sum(not row["calls"] for row in rows)
     mute = sum(row["shape"] is None for row in rows) - never
-    parts = [f"{len(rows)} modules: {len(rows) - never - mute} hookable"]
+    parts = [f"{counted(len(rows), 'module')}: {len(rows) - never - mute} hookable"]
     parts += [f"{never} never called in an eval forward (a hook there never fires)"] * bool(never)
     parts += [f"{mute} with no tensor to regularize"] * bool(mute)
     _say(console, ", ".join(parts))
@@ -184,7 +184,7 @@ def _show_plan(console: Console, found: zoo.Specimen, planned: Plan, code: str) 
     rows = [(s.name or _ROOT, s.type, shape_text(s.shape), s.reading, s.calls, s.p) for s in planned.sites]
     _show_table(console, _SITE_HEADER, rows, dim=[s.calls == 0 for s in planned.sites])
     for entry, count in planned.counts.items():
-        _say(console, f"{entry}: {count} layers")
+        _say(console, f"{entry}: {counted(count, 'layer')}")
     for text in planned.warnings:
         _say(console, f"warning: {text}", style="bold yellow")
     _say(console, f"in Python: {code}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,17 @@ class Seen:
     """What a layer was seen doing in one forward."""
 
     calls: int = 0
-    shape: tuple[int, ...] | None = None
-    """The chosen tensor's shape at the last call; None if there is none."""
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    """The chosen tensor's shapes, each once, in the order of the calls."""
     misfit: str = ""
     """Why there is no chosen tensor."""
     feeds_norm: bool = False
     """Whether the output goes straight into a batch norm."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The last of the shapes; None if there was none."""
+        return self.shapes[-1] if self.shapes else None
 
 
 def dry_run(
@@ -96,7 +101,8 @@ class _Recorder:
         seen.calls += 1
 
         def look(x: Tensor) -> Tensor:
-            seen.shape = tuple(x.shape)
+            if tuple(x.shape) not in seen.shapes:
+                seen.shapes.append(tuple(x.shape))
             return x
 
         try:

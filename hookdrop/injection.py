@@ -18,7 +18,7 @@ from hookdrop.hooks import Override
 from hookdrop.meter import Measurement
 from hookdrop.probe import empty_measurement, probe
 from hookdrop.schedules import Schedule
-from hookdrop.tables import html_table, text_table
+from hookdrop.tables import counted, html_table, text_table
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,8 @@ class Injection(Handle):
             return f"<Injection {self.name!r}, whose model is gone>"
         p = "" if self.p is None else f" p={self.p:.4g} of {self.target_p:.4g},"
         off = "" if self._state.on else " disabled,"
-        return f"<Injection {self.name!r}: {len(self._hooks)} sites,{p}{off} step {self.step_count} of {self.schedule}>"
+        sites = counted(len(self._hooks), "site")
+        return f"<Injection {self.name!r}: {sites},{p}{off} step {self.step_count} of {self.schedule}>"
 
     def _repr_html_(self) -> str:
         return html_table(_HEADER, self._rows(), repr(self))

@@ -119,7 +119,7 @@ def find(model: nn.Module) -> Injections:
         >>> _ = inject(model, Dropout(p=0.5), layers="1")
         >>> twin = copy.deepcopy(model)
         >>> find(twin)
-        <Injection 'dropout': 1 sites, p=0.5 of 0.5, step 0 of ConstantSchedule()>
+        <Injection 'dropout': 1 site, p=0.5 of 0.5, step 0 of ConstantSchedule()>
     """
     groups: dict[State, list[SiteHook]] = {}
     for _, hook in hooks_of(model):

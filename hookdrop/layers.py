@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hookdrop.errors import InjectionError, LayerError, nearest
+from hookdrop.tables import counted
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate
@@ -290,11 +291,11 @@ def _suggestions(everything: list[Layer], text: str) -> Iterator[str]:
     expression = glob_expression(deep)
     count = sum(bool(expression.fullmatch(name)) for name in names)
     if count:
-        yield f"did you mean: {deep!r} ({count} modules)"
+        yield f"did you mean: {deep!r} ({counted(count, 'module')})"
         return
     of_class = [layer for layer in everything if type(layer.module).__name__ == text]
     if of_class:
-        yield f"did you mean: the class {text} itself, not its name as a text ({len(of_class)} modules)"
+        yield f"did you mean: the class {text} itself, not its name as a text ({counted(len(of_class), 'module')})"
         return
     if re.search(r"\\|\.\+|\(|\|", text):
         yield f"an expression? write re.compile({text!r})"

@@ -19,7 +19,7 @@ from hookdrop.layers import unwrapped
 from hookdrop.regularizers import DropBlock, Dropout, GaussianDropout
 from hookdrop.resolve import PlannedSite, Resolved
 from hookdrop.schedules import ConstantSchedule, Schedule
-from hookdrop.tables import html_table, shape_text, text_table
+from hookdrop.tables import counted, html_table, shape_text, text_table
 from hookdrop.values import TensorKey
 
 _HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
@@ -88,9 +88,10 @@ class Plan:
         present = find(self.model)
         in_the_way = [hook.state for m, hook in hooks_of(self.model) if id(m) in wanted and hook.at == self.at]
         if in_the_way and self.on_existing == "error":
+            carry = f"{counted(len(in_the_way), 'site')} already carr{'ies' if len(in_the_way) == 1 else 'y'}"
             names = ", ".join(sorted({repr(state.name) for state in in_the_way}))
             raise InjectionError(
-                f"{len(in_the_way)} sites already carry {names} (a re-run cell?).\n"
+                f"{carry} {names} (a re-run cell?).\n"
                 '  replace them: inject(..., on_existing="replace")   '
                 'keep both: on_existing="stack", name="second"'
             )
@@ -111,7 +112,7 @@ class Plan:
             lost = [site.name for site in old.sites if site.name not in sites]
             if lost:
                 warn(
-                    f"replacing {old.name!r} takes it off {len(lost)} sites that the new one does not have: "
+                    f"replacing {old.name!r} takes it off {counted(len(lost), 'site')} that the new one does not have: "
                     f"{_some(lost)}."
                 )
 
@@ -132,14 +133,14 @@ class Plan:
     def _title(self) -> str:
         where = "" if self.at == "output" else ", at the input"
         schedule = f", {self.schedule}" if self.schedule is not None else ""
-        return f"{len(self.sites)} sites of {type(unwrapped(self.model)).__name__}{where}{schedule}"
+        return f"{counted(len(self.sites), 'site')} of {type(unwrapped(self.model)).__name__}{where}{schedule}"
 
     def __str__(self) -> str:
         rows = self._rows()
         # Columns that only an example_input or a regularizer fills are left out where they are empty.
         used = [i for i in range(len(_HEADER)) if any(row[i] not in ("", None, "?") for row in rows)]
         table = text_table([_HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
-        counts = [f"{entry}: {count} layers" for entry, count in self.counts.items()]
+        counts = [f"{entry}: {counted(count, 'layer')}" for entry, count in self.counts.items()]
         return "\n".join([self._title(), table, *counts, *(f"warning: {text}" for text in self.warnings)])
 
     def _repr_html_(self) -> str:
@@ -161,7 +162,7 @@ def inspect_sites(model: nn.Module, resolved: Resolved, at: str, tensor: TensorK
     for site, what in zip(resolved.sites, seen, strict=True):
         _fill_in(site, what, doubts)
     for texts in doubts.values():
-        more = f" (and {len(texts) - 1} more sites like it)" if len(texts) > 1 else ""
+        more = f" (and {counted(len(texts) - 1, 'more site')} like it)" if len(texts) > 1 else ""
         resolved.warnings.append(texts[0] + more)
     resolved.warnings += [
         *_never_called(resolved),
@@ -176,15 +177,22 @@ def _fill_in(site: PlannedSite, seen: Seen, doubts: dict[str, list[str]]) -> Non
     if seen.misfit and site.regularizer is not None:
         raise ShapeError(f"{title} at {site.name!r} {seen.misfit}")
     site.shape = seen.shape
-    if seen.shape is None or site.regularizer is None:
+    if site.regularizer is None or seen.shape is None:
         return
+    site.reading = _reading(site, seen)
+    for shape in seen.shapes:
+        for doubt in site.regularizer.doubts(shape):
+            doubts.setdefault(re.sub(r"\d+", "#", doubt), []).append(f"{title} at {site.name!r}: {doubt}")
+
+
+def _reading(site: PlannedSite, seen: Seen) -> str:
+    assert site.regularizer is not None
     try:
-        site.regularizer.check(seen.shape)
+        for shape in seen.shapes:
+            site.regularizer.check(shape)
     except ShapeError as error:
-        raise ShapeError(f"{title} at {site.name!r} {error}") from None
-    site.reading = site.regularizer.reading(seen.shape)
-    for doubt in site.regularizer.doubts(seen.shape):
-        doubts.setdefault(re.sub(r"\d+", "#", doubt), []).append(f"{title} at {site.name!r}: {doubt}")
+        raise ShapeError(f"{site.regularizer.title} at {site.name!r} {error}") from None
+    return site.regularizer.reading(seen.shapes[-1])
 
 
 def _nested(sites: list[PlannedSite]) -> list[str]:
@@ -234,7 +242,7 @@ def _never_called(resolved: Resolved) -> list[str]:
         return []
     names = _some([site.name for site in never])
     return [
-        f"{len(never)} sites are not called in an eval forward, where a hook never fires: {names}.\n"
+        f"{counted(len(never), 'site')} never called in an eval forward, where a hook does not fire: {names}.\n"
         "  their owners iterate over them or use their weights directly, or call them in training only."
     ]
 
@@ -247,7 +255,7 @@ def _frozen(sites: list[PlannedSite]) -> list[str]:
             frozen.append(site.name)
     if not frozen:
         return []
-    return [f"{len(frozen)} sites are frozen layers, whose output is still regularized: {_some(frozen)}."]
+    return [f"{counted(len(frozen), 'site')} on frozen layers, whose output is still regularized: {_some(frozen)}."]
 
 
 def _into_norms(sites: list[PlannedSite], seen: list[Seen]) -> list[str]:
@@ -261,8 +269,9 @@ def _into_norms(sites: list[PlannedSite], seen: list[Seen]) -> list[str]:
     if not high:
         return []
     return [
-        f"{len(high)} sites feed a batch norm at p >= {_HIGH_RATE}: {_some(high)}.\n  Its statistics are those of "
-        "dropped activations, which eval does not have (arXiv:1801.05134): hook the norm instead."
+        f"{counted(len(high), 'site')} straight before a batch norm at p >= {_HIGH_RATE}: {_some(high)}.\n"
+        "  Its statistics are those of dropped activations, which eval does not have (arXiv:1801.05134): "
+        "hook the norm instead."
     ]
 
 

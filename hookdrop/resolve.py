@@ -16,6 +16,7 @@ from hookdrop.errors import InjectionError, LayerError
 from hookdrop.layers import Entries, Entry, Layer, Selection, as_entries, entry_text, match_names, select
 from hookdrop.regularizers import Regularizer, as_regularizer, must_pickle, parse
 from hookdrop.schedules import Schedule
+from hookdrop.tables import counted
 
 Source: TypeAlias = Regularizer | nn.Module | Callable[[Tensor], Tensor] | str
 Regularizers: TypeAlias = Source | Mapping[Any, Source]
@@ -143,7 +144,7 @@ def _callable_layers(selection: Selection, warnings: list[str]) -> list[Layer]:
                 f"`layers` matches only containers that are iterated and never called: {names}.\n"
                 f"  hook what is inside: '{dead[0].name}.*'"
             )
-        warnings.append(f"left out {len(dead)} containers that are iterated and never called: {names}.")
+        warnings.append(f"left out {counted(len(dead), 'container')}, iterated and never called: {names}.")
     return left
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from hookdrop.arguments import count
 from hookdrop.errors import StateError, warn
 from hookdrop.hooks import SiteHook, State
+from hookdrop.tables import counted
 
 VERSION = 1
 _KEYS = ("version", "name", "sites", "step_count", "target_p", "declared_p", "enabled", "schedule")
@@ -123,6 +124,6 @@ def _tell_differences(
     left_out = len(hooks) - len(known), len(saved["sites"]) - len(known)
     if any(left_out):
         warn(
-            f"{state.name!r}: {left_out[0]} sites here and {left_out[1]} in the state have no partner: "
-            "they are left as they are."
+            f"{state.name!r}: no partner for {counted(left_out[0], 'site')} here and {left_out[1]} of the state: "
+            "left as they are."
         )

@@ -10,7 +10,8 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns padded to their widest cell, numbers to the right."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    right = [all(_is_number(row[i]) for row in cells) for i in range(len(header))]
+    # The first column has names, which may be numbers as well.
+    right = [i > 0 and all(_is_number(row[i]) for row in cells) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
         padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
@@ -29,6 +30,11 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[object]], caption:
 def shape_text(shape: Sequence[int] | None) -> str:
     """`(2, 64, 56, 56)` as `2x64x56x56`; a question mark where it is not known."""
     return "?" if shape is None else "x".join(map(str, shape)) or "()"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 site`, `2 sites`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _cell(value: object) -> str:

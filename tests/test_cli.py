@@ -228,7 +228,7 @@ def test_plan_prints_sites_counts_and_the_line_of_python(run: Any) -> None:
         "layer3.0  BasicBlock  1x256x14x14  C=256 H=14 W=14      1  0.1",
         "layer3.1  BasicBlock  1x256x14x14  C=256 H=14 W=14      1  0.1",
         "'layer3.*': 2 layers",
-        "'fc': 1 layers",
+        "'fc': 1 layer",
         'in Python: drop = inject(model, DropBlock(p=0.1, block_size=7), layers=["layer3.*", "fc"], exclude=["fc"])',
     ]
 

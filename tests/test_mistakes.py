@@ -180,8 +180,8 @@ class TestSelection:
     def test_a_container_that_is_iterated_matched_by_a_pattern(self) -> None:
         drafted = plan(Iterates(), Dropout(0.1), layers="*", example_input=torch.ones(2, 8))
         assert [site.name for site in drafted.sites] == ["blocks"]
-        assert "left out 1 containers that are iterated and never called: 'heads'." in drafted.warnings
-        assert any("1 sites are not called in an eval forward" in text for text in drafted.warnings)
+        assert "left out 1 container, iterated and never called: 'heads'." in drafted.warnings
+        assert any("1 site never called in an eval forward" in text for text in drafted.warnings)
         with pytest.raises(LayerError, match="matches only containers"):
             plan(Iterates(), Dropout(0.1), layers="head*[s]")
 
@@ -237,7 +237,7 @@ class TestShapes:
         assert [site.reading for site in drafted.sites] == ["C=14 H=14 W=24", "C=7 H=7 W=24"]
         (warning,) = drafted.warnings
         assert "'stage1': reads (2, 14, 14, 24) as C=14 H=14 W=24; that looks like NHWC: " in warning
-        assert warning.endswith("(and 1 more sites like it)")
+        assert warning.endswith("(and 1 more site like it)")
 
     def test_nhwc_maps_at_the_first_forward_said_once(self) -> None:
         model = NHWC()
@@ -259,7 +259,7 @@ class TestShapes:
         drafted = plan(model, DropBlock(0.1, 9), layers="layer1.*", example_input=torch.randn(1, 3, 7, 8))
         assert drafted.warnings == [
             "DropBlock at 'layer1.0': block_size=9 covers the whole 7x8 map: DropBlock drops blocks of 7x8 there, "
-            "which is Dropout2d. (and 1 more sites like it)"
+            "which is Dropout2d. (and 1 more site like it)"
         ]
 
     def test_the_wrong_rank(self, model: Small, images: torch.Tensor) -> None:
@@ -268,6 +268,21 @@ class TestShapes:
         inject(model, Dropout1d(0.1), layers="layer1.0")
         with pytest.raises(ShapeError, match="Dropout1d at 'layer1.0' got"):
             model(images)
+
+    def test_every_call_of_a_layer_is_looked_at(self) -> None:
+        """A head that is called with maps of several sizes, the last of them fine."""
+
+        class Pyramid(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.head = nn.Identity()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.head(x[:, :, ::4, ::4]).sum() + self.head(x).sum()
+
+        drafted = plan(Pyramid(), DropBlock(0.1, 3), layers="head", example_input=torch.ones(1, 2, 12, 12))
+        assert (drafted.sites[0].calls, drafted.sites[0].shape) == (2, (1, 2, 12, 12))
+        assert "covers the whole 3x3 map" in drafted.warnings[0]
 
     def test_a_function_that_changes_the_shape(self, model: Small, images: torch.Tensor) -> None:
         inject(model, torch.Tensor.sum, layers="fc")
@@ -279,7 +294,7 @@ class TestPlans:
     def test_dropout_into_batch_norm(self, model: Small, images: torch.Tensor) -> None:
         """Disharmony by variance shift, arXiv:1801.05134; before the norm is the convolution's output."""
         drafted = plan(model, Dropout(0.5), layers="**.conv1", example_input=images)
-        assert "4 sites feed a batch norm at p >= 0.3: 'layer1.0.conv1'" in drafted.warnings[-1]
+        assert "4 sites straight before a batch norm at p >= 0.3: 'layer1.0.conv1'" in drafted.warnings[-1]
         assert plan(model, Dropout(0.1), layers="**.conv1", example_input=images).warnings == []
         assert plan(model, Dropout(0.5), layers="**.bn1", example_input=images).warnings == []
 
@@ -287,7 +302,7 @@ class TestPlans:
         model.layer1.requires_grad_(False)
         drafted = plan(model, Dropout(0.1), layers="layer?.*", example_input=images)
         assert drafted.warnings == [
-            "2 sites are frozen layers, whose output is still regularized: 'layer1.0', 'layer1.1'."
+            "2 sites on frozen layers, whose output is still regularized: 'layer1.0', 'layer1.1'."
         ]
 
     def test_transformer_encoder_layers_leave_their_fused_path(self) -> None:

@@ -170,7 +170,7 @@ def test_not_strict_loads_what_fits_and_says_what_does_not() -> None:
     saved.target_p = 0.2
     saved.step(5)
     _, drop = injected(layers=["layer1.*", "layer2.0"], regularizer=Dropout(0.4))
-    with pytest.warns(HookdropWarning, match="1 sites here and 1 in the state have no partner"):
+    with pytest.warns(HookdropWarning, match="no partner for 1 site here and 1 of the state"):
         drop.load_state_dict(saved.state_dict(), strict=False)
     assert drop.step_count == 5
     assert [site.p for site in drop.sites] == pytest.approx([0.05, 0.05, 0.1])
