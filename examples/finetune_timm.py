@@ -1,0 +1,307 @@
+r"""Fine-tune a timm model with a regularizer on layers that you name; stop it at any time, resume it bit for bit.
+
+    python examples/finetune_timm.py --regularizer "DropBlock(p=0.1, block_size=3)" --layers "layer[23].*"
+    python examples/finetune_timm.py --model resnet50 --pretrained --data cifar10 --out runs/cifar10 --epochs 5 \
+        --regularizer "DropBlock(p=0.1, block_size=7)" --layers "layer3.*.bn[12]" "layer4.*.bn[12]"
+    python examples/finetune_timm.py --model vit_small_patch16_224 --pretrained --data FOLDER --out runs/vit \
+        --regularizer "DropPath(p=0.1)" --layers "blocks.*.drop_path[12]"
+
+FOLDER has `train/CLASS/*` and `val/CLASS/*`. Without --regularizer nothing is dropped, and all else is the same.
+After an interruption: the same line with `--resume auto`. Curves: `tensorboard --logdir runs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from timm.data import create_transform, resolve_data_config
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
+from timm.utils import ModelEmaV3, random_seed
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.tensorboard import SummaryWriter
+from torchvision.datasets import CIFAR10, ImageFolder
+
+from hookdrop import Injection, LinearSchedule, plan
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="test_resnet", help="a name from timm.list_models()")
+    add("--pretrained", action="store_true", help="start from timm's weights (a download)")
+    add("--checkpoint", metavar="FILE", help="start from weights of this model in a file; the head is made anew")
+    add("--data", default="digits", help="digits, cifar10, or a folder with train/ and val/")
+    add("--data-dir", default="data", help="where CIFAR-10 is, or is downloaded to")
+    add("--image-size", type=int, help="pixels; if not given 64 for digits, else what the model was made for")
+    add("--limit", type=int, metavar="N", help="train on N images only")
+    add("--regularizer", metavar="TEXT", help='such as "DropBlock(p=0.1, block_size=7)"')
+    add("--layers", nargs="+", help="where; `print(hookdrop.plan(model, layers='**'))` lists all layers")
+    add("--exclude", nargs="+", default=[], help="what to leave out of --layers again")
+    add("--ramp", type=float, default=1.0, help="the part of training over which the rate rises; 0: it is constant")
+    add("--epochs", type=int, default=10)
+    add("--batch-size", type=int, default=32)
+    add("--accumulate", type=int, default=1, metavar="N", help="batches for each optimizer step")
+    add("--lr", type=float, default=1e-3)
+    add("--ema-decay", type=float, default=0.999)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--amp", choices=["off", "bf16", "fp16"], help="mixed precision; if not given fp16 on a GPU, else off")
+    add("--workers", type=int, default=0)
+    add("--seed", type=int, default=0)
+    add("--out", default="runs/digits", help="for checkpoints, curves and the final weights")
+    add("--resume", metavar="FILE", help="a checkpoint of a run with the same settings; auto: the last one in --out")
+    add("--stop-after-epoch", type=int, metavar="N", help="stop early, to go on with --resume")
+    args = parser.parse_args(argv)
+    if (args.regularizer is None) != (args.layers is None):
+        parser.error("--regularizer and --layers go together")
+    args.amp = args.amp or ("off" if args.device == "cpu" else "fp16")
+    args.image_size = args.image_size or (64 if args.data == "digits" else None)
+    return args
+
+
+class Digits(Dataset):
+    """scikit-learn's 1797 handwritten digits, 500 of them for validation; they come with it."""
+
+    classes = tuple("0123456789")
+
+    def __init__(self, train: bool) -> None:
+        images, labels = load_digits(return_X_y=True)
+        images = (images.reshape(-1, 8, 8) * 255 / 16).astype(np.uint8)
+        parts = train_test_split(images, labels, test_size=500, stratify=labels, random_state=0)
+        self.images, self.labels = parts[0::2] if train else parts[1::2]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(Image.fromarray(self.images[index]).convert("RGB")), int(self.labels[index])
+
+
+def datasets(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Training and validation images, without transforms yet: the model says what it needs."""
+    if args.data == "digits":
+        return Digits(train=True), Digits(train=False)
+    if args.data == "cifar10":
+        return tuple(CIFAR10(args.data_dir, train, download=True) for train in (True, False))
+    train, val = ImageFolder(f"{args.data}/train"), ImageFolder(f"{args.data}/val")
+    if train.classes != val.classes:
+        sys.exit(f"train/ and val/ differ in their classes: {train.classes} and {val.classes}")
+    return train, val
+
+
+def set_transforms(args: argparse.Namespace, model: nn.Module, train: Any, val: Any) -> None:
+    config = resolve_data_config({"img_size": args.image_size}, model=model)
+    if args.data == "digits":
+        # A mirrored digit is no digit, and neither is a small part of one.
+        config["crop_pct"] = 1.0
+        train.transform = create_transform(**config, is_training=True, hflip=0.0, scale=(0.7, 1.0))
+    else:
+        train.transform = create_transform(**config, is_training=True)
+    val.transform = create_transform(**config)
+    args.image_size = config["input_size"][-1]
+    if hasattr(model, "set_input_size"):  # transformers have a size of their own
+        model.set_input_size(img_size=args.image_size)
+
+
+def loaders(args: argparse.Namespace, train: Any, val: Any) -> tuple[DataLoader, DataLoader]:
+    # A generator of its own, so that what a regularizer draws does not change the order of the images.
+    # PyTorch seeds the workers from it.
+    generator = torch.Generator().manual_seed(args.seed)
+    if args.limit is not None:
+        train = Subset(train, torch.randperm(len(train), generator=generator)[: args.limit].tolist())
+    if len(train) < args.batch_size * args.accumulate:
+        sys.exit(f"{len(train)} training images do not make one step of {args.accumulate} x {args.batch_size}")
+    common = {"batch_size": args.batch_size, "num_workers": args.workers, "pin_memory": args.device != "cpu"}
+    ours = DataLoader(train, shuffle=True, drop_last=True, generator=generator, **common)
+    return ours, DataLoader(val, generator=torch.Generator(), **common)
+
+
+def create_model(args: argparse.Namespace, num_classes: int) -> nn.Module:
+    # timm treats a file like its own weights: a head for other classes is left out.
+    source = {"pretrained_cfg_overlay": {"file": args.checkpoint}} if args.checkpoint else {}
+    pretrained = args.pretrained or args.checkpoint is not None
+    return timm.create_model(args.model, pretrained, num_classes=num_classes, **source).to(args.device)
+
+
+def regularize(args: argparse.Namespace, model: nn.Module, optimizer: Any, steps: int) -> Injection | None:
+    """Show what will be dropped where, then place the hooks. A wrong name or shape raises here, before training."""
+    if args.regularizer is None:
+        return None
+    schedule = LinearSchedule(steps=max(1, round(args.ramp * steps))) if args.ramp > 0 else None
+    example = torch.zeros(2, 3, args.image_size, args.image_size, device=args.device)
+    where = {"layers": args.layers, "exclude": args.exclude}
+    planned = plan(model, args.regularizer, **where, schedule=schedule, example_input=example)
+    print(planned)
+    return planned.apply().follow(optimizer)
+
+
+@dataclass
+class Run:
+    """A training and where it stands."""
+
+    args: argparse.Namespace
+    train: DataLoader
+    val: DataLoader
+    parts: dict[str, Any]  # all that has a state_dict: model, ema, optimizer, schedule, scaler, hookdrop
+    settings: dict[str, Any]  # what a resumed run must have in common with this one
+    epoch: int = 0  # finished epochs
+    step: int = 0  # optimizer steps
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def build(args: argparse.Namespace) -> Run:
+    train_set, val_set = datasets(args)
+    model = create_model(args, len(train_set.classes))
+    set_transforms(args, model, train_set, val_set)
+    train, val = loaders(args, train_set, val_set)
+    steps = len(train) // args.accumulate * args.epochs
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=args.lr, weight_decay=0.05)
+    drop = regularize(args, model, optimizer, steps)
+    parts = {
+        "model": model,
+        # The hooks are copied along, and do nothing there: the average only runs in eval mode.
+        "ema": ModelEmaV3(model, decay=args.ema_decay, use_warmup=True),
+        "optimizer": optimizer,
+        "schedule": CosineLRScheduler(optimizer, steps, warmup_t=steps // 10, t_in_epochs=False),
+        "scaler": torch.amp.GradScaler(torch.device(args.device).type, enabled=args.amp == "fp16"),
+        **({"hookdrop": drop} if drop else {}),
+    }
+    free = ("resume", "stop_after_epoch", "out", "data_dir")
+    settings = {key: value for key, value in vars(args).items() if key not in free}
+    return Run(args, train, val, parts, settings | {"images": len(train.dataset), "classes": list(train_set.classes)})
+
+
+def autocast(args: argparse.Namespace) -> torch.autocast:
+    dtype = torch.float16 if args.amp == "fp16" else torch.bfloat16
+    return torch.autocast(torch.device(args.device).type, dtype, enabled=args.amp != "off")
+
+
+def train_epoch(run: Run) -> float:
+    """The mean loss of one epoch."""
+    model, optimizer, scaler = (run.parts[name] for name in ("model", "optimizer", "scaler"))
+    losses = []
+    model.train()
+    optimizer.zero_grad()  # forgets an unfinished last group of --accumulate batches
+    for i, (images, labels) in enumerate(run.train, start=1):
+        with autocast(run.args):
+            loss = cross_entropy(model(images.to(run.args.device)), labels.to(run.args.device))
+        scaler.scale(loss / run.args.accumulate).backward()
+        losses.append(loss.detach())
+        if i % run.args.accumulate == 0:
+            scaler.step(optimizer)  # the injection follows the optimizer; a step that is skipped does not count
+            scaler.update()
+            optimizer.zero_grad()
+            run.step += 1
+            run.parts["schedule"].step_update(run.step)
+            run.parts["ema"].update(model, step=run.step)
+    return torch.stack(losses).mean().item()
+
+
+@torch.no_grad()
+def accuracy(run: Run, model: nn.Module) -> float:
+    model.eval()
+    correct = 0
+    for images, labels in run.val:
+        with autocast(run.args):
+            predicted = model(images.to(run.args.device)).argmax(dim=1)
+        correct += (predicted.cpu() == labels).sum().item()
+    return correct / len(run.val.dataset)
+
+
+def train(run: Run, writer: SummaryWriter) -> None:
+    while run.epoch < min(run.args.epochs, run.args.stop_after_epoch or run.args.epochs):
+        run.metrics = {"loss": train_epoch(run), "lr": run.parts["optimizer"].param_groups[0]["lr"]}
+        run.metrics |= {f"{name} accuracy": accuracy(run, run.parts[name]) for name in ("model", "ema")}
+        run.epoch += 1
+        print(f"epoch {run.epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in run.metrics.items()))
+        if "hookdrop" in run.parts:
+            run.metrics |= run.parts["hookdrop"].metrics()
+        for name, value in run.metrics.items():
+            writer.add_scalar(name, value, run.step)
+        save(checkpoint(run), Path(run.args.out, "last.pt"))
+
+
+def checkpoint(run: Run) -> dict[str, Any]:
+    """Tensors and plain values only: `torch.load(weights_only=True)` takes them."""
+    name, keys, *rest = np.random.get_state()
+    rng = {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),  # empty without a GPU
+        "loader": run.train.generator.get_state(),
+    }
+    where = {"epoch": run.epoch, "step": run.step, "metrics": run.metrics, "settings": run.settings}
+    return {name: part.state_dict() for name, part in run.parts.items()} | where | {"rng": rng}
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """All of it or nothing: if this is interrupted, the file of before is still there."""
+    torch.save(state, path.with_suffix(".unfinished"))
+    os.replace(path.with_suffix(".unfinished"), path)
+
+
+def resume(run: Run, path: Path) -> None:
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    then, now = state["settings"], run.settings
+    changed = [f"  {key}: {then.get(key)!r} there, {now[key]!r} here" for key in now if then.get(key) != now[key]]
+    if changed:
+        sys.exit("\n".join([f"{path} is of a run with other settings; nothing was done.", *changed]))
+    for name, part in run.parts.items():
+        part.load_state_dict(state[name])
+    run.epoch, run.step, run.metrics = state["epoch"], state["step"], state["metrics"]
+    rng = state["rng"]  # last, so that what was drawn up to here does not count
+    random.setstate(rng["python"])
+    np.random.set_state(rng["numpy"])
+    torch.set_rng_state(rng["torch"])
+    torch.cuda.set_rng_state_all(rng["cuda"])
+    run.train.generator.set_state(rng["loader"])
+    print(f"{path}: {run.epoch} of {run.args.epochs} epochs are done")
+
+
+def finish(run: Run) -> None:
+    """Say what was really dropped, and write the final weights."""
+    if "hookdrop" in run.parts:
+        images, _ = next(iter(run.train))
+        with autocast(run.args):
+            measured = run.parts["hookdrop"].probe(images.to(run.args.device))
+        print(f"dropped at the last step's rate:\n{measured}")
+        run.metrics |= {"asked": measured.asked, "dropped": measured.dropped}
+    # Hooks are no part of a state_dict: these files load into a plain timm model, where there is no hookdrop too.
+    save(run.parts["model"].state_dict(), Path(run.args.out, "model.pt"))
+    save(run.parts["ema"].module.state_dict(), Path(run.args.out, "ema.pt"))
+    print(f"accuracy {run.metrics['model accuracy']:.2%}, with averaged weights {run.metrics['ema accuracy']:.2%}")
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    args = parse_args(argv)
+    last = Path(args.out, "last.pt")
+    if last.exists() and args.resume is None:
+        sys.exit(f"{last} is there already: go on with --resume auto, or choose another --out")
+    random_seed(args.seed)
+    run = build(args)
+    if args.resume and (args.resume != "auto" or last.exists()):
+        resume(run, last if args.resume == "auto" else Path(args.resume))
+    with SummaryWriter(Path(args.out, "tensorboard"), purge_step=run.step + 1) as writer:
+        train(run, writer)
+    if run.epoch == args.epochs:
+        finish(run)
+    return run.metrics
+
+
+if __name__ == "__main__":
+    main()
