@@ -17,7 +17,8 @@ import hookdrop
 from hookdrop import zoo
 from hookdrop.dryrun import dry_run
 from hookdrop.errors import HookdropError, HookdropWarning, LayerError, ShapeError
-from hookdrop.layers import Entry, entry_text, glob_expression, select, walk
+from hookdrop.globs import glob_expression
+from hookdrop.layers import Entry, entry_text, select, walk
 from hookdrop.regularizers import Regularizer, parse
 from hookdrop.schedules import LinearSchedule
 from hookdrop.tables import counted, shape_text, text_table

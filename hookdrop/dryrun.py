@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hookdrop.errors import InjectionError, ShapeError
-from hookdrop.layers import unwrapped
 from hookdrop.preserve import call, preserved
 from hookdrop.values import TensorKey, change, change_arguments, describe, forward_names
+from hookdrop.wrappers import unwrapped
 
 
 @dataclass

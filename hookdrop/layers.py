@@ -7,44 +7,21 @@ by their type: what they wrap stands under the name that it has without them.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from hookdrop.errors import InjectionError, LayerError, nearest
+from hookdrop.globs import glob_expression
 from hookdrop.tables import counted
+from hookdrop.wrappers import SEGMENTS, unwrapped, wraps
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate
 Entries: TypeAlias = Entry | Iterable[Entry]
-
-# Wrapper classes by module, class, and the attribute that holds what they wrap. None is imported for this:
-# where a module was not loaded there can be no instance of its classes.
-_WRAPPERS = (
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
-    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "_fsdp_wrapped_module",
-    ),
-    ("torch.optim.swa_utils", "AveragedModel", "module"),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "CheckpointWrapper",
-        "_checkpoint_wrapped_module",
-    ),
-    ("timm.utils.model_ema", "ModelEmaV2", "module"),
-    ("timm.utils.model_ema", "ModelEmaV3", "module"),
-    ("peft.peft_model", "PeftModel", "base_model"),
-    ("peft.tuners.tuners_utils", "BaseTuner", "model"),
-)
 
 
 @dataclass
@@ -73,13 +50,6 @@ class Selection:
     """Names of layers that an entry names in full, or gives as instance."""
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """What is inside all wrappers around `module`."""
-    while (attribute := _wraps(module)) is not None:
-        module = getattr(module, attribute)
-    return module
-
-
 def walk(model: nn.Module) -> list[Layer]:
     """Every module of `model`, the model itself first."""
     if isinstance(model, torch.jit.ScriptModule):
@@ -105,7 +75,7 @@ def _visit(
     if id(module) in path:
         return
     path = (*path, id(module))
-    if (attribute := _wraps(module)) is not None:
+    if (attribute := wraps(module)) is not None:
         inner = getattr(module, attribute)
         grown = (*spellings, *(_join(s, attribute) for s in spellings))
         _visit(inner, name, grown, path, [*wrappers, module], layers)
@@ -222,47 +192,8 @@ def _glob_matches(pattern: str, layer: Layer) -> bool:
     # A wrapper's segment is met only where the pattern spells it out: `*` never stands for one.
     spelt = set(pattern.split("."))
     return any(
-        fullmatch(name) and set(name.split(".")) & _WRAPPER_SEGMENTS <= spelt for name in layer.spellings - {""}
+        fullmatch(name) and set(name.split(".")) & SEGMENTS <= spelt for name in layer.spellings - {""}
     ) and bool(layer.name)
-
-
-@lru_cache(maxsize=1024)
-def glob_expression(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a glob over dotted names.
-
-    `*`, `?`, `[12]` and `[!a]` stay within one segment; `**.` in front or between is zero or more segments;
-    `.**` at the end one or more; `**` alone one or more.
-
-    Example:
-        >>> bool(glob_expression("**.bn[12]").fullmatch("layer1.0.bn2"))
-        True
-    """
-    segments = pattern.split(".")
-    parts = []
-    for index, segment in enumerate(segments):
-        last = index == len(segments) - 1
-        if segment == "**":
-            parts.append(r"[^.]+(?:\.[^.]+)*" if last else r"(?:[^.]+\.)*")
-        else:
-            parts.append(_segment_expression(segment) + ("" if last else r"\."))
-    return re.compile("".join(parts))
-
-
-def _segment_expression(segment: str) -> str:
-    out, i = "", 0
-    while i < len(segment):
-        character = segment[i]
-        end = segment.find("]", i + 2 + segment.startswith("!", i + 1)) if character == "[" else -1
-        if end > 0:
-            inside = segment[i + 1 : end]
-            negated = inside.startswith("!")
-            body = re.sub(r"([\\\[\]^&~|])", r"\\\1", inside[negated:])
-            out += f"(?![.])[{'^' if negated else ''}{body}]"
-            i = end
-        else:
-            out += {"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character))
-        i += 1
-    return out
 
 
 def _nothing_found(everything: list[Layer], entry: Entry, what: str, model: str) -> str:
@@ -328,15 +259,3 @@ def _texts(entries: list[Entry]) -> str:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-
-def _wraps(module: nn.Module) -> str | None:
-    """The attribute that holds what `module` wraps; None if it is no wrapper."""
-    for module_name, class_name, attribute in _WRAPPERS:
-        cls = getattr(sys.modules.get(module_name), class_name, None)
-        if cls is not None and isinstance(module, cls) and isinstance(getattr(module, attribute, None), nn.Module):
-            return attribute
-    return None
-
-
-_WRAPPER_SEGMENTS = {attribute for _, _, attribute in _WRAPPERS}

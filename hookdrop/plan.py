@@ -15,12 +15,12 @@ from hookdrop.errors import InjectionError, LayerError, ShapeError, nothing_plac
 from hookdrop.hooks import InputHook, SiteHook, State, hooks_of
 from hookdrop.injection import Injection
 from hookdrop.injections import find
-from hookdrop.layers import unwrapped
 from hookdrop.regularizers import DropBlock, Dropout, GaussianDropout
 from hookdrop.resolve import PlannedSite, Resolved
 from hookdrop.schedules import ConstantSchedule, Schedule
 from hookdrop.tables import counted, html_table, shape_text, text_table
 from hookdrop.values import TensorKey
+from hookdrop.wrappers import unwrapped
 
 _HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 

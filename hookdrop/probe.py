@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from hookdrop.arguments import count
 from hookdrop.hooks import SiteHook, State, hidden
-from hookdrop.layers import unwrapped
 from hookdrop.meter import Measurement, SiteMeasurement
 from hookdrop.preserve import call, preserved
 from hookdrop.values import tensors
+from hookdrop.wrappers import unwrapped
 
 
 def probe(model: nn.Module, state: State, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:

@@ -1,0 +1,45 @@
+"""Globs over dotted names."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+
+@lru_cache(maxsize=1024)
+def glob_expression(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a glob over dotted names.
+
+    `*`, `?`, `[12]` and `[!a]` stay within one segment; `**.` in front or between is zero or more segments;
+    `.**` at the end one or more; `**` alone one or more.
+
+    Example:
+        >>> bool(glob_expression("**.bn[12]").fullmatch("layer1.0.bn2"))
+        True
+    """
+    segments = pattern.split(".")
+    parts = []
+    for index, segment in enumerate(segments):
+        last = index == len(segments) - 1
+        if segment == "**":
+            parts.append(r"[^.]+(?:\.[^.]+)*" if last else r"(?:[^.]+\.)*")
+        else:
+            parts.append(_segment_expression(segment) + ("" if last else r"\."))
+    return re.compile("".join(parts))
+
+
+def _segment_expression(segment: str) -> str:
+    out, i = "", 0
+    while i < len(segment):
+        character = segment[i]
+        end = segment.find("]", i + 2 + segment.startswith("!", i + 1)) if character == "[" else -1
+        if end > 0:
+            inside = segment[i + 1 : end]
+            negated = inside.startswith("!")
+            body = re.sub(r"([\\\[\]^&~|])", r"\\\1", inside[negated:])
+            out += f"(?![.])[{'^' if negated else ''}{body}]"
+            i = end
+        else:
+            out += {"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character))
+        i += 1
+    return out

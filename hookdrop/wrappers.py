@@ -1,0 +1,49 @@
+"""Modules that wrap a model (DistributedDataParallel, torch.compile, an EMA, ...), known by their type."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+# Wrapper classes by module, class, and the attribute that holds what they wrap. None is imported for this:
+# where a module was not loaded there can be no instance of its classes.
+_WRAPPERS = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
+    ("torch.optim.swa_utils", "AveragedModel", "module"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "CheckpointWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+    ("timm.utils.model_ema", "ModelEmaV2", "module"),
+    ("timm.utils.model_ema", "ModelEmaV3", "module"),
+    ("peft.peft_model", "PeftModel", "base_model"),
+    ("peft.tuners.tuners_utils", "BaseTuner", "model"),
+)
+
+SEGMENTS = {attribute for _, _, attribute in _WRAPPERS}
+"""The attributes that hold what is wrapped."""
+
+
+def wraps(module: nn.Module) -> str | None:
+    """The attribute that holds what `module` wraps; None if it is no wrapper."""
+    for module_name, class_name, attribute in _WRAPPERS:
+        cls = getattr(sys.modules.get(module_name), class_name, None)
+        if cls is not None and isinstance(module, cls) and isinstance(getattr(module, attribute, None), nn.Module):
+            return attribute
+    return None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What is inside all wrappers around `module`."""
+    while (attribute := wraps(module)) is not None:
+        module = getattr(module, attribute)
+    return module
