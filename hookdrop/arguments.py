@@ -13,7 +13,7 @@ def number(value: object, name: str, owner: str) -> float:
     """`value` as a finite Python float."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+    if type(value).__name__ in ("bool", "bool_", "str", "bytes") or not hasattr(value, "__float__"):
         raise TypeError(f"{owner}: {name} must be a number, got {value!r} ({type(value).__name__}).")
     try:
         result = float(value)

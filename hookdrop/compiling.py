@@ -17,7 +17,8 @@ def not_while_tracing(what: str) -> None:
 
 def warn_of_recompile() -> None:
     """Say that compiled code is about to be thrown away; nothing if there is none."""
-    if getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0):
+    frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
+    if frames and _somebody_compiles():
         warn(
             "code compiled by torch.compile does not notice changed hooks: hookdrop resets the compiler "
             "(torch.compiler.reset()), and the next call compiles again.\n"
@@ -28,4 +29,17 @@ def warn_of_recompile() -> None:
 def reset() -> None:
     """Make compiled code see the hooks as they are now."""
     if "torch._dynamo" in sys.modules:
+        _somebody_compiles()
         torch.compiler.reset()
+
+
+_backends_seen = False
+
+
+def _somebody_compiles() -> bool:
+    """Whether torch.compile was ever called: torch.export traces frames, too, but has no backend."""
+    global _backends_seen
+    # A reset forgets the backends, though not the compiled modules that come back with them.
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {0: "unknown"})
+    _backends_seen = _backends_seen or any(backend is not None for backend in backends.values())
+    return _backends_seen

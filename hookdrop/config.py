@@ -9,9 +9,10 @@ from typing import Any
 
 from hookdrop import schedules
 from hookdrop.errors import StateError, nearest
-from hookdrop.hooks import SiteHook, State
+from hookdrop.hooks import SiteHook
 from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer, as_regularizer
 from hookdrop.schedules import Schedule
+from hookdrop.state import State
 
 VERSION = 1
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hookdrop.errors import InjectionError, ShapeError
+from hookdrop.errors import ShapeError
+from hookdrop.placement import unmarked
 from hookdrop.preserve import call, preserved
-from hookdrop.values import TensorKey, change, change_arguments, describe, forward_names
+from hookdrop.values import TensorKey, change, change_arguments, fits, forward_names, tensors
 from hookdrop.wrappers import unwrapped
 
 
@@ -25,6 +26,10 @@ class Seen:
     """The chosen tensor's shapes, each once, in the order of the calls."""
     misfit: str = ""
     """Why there is no chosen tensor."""
+    of_several: int = 0
+    """How many tensors that could be regularized the layer gives, if more than one."""
+    keeps_input: bool = False
+    """Whether the output still looks like the input, as that of a whole residual block does."""
     feeds_norm: bool = False
     """Whether the output goes straight into a batch norm."""
 
@@ -46,15 +51,10 @@ def dry_run(
     for module in model.modules():
         recorder.watch(module, modules)
     try:
-        with preserved(model), torch.no_grad():
+        with unmarked(model), preserved(model), torch.no_grad():
             for module in model.modules():
                 module.training = False
             call(unwrapped(model), example)
-    except Exception as error:
-        raise InjectionError(
-            f"the model does not take this example_input, {describe(example)}:\n  {type(error).__name__}: {error}\n"
-            "  give a tensor, a tuple of arguments or a dict of keyword arguments, on the model's device."
-        ) from error
     finally:
         recorder.stop()
     return [recorder.seen[id(module)] for module in modules]
@@ -92,6 +92,9 @@ class _Recorder:
 
     def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
         seen = self._note(module, lambda look: change(output, self.tensor, look))
+        several = sum(map(fits, tensors(output)))
+        seen.of_several = several if several > 1 and self.tensor is None else 0
+        seen.keeps_input |= _like_its_input(module, args, output)
         if isinstance(output, Tensor):
             # Held until the end, so that no other tensor gets its id.
             self.made[id(output)] = (output, seen)
@@ -110,3 +113,17 @@ class _Recorder:
         except ShapeError as error:
             seen.misfit = str(error)
         return seen
+
+
+def _like_its_input(module: nn.Module, args: Any, output: Any) -> bool:
+    """Whether a module with parts of its own gives back what is nearly its input: a branch added to a shortcut."""
+    if len(list(module.children())) < 2 or not args or not fits(args[0]) or not fits(output):
+        return False
+    x = args[0]
+    if x.shape != output.shape or x.is_meta or x.numel() == 0:
+        return False
+    return bool(torch.cosine_similarity(x.flatten().float(), output.flatten().float(), dim=0) > _ALIKE)
+
+
+# Residual blocks are at .6 to 1.0, their branches below .2, with random weights and with trained ones.
+_ALIKE = 0.5

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-# Where wrappers keep the optimizer whose `step` runs: Accelerate's and Lightning's, timm's Lookahead.
-_INNER = ("optimizer", "base_optimizer", "_base_optimizer")
+# Where wrappers keep the optimizer whose `step` runs: Accelerate's and Lightning's, timm's Lookahead, PostLocalSGD.
+_INNER = ("optimizer", "base_optimizer", "_base_optimizer", "optim")
 
 
 class Follower:

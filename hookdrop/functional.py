@@ -133,9 +133,11 @@ def check_channels(shape: torch.Size | tuple[int, ...], owner: str, rank: int | 
     """Raise `ShapeError` unless `shape` is (N, C, ...) of this rank."""
     if len(shape) == rank or (rank is None and len(shape) >= 2):
         return
-    fits = {3: "Dropout1d", 4: "Dropout2d", 5: "Dropout3d"}.get(len(shape), "Dropout")
+    use = {4: "use Dropout2d(p=...)", 5: "use Dropout3d(p=...)"}.get(len(shape), "use Dropout(p=...)")
+    if len(shape) == 3:
+        use = "for tokens (N, L, C) use Dropout(p=...), for a sequence (N, C, L) Dropout1d(p=...)"
     wanted = {3: "(N, C, L)", 4: "(N, C, H, W)", 5: "(N, C, D, H, W)", None: "(N, C, ...)"}[rank]
-    raise ShapeError(f"got {tuple(shape)}: {owner} drops channels of {wanted}.\n  use {fits}(p=...) there.")
+    raise ShapeError(f"got {tuple(shape)}: {owner} drops channels of {wanted}.\n  {use} there.")
 
 
 def _channel_dropout(x: Tensor, p: float, training: bool, rank: int) -> Tensor:

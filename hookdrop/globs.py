@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from hookdrop.errors import LayerError
+
 
 @lru_cache(maxsize=1024)
 def glob_expression(pattern: str) -> re.Pattern[str]:
@@ -25,7 +27,10 @@ def glob_expression(pattern: str) -> re.Pattern[str]:
             parts.append(r"[^.]+(?:\.[^.]+)*" if last else r"(?:[^.]+\.)*")
         else:
             parts.append(_segment_expression(segment) + ("" if last else r"\."))
-    return re.compile("".join(parts))
+    try:
+        return re.compile("".join(parts))
+    except re.error as error:
+        raise LayerError(f"can't read the glob {pattern!r}: {error}.") from None
 
 
 def _segment_expression(segment: str) -> str:

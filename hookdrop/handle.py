@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from hookdrop import compiling
 from hookdrop.errors import InjectionError, warn
 from hookdrop.follow import Follower
-from hookdrop.hooks import Override, SiteHook, State, hooks_of
+from hookdrop.hooks import SiteHook
+from hookdrop.placement import hooks_of, take_off
 from hookdrop.problems import MOVES_TO_JUDGE, problems
+from hookdrop.state import Override, State
 
 
 class Handle:
@@ -67,12 +69,9 @@ class Handle:
         self._seek(self._state.step_count + n)
 
     def _seek(self, step: int) -> None:
-        before, self._state.step_count = self._state.step_count, step
-        try:
-            self._refresh()
-        except Exception:
-            self._state.step_count = before
-            raise
+        before = self._state.step_count
+        with self._changing():
+            self._state.step_count = step
         self._state.driven = True
         if step != before:
             self._state.moves += 1
@@ -82,20 +81,41 @@ class Handle:
     @property
     def _target(self) -> float | None:
         """The largest target rate."""
-        return max((hook.target for hook in self._hooks if hook.target is not None), default=None)
+        return max((hook.target for hook in self._state.members if hook.target is not None), default=None)
 
     @property
     def _multiplier(self) -> float:
-        return self._state.schedule(self._state.step_count)
+        return float(self._state.schedule(self._state.step_count))
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A change of the state that is undone if it does not fit, rates and all."""
+        state, members = self._state, list(self._state.members)
+        before = state.step_count, state.enabled, list(state.overrides)
+        targets = [hook.target for hook in members]
+        try:
+            yield
+            self._check_rates()
+        except BaseException:
+            state.step_count, state.enabled, state.overrides = before
+            for hook, target in zip(members, targets, strict=True):
+                hook.target = target
+            raise
+        finally:
+            self._refresh()
+
+    def _check_rates(self) -> None:
+        """Raise `ValueError` if a rate has left its range, also one that a context has out of force."""
+        multiplier, largest = self._multiplier, self._target or 0.0
+        for hook in self._state.members:
+            for rate in (hook.rate_at(multiplier, largest, None), hook.rate_at(multiplier, largest)):
+                if rate is not None:
+                    self._valid(hook, rate, multiplier)
 
     def _refresh(self) -> None:
-        """Bring all rates up to date, or none if one would leave its range."""
-        multiplier, largest = self._multiplier, self._target or 0.0
-        for hook in self._hooks:
-            rate = hook.rate_at(multiplier, largest)
-            if rate is not None:
-                self._valid(hook, rate, multiplier)
-        for hook in self._hooks:
+        """Bring all rates up to date: also those of hooks that are not on this handle's part of the model."""
+        largest = self._target or 0.0
+        for hook in self._state.members:
             hook.refresh(largest)
 
     def _valid(self, hook: SiteHook, rate: float, multiplier: float) -> None:
@@ -107,44 +127,35 @@ class Handle:
                 f"{multiplier:g} at step {self._state.step_count}. No rate was changed."
             ) from None
 
-    def _switch(self, **changes: Any) -> None:
-        self._must_be_there("disable(), enable() and their contexts")
-        before = {key: getattr(self._state, key) for key in changes}
-        self._state.__dict__.update(changes)
-        try:
-            self._refresh()
-        except Exception:
-            self._state.__dict__.update(before)
-            raise
-
     @contextmanager
     def _overriding(self, override: Override) -> Iterator[None]:
-        before = {"enabled": self._state.enabled, "override": self._state.override}
-        self._switch(override=override)
+        self._must_be_there("contexts")
         try:
-            yield
+            with self._state.overriding(override):
+                self._check_rates()
+                self._refresh()
+                yield
         finally:
-            if not self._state.removed:
-                self._switch(**before)
+            self._refresh()
 
     def _tell_problems(self) -> None:
         model = self._model()
         found = {} if model is None else problems(model, self._state, self._hooks)
         for kind, text in found.items():
-            if kind not in self._state.told:
-                self._state.told.add(kind)
-                warn(text)
+            self._state.tell(kind, text)
 
     def _detach(self) -> None:
-        """Take the hooks off, without a word."""
+        """Take the hooks off, without a word; on a part of a model those of that part alone."""
         model = self._model()
-        hooks = self._hooks if model is not None else self._found or []
-        for hook in hooks:
-            hook.remove()
-        if self._follower is not None:
-            self._follower.detach()
-        self._state.follower = None
-        self._state.removed = True
+        take_off(model, self._hooks if model is not None else self._found or [])
+        state = self._state
+        left = {hook.site for hook in state.members if hook.placed}
+        state.sites = tuple(site for site in state.sites if site in left)
+        if not left:
+            if state.follower is not None:
+                state.follower.detach()
+            state.follower = None
+            state.removed = True
         compiling.reset()
 
     def _warn_of_foreign(self, optimizer: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""The hook of one site, and the state that the hooks of one injection share.
+"""The hook of one site.
 
 A hook holds no module, no model, no generator and no closure: it is copied and pickled with the module that it
 sits on, and the copies of one injection's hooks share a copy of its state.
@@ -7,70 +7,21 @@ sits on, and the copies of one injection's hooks share a copy of its state.
 from __future__ import annotations
 
 import copy
+import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.errors import ShapeError, warn
-from hookdrop.meter import Measurement, measured
-from hookdrop.regularizers import Regularizer
-from hookdrop.schedules import Schedule, needs_driving
+from hookdrop.errors import ShapeError
+from hookdrop.judge import Judge
+from hookdrop.meter import measured
+from hookdrop.regularizers import Regularizer, like
+from hookdrop.state import State
 from hookdrop.values import TensorKey, change, change_arguments, forward_names
-
-# Training forwards of one site at step 0 after which it is clear that nobody drives the schedule. No common
-# setting accumulates gradients over that many.
-UNDRIVEN_CALLS = 200
-
-
-@dataclass(frozen=True)
-class Override:
-    """What a context says instead of what is set: off, or sampling (on in eval too, at a rate of its own)."""
-
-    sampling: bool
-    p: float | None = None
-
-
-@dataclass(eq=False)
-class State:
-    """What the hooks of one injection share. Copied and pickled with them, less what belongs to contexts."""
-
-    name: str
-    sites: tuple[str, ...]
-    schedule: Schedule
-    step_count: int = 0
-    enabled: bool = True
-    driven: bool = False
-    """Whether anybody has ever called `step`, `seek` or `follow`."""
-    moves: int = 0
-    """How often the step count was moved since the injection was made, copied or loaded."""
-    told: set[str] = field(default_factory=set)
-    """The problems that were warned of."""
-    removed: bool = False
-    override: Override | None = None
-    meter: Measurement | None = None
-    follower: Any = None
-    hidden: int = 0
-    """How many `without_hooks` have the hooks off the model just now."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy starts outside of the contexts that the original is in, and follows nothing.
-        return self.__dict__ | {"moves": 0, "override": None, "meter": None, "follower": None, "hidden": 0}
-
-    @property
-    def on(self) -> bool:
-        """Whether hooks work in training mode."""
-        return self.enabled if self.override is None else self.override.sampling
-
-    @property
-    def sampling(self) -> bool:
-        """Whether hooks work in eval mode too."""
-        return self.override is not None and self.override.sampling
 
 
 class SiteHook:
@@ -87,15 +38,17 @@ class SiteHook:
         self.target = regularizer.rate
         self.declared = regularizer.rate
         self.fired = False
-        self.trained = False
+        self.judge = Judge()
         self.looked_at = False
-        self.undriven = 0
         self.handle: RemovableHandle | None = None
+        state.members.add(self)
         self.refresh()
         _make_outside_of_graphs()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.judge, self.fired = Judge(), False
+        self.state.members.add(self)
         # The original's rate may be a context's; the copy's is what is set.
         self.refresh()
         _make_outside_of_graphs()
@@ -113,17 +66,29 @@ class SiteHook:
         """Leave the module."""
         if self.handle is not None:
             self.handle.remove()
+        self.handle = None
+
+    @property
+    def placed(self) -> bool:
+        """Whether it was placed and not removed."""
+        return self.handle is not None
+
+    @property
+    def sits_somewhere(self) -> bool:
+        """Whether the module that it was placed on still exists."""
+        return self.handle is not None and self.handle.hooks_dict_ref() is not None
 
     def is_on(self, module: nn.Module) -> bool:
         """Note the call, and tell whether there is something to do in it."""
         self.fired = True
         state = self.state
+        # Counting would compile anew for each count.
+        if torch.compiler.is_compiling():
+            self.judge.trained |= module.training
+        else:
+            self.judge.look(module, self.site, state)
         if not (state.on and (module.training or state.sampling)):
             return False
-        if module.training:
-            self.trained = True
-        if not torch.compiler.is_compiling() and self.undriven <= UNDRIVEN_CALLS:
-            self._count_undriven()
         # At rate 0 only the first tensor is looked at, for its shape.
         return not self.idle or not self.looked_at
 
@@ -131,18 +96,23 @@ class SiteHook:
         """`x` regularized; outside of compiled graphs, where a Python float rate would be frozen in."""
         return _outside_of_graphs(self, x) if torch.compiler.is_compiling() else _regularize(self, x)
 
-    def rate_at(self, multiplier: float, largest: float) -> float | None:
-        """The rate under a multiplier, or under a context's rate, given the largest target of the injection."""
+    def rate_at(self, multiplier: float, largest: float, own: float | None = math.nan) -> float | None:
+        """The rate under a multiplier, or under a context's rate, given the largest target of the injection.
+
+        `own` is a context's rate: None for none, nan for that of the context in force.
+        """
         if self.target is None:
             return None
-        override = self.state.override
-        if override is None or override.p is None:
+        if own is not None and math.isnan(own):
+            override = self.state.override
+            own = None if override is None else override.p
+        if own is None:
             return self.target * multiplier * self.p_scale
-        return (override.p * (self.target / largest) if largest else override.p) * self.p_scale
+        return (own * (self.target / largest) if largest else own) * self.p_scale
 
     def refresh(self, largest: float = 0.0) -> None:
         """Bring the rate up to date with the state."""
-        rate = self.rate_at(self.state.schedule(self.state.step_count), largest)
+        rate = self.rate_at(self.state.schedule(self.state.step_count) * 1.0, largest)
         if rate is not None:
             self.regularizer.set_rate(rate)
         # A bool of its own: compiled code is guarded by what it reads, and would compile anew for every rate.
@@ -165,20 +135,14 @@ class SiteHook:
         """The rate in force."""
         return self.regularizer.rate if self.state.on or self.regularizer.rate is None else 0.0
 
-    def _count_undriven(self) -> None:
-        state = self.state
-        if state.driven or not needs_driving(state.schedule) or state.sampling:
-            return
-        self.undriven += 1
-        if self.undriven == UNDRIVEN_CALLS and "undriven" not in state.told:
-            state.told.add("undriven")
-            warn(undriven_text(state))
-
     def _edited(self, edit: Callable[[], Any]) -> Any:
         try:
             return edit()
         except ShapeError as error:
             error.args = (f"{self.where}{' ' if str(error).startswith('got ') else ': '}{error}",)
+            raise
+        except Exception as error:
+            error.add_note(f"in hookdrop's {self.where}")
             raise
 
 
@@ -191,67 +155,12 @@ class InputHook(SiteHook):
         if not self.is_on(module):
             return None
         names = forward_names(module)
-        return self._edited(lambda: change_arguments(names, args, kwargs or {}, self.tensor, self.regularize))
+        changed = self._edited(lambda: change_arguments(names, args, kwargs or {}, self.tensor, self.regularize))
+        # Registered anew by somebody else it may be called without the keywords, and must then return none.
+        return changed[0] if kwargs is None else changed
 
     def place(self, module: nn.Module) -> None:
         self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
-
-
-def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
-    """Every hook of hookdrop on `model`, in `named_modules()` order."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
-    for module in model.modules():
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if isinstance(hook, SiteHook):
-                yield module, hook
-
-
-@contextmanager
-def hidden(model: nn.Module) -> Iterator[None]:
-    """None of hookdrop's hooks is on `model` inside; their order and ids are what they were after."""
-    ours: dict[nn.Module, dict[int, SiteHook]] = {}
-    for module, hook in hooks_of(model):
-        if hook.handle is not None:
-            ours.setdefault(module, {})[hook.handle.id] = hook
-    taken = [(getattr(module, name), hooks) for module, hooks in ours.items() for name in _HOOK_DICTS]
-    before = [dict(table) for table, _ in taken]
-    for table, hooks in taken:
-        for key in hooks:
-            table.pop(key, None)
-    states = {hook.state for hooks in ours.values() for hook in hooks.values()}
-    for state in states:
-        state.hidden += 1
-    try:
-        yield
-    finally:
-        for state in states:
-            state.hidden -= 1
-        for (table, hooks), entries in zip(taken, before, strict=True):
-            inside = dict(table)
-            table.clear()
-            # What others took off or put on inside stays so; what was removed of ours is not brought back.
-            back = (k for k in entries if k in inside or (k in hooks and not hooks[k].state.removed))
-            table.update({key: entries[key] for key in back})
-            table.update(inside)
-
-
-_HOOK_DICTS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-
-
-def undriven_text(state: State) -> str:
-    """What to say of a schedule that nobody drives."""
-    return (
-        f"{state.name!r} is still at step 0 of {state.schedule}, so its rate does not move: nobody drives it.\n"
-        "  after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   "
-        "or: drop.seek(global_step)"
-    )
 
 
 def _regularize(hook: SiteHook, x: Tensor) -> Tensor:
@@ -259,9 +168,9 @@ def _regularize(hook: SiteHook, x: Tensor) -> Tensor:
         _look_at(hook, x)
     if hook.idle:
         return x
-    if hook.state.meter is not None:
-        return measured(hook.regularizer, x, hook.site, hook.state.meter)
-    return hook.regularizer.regularize(x)
+    if hook.state.meters:
+        return measured(hook.regularizer, x, hook.site, hook.state.meters)
+    return like(x, hook.regularizer.regularize(x))
 
 
 def _look_at(hook: SiteHook, x: Tensor) -> None:
@@ -270,9 +179,8 @@ def _look_at(hook: SiteHook, x: Tensor) -> None:
     hook.looked_at = True
     for doubt in hook.regularizer.doubts(x.shape):
         # Said of the first site only: fifty blocks of one kind would say the same in fifty sizes.
-        if (kind := re.sub(r"\d+", "#", doubt)) not in hook.state.told:
-            hook.state.told.add(kind)
-            warn(f"{hook.where}: {doubt}\n  all sites: print(plan(..., example_input=x))")
+        kind = re.sub(r"\d+", "#", doubt)
+        hook.state.tell(kind, f"{hook.where}: {doubt}\n  all sites: print(plan(..., example_input=x))")
 
 
 # Kept out of compiled graphs. Made with the first hook, never while one is traced; `torch.compiler.disable` loads

@@ -8,14 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop import compiling, hooks
+from hookdrop import compiling
 from hookdrop.arguments import one_of
 from hookdrop.config import VERSION, Allowed, regularizer_of, schedule_of
 from hookdrop.errors import InjectionError, LayerError, StateError, nothing_placed
 from hookdrop.injection import Injection
 from hookdrop.injections import Injections, find
 from hookdrop.layers import Entries
+from hookdrop.placement import hidden
 from hookdrop.plan import Plan, inspect_sites
+from hookdrop.regularizers import Regularizer
 from hookdrop.resolve import PlannedSite, PScale, Regularizers, resolve
 from hookdrop.schedules import Schedule
 from hookdrop.values import TensorKey
@@ -128,6 +130,8 @@ def plan(
     """
     with nothing_placed():
         compiling.not_while_tracing("plan()")
+        if isinstance(model, Regularizer):
+            raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
         one_of(at, "at", "inject", ("output", "input"))
         one_of(on_existing, "on_existing", "inject", ("error", "replace", "stack"))
         if isinstance(tensor, bool) or not isinstance(tensor, int | str | None):
@@ -170,7 +174,7 @@ def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
         1
     """
     compiling.not_while_tracing("without_hooks()")
-    with hooks.hidden(model):
+    with hidden(model):
         compiling.reset()
         yield model
     compiling.reset()
@@ -204,6 +208,8 @@ def from_config(model: nn.Module, config: Mapping[str, Any], allow: Allowed = ()
         entries = {}
         scales = {}
         for site in config["sites"]:
+            if not isinstance(site, Mapping) or {"name", "regularizer", "p_scale"} - set(site):
+                raise StateError(f"a site of the config must have name, regularizer and p_scale, got {site!r}.")
             where: Any = site["name"] or model
             entries[where] = regularizer_of(site["regularizer"], allow)
             scales[where] = site["p_scale"]

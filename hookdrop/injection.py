@@ -11,13 +11,13 @@ from typing import Any
 from torch.optim import Optimizer
 
 from hookdrop import compiling, config, follow, problems, snapshot
-from hookdrop.arguments import count
+from hookdrop.arguments import count, number
 from hookdrop.errors import InjectionError
 from hookdrop.handle import Handle
-from hookdrop.hooks import Override
 from hookdrop.meter import Measurement
-from hookdrop.probe import empty_measurement, probe
+from hookdrop.probe import empty_measurement, measured_into, probe
 from hookdrop.schedules import Schedule
+from hookdrop.state import Override
 from hookdrop.tables import counted, html_table, text_table
 
 
@@ -78,10 +78,18 @@ class Injection(Handle):
             return override.p
         return self.target_p * self._multiplier
 
+    @p.setter
+    def p(self, value: float) -> None:
+        raise AttributeError(f"p follows the schedule; set its target: drop.target_p = {value}")
+
     @property
     def keep_prob(self) -> float | None:
-        """1 - p."""
-        return None if self.p is None else 1.0 - self.p
+        """1 - p; None where the rate is no probability (`std`)."""
+        return None if self.p is None or self._rate_name == "std" else 1.0 - self.p
+
+    @keep_prob.setter
+    def keep_prob(self, value: float) -> None:
+        raise AttributeError(f"keep_prob follows the schedule; set its target: drop.target_p = 1 - {value}")
 
     @property
     def target_p(self) -> float | None:
@@ -94,20 +102,19 @@ class Injection(Handle):
     @target_p.setter
     def target_p(self, value: float) -> None:
         self._must_be_there("target_p = ...")
-        hooks, largest = self._hooks, self.target_p
+        largest = self.target_p
         if largest is None:
-            raise InjectionError(f"{self.name!r} has no rate that could be set.")
-        value = hooks[0].regularizer.valid_rate(value)
-        before = [hook.target for hook in hooks]
-        for hook in hooks:
-            if hook.target is not None:
-                hook.target = value * (hook.target / largest) if largest else value
-        try:
-            self._refresh()
-        except ValueError:
-            for hook, target in zip(hooks, before, strict=True):
-                hook.target = target
-            raise
+            raise InjectionError(
+                f"{self.name!r} has no rate that could be set: {self.sites[0].regularizer} has none of p, drop_prob, "
+                "drop_rate."
+            )
+        value = number(value, "target_p", self.name)
+        base = [hook.declared if largest == 0 else hook.target for hook in self._state.members]
+        most = max((target for target in base if target is not None), default=0.0)
+        with self._changing():
+            for hook, target in zip(self._state.members, base, strict=True):
+                if target is not None:
+                    hook.target = hook.regularizer.valid_rate(value * (target / most) if most else value)
 
     def step(self, n: int = 1) -> None:
         """Count `n` optimizer steps. Call it after each `optimizer.step()`, unless `follow` does.
@@ -115,12 +122,15 @@ class Injection(Handle):
         Raises:
             InjectionError: an optimizer is followed, so that every step would be counted twice.
         """
+        self._must_not_follow()
+        self._advance(count(n, "n", "step"))
+
+    def _must_not_follow(self) -> None:
         if self._follower is not None:
             raise InjectionError(
                 f"{self.name!r} follows an optimizer, which counts the steps: this call would count them twice.\n"
                 f"  leave out drop.step(), or stop following with drop.follow(None). Still at step {self.step_count}."
             )
-        self._advance(count(n, "n", "step"))
 
     def seek(self, step: int) -> None:
         """Go to a step: optimizer steps taken so far. Idempotent: what a trainer or a resume needs."""
@@ -146,7 +156,7 @@ class Injection(Handle):
         if optimizer is None:
             if current is not None:
                 current.detach()
-            self._state.follower = None
+            self._state.follower, self._state.driven = None, False
             return self
         inner = follow.innermost(optimizer)
         if current is not None and current.follows(inner):
@@ -158,18 +168,22 @@ class Injection(Handle):
             )
         self._warn_of_foreign(inner)
         self._state.follower = follow.Follower(inner, self._advance)
-        self._state.driven = True
         return self
 
     # --- on and off
 
     def disable(self) -> None:
         """Drop nothing until `enable`; the schedule goes on."""
-        self._switch(enabled=False, override=None)
+        self._set(False)
 
     def enable(self) -> None:
         """Drop again."""
-        self._switch(enabled=True, override=None)
+        self._set(True)
+
+    def _set(self, enabled: bool) -> None:
+        self._must_be_there("enable()" if enabled else "disable()")
+        with self._changing():
+            self._state.switch(enabled)
 
     @contextmanager
     def disabled(self) -> Iterator[Injection]:
@@ -216,33 +230,34 @@ class Injection(Handle):
             whether eval output is bit-identical with and without hooks. `print` it.
         """
         self._must_be_there("probe()")
-        state, before = self._state, (self._state.step_count, self._state.driven)
+        state, before = self._state, self._state.step_count
         try:
             if step is not None:
-                self.seek(step)
+                with self._changing():
+                    state.step_count = count(step, "step", "probe", 0)
             return probe(self._alive(), state, self._hooks, x, forwards)
         finally:
-            state.step_count, state.driven = before
+            state.step_count = before
             self._refresh()
 
     @contextmanager
     def measuring(self) -> Iterator[Measurement]:
         """Measure the real forwards inside. Each regularizer runs twice; masks and results do not change."""
         self._must_be_there("measuring()")
-        before, self._state.meter = self._state.meter, empty_measurement(self._hooks)
-        try:
-            yield self._state.meter
-        finally:
-            self._state.meter = before
+        with measured_into(self._state, empty_measurement(self._hooks)) as measurement:
+            yield measurement
 
     def check(self) -> list[str]:
-        """Problems now: lost sites, sites that never ran or only in eval, a schedule that nobody drives."""
-        return list(problems.problems(self._alive(), self._state, self._hooks).values())
+        """Problems now: lost sites, sites that never ran (so far) or only in eval, a schedule that nobody drives."""
+        return list(problems.problems(self._alive(), self._state, self._hooks, asked=True).values())
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers for any logger: rate and step under `hookdrop/<name>/`."""
+        self._must_be_there("metrics()")
         self._tell_problems()
-        numbers = {} if self.p is None else {"p": self.p, "keep_prob": 1.0 - self.p}
+        numbers: dict[str, float] = {} if self.p is None else {self._rate_name: self.p}
+        if self.keep_prob is not None:
+            numbers["keep_prob"] = self.keep_prob
         numbers |= {"step": float(self.step_count), "enabled": float(self._state.on)}
         return {f"hookdrop/{self.name}/{key}": value for key, value in numbers.items()}
 
@@ -256,7 +271,7 @@ class Injection(Handle):
             return f"<Injection {self.name!r}, removed>"
         if self._model() is None:
             return f"<Injection {self.name!r}, whose model is gone>"
-        p = "" if self.p is None else f" p={self.p:.4g} of {self.target_p:.4g},"
+        p = "" if self.p is None else f" {self._rate_name}={self.p:.4g} of {self.target_p:.4g},"
         off = "" if self._state.on else " disabled,"
         sites = counted(len(self._hooks), "site")
         return f"<Injection {self.name!r}: {sites},{p}{off} step {self.step_count} of {self.schedule}>"
@@ -279,7 +294,7 @@ class Injection(Handle):
             StateError: other sites (with `strict`) or no state at all; nothing was loaded.
         """
         self._must_be_there("load_state_dict()")
-        snapshot.load(self._state, self._hooks, state, strict, self._refresh)
+        snapshot.load(self._state, self._hooks, state, strict, self._changing)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -298,11 +313,12 @@ class Injection(Handle):
         if self._state.removed:
             return
         compiling.not_while_tracing("remove()")
-        model = self._model()
-        if model is not None:
-            self._tell_problems()
-            compiling.warn_of_recompile()
-        self._detach()
+        try:
+            if self._model() is not None:
+                self._tell_problems()
+                compiling.warn_of_recompile()
+        finally:
+            self._detach()
 
     def __enter__(self) -> Injection:
         return self
@@ -310,7 +326,15 @@ class Injection(Handle):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.remove()
+        if error is None:
+            self.remove()
+        else:  # What went wrong is to be read, not what else there is to say.
+            self._detach()
+
+    @property
+    def _rate_name(self) -> str:
+        """`std` for noise; `p` for all that has a probability, whatever its class calls it."""
+        return "std" if all(hook.regularizer.rate_name == "std" for hook in self._hooks) else "p"
 
     def _rows(self) -> list[tuple[str, float | None, float, str, str]]:
         return [(s.name, s.p, s.p_scale, "yes" if s.fired else "no", s.regularizer) for s in self.sites]

@@ -7,10 +7,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from hookdrop.errors import InjectionError, StateError
-from hookdrop.hooks import SiteHook, State, hooks_of
+from hookdrop.hooks import SiteHook
 from hookdrop.injection import Injection
+from hookdrop.placement import hooks_of
+from hookdrop.state import State
 from hookdrop.tables import html_table
 
 _HEADER = ("name", "sites", "p", "step", "schedule")
@@ -31,7 +34,9 @@ class Injections(tuple[Injection, ...]):
         return named[key]
 
     def step(self, n: int = 1) -> None:
-        """Count `n` optimizer steps in each."""
+        """Count `n` optimizer steps in each; in none, if one of them follows an optimizer."""
+        for injection in self:
+            injection._must_not_follow()
         for injection in self:
             injection.step(n)
 
@@ -40,13 +45,23 @@ class Injections(tuple[Injection, ...]):
         for injection in self:
             injection.seek(step)
 
+    def follow(self, optimizer: Optimizer | None) -> Injections:
+        """Let each step by itself after each step of `optimizer`."""
+        for injection in self:
+            injection.follow(optimizer)
+        return self
+
+    def check(self) -> list[str]:
+        """The problems of all."""
+        return [problem for injection in self for problem in injection.check()]
+
     def metrics(self) -> dict[str, float]:
         """The numbers of all."""
-        return {key: value for injection in self for key, value in injection.metrics().items()}
+        return {key: value for injection in self._by_name().values() for key, value in injection.metrics().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each, by name."""
-        return {injection.name: injection.state_dict() for injection in self}
+        return {name: injection.state_dict() for name, injection in self._by_name().items()}
 
     def load_state_dict(self, states: Mapping[str, Any], strict: bool = True) -> None:
         """Load each from the state under its name.
@@ -62,13 +77,14 @@ class Injections(tuple[Injection, ...]):
                 "the states do not fit the injections here; nothing was loaded.\n"
                 f"  only in the states: {sorted(set(states) - set(named))}\n"
                 f"  only here:          {sorted(set(named) - set(states))}"
+                f"{'' if named else chr(10) + '  nothing is injected here: inject first, then load.'}"
             )
         before = {name: injection.state_dict() for name, injection in named.items()}
         try:
             for name, state in states.items():
                 if name in named:
                     named[name].load_state_dict(state, strict)
-        except StateError:
+        except Exception:
             for name, state in before.items():
                 named[name].load_state_dict(state)
             raise
@@ -95,7 +111,17 @@ class Injections(tuple[Injection, ...]):
             injection.remove()
 
     def _by_name(self) -> dict[str, Injection]:
-        return {injection.name: injection for injection in self}
+        """By name; two of one name can come together when a part or a copy of it is made a part of another model."""
+        named: dict[str, Injection] = {}
+        for injection in self:
+            if injection.name in named:
+                places = [i.sites[0].name for i in self if i.name == injection.name]
+                raise InjectionError(
+                    f"{len(places)} injections here are named {injection.name!r} (their first sites: "
+                    f"{', '.join(map(repr, places))}).\n  use them by index, or inject with name=..."
+                )
+            named[injection.name] = injection
+        return named
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self)) or "<no injections>"

@@ -97,7 +97,7 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
         LayerError: an entry matches nothing, is nothing that can match, or nothing is left.
     """
     everything = walk(model)
-    wanted, unwanted = as_entries(layers, "layers"), as_entries(exclude or (), "exclude")
+    wanted, unwanted = as_entries(layers, "layers"), as_entries(() if exclude is None else exclude, "exclude")
     if not wanted:
         raise LayerError("`layers` is empty: nothing would be regularized.\n" + _see_all())
     chosen_by: dict[str, list[int]] = {}
@@ -105,7 +105,9 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
     counts: dict[str, int] = {}
     for index, entry in enumerate(wanted):
         found, is_exact = _matches(everything, entry, "layers", model)
-        counts[entry_text(entry)] = len(found)
+        # A module is known by its name; its class would be that of others too.
+        text = repr(found[0].name) if isinstance(entry, nn.Module) else entry_text(entry)
+        counts[text] = len(found)
         exact |= {layer.name for layer in found if is_exact}
         for layer in found:
             chosen_by.setdefault(layer.name, []).append(index)

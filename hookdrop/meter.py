@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hookdrop.preserve import forked_rng
-from hookdrop.regularizers import Regularizer
+from hookdrop.regularizers import Regularizer, like
 from hookdrop.tables import html_table, text_table
 
 HEADER = ("site", "asked", "dropped", "mean ratio", "calls")
@@ -23,14 +25,17 @@ class SiteMeasurement:
     elements: int = 0
     zeroed: float = 0.0
     """Elements that the output does not depend on any more."""
-    asked_sum: float = 0.0
+    asked_sum: float | None = 0.0
+    """None if the regularizer has no rate."""
+    drops: bool = True
+    """Whether dropping is what the regularizer does."""
     magnitude_in: float = 0.0
     magnitude_out: float = 0.0
 
     @property
     def asked(self) -> float:
-        """The rate in force, averaged over the calls."""
-        return self.asked_sum / self.calls if self.calls else 0.0
+        """The rate in force, averaged over the calls; 0 where there is none."""
+        return self.asked_sum / self.calls if self.calls and self.asked_sum is not None else 0.0
 
     @property
     def dropped(self) -> float:
@@ -77,21 +82,31 @@ class Measurement:
         before = sum(site.magnitude_in for site in self.sites.values())
         return sum(site.magnitude_out for site in self.sites.values()) / before if before else 1.0
 
-    def record(self, name: str, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
+    def record(self, name: str, regularizer: Regularizer, x: Tensor, y: Tensor, dropped: Tensor) -> None:
         """Add one call."""
         site = self.sites[name]
         site.calls += 1
         site.elements += x.numel()
         site.zeroed += float(dropped)
-        site.asked_sum += rate or 0.0
+        site.drops = regularizer.drops
+        if site.asked_sum is not None:
+            site.asked_sum = None if regularizer.rate is None else site.asked_sum + regularizer.rate
         site.magnitude_in += float(x.detach().abs().sum(dtype=torch.float64))
         site.magnitude_out += float(y.detach().abs().sum(dtype=torch.float64))
 
     def rows(self) -> list[tuple[str, str, str, str, int]]:
-        """One row a site, then all."""
-        rows = [(name, s.asked, s.dropped, s.mean_ratio, s.calls) for name, s in self.sites.items()]
-        rows.append(("all", self.asked, self.dropped, self.mean_ratio, self.calls))
-        return [(name, f"{a:.3f}", f"{d:.3f}", f"{r:.3f}", calls) for name, a, d, r, calls in rows]
+        """One row a site, then all; a dash where a number would mean nothing."""
+        return [*(_row(name, site) for name, site in self.sites.items()), _row("all", self)]
+
+    @property
+    def asked_sum(self) -> float | None:
+        """None if no regularizer has a rate."""
+        return 0.0 if any(site.asked_sum is not None for site in self.sites.values()) else None
+
+    @property
+    def drops(self) -> bool:
+        """Whether any of the regularizers drops."""
+        return any(site.drops for site in self.sites.values())
 
     def __str__(self) -> str:
         lines = [text_table(HEADER, self.rows())]
@@ -103,18 +118,28 @@ class Measurement:
         return html_table(HEADER, self.rows(), "what the regularizers did")
 
 
-def measured(regularizer: Regularizer, x: Tensor, name: str, into: Measurement) -> Tensor:
+def _row(name: str, what: SiteMeasurement | Measurement) -> tuple[str, str, str, str, int]:
+    if not what.calls:
+        return name, "-", "-", "-", 0
+    asked = "-" if what.asked_sum is None else f"{what.asked:.3f}"
+    return name, asked, f"{what.dropped:.3f}" if what.drops else "-", f"{what.mean_ratio:.3f}", what.calls
+
+
+def measured(regularizer: Regularizer, x: Tensor, name: str, into: Sequence[Measurement]) -> Tensor:
     """`regularizer.regularize(x)`, recorded.
 
     What is dropped is read from the derivative, which is zero just there, whatever the values are and whoever
     wrote the regularizer. The derivative is taken of a second run from the same random state, so that the
     first has the mask that it would have had, and leaves the random state behind that it would have left.
     """
-    with forked_rng(x), torch.inference_mode(False), torch.enable_grad():
+    # A copy of the regularizer, as it may count; hooks on saved tensors, as an activation checkpoint counts those.
+    kept = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with forked_rng(x), torch.inference_mode(False), torch.enable_grad(), kept:
         twin = x.detach().clone().requires_grad_()
-        out = regularizer.regularize(twin)
+        out = like(twin, copy.deepcopy(regularizer).regularize(twin))
         grad = torch.autograd.grad(out.sum(), twin, allow_unused=True)[0] if out.requires_grad else None
     dropped = torch.tensor(x.numel()) if grad is None else (grad == 0).sum()
-    y = regularizer.regularize(x)
-    into.record(name, regularizer.rate, x, y, dropped)
+    y = like(x, regularizer.regularize(x))
+    for measurement in into:
+        measurement.record(name, regularizer, x, y, dropped)
     return y

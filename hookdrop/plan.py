@@ -12,13 +12,15 @@ from torch import nn
 from hookdrop import compiling
 from hookdrop.dryrun import Seen, dry_run
 from hookdrop.errors import InjectionError, LayerError, ShapeError, nothing_placed, warn
-from hookdrop.hooks import InputHook, SiteHook, State, hooks_of
+from hookdrop.hooks import InputHook, SiteHook
 from hookdrop.injection import Injection
-from hookdrop.injections import find
-from hookdrop.regularizers import DropBlock, Dropout, GaussianDropout
+from hookdrop.injections import Injections, find
+from hookdrop.placement import hidden_modules, hooks_of
+from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout
 from hookdrop.resolve import PlannedSite, Resolved
 from hookdrop.schedules import ConstantSchedule, Schedule
-from hookdrop.tables import counted, html_table, shape_text, text_table
+from hookdrop.state import State
+from hookdrop.tables import counted, html_table, shape_text, some, text_table
 from hookdrop.values import TensorKey
 from hookdrop.wrappers import unwrapped
 
@@ -56,6 +58,7 @@ class Plan:
                 raise InjectionError(
                     "this plan has no regularizer: it only lists layers. plan(model, regularizer, ...)"
                 )
+            self._must_be_placeable()
             replaced = self._to_replace()
             for text in self.warnings:
                 warn(text)
@@ -66,6 +69,14 @@ class Plan:
             old._detach()
         compiling.reset()
         return Injection(self.model, state, hooks)
+
+    def _must_be_placeable(self) -> None:
+        modules = {id(module) for module in self.model.modules()}
+        for site in self.sites:
+            if site.module in hidden_modules:
+                raise InjectionError(f"inside without_hooks: {site.name!r} may carry hooks that are off just now.")
+            if id(site.module) not in modules:
+                raise InjectionError(f"{site.name!r} was replaced since the plan was made: plan again.")
 
     def _place(self, state: State) -> list[SiteHook]:
         kind = InputHook if self.at == "input" else SiteHook
@@ -93,7 +104,7 @@ class Plan:
             raise InjectionError(
                 f"{carry} {names} (a re-run cell?).\n"
                 '  replace them: inject(..., on_existing="replace")   '
-                'keep both: on_existing="stack", name="second"'
+                f'keep both: on_existing="stack", name="{_free_name(self.name, present)}"'
             )
         replaced = []
         if self.on_existing == "replace":
@@ -102,7 +113,7 @@ class Plan:
         if self.name in {old.name for old in present if old not in replaced}:
             raise InjectionError(
                 f"this model has an injection named {self.name!r} already.\n"
-                f"  give this one a name: inject(..., name='{self.name}2')"
+                f"  give this one a name: inject(..., name={_free_name(self.name, present)!r})"
             )
         return replaced
 
@@ -113,7 +124,7 @@ class Plan:
             if lost:
                 warn(
                     f"replacing {old.name!r} takes it off {counted(len(lost), 'site')} that the new one does not have: "
-                    f"{_some(lost)}."
+                    f"{some(lost)}."
                 )
 
     def _rows(self) -> list[tuple[Any, ...]]:
@@ -179,7 +190,12 @@ def _fill_in(site: PlannedSite, seen: Seen, doubts: dict[str, list[str]]) -> Non
     site.shape = seen.shape
     if site.regularizer is None or seen.shape is None:
         return
-    site.reading = _reading(site, seen)
+    site.reading = _reading(site, seen) + (f" (1 of {seen.of_several} tensors)" if seen.of_several else "")
+    if seen.keeps_input and isinstance(site.regularizer, DropPath):
+        doubts.setdefault("block", []).append(
+            f"DropPath at {site.name!r}: the output still holds the input, as that of a whole residual block does; "
+            "samples would lose the signal with the branch: hook the last layer of the branch (attn, mlp, bn3)."
+        )
     for shape in seen.shapes:
         for doubt in site.regularizer.doubts(shape):
             doubts.setdefault(re.sub(r"\d+", "#", doubt), []).append(f"{title} at {site.name!r}: {doubt}")
@@ -240,7 +256,7 @@ def _never_called(resolved: Resolved) -> list[str]:
             )
     if not never:
         return []
-    names = _some([site.name for site in never])
+    names = some([site.name for site in never])
     return [
         f"{counted(len(never), 'site')} never called in an eval forward, where a hook does not fire: {names}.\n"
         "  their owners iterate over them or use their weights directly, or call them in training only."
@@ -255,7 +271,7 @@ def _frozen(sites: list[PlannedSite]) -> list[str]:
             frozen.append(site.name)
     if not frozen:
         return []
-    return [f"{counted(len(frozen), 'site')} on frozen layers, whose output is still regularized: {_some(frozen)}."]
+    return [f"{counted(len(frozen), 'site')} on frozen layers, whose output is still regularized: {some(frozen)}."]
 
 
 def _into_norms(sites: list[PlannedSite], seen: list[Seen]) -> list[str]:
@@ -269,11 +285,12 @@ def _into_norms(sites: list[PlannedSite], seen: list[Seen]) -> list[str]:
     if not high:
         return []
     return [
-        f"{counted(len(high), 'site')} straight before a batch norm at p >= {_HIGH_RATE}: {_some(high)}.\n"
+        f"{counted(len(high), 'site')} straight before a batch norm at p >= {_HIGH_RATE}: {some(high)}.\n"
         "  Its statistics are those of dropped activations, which eval does not have (arXiv:1801.05134): "
         "hook the norm instead."
     ]
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
+def _free_name(name: str, present: Injections) -> str:
+    taken = {injection.name for injection in present}
+    return next(free for n in range(2, len(taken) + 3) if (free := f"{name}{n}") not in taken)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hookdrop.arguments import count
-from hookdrop.hooks import SiteHook, State, hidden
+from hookdrop.hooks import SiteHook
 from hookdrop.meter import Measurement, SiteMeasurement
+from hookdrop.placement import hidden, unmarked
 from hookdrop.preserve import call, preserved
+from hookdrop.state import State
 from hookdrop.values import tensors
 from hookdrop.wrappers import unwrapped
 
@@ -21,20 +24,15 @@ def probe(model: nn.Module, state: State, hooks: Sequence[SiteHook], x: Any, for
     forwards = count(forwards, "forwards", "probe")
     inner = unwrapped(model)
     result = empty_measurement(hooks)
-    marks = [(hook.fired, hook.trained, hook.undriven) for hook in hooks]
-    outer, state.meter = state.meter, None
-    try:
-        with preserved(model), torch.no_grad():
-            result.eval_identical = _eval_identical(inner, x)
-            state.meter = result
-            inner.train()
+    with unmarked(model), preserved(model), torch.no_grad():
+        modes = _training_modes(inner)
+        _set(inner, [False] * len(modes))
+        result.eval_identical = _eval_identical(inner, x)
+        _set(inner, modes)
+        with measured_into(state, result):
             for _ in range(forwards):
                 call(inner, x)
-    finally:
-        state.meter = outer
-        for hook, mark in zip(hooks, marks, strict=True):
-            hook.fired, hook.trained, hook.undriven = mark
-    result.note = _note(state, result)
+        result.note = _note(state, hooks, result)
     return result
 
 
@@ -43,13 +41,35 @@ def empty_measurement(hooks: Sequence[SiteHook]) -> Measurement:
     return Measurement({hook.site: SiteMeasurement() for hook in hooks})
 
 
-def _eval_identical(model: nn.Module, x: Any) -> bool:
-    for module in model.modules():
-        module.training = False
+@contextmanager
+def measured_into(state: State, result: Measurement) -> Iterator[Measurement]:
+    """The forwards inside are recorded in `result`."""
+    state.meters.append(result)
+    try:
+        yield result
+    finally:
+        state.meters = [other for other in state.meters if other is not result]
+
+
+def _training_modes(model: nn.Module) -> list[bool]:
+    """The modes as they are if the model is training (frozen batch norm stays in eval), else those of `train()`."""
+    if not model.training:
+        model.train()
+    return [module.training for module in model.modules()]
+
+
+def _set(model: nn.Module, modes: Sequence[bool]) -> None:
+    for module, training in zip(model.modules(), modes, strict=True):
+        module.training = training
+
+
+def _eval_identical(model: nn.Module, x: Any) -> bool | None:
     with preserved(model):
         regularized = tensors(call(model, x))
     with preserved(model), hidden(model):
         clean = tensors(call(model, x))
+    if not clean:
+        return None
     return len(clean) == len(regularized) and all(map(_same, clean, regularized))
 
 
@@ -57,7 +77,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def _note(state: State, result: Measurement) -> str:
+def _note(state: State, hooks: Sequence[SiteHook], result: Measurement) -> str:
     if not state.on:
         return f"{state.name!r} is disabled: drop.enable()"
     if result.calls:
@@ -67,4 +87,6 @@ def _note(state: State, result: Measurement) -> str:
             f"nothing was dropped: the rate is 0 at step {state.step_count} of {state.schedule}; "
             "probe(x, step=...) looks further along"
         )
-    return "nothing was dropped: no site was called in training mode at a rate above 0"
+    if not any(hook.judge.trained for hook in hooks):
+        return "nothing was dropped: no site was called in training mode (never called, or kept in eval)"
+    return "nothing was dropped: the rate is 0"

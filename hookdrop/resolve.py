@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hookdrop.arguments import number
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.layers import Entries, Entry, Layer, Selection, as_entries, entry_text, match_names, select
 from hookdrop.regularizers import Regularizer, as_regularizer, must_pickle, parse
 from hookdrop.schedules import Schedule
-from hookdrop.tables import counted
+from hookdrop.tables import counted, some
 
 Source: TypeAlias = Regularizer | nn.Module | Callable[[Tensor], Tensor] | str
 Regularizers: TypeAlias = Source | Mapping[Any, Source]
@@ -92,9 +93,10 @@ def _regularizers_and_entries(
     if isinstance(regularizer, Mapping):
         if layers is not None:
             raise LayerError("give `layers` or a mapping of layers to regularizers, not both.")
-        entries = [entry for key in regularizer for entry in as_entries(key, "the mapping")]
-        if len(entries) != len(regularizer):
+        keys = [as_entries(key, "the mapping") for key in regularizer]
+        if any(len(key) != 1 for key in keys):
             raise LayerError("each key of the mapping must be one entry: a name, a glob, a class, ...")
+        entries = [key[0] for key in keys]
         return [_regularizer(value) for value in regularizer.values()], entries
     found = None if regularizer is None else _regularizer(regularizer)
     if layers is None:
@@ -133,22 +135,25 @@ def _callable_layers(selection: Selection, warnings: list[str]) -> list[Layer]:
     for layer in dead:
         if layer.name in selection.exact:
             raise LayerError(
-                f"{layer.name!r} is a {type(layer.module).__name__}, which is iterated and never called: a hook on it "
-                f"never fires.\n  hook what is inside: '{layer.name}.*'"
+                f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
+                "  its owner iterates over it or uses its weights: hook what is inside of it, or its owner."
             )
     left = [layer for layer in selection.layers if layer not in dead]
     if dead:
-        names = ", ".join(repr(layer.name) for layer in dead[:4]) + (", ..." if len(dead) > 4 else "")
+        names = some([layer.name for layer in dead])
         if not left:
             raise LayerError(
-                f"`layers` matches only containers that are iterated and never called: {names}.\n"
-                f"  hook what is inside: '{dead[0].name}.*'"
+                f"`layers` matches only modules that are never called: {names}.\n"
+                "  their owners iterate over them or use their weights: hook what is inside of them, or the owners."
             )
-        warnings.append(f"left out {counted(len(dead), 'container')}, iterated and never called: {names}.")
+        warnings.append(f"left out {counted(len(dead), 'module')} that no owner ever calls: {names}.")
     return left
 
 
 def _has_no_forward(module: nn.Module) -> bool:
+    # The projection inside MultiheadAttention is a module for its weights' sake only.
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return True
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
@@ -157,7 +162,7 @@ def _useless_excludes(
 ) -> list[str]:
     """`exclude="layer4"` names one module, not what is inside it: say so where it takes nothing away."""
     found = []
-    for entry in as_entries(exclude or (), "exclude"):
+    for entry in as_entries(() if exclude is None else exclude, "exclude"):
         excluded = select(model, entry)
         if not {layer.name for layer in excluded.layers} & set(selection.chosen_by):
             inside = f"; what is inside: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""

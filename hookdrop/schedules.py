@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 
 from hookdrop.arguments import count, number
 
@@ -38,7 +38,9 @@ class Schedule(ABC):
         return None
 
     def __repr__(self) -> str:
-        own = (f for f in fields(self) if getattr(self, f.name) != f.default)  # type: ignore[arg-type]
+        if not is_dataclass(self):
+            return f"{type(self).__name__}()"
+        own = (f for f in fields(self) if getattr(self, f.name) != f.default)
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in own)})"
 
     def _count(self, name: str, low: int) -> None:
@@ -107,6 +109,7 @@ class _Ramp(Schedule):
         return max(self.start, self.end)
 
 
+@dataclass(frozen=True, repr=False)
 class LinearSchedule(_Ramp):
     """A straight line: the DropBlock paper's schedule of keep_prob.
 
@@ -129,6 +132,7 @@ class LinearSchedule(_Ramp):
         return ratio
 
 
+@dataclass(frozen=True, repr=False)
 class CosineSchedule(_Ramp):
     """Half a cosine from `start` to `end`, flat at both ends; arguments as in `LinearSchedule`.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hookdrop.arguments import count
 from hookdrop.errors import StateError, warn
-from hookdrop.hooks import SiteHook, State
+from hookdrop.hooks import SiteHook
+from hookdrop.state import State
 from hookdrop.tables import counted
 
 VERSION = 1
@@ -36,9 +38,9 @@ def load(
     hooks: Sequence[SiteHook],
     saved: Mapping[str, Any],
     strict: bool,
-    refresh: Callable[[], None],
+    changing: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Check all of `saved`, then take it over."""
+    """Check all of `saved`, then take it over; `changing` undoes what does not fit."""
     step, enabled = _checked(saved)
     if strict:
         _same_places(state, hooks, saved)
@@ -49,10 +51,13 @@ def load(
         raise StateError(f"the state has none of the sites of {state.name!r}: nothing was loaded.")
     new = [(hook, _valid_target(hook, targets[hook.site])) for hook in known]
     _tell_differences(state, hooks, saved, known, declared)
-    for hook, target in new:
-        hook.target = target
-    state.step_count, state.enabled, state.driven = step, enabled, True
-    refresh()
+    try:
+        with changing():
+            for hook, target in new:
+                hook.target = target
+            state.step_count, state.enabled = step, enabled
+    except ValueError as error:
+        raise StateError(f"{error} Nothing was loaded.") from None
 
 
 def _checked(saved: Mapping[str, Any]) -> tuple[int, bool]:
@@ -94,8 +99,10 @@ def _same_places(state: State, hooks: Sequence[SiteHook], saved: Mapping[str, An
 
 
 def _valid_target(hook: SiteHook, target: Any) -> float | None:
-    if target is None and hook.target is None:
-        return None
+    if hook.target is None:
+        if target is None:
+            return None
+        raise StateError(f"the state has a rate of {target} for {hook.site!r}, which has none; nothing was loaded.")
     try:
         return hook.regularizer.valid_rate(target)
     except (TypeError, ValueError) as error:

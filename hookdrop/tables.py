@@ -37,6 +37,13 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def some(names: Sequence[str]) -> str:
+    """The first names in quotes, and how many more there are."""
+    shown = names if len(names) <= 5 else names[:4]
+    more = f" and {len(names) - 4} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, shown)) + more
+
+
 def _cell(value: object) -> str:
     if value is None:
         return "-"

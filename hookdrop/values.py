@@ -70,19 +70,24 @@ def change_arguments(
 
 def forward_names(module: nn.Module) -> tuple[str, ...]:
     """The named parameters of a module's forward, without self."""
+    if "forward" in vars(module):  # patched on this very module
+        return _names_of(module.forward)
     cls: Any = type(module)
     return _forward_names(cls)
 
 
 @lru_cache(maxsize=1024)
 def _forward_names(cls: Any) -> tuple[str, ...]:
-    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
-    kinds = (
+    return _names_of(cls.forward)[1:]
+
+
+def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    named = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         inspect.Parameter.KEYWORD_ONLY,
     )
-    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+    return tuple(name for name, p in inspect.signature(function).parameters.items() if p.kind in named)
 
 
 def describe(value: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -70,6 +72,18 @@ def test_hooks_placed_and_removed_after_the_first_call_are_noticed_at_once() -> 
         assert zeroed(fast) > 0.4
         eject(model)
     assert zeroed(fast) == 0
+
+
+def test_an_export_is_not_taken_for_a_compiled_model() -> None:
+    code = """
+import warnings, torch
+from torch import nn
+from hookdrop import Dropout, inject
+torch.export.export(nn.Sequential(nn.Linear(2, 2)).eval(), (torch.ones(1, 2),))
+warnings.simplefilter("error", UserWarning)
+inject(nn.Sequential(nn.Linear(2, 2)), Dropout(0.5), layers="0")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_injecting_before_the_first_call_warns_of_nothing() -> None:

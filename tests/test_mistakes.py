@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import warnings
@@ -26,6 +27,7 @@ from hookdrop import (
     LambdaSchedule,
     LayerError,
     LinearSchedule,
+    Regularizer,
     ShapeError,
     eject,
     find,
@@ -33,7 +35,7 @@ from hookdrop import (
     plan,
     without_hooks,
 )
-from hookdrop.hooks import UNDRIVEN_CALLS
+from hookdrop.judge import CALLS_TO_JUDGE, UPDATES_TO_JUDGE
 
 UNCHANGED = "No hook was placed; the model is unchanged."
 
@@ -41,6 +43,14 @@ UNCHANGED = "No hook was placed; the model is unchanged."
 def train(model: nn.Module, x: torch.Tensor, times: int = 1) -> None:
     for _ in range(times):
         model(x)
+
+
+def optimize(model: nn.Module, steps: int) -> None:
+    """A training that knows nothing of hookdrop."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for _ in range(steps):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
 
 
 class Tokens(nn.Module):
@@ -78,18 +88,64 @@ class Iterates(nn.Module):
 
 
 class TestSchedules:
-    def test_a_schedule_never_driven_is_told_while_training(self) -> None:
-        model = nn.Sequential(nn.Identity())
+    def test_a_schedule_never_driven_is_told_after_20_updates(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
         inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-        train(model, torch.ones(2), UNDRIVEN_CALLS - 1)
+        optimize(model, UPDATES_TO_JUDGE)
         with pytest.warns(HookdropWarning) as caught:
-            train(model, torch.ones(2), 200)
+            optimize(model, 2 * UPDATES_TO_JUDGE)
         assert len(caught) == 1
         assert str(caught[0].message) == (
             "'dropout' is still at step 0 of LinearSchedule(steps=10), so its rate does not move: nobody drives it.\n"
             "  after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   "
             "or: drop.seek(global_step)"
         )
+
+    def test_a_layer_without_parameters_is_judged_by_its_calls(self) -> None:
+        model = nn.Sequential(nn.Identity())
+        inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+        train(model, torch.ones(2), CALLS_TO_JUDGE - 2)
+        with pytest.warns(HookdropWarning, match="nobody drives it"):
+            train(model, torch.ones(2), 4)
+
+    def test_accumulated_gradients_and_recurrent_calls_are_not_taken_for_updates(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+        train(model, torch.ones(2), 5000)
+
+    @pytest.mark.parametrize("how", ["loaded", "copied", "another optimizer", "stopped following"])
+    def test_a_schedule_that_is_not_driven_any_more_is_told_too(self, how: str) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        drop.follow(optimizer)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        if how == "loaded":
+            state = drop.state_dict()
+            drop.remove()
+            drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+            drop.load_state_dict(state)
+        if how == "copied":
+            model = copy.deepcopy(model)
+        if how == "stopped following":
+            drop.follow(None)
+        with pytest.warns(HookdropWarning, match="is still at step 1 of LinearSchedule"):
+            optimize(model, 2 * UPDATES_TO_JUDGE)
+
+    def test_a_schedule_that_is_over_needs_nobody(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+        drop.seek(10)
+        optimize(model, 3 * UPDATES_TO_JUDGE)
+
+    def test_a_rebuilt_optimizer_is_told_at_the_next_forward(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+        drop.follow(torch.optim.SGD(model.parameters(), 0.1))
+        gc.collect()
+        with pytest.warns(HookdropWarning, match="the optimizer that it followed is gone"):
+            model(torch.ones(2))
 
     @pytest.mark.parametrize("ask", ["summary", "metrics", "state_dict", "remove"])
     def test_a_schedule_never_driven_is_told_when_asked_once(self, ask: str) -> None:
@@ -101,13 +157,19 @@ class TestSchedules:
             getattr(drop, ask)()
         drop.remove()
 
-    @pytest.mark.parametrize("drive", [lambda d, o: d.step(), lambda d, o: d.seek(0), lambda d, o: d.follow(o)])
+    @pytest.mark.parametrize(
+        "drive", [lambda d, o: d.step(), lambda d, o: d.seek(d.step_count + 1), lambda d, o: d.follow(o)]
+    )
     def test_a_schedule_that_somebody_drives_is_fine(self, drive: Callable[..., Any]) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         drive(drop, optimizer)
-        train(model, torch.ones(2), 2 * UNDRIVEN_CALLS)
+        for _ in range(3 * UPDATES_TO_JUDGE):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            if drop._follower is None:
+                drive(drop, optimizer)
         assert drop.check() == []
         drop.metrics()
 
@@ -130,7 +192,7 @@ class TestNotebooks:
             cell()
         assert str(error.value).splitlines() == [
             "4 sites already carry 'dropblock' (a re-run cell?).",
-            '  replace them: inject(..., on_existing="replace")   keep both: on_existing="stack", name="second"',
+            '  replace them: inject(..., on_existing="replace")   keep both: on_existing="stack", name="dropblock2"',
             UNCHANGED,
         ]
         cell(on_existing="replace")
@@ -170,9 +232,7 @@ class TestSelection:
         ]
 
     def test_a_container_that_is_iterated_named_in_full(self) -> None:
-        with pytest.raises(
-            LayerError, match=r"'heads' is a ModuleList, which is iterated and never called(.|\n)*heads.\*"
-        ):
+        with pytest.raises(LayerError, match=r"'heads' is a ModuleList, which is never called(.|\n)*inside of it"):
             inject(Iterates(), Dropout(0.1), layers="heads")
         with pytest.raises(LayerError, match="'blocks' .Sequential. is not called in a forward"):
             inject(Iterates(), Dropout(0.1), layers="blocks", example_input=torch.ones(2, 8))
@@ -180,9 +240,9 @@ class TestSelection:
     def test_a_container_that_is_iterated_matched_by_a_pattern(self) -> None:
         drafted = plan(Iterates(), Dropout(0.1), layers="*", example_input=torch.ones(2, 8))
         assert [site.name for site in drafted.sites] == ["blocks"]
-        assert "left out 1 container, iterated and never called: 'heads'." in drafted.warnings
+        assert "left out 1 module that no owner ever calls: 'heads'." in drafted.warnings
         assert any("1 site never called in an eval forward" in text for text in drafted.warnings)
-        with pytest.raises(LayerError, match="matches only containers"):
+        with pytest.raises(LayerError, match="matches only modules that are never called"):
             plan(Iterates(), Dropout(0.1), layers="head*[s]")
 
     def test_a_container_that_is_iterated_without_an_example(self) -> None:
@@ -206,10 +266,12 @@ class TestSelection:
         drop.step()
 
     def test_multihead_attentions_projection_is_never_called(self) -> None:
-        attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        x = torch.ones(2, 5, 8)
-        with pytest.raises(LayerError, match="'out_proj' .* is not called in a forward"):
-            inject(attention, Dropout(0.1), layers="out_proj", example_input=(x, x, x))
+        """Its owner uses its weights; this is known without an example."""
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
+        with pytest.raises(LayerError, match="'layers.0.self_attn.out_proj' is a NonDynamicallyQuantizableLinear"):
+            inject(model, Dropout(0.1), layers="layers.0.self_attn.out_proj")
+        with pytest.raises(LayerError, match="matches only modules that are never called"):
+            inject(model, Dropout(0.1), layers="**.out_proj")
 
 
 class TestShapes:
@@ -310,6 +372,34 @@ class TestPlans:
         drafted = plan(model, Dropout(0.1), layers="layers.0.linear2")
         assert "leaves its fused eval path" in drafted.warnings[0]
 
+    def test_drop_path_on_a_whole_block(self) -> None:
+        """It would drop the signal with the branch."""
+        import timm
+
+        vit = timm.create_model("vit_tiny_patch16_224", img_size=64)
+        x = torch.randn(2, 3, 64, 64)
+        drafted = plan(vit, DropPath(0.1), layers="blocks.*", example_input=x)
+        assert "DropPath at 'blocks.0': the output still holds the input" in drafted.warnings[0]
+        assert plan(vit, DropPath(0.1), layers=["blocks.*.attn", "blocks.*.mlp"], example_input=x).warnings == []
+        resnet = timm.create_model("resnet18")
+        assert plan(resnet, DropPath(0.1), layers="layer2.*", example_input=x).warnings
+        assert plan(resnet, DropPath(0.1), layers="layer?.*.bn2", example_input=x).warnings == []
+
+    def test_one_of_several_tensors_is_said(self) -> None:
+        lstm = nn.LSTM(3, 4)
+        drafted = plan(lstm, Dropout(0.1), layers=lstm, example_input=torch.ones(2, 1, 3))
+        assert drafted.sites[0].reading == " (1 of 3 tensors)"
+
+    def test_modules_given_themselves_are_counted_by_name(self, model: Small) -> None:
+        drafted = plan(model, Dropout(0.1), layers=[model.layer1[0].bn1, model.layer1[1].bn1])
+        assert drafted.counts == {"'layer1.0.bn1'": 1, "'layer1.1.bn1'": 1}
+
+    def test_a_plan_of_a_module_that_was_replaced_since(self, model: Small) -> None:
+        drafted = plan(model, Dropout(0.1), layers="fc")
+        model.fc = nn.Linear(8, 3)
+        with pytest.raises(InjectionError, match="'fc' was replaced since the plan was made"):
+            drafted.apply()
+
     def test_calls_and_shapes_are_filled_in(self, images: torch.Tensor) -> None:
         import torchvision
 
@@ -376,6 +466,7 @@ class TestPlans:
 class TestLater:
     def test_sites_lost_to_surgery(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.1), layers=["fc", "layer1.*"])
+        model(images)
         model.fc = nn.Linear(8, 3)
         (problem,) = drop.check()
         assert problem.startswith("'dropout': 1 of 3 sites carry no hook any more: 'fc'.")
@@ -383,7 +474,31 @@ class TestLater:
             drop.summary()
         drop.summary()
         again = inject(model, Dropout(0.1), layers=["fc", "layer1.*"], on_existing="replace")
+        model(images)
         assert again.check() == []
+
+    def test_always_in_eval_is_told_after_20_updates(self) -> None:
+        """As transformers' from_pretrained gives models, or with frozen batch norm."""
+        model = nn.Sequential(nn.Linear(2, 2)).eval()
+        inject(model, Dropout(0.1), layers="0")
+        with pytest.warns(HookdropWarning, match="'0' only ran in eval mode"):
+            optimize(model, 2 * UPDATES_TO_JUDGE)
+
+    def test_check_tells_what_has_not_run_yet(self, model: Small) -> None:
+        drop = inject(model, Dropout(0.1), layers="fc")
+        assert "'fc' never ran" in drop.check()[0]
+        drop.summary()
+
+    def test_an_own_regularizer_that_forgets_to_return(self, model: Small, images: torch.Tensor) -> None:
+        inject(model, Forgets(), layers="fc")
+        with pytest.raises(ShapeError, match="Forgets at 'fc' got .* and gave NoneType"):
+            model(images)
+
+    def test_an_error_inside_a_regularizer_names_the_site(self, model: Small, images: torch.Tensor) -> None:
+        inject(model, torch.linalg.inv, layers="fc")
+        with pytest.raises(RuntimeError) as error:
+            model(images)
+        assert error.value.__notes__ == ["in hookdrop's linalg_inv at 'fc'"]
 
     def test_always_in_eval(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.1), layers="layer?.*")
@@ -391,6 +506,7 @@ class TestLater:
         model(images)
         (problem,) = drop.check()
         assert "'layer2.0', 'layer2.1' only ran in eval mode" in problem
+        assert [site.calls for site in drop.probe(images).sites.values()] == [3, 3, 0, 0]
 
     def test_nothing_is_said_of_a_fresh_injection(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.1), layers="layer?.*")
@@ -410,6 +526,31 @@ class TestLater:
 
 def no_rate(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+class OwnWeights(Regularizer):
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.p, self.weight = p, nn.Parameter(torch.ones(1))
+
+    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class NoRate(Regularizer):
+    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Forgets(Regularizer):
+    """To return what it made."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.p = p
+
+    def regularize(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[return]
+        x * 0
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -461,9 +602,19 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "code in a text": ({"regularizer": "DropBlock(p=__import__('os').getpid())"}, ValueError, "it is not run"),
     "an unknown text": ({"regularizer": "Dropoot(p=0.1)"}, ValueError, "did you mean: Dropout"),
     "an example that the model rejects": (
-        {"example_input": torch.ones(4, 5)}, InjectionError, r"does not take this example_input, \(4, 5\) float32",
+        {"example_input": torch.ones(4, 5)}, InjectionError, r"does not take this example, \(4, 5\) float32",
     ),
-    "an example of another kind": ({"example_input": "cat.jpg"}, InjectionError, "does not take this example_input, str"),
+    "an example of another kind": ({"example_input": "cat.jpg"}, InjectionError, "does not take this example, str"),
+    "a shape as example": (
+        {"example_input": (4, 3, 8, 8)}, InjectionError, r"give a tensor, not its shape: torch.randn\(4, 3, 8, 8\)",
+    ),
+    "a bad range in a glob": ({"layers": "[z-a]*"}, LayerError, "can't read the glob"),
+    "an own regularizer with parameters": ({"regularizer": OwnWeights()}, InjectionError, "owns parameters"),
+    "an own regularizer without its rate": ({"regularizer": NoRate()}, InjectionError, "no attribute 'p'"),
+    "a key of two entries": (
+        {"regularizer": {("fc", "conv1"): Dropout(0.1), (): Dropout(0.2)}, "layers": None}, LayerError,
+        "must be one entry",
+    ),
     "a wrong rank in the example": (
         {"regularizer": Dropout1d(0.1), "example_input": torch.ones(1, 3, 8, 8)}, ShapeError, "use Dropout2d",
     ),
@@ -572,7 +723,6 @@ def test_probe_of_a_model_that_does_not_take_the_input(model: Small, images: tor
     """Everything is put back after an error too."""
     drop = inject(model, Dropout(0.1), layers="fc", schedule=LinearSchedule(10))
     model.eval()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(InjectionError, match=r"does not take this example, \(3, 3\) float32"):
         drop.probe(torch.ones(3, 3), step=5)
     assert (drop.step_count, model.training) == (0, False)
-    assert drop.check() == []

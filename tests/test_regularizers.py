@@ -214,7 +214,7 @@ def test_gaussian_noise_has_its_std() -> None:
 def test_channels_where_there_are_none_are_refused(
     regularizer: Regularizer, shape: tuple[int, ...], instead: str
 ) -> None:
-    with pytest.raises(ShapeError, match=rf"use {instead}\(p=...\) there"):
+    with pytest.raises(ShapeError, match=rf"{instead}\(p=...\) there"):
         regularizer(torch.ones(shape))
 
 
@@ -313,6 +313,11 @@ def test_functions_return_the_input_when_not_training(name: str) -> None:
     assert getattr(functional, name)(x, 0.5, training=False) is x
 
 
+def test_tokens_given_to_dropout2d_are_told_apart_from_sequences() -> None:
+    with pytest.raises(ShapeError, match=r"for tokens \(N, L, C\) use Dropout\(p=...\), for a sequence \(N, C, L\)"):
+        Dropout2d(0.1)(torch.ones(8, 197, 384))
+
+
 class TestParse:
     def test_reads_literal_settings(self) -> None:
         made = parse(" DropBlock(0.2, block_size=(3, 5), per_channel=False, normalize=None) ")
@@ -336,6 +341,7 @@ class TestParse:
             "",
             "0.1",
             "\x00",
+            "Dropout(p=" + "-" * 5000 + "1)",
         ],
     )
     def test_runs_no_code(self, text: str) -> None:

@@ -5,7 +5,7 @@ from hookdrop.regularizers.base import Regularizer
 from hookdrop.regularizers.dropblock import DropBlock
 from hookdrop.regularizers.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d
 from hookdrop.regularizers.droppath import DropPath
-from hookdrop.regularizers.foreign import ForeignFunction, ForeignModule, as_regularizer, must_pickle
+from hookdrop.regularizers.foreign import ForeignFunction, ForeignModule, as_regularizer, like, must_pickle
 from hookdrop.regularizers.gaussian import GaussianDropout, GaussianNoise
 from hookdrop.regularizers.text import REGULARIZERS, parse
 
@@ -25,6 +25,7 @@ __all__ = [
     "GaussianNoise",
     "Regularizer",
     "as_regularizer",
+    "like",
     "must_pickle",
     "parse",
 ]

@@ -37,6 +37,9 @@ class Regularizer(nn.Module):
     open_end: ClassVar[bool] = False
     """Whether `max_rate` itself is out of range."""
 
+    drops: ClassVar[bool] = True
+    """Whether elements of the output stop depending on the input; noise does not do that."""
+
     def regularize(self, x: Tensor) -> Tensor:
         """Regularize `x` now, whatever the mode. Nothing is written in place."""
         raise NotImplementedError

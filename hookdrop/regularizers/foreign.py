@@ -23,21 +23,12 @@ class ForeignModule(Regularizer):
     Args:
         module: a module without parameters and buffers; it is copied, `inplace` is set False on the copy, and
             its rate is the first of `p`, `drop_prob`, `drop_rate` that it has.
-
-    Raises:
-        InjectionError: it owns parameters or buffers, which the optimizer and the state_dict would never see.
     """
 
     rate_name: ClassVar[str | None] = None
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        owned = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-        if owned:
-            raise InjectionError(
-                f"{type(module).__name__} owns parameters or buffers ({', '.join(owned[:3])}): no optimizer and "
-                "no state_dict would see them.\n  make it part of the model, or write it without state."
-            )
         self.module = copy.deepcopy(module).train()
         for part in self.module.modules():
             if getattr(part, "inplace", False) is True:
@@ -55,7 +46,7 @@ class ForeignModule(Regularizer):
         setattr(self.module, self.rate_attribute, value)
 
     def regularize(self, x: Tensor) -> Tensor:
-        return _like(x, self.module(x))
+        return self.module(x)  # type: ignore[no-any-return]
 
     def settings(self) -> dict[str, Any]:
         names = [name for name in inspect.signature(type(self.module).__init__).parameters if name != "self"]
@@ -83,7 +74,7 @@ class ForeignFunction(Regularizer):
         self.function = function
 
     def regularize(self, x: Tensor) -> Tensor:
-        return _like(x, self.function(x))
+        return self.function(x)
 
     def settings(self) -> dict[str, Any]:
         return {"function": self.function}
@@ -105,8 +96,14 @@ def as_regularizer(given: object) -> Regularizer:
     """
     if isinstance(given, type):
         raise TypeError(f"the regularizer is the class {given.__name__}, not an instance of it: {_call(given)}.")
+    if isinstance(given, nn.Module):
+        _must_be_stateless(given)
     if isinstance(given, Regularizer):
         found: Regularizer = given
+        if given.rate_name is not None and not hasattr(given, given.rate_name):
+            raise InjectionError(
+                f"{type(given).__name__} has no attribute {given.rate_name!r}, which its rate_name says is its rate."
+            )
     elif isinstance(given, nn.Module):
         found = ForeignModule(given)
     elif callable(given):
@@ -118,6 +115,15 @@ def as_regularizer(given: object) -> Regularizer:
         )
     must_pickle(found, "the regularizer")
     return found
+
+
+def _must_be_stateless(module: nn.Module) -> None:
+    owned = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    if owned:
+        raise InjectionError(
+            f"{type(module).__name__} owns parameters or buffers ({', '.join(owned[:3])}): no optimizer and "
+            "no state_dict would see them.\n  make it part of the model, or write it without state."
+        )
 
 
 def must_pickle(value: object, what: str) -> None:
@@ -135,7 +141,8 @@ def _is_rate(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _like(x: Tensor, y: object) -> Tensor:
+def like(x: Tensor, y: object) -> Tensor:
+    """`y`, if it has the shape and dtype of `x`."""
     if isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype:
         return y
     got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__

@@ -25,6 +25,7 @@ class GaussianDropout(Regularizer):
     """
 
     open_end: ClassVar[bool] = True
+    drops: ClassVar[bool] = False
 
     def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
         super().__init__()
@@ -52,6 +53,7 @@ class GaussianNoise(Regularizer):
 
     rate_name: ClassVar[str | None] = "std"
     max_rate: ClassVar[float] = math.inf
+    drops: ClassVar[bool] = False
 
     def __init__(self, std: float = 0.1) -> None:
         super().__init__()

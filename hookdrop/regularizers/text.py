@@ -48,7 +48,7 @@ def parse(text: str) -> Regularizer:
         raise TypeError(f"parse: text must be a str, got {text!r} ({type(text).__name__}).")
     try:
         call = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise _unreadable(text) from None
     if isinstance(call, ast.Name) and call.id in REGULARIZERS:
         raise ValueError(f"parse: {text!r} has no settings: write '{call.id}(...)'.{_signature(call.id)}")
@@ -76,7 +76,8 @@ def parse(text: str) -> Regularizer:
 
 def _unreadable(text: str) -> ValueError:
     return ValueError(
-        f"parse: can't read {text!r}.\n  write a name with literal settings: 'DropBlock(p=0.1, block_size=7)'"
+        f"parse: can't read {text!r}.\n  write one name with literal settings and no prefix: "
+        f"'DropBlock(p=0.1, block_size=7)'\n  there are: {', '.join(REGULARIZERS)}"
     )
 
 

@@ -1,0 +1,91 @@
+"""Noticing, from the forwards of a training, that it does not do what it seems to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from hookdrop.state import State
+from hookdrop.tables import some
+
+# Updates of a layer's parameters, seen in its forwards, after which a mistake is told. Accumulated gradients, recurrent
+# calls and validation do not update parameters. A layer without any is judged by its calls.
+UPDATES_TO_JUDGE = 20
+CALLS_TO_JUDGE = 1000
+
+
+class Judge:
+    """Counts, for one site, the optimizer steps that passed without what should have come with them."""
+
+    def __init__(self) -> None:
+        self.trained = False
+        """Whether the layer ever ran in training mode."""
+        self.seen_moves = 0
+        self.version: int | None = None
+        self.updates = 0.0
+
+    def look(self, module: nn.Module, site: str, state: State) -> None:
+        """Look at one forward, and tell what is wrong once it is clear."""
+        if module.training:
+            self.trained = True
+            if self.seen_moves != state.moves:
+                self.seen_moves, self.updates = state.moves, 0.0
+                return
+            if state.follower is not None and not state.follower.alive:
+                state.tell("optimizer gone", optimizer_gone_text(state))
+            elif _may_be_idle(state):
+                self._count(module, state, "undriven", undriven_text(state))
+        elif not self.trained and state.enabled and not state.contexts:
+            self._count(module, state, "always in eval", always_in_eval_text(state, [site]))
+
+    def _count(self, module: nn.Module, state: State, kind: str, text: str) -> None:
+        if kind in state.told:
+            return
+        self.updates += self._updated(module)
+        if self.updates >= 1.0:
+            state.tell(kind, text)
+
+    def _updated(self, module: nn.Module) -> float:
+        """The part of a verdict that this forward is."""
+        parameter = next((p for p in module.parameters() if p.requires_grad and not p.is_inference()), None)
+        if parameter is None:
+            return 1 / CALLS_TO_JUDGE
+        before, self.version = self.version, parameter._version
+        return 1 / UPDATES_TO_JUDGE if before not in (None, self.version) else 0.0
+
+
+def _may_be_idle(state: State) -> bool:
+    """Whether the rate should still be moving, and does not."""
+    schedule, step = state.schedule, state.step_count
+    if not state.enabled or state.contexts:
+        return False
+    # Where the end of a schedule can't be told it is asked only that somebody drives it.
+    return state.undriven if schedule.peak is None else schedule(step) != schedule(step + 10**9)
+
+
+def undriven_text(state: State) -> str:
+    """What to say of a schedule that nobody drives."""
+    return (
+        f"{state.name!r} is still at step {state.step_count} of {state.schedule}, so its rate does not move: "
+        "nobody drives it.\n"
+        "  after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   "
+        "or: drop.seek(global_step)"
+    )
+
+
+def optimizer_gone_text(state: State) -> str:
+    """What to say of an optimizer that does not exist any more."""
+    return (
+        f"{state.name!r}: the optimizer that it followed is gone (rebuilt, or copied?), so the rate stays.\n"
+        "  follow the new one: drop.follow(optimizer)"
+    )
+
+
+def always_in_eval_text(state: State, sites: Sequence[str]) -> str:
+    """What to say of layers that never ran in training mode."""
+    return (
+        f"{state.name!r}: {some(sites)} only ran in eval mode, where nothing is dropped.\n"
+        "  call model.train() before training; a layer that its owner keeps in eval (frozen batch norm) is left alone: "
+        "hook another, such as the convolution before it."
+    )
