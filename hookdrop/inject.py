@@ -141,7 +141,18 @@ def plan(
         resolved = resolve(model, regularizer, layers, exclude, schedule, p_scale)
         inspect_sites(model, resolved, at, tensor, example_input)
         name = _valid_name(name, resolved.sites)
-    return Plan(model, name, resolved.sites, resolved.counts, resolved.warnings, schedule, at, tensor, on_existing)
+    return Plan(
+        model,
+        name,
+        resolved.sites,
+        resolved.counts,
+        resolved.warnings,
+        schedule,
+        at,
+        tensor,
+        on_existing,
+        resolved.told,
+    )
 
 
 def eject(model: nn.Module, name: str | None = None) -> int:

@@ -44,6 +44,7 @@ class Plan:
     at: str = "output"
     tensor: TensorKey = None
     on_existing: str = "error"
+    told: set[str] = field(default_factory=set, repr=False)
 
     def apply(self) -> Injection:
         """Place the hooks: all of them, or none and an error.
@@ -64,6 +65,8 @@ class Plan:
                 warn(text)
             compiling.warn_of_recompile()
             state = State(self.name, tuple(site.name for site in self.sites), self.schedule or ConstantSchedule())
+            # What was warned of above is not to be told by the first forward again.
+            state.told |= self.told
             hooks = self._place(state)
         for old in replaced:
             old._detach()
@@ -172,6 +175,7 @@ def inspect_sites(model: nn.Module, resolved: Resolved, at: str, tensor: TensorK
     doubts: dict[str, list[str]] = {}
     for site, what in zip(resolved.sites, seen, strict=True):
         _fill_in(site, what, doubts)
+    resolved.told |= set(doubts)
     for texts in doubts.values():
         more = f" (and {counted(len(texts) - 1, 'more site')} like it)" if len(texts) > 1 else ""
         resolved.warnings.append(texts[0] + more)

@@ -55,6 +55,8 @@ class Resolved:
     counts: dict[str, int]
     exact: set[str]
     warnings: list[str]
+    told: set[str] = field(default_factory=set)
+    """The kinds of doubts about shapes that are among the warnings."""
 
 
 def resolve(

@@ -312,6 +312,12 @@ class TestShapes:
         )
         assert "channel_dim=-1" in str(warning.message)
 
+    def test_what_a_plan_warned_of_is_not_said_again_by_the_first_forward(self) -> None:
+        model, x = NHWC(), torch.randn(2, 14, 14, 24)
+        with pytest.warns(HookdropWarning, match="looks like NHWC"):
+            inject(model, DropBlock(0.1, 3), layers="*", example_input=x)
+        model(x)
+
     def test_channel_dim_settles_it(self) -> None:
         drafted = plan(NHWC(), DropBlock(0.1, 3, channel_dim=-1), layers="*", example_input=torch.randn(2, 14, 14, 24))
         assert [site.reading for site in drafted.sites] == ["C=24 H=14 W=14", "C=24 H=7 W=7"]
