@@ -117,7 +117,9 @@ class _Recorder:
 
 def _like_its_input(module: nn.Module, args: Any, output: Any) -> bool:
     """Whether a module with parts of its own gives back what is nearly its input: a branch added to a shortcut."""
-    if len(list(module.children())) < 2 or not args or not fits(args[0]) or not fits(output):
+    # A norm's output is like its input too; a norm with an activation in it has children, but no weights in them.
+    has_parts = any(True for child in module.children() for _ in child.parameters())
+    if not has_parts or not args or not fits(args[0]) or not fits(output):
         return False
     x = args[0]
     if x.shape != output.shape or x.is_meta or x.numel() == 0:
@@ -125,5 +127,6 @@ def _like_its_input(module: nn.Module, args: Any, output: Any) -> bool:
     return bool(torch.cosine_similarity(x.flatten().float(), output.flatten().float(), dim=0) > _ALIKE)
 
 
-# Residual blocks are at .6 to 1.0, their branches below .2, with random weights and with trained ones.
+# With random weights whole blocks of ResNet, ConvNeXt, EfficientNet, ViT, Swin and MLP-Mixer are above it, the ends of
+# their branches below.
 _ALIKE = 0.5

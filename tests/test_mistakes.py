@@ -387,6 +387,8 @@ class TestPlans:
         drafted = plan(vit, DropPath(0.1), layers="blocks.*", example_input=x)
         assert "DropPath at 'blocks.0': the output still holds the input" in drafted.warnings[0]
         assert plan(vit, DropPath(0.1), layers=["blocks.*.attn", "blocks.*.mlp"], example_input=x).warnings == []
+        efficient = timm.create_model("efficientnet_b0")
+        assert plan(efficient, DropPath(0.1), layers="blocks.*.*.bn3", example_input=x).warnings == []
         resnet = timm.create_model("resnet18")
         assert plan(resnet, DropPath(0.1), layers="layer2.*", example_input=x).warnings
         assert plan(resnet, DropPath(0.1), layers="layer?.*.bn2", example_input=x).warnings == []
