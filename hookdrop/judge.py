@@ -48,11 +48,22 @@ class Judge:
 
     def _updated(self, module: nn.Module) -> float:
         """The part of a verdict that this forward is."""
-        parameter = next((p for p in module.parameters() if p.requires_grad and not p.is_inference()), None)
-        if parameter is None:
+        before, self.version = self.version, version_of(module)
+        if self.version is None:
             return 1 / CALLS_TO_JUDGE
-        before, self.version = self.version, parameter._version
         return 1 / UPDATES_TO_JUDGE if before not in (None, self.version) else 0.0
+
+
+def version_of(module: nn.Module) -> int | None:
+    """How often the first trainable parameter was written to; None if there is none."""
+    parameter = next((p for p in module.parameters() if p.requires_grad and not p.is_inference()), None)
+    return None if parameter is None else parameter._version
+
+
+def was_updated(module: nn.Module, since: int | None) -> bool:
+    """Whether an optimizer must have been at work on `module` since its version was `since`."""
+    now = version_of(module)
+    return now is not None and since is not None and now - since >= UPDATES_TO_JUDGE
 
 
 def _may_be_idle(state: State) -> bool:

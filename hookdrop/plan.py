@@ -15,6 +15,7 @@ from hookdrop.errors import InjectionError, LayerError, ShapeError, nothing_plac
 from hookdrop.hooks import InputHook, SiteHook
 from hookdrop.injection import Injection
 from hookdrop.injections import Injections, find
+from hookdrop.judge import version_of
 from hookdrop.placement import hidden_modules, hooks_of
 from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout
 from hookdrop.resolve import PlannedSite, Resolved
@@ -67,6 +68,7 @@ class Plan:
             state = State(self.name, tuple(site.name for site in self.sites), self.schedule or ConstantSchedule())
             # What was warned of above is not to be told by the first forward again.
             state.told |= self.told
+            state.version = version_of(self.model)
             hooks = self._place(state)
         for old in replaced:
             old._detach()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from hookdrop.hooks import SiteHook
-from hookdrop.judge import always_in_eval_text, optimizer_gone_text, undriven_text
+from hookdrop.judge import always_in_eval_text, optimizer_gone_text, undriven_text, was_updated
 from hookdrop.placement import hooks_of
 from hookdrop.state import State
 from hookdrop.tables import some
@@ -36,7 +36,8 @@ def problems(model: nn.Module, state: State, hooks: Sequence[SiteHook], asked: b
             'inject again with on_existing="replace".'
         )
     live = [hook for hook in hooks if hook.site not in lost]
-    started = any(hook.judge.trained for hook in live) or state.moves >= MOVES_TO_JUDGE
+    trained = state.moves >= MOVES_TO_JUDGE or was_updated(model, state.version)
+    started = trained or any(hook.judge.trained for hook in live)
     silent = [hook.site for hook in live if not hook.fired]
     if silent and (asked or started or any(hook.fired for hook in live)):
         found["never called"] = (

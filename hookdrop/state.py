@@ -28,6 +28,7 @@ class Override:
 _OWN: dict[str, Any] = {
     "driven": False,
     "moves": 0,
+    "version": None,
     "follower": None,
     "hidden": 0,
     "overrides": [],
@@ -53,6 +54,8 @@ class State:
     """Whether anybody has moved the step count, here and in this process."""
     moves: int = 0
     """How often it was moved."""
+    version: int | None = None
+    """The version of the model's weights when the hooks were placed."""
     follower: Follower | None = None
     hidden: int = 0
     """How many `without_hooks` have the hooks off the model just now."""

@@ -265,6 +265,19 @@ class TestSelection:
             drop.step()
         drop.step()
 
+    @pytest.mark.parametrize("ask", ["metrics", "summary", "state_dict", "remove"])
+    def test_sites_that_never_run_are_told_without_a_schedule_too(self, ask: str) -> None:
+        """From the model's weights, which a training has written to by then."""
+        model = Iterates()
+        drop = inject(model, Dropout(0.1), layers="blocks")
+        drop.state_dict()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in range(UPDATES_TO_JUDGE):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        with pytest.warns(HookdropWarning, match="'blocks' never ran"):
+            getattr(drop, ask)()
+
     def test_multihead_attentions_projection_is_never_called(self) -> None:
         """Its owner uses its weights; this is known without an example."""
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
