@@ -108,7 +108,7 @@ class Handle:
         """Raise `ValueError` if a rate has left its range, also one that a context has out of force."""
         multiplier, largest = self._multiplier, self._target or 0.0
         for hook in self._state.members:
-            for rate in (hook.rate_at(multiplier, largest, None), hook.rate_at(multiplier, largest)):
+            for rate in (hook.rate_at(multiplier), hook.rate_in_force(multiplier, largest)):
                 if rate is not None:
                     self._valid(hook, rate, multiplier)
 

@@ -7,7 +7,6 @@ sits on, and the copies of one injection's hooks share a copy of its state.
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -96,23 +95,20 @@ class SiteHook:
         """`x` regularized; outside of compiled graphs, where a Python float rate would be frozen in."""
         return _outside_of_graphs(self, x) if torch.compiler.is_compiling() else _regularize(self, x)
 
-    def rate_at(self, multiplier: float, largest: float, own: float | None = math.nan) -> float | None:
-        """The rate under a multiplier, or under a context's rate, given the largest target of the injection.
+    def rate_at(self, multiplier: float) -> float | None:
+        """The rate that is set, under a multiplier."""
+        return None if self.target is None else self.target * multiplier * self.p_scale
 
-        `own` is a context's rate: None for none, nan for that of the context in force.
-        """
-        if self.target is None:
-            return None
-        if own is not None and math.isnan(own):
-            override = self.state.override
-            own = None if override is None else override.p
-        if own is None:
-            return self.target * multiplier * self.p_scale
-        return (own * (self.target / largest) if largest else own) * self.p_scale
+    def rate_in_force(self, multiplier: float, largest: float) -> float | None:
+        """The same, or that of the context in force, given the largest target of the injection."""
+        override = self.state.override
+        if self.target is None or override is None or override.p is None:
+            return self.rate_at(multiplier)
+        return (override.p * (self.target / largest) if largest else override.p) * self.p_scale
 
     def refresh(self, largest: float = 0.0) -> None:
         """Bring the rate up to date with the state."""
-        rate = self.rate_at(self.state.schedule(self.state.step_count) * 1.0, largest)
+        rate = self.rate_in_force(float(self.state.schedule(self.state.step_count)), largest)
         if rate is not None:
             self.regularizer.set_rate(rate)
         # A bool of its own: compiled code is guarded by what it reads, and would compile anew for every rate.

@@ -14,9 +14,10 @@ from hookdrop.config import VERSION, Allowed, regularizer_of, schedule_of
 from hookdrop.errors import InjectionError, LayerError, StateError, nothing_placed
 from hookdrop.injection import Injection
 from hookdrop.injections import Injections, find
+from hookdrop.inspection import inspect_sites
 from hookdrop.layers import Entries
 from hookdrop.placement import hidden
-from hookdrop.plan import Plan, inspect_sites
+from hookdrop.plan import Plan
 from hookdrop.regularizers import Regularizer
 from hookdrop.resolve import PlannedSite, PScale, Regularizers, resolve
 from hookdrop.schedules import Schedule

@@ -127,14 +127,14 @@ def test_inside_a_trace_it_is_an_error() -> None:
         inject(model, Dropout(0.5), layers="0")
         return model(x)
 
-    with pytest.raises(Exception, match=r"inject|trace|Unsupported") as error:
+    # The compiler wraps what it meets in an error of its own.
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Observed exception"):
         torch.compile(step, backend="eager", fullgraph=True)(X)
     assert not model[0]._forward_hooks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(InjectionError, match="inside a trace"):
             torch.jit.trace(step, X)
-    assert error
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, at a graph break

@@ -298,10 +298,6 @@ class TestNoTrace:
         assert np.array_equal(np.random.get_state()[1], before[1])
 
     def test_nothing_is_claimed_where_nothing_was_compared(self) -> None:
-        class Silent(nn.Linear):
-            def forward(self, x: torch.Tensor) -> Any:
-                super().forward(x)
-
         class Outer(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
