@@ -7,28 +7,23 @@ ignores that blocks overlap, and blocks are clamped to the map along each axis.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hookdrop.arguments import count, one_of, rate
 from hookdrop.errors import ShapeError
-
-NORMALIZE = ("batch", "sample", "expected", None)
-GAMMA = ("exact", "paper")
-
-_MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-_HALF = (torch.float16, torch.bfloat16)
+from hookdrop.ops import graph
+from hookdrop.ops.blocks import Blocks
+from hookdrop.ops.drawing import NORMALIZE, Seeded
+from hookdrop.ops.gamma import GAMMA, gamma_for
+from hookdrop.ops.masking import masked
 
 
 def drop_block(
     x: Tensor,
-    p: float = 0.1,
+    p: float | Tensor = 0.1,
     block_size: int | tuple[int, ...] = 7,
     *,
     per_channel: bool = True,
@@ -59,23 +54,30 @@ def drop_block(
 
     Example:
         >>> _ = torch.manual_seed(0)
-        >>> y = drop_block(torch.ones(8, 16, 28, 28), p=0.2, block_size=5)
+        >>> y = drop_block(torch.ones(32, 64, 28, 28), p=0.2, block_size=5)
         >>> round((y == 0).float().mean().item(), 2), round(y.mean().item(), 4)
         (0.2, 1.0)
 
     Reference: Ghiasi et al. 2018, arXiv:1810.12890, Algorithm 1.
     """
-    p = rate(p, "p", "drop_block")
     one_of(normalize, "normalize", "drop_block", NORMALIZE)
+    one_of(gamma, "gamma", "drop_block", GAMMA)
     channel = channel_axis(x.shape, channel_dim)
-    sizes = [size for axis, size in enumerate(x.shape) if axis not in (0, channel)]
-    blocks = block_sizes(block_size, sizes)
-    if not training or p == 0.0:
+    sizes = tuple(size for axis, size in enumerate(x.shape) if axis not in (0, channel))
+    edges = block_sizes(block_size, sizes)
+    if not training or x.numel() == 0:
         return x
-    channels = x.shape[channel] if per_channel else 1
-    seed_rate = gamma_for(tuple(sizes), blocks, p, gamma)
-    keep = _keep_mask(x, (x.shape[0], channels), sizes, blocks, seed_rate).movedim(1, channel)
-    return _normalized(x, keep, p, normalize)
+    if torch.compiler.is_compiling():
+        p = p if isinstance(p, Tensor) else torch.tensor(p, dtype=torch.float64, device="cpu")
+        return graph.drop_block(
+            x, p, edges, channel, per_channel, one_of(gamma, "gamma", "drop_block", GAMMA), normalize
+        )
+    p = rate(p, "p", "drop_block")
+    if p == 0.0:
+        return x
+    blocks = Blocks(x.shape[0], x.shape[channel] if per_channel else 1, sizes, edges, channel)
+    dropped, scale = Seeded(blocks, gamma_for(sizes, edges, p, gamma), p, normalize)(x)
+    return masked(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
 
 
 def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
@@ -109,93 +111,3 @@ def block_sizes(block_size: int | Sequence[int], sizes: Sequence[int]) -> tuple[
     return tuple(
         max(1, min(count(block, "block_size", "DropBlock"), size)) for block, size in zip(wanted, sizes, strict=True)
     )
-
-
-def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: str = "exact") -> float:
-    """The probability that a place where a whole block fits is a seed.
-
-    Args:
-        sizes: the map's edges.
-        blocks: the block's edge along each, at most the map's.
-        p: the fraction to drop, in [0, 1].
-        how: `"exact"` or `"paper"`.
-
-    Example:
-        >>> round(gamma_for((14, 14), (7, 7), 0.5) / gamma_for((14, 14), (7, 7), 0.5, "paper"), 2)
-        1.68
-    """
-    one_of(how, "gamma", "DropBlock", GAMMA)
-    if p in (0.0, 1.0) or 0 in sizes:
-        return p
-    if how == "paper":
-        area = math.prod(size / (block * (size - block + 1)) for size, block in zip(sizes, blocks, strict=True))
-        return min(1.0, p * area)
-    return _exact_gamma(sizes, blocks, p)
-
-
-@lru_cache(maxsize=4096)
-def _exact_gamma(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> float:
-    """Solve mean over positions of 1 - (1 - gamma)^n(position) = p by Newton's method.
-
-    The left side is concave and increasing in gamma, so that Newton from below the root stays below it and
-    climbs to it: no safeguard is needed.
-    """
-    cover = _cover_counts(sizes, blocks)
-    total = sum(cover.values())
-    gamma = p * total / sum(n * times for n, times in cover.items())
-    for _ in range(200):
-        log_miss = math.log1p(-gamma)
-        dropped = -sum(times * math.expm1(n * log_miss) for n, times in cover.items()) / total
-        slope = sum(times * n * math.exp((n - 1) * log_miss) for n, times in cover.items()) / total
-        better = min(gamma + (p - dropped) / slope, math.nextafter(1.0, 0.0))
-        if better <= gamma * (1 + 1e-14):
-            break
-        gamma = better
-    return gamma
-
-
-def _cover_counts(sizes: Sequence[int], blocks: Sequence[int]) -> Counter[int]:
-    """How many positions (value) can be covered by how many seeds (key)."""
-    cover = Counter({1: 1})
-    for size, block in zip(sizes, blocks, strict=True):
-        valid = size - block + 1
-        along = Counter(min(i, valid - 1) - max(0, i - block + 1) + 1 for i in range(size))
-        product: Counter[int] = Counter()
-        for n, times in cover.items():
-            for m, more in along.items():
-                product[n * m] += times * more
-        cover = product
-    return cover
-
-
-def _keep_mask(
-    x: Tensor, lead: tuple[int, int], sizes: Sequence[int], blocks: Sequence[int], seed_rate: float
-) -> Tensor:
-    """(N, C or 1, *sizes) float32: 0 in every block that a seed opens, else 1."""
-    valid = [size - block + 1 for size, block in zip(sizes, blocks, strict=True)]
-    if x.numel() == 0:
-        return x.new_ones((*lead, *sizes), dtype=torch.float32)
-    # Seeds are drawn in float32: a low-precision uniform number can't tell .999 from 1.
-    dropped = torch.empty((*lead, *valid), dtype=torch.float32, device=x.device).bernoulli_(seed_rate)
-    dropped = F.pad(dropped, [pad for block in reversed(blocks) for pad in (block - 1, block - 1)])
-    # A maximum over a box is the maximum over its edges in turn: the cost is the sum of the edges.
-    for axis, block in enumerate(blocks):
-        if block > 1:
-            window = [block if i == axis else 1 for i in range(len(blocks))]
-            dropped = _MAX_POOL[len(blocks)](dropped, window, stride=1)
-    return dropped.neg_().add_(1.0)
-
-
-def _normalized(x: Tensor, keep: Tensor, p: float, normalize: str | None) -> Tensor:
-    """X * keep, scaled so that the mean is kept. `x` comes first: its memory format is the result's."""
-    kept = x * keep.to(x.dtype)
-    if normalize is None:
-        return kept
-    if normalize == "expected":
-        return kept if p == 1.0 else kept * (1.0 / (1.0 - p))
-    if normalize == "batch":
-        # A 0-d float32 factor does not promote a lower dtype, and is not rounded to it.
-        return kept * (keep.numel() / keep.sum().clamp_min(1.0))
-    over = tuple(range(1, keep.dim()))
-    scale = math.prod(keep.shape[1:]) / keep.sum(dim=over, keepdim=True).clamp_min(1.0)
-    return (kept.float() * scale).to(x.dtype) if x.dtype in _HALF else kept * scale.to(x.dtype)

@@ -15,6 +15,8 @@ from torch import Tensor
 from hookdrop.arguments import one_of, rate
 from hookdrop.dropblock import drop_block
 from hookdrop.errors import ShapeError
+from hookdrop.ops.drawing import Elements
+from hookdrop.ops.masking import masked
 
 __all__ = [
     "alpha_dropout",
@@ -30,6 +32,8 @@ __all__ = [
 ]
 
 _HALF = (torch.float16, torch.bfloat16)
+_WORTHWHILE = 2**15
+"""Elements from which on our own dropout is faster than PyTorch's."""
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
@@ -49,10 +53,9 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     p = rate(p, owner="dropout")
     if not training or p == 0.0:
         return x
-    if x.dtype in _HALF and not x.is_cuda:
-        # PyTorch's CPU kernel rounds 1 / (1 - p) to the dtype: at p=.003 in bfloat16 it rounds to 1.
-        return _masked(x, torch.empty_like(x), p)
-    return F.dropout(x, p, True)
+    # On a CPU PyTorch draws a random number for each element, on one thread, and in low precision rounds 1 / (1 - p).
+    small = x.numel() < _WORTHWHILE and x.dtype not in _HALF
+    return F.dropout(x, p, True) if small or x.device.type != "cpu" else masked(x, *Elements(p)(x))
 
 
 def dropout1d(x: Tensor, p: float, training: bool = True) -> Tensor:

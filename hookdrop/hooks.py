@@ -39,6 +39,8 @@ class SiteHook:
         self.fired = False
         self.judge = Judge()
         self.looked_at = False
+        self.seen: torch.Size | None = None
+        self.rate: Tensor | None = None
         self.handle: RemovableHandle | None = None
         state.members.add(self)
         self.refresh()
@@ -92,8 +94,12 @@ class SiteHook:
         return not self.idle or not self.looked_at
 
     def regularize(self, x: Tensor) -> Tensor:
-        """`x` regularized; outside of compiled graphs, where a Python float rate would be frozen in."""
-        return _outside_of_graphs(self, x) if torch.compiler.is_compiling() else _regularize(self, x)
+        """`x` regularized; in compiled code by the rate as a tensor, since a Python float would be frozen in."""
+        if not torch.compiler.is_compiling():
+            return _regularize(self, x)
+        if self.rate is None or self.state.meters:
+            return _outside_of_graphs(self, x)
+        return _regularize_in_graph(self, x)
 
     def rate_at(self, multiplier: float) -> float | None:
         """The rate that is set, under a multiplier."""
@@ -111,6 +117,10 @@ class SiteHook:
         rate = self.rate_in_force(float(self.state.schedule(self.state.step_count)), largest)
         if rate is not None:
             self.regularizer.set_rate(rate)
+            if self.regularizer.in_graph:
+                # Another tensor, not another value: a graph that waits for its backward pass may hold the old one.
+                with torch.inference_mode(False):
+                    self.rate = torch.tensor(rate, dtype=torch.float64, device="cpu")
         # A bool of its own: compiled code is guarded by what it reads, and would compile anew for every rate.
         self.idle = rate == 0.0
 
@@ -167,6 +177,14 @@ def _regularize(hook: SiteHook, x: Tensor) -> Tensor:
     if hook.state.meters:
         return measured(hook.regularizer, x, hook.site, hook.state.meters)
     return like(x, hook.regularizer.regularize(x))
+
+
+def _regularize_in_graph(hook: SiteHook, x: Tensor) -> Tensor:
+    """The same as it is traced: with nothing in it that differs from call to call."""
+    hook.regularizer.check(x.shape)
+    hook.seen = x.shape
+    assert hook.rate is not None
+    return x if hook.idle else like(x, hook.regularizer.regularize_in_graph(x, hook.rate))
 
 
 def _look_at(hook: SiteHook, x: Tensor) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given
 from torch import nn
 
 from hookdrop import DropBlock, ShapeError
-from hookdrop.dropblock import drop_block, gamma_for
+from hookdrop.dropblock import drop_block
+from hookdrop.ops.gamma import gamma_for
 
 
 def realised(maps: torch.Tensor) -> tuple[float, float]:

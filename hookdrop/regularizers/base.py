@@ -40,8 +40,15 @@ class Regularizer(nn.Module):
     drops: ClassVar[bool] = True
     """Whether elements of the output stop depending on the input; noise does not do that."""
 
+    in_graph: ClassVar[bool] = False
+    """Whether compiled code can take it in, by `regularize_in_graph`; otherwise it runs outside of the graph."""
+
     def regularize(self, x: Tensor) -> Tensor:
         """Regularize `x` now, whatever the mode. Nothing is written in place."""
+        raise NotImplementedError
+
+    def regularize_in_graph(self, x: Tensor, rate: Tensor) -> Tensor:
+        """The same in compiled code, at a rate that comes as a 0-d tensor on the CPU, so that one graph serves all."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""How masks are drawn and put on: what the regularizers' functions are made of."""

@@ -1,0 +1,226 @@
+/* The two loops over blocks that PyTorch has no one-pass operation for. Optional: hookdrop/ops/kernel.py says when
+   it is used, and hookdrop/ops/blocks.py does the same without it. Seeds are sorted; nothing here is random. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef _WIN32
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT
+#endif
+
+/* Wider vectors where the processor has them, told when the library is loaded. */
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__linux__)
+#define WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define WIDE
+#endif
+
+#define AXES 4
+
+/* Changes with the signatures below; kernel.py asks for it. */
+EXPORT int64_t hookdrop_interface(void) { return 1; }
+
+static int64_t first_from(const int64_t *seeds, int64_t count, int64_t bound) {
+    int64_t low = 0;
+    while (low < count) {
+        int64_t middle = low + (count - low) / 2;
+        if (seeds[middle] < bound)
+            low = middle + 1;
+        else
+            count = middle;
+    }
+    return low;
+}
+
+static int64_t offset_of(int64_t seed, const int64_t *valid, const int64_t *strides) {
+    uint32_t rest = (uint32_t)seed;
+    int64_t offset = 0;
+    for (int axis = AXES - 1; axis > 0; axis--) {
+        uint32_t next = rest / (uint32_t)valid[axis];
+        offset += (int64_t)(rest - next * (uint32_t)valid[axis]) * strides[axis];
+        rest = next;
+    }
+    return offset + (int64_t)rest * strides[0];
+}
+
+static void zero_run(char *at, int64_t bytes) {
+    if (bytes >= 16) {
+        for (int64_t done = 0; done + 16 <= bytes; done += 16)
+            memset(at + done, 0, 16);
+        memset(at + bytes - 16, 0, 16);
+    } else if (bytes >= 8) {
+        memset(at, 0, 8);
+        memset(at + bytes - 8, 0, 8);
+    } else if (bytes >= 4) {
+        memset(at, 0, 4);
+        memset(at + bytes - 4, 0, 4);
+    } else {
+        memset(at, 0, 2);
+    }
+}
+
+/* The last axis is the one that is contiguous, or as long as one element. */
+static void zero_block(char *at, int64_t item, const int64_t *edges, const int64_t *strides) {
+    for (int64_t a = 0; a < edges[0]; a++)
+        for (int64_t b = 0; b < edges[1]; b++)
+            for (int64_t c = 0; c < edges[2]; c++)
+                zero_run(at + item * (a * strides[0] + b * strides[1] + c * strides[2]), item * edges[3]);
+}
+
+WIDE static void scale_float(float *y, const float *x, float scale, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        y[i] = x[i] * scale;
+}
+
+WIDE static void scale_double(double *y, const double *x, double scale, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        y[i] = x[i] * scale;
+}
+
+/* All bits, so that NaN and Inf go, too. */
+WIDE static void clear_float(uint32_t *y, const uint8_t *dropped, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        y[i] &= (uint32_t)dropped[i] - 1;
+}
+
+WIDE static void clear_double(uint64_t *y, const uint8_t *dropped, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        y[i] &= (uint64_t)dropped[i] - 1;
+}
+
+/* y = x * scale, and 0 in the blocks.
+
+   Memory is cut into `chunks` of `size` elements; `repeat` chunks in a row have the seeds of one group, which are
+   block of `edges` at `steps`. `per_scale` chunks in a row have one scale. x == y, or x == NULL, where y is already
+   scaled. `kind` is 4 for float, 8 for double, and where x is NULL the size of an element. */
+EXPORT void hookdrop_mask(char *y, const char *x, int64_t kind, const double *scales, int64_t per_scale, int64_t chunks,
+                          int64_t size, int64_t repeat, const int64_t *seeds, int64_t count, int64_t places,
+                          const int64_t *valid, const int64_t *strides, const int64_t *edges, const int64_t *steps,
+                          int64_t threads) {
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+    for (int64_t part = 0; part < threads; part++) {
+        int64_t begin = chunks * part / threads, end = chunks * (part + 1) / threads;
+        int64_t group = -1, low = 0, high = 0;
+        for (int64_t chunk = begin; chunk < end; chunk++) {
+            char *to = y + chunk * size * kind;
+            if (x && kind == 4)
+                scale_float((float *)to, (const float *)x + chunk * size, (float)scales[chunk / per_scale], size);
+            else if (x)
+                scale_double((double *)to, (const double *)x + chunk * size, scales[chunk / per_scale], size);
+            if (chunk / repeat != group) {
+                low = group < 0 ? first_from(seeds, count, chunk / repeat * places) : high;
+                group = chunk / repeat;
+                for (high = low; high < count && seeds[high] < (group + 1) * places; high++)
+                    ;
+            }
+            for (int64_t k = low; k < high; k++)
+                zero_block(to + kind * offset_of(seeds[k] - group * places, valid, strides), kind, edges, steps);
+        }
+    }
+}
+
+/* Elements that are scaled, and then cleared while they are at hand. */
+#define BATCH 4096
+
+/* y = x * scale, and 0 where `dropped`, one byte an element, is 1.
+
+   A sample is `channels` maps of `size` elements; its bytes begin `pitch` after those of the sample before, and are
+   those of one map only if `shared`. There is a scale a sample or one for all, as `per_scale` elements say. */
+EXPORT void hookdrop_clear(char *y, const char *x, int64_t kind, const double *scales, int64_t per_scale,
+                           int64_t samples, int64_t channels, int64_t size, const uint8_t *dropped, int64_t pitch,
+                           int64_t shared, int64_t threads) {
+    int64_t elements = samples * channels * size;
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+    for (int64_t part = 0; part < threads; part++) {
+        int64_t end = elements / threads * (part + 1) + (part + 1 == threads ? elements % threads : 0);
+        for (int64_t at = elements / threads * part, length; at < end; at += length) {
+            int64_t map = at / size, inside = at % size;
+            length = size - inside < end - at ? size - inside : end - at;
+            if (length > BATCH)
+                length = BATCH;
+            const uint8_t *bytes = dropped + map / channels * pitch + (shared ? 0 : map % channels * size) + inside;
+            double scale = scales[at / per_scale];
+            if (kind == 4) {
+                scale_float((float *)y + at, (const float *)x + at, (float)scale, length);
+                clear_float((uint32_t *)y + at, bytes, length);
+            } else {
+                scale_double((double *)y + at, (const double *)x + at, scale, length);
+                clear_double((uint64_t *)y + at, bytes, length);
+            }
+        }
+    }
+}
+
+/* Sets bits [start, start + length) of a row; how many of them were not set. */
+static int64_t mark(uint64_t *row, int64_t start, int64_t length) {
+    int64_t fresh = 0;
+    while (length > 0) {
+        int64_t bit = start % 64, here = length < 64 - bit ? length : 64 - bit;
+        uint64_t bits = (here == 64 ? ~(uint64_t)0 : (((uint64_t)1 << here) - 1)) << bit;
+        uint64_t added = bits & ~row[start / 64];
+        row[start / 64] |= bits;
+        fresh += added == bits ? here : __builtin_popcountll(added);
+        start += here;
+        length -= here;
+    }
+    return fresh;
+}
+
+/* How much of one map the blocks of its seeds cover; `rows` is clear before and after. */
+static int64_t cover(uint64_t *rows, int64_t words, const int64_t *seeds, int64_t count, int64_t first,
+                     const int64_t *valid, const int64_t *sizes, const int64_t *edges) {
+    if (count < 2)
+        return count * edges[0] * edges[1] * edges[2];
+    int64_t covered = 0;
+    for (int pass = 0; pass < 2; pass++)
+        for (int64_t k = 0; k < count; k++) {
+            int64_t seed = seeds[k] - first, line = seed / valid[2];
+            int64_t at[3] = {line / valid[1], line % valid[1], seed % valid[2]};
+            for (int64_t d = at[0]; d < at[0] + edges[0]; d++)
+                for (int64_t h = at[1]; h < at[1] + edges[1]; h++) {
+                    uint64_t *row = rows + (d * sizes[1] + h) * words;
+                    if (pass == 0)
+                        covered += mark(row, at[2], edges[2]);
+                    else if (words == 1)
+                        *row = 0;
+                    else
+                        memset(row, 0, words * sizeof *row);
+                }
+        }
+    return covered;
+}
+
+/* Adds to `counts`, one a sample, how much its maps' blocks cover; -1 if there was no memory.
+
+   A map has sizes[0] * sizes[1] rows of sizes[2]; `places` seeds have place in it, along `valid`. */
+EXPORT int64_t hookdrop_count(int64_t *counts, int64_t maps, int64_t per_sample, const int64_t *seeds, int64_t count,
+                              int64_t places, const int64_t *valid, const int64_t *sizes, const int64_t *edges,
+                              int64_t threads) {
+    int64_t words = (sizes[2] + 63) / 64, failed = 0;
+#pragma omp parallel for schedule(static, 1) num_threads(threads) reduction(+ : failed)
+    for (int64_t part = 0; part < threads; part++) {
+        int64_t begin = maps * part / threads, end = maps * (part + 1) / threads;
+        uint64_t *rows = calloc(sizes[0] * sizes[1] * words, sizeof *rows);
+        if (!rows) {
+            failed++;
+            continue;
+        }
+        int64_t high = first_from(seeds, count, begin * places), covered = 0;
+        for (int64_t map = begin; map < end; map++) {
+            int64_t low = high;
+            while (high < count && seeds[high] < (map + 1) * places)
+                high++;
+            covered += cover(rows, words, seeds + low, high - low, map * places, valid, sizes, edges);
+            if ((map + 1) % per_sample == 0 || map + 1 == end) {
+#pragma omp atomic
+                counts[map / per_sample] += covered;
+                covered = 0;
+            }
+        }
+        free(rows);
+    }
+    return failed ? -1 : 0;
+}

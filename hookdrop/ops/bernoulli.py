@@ -1,0 +1,81 @@
+"""Bernoulli trials, drawn at less than the price of one random number each.
+
+Nothing here is approximate: both samplers give independent trials of probability p, to the resolution of the
+uniform numbers that they start from (53 bits).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def successes(trials: int, p: float, device: torch.device, *, static: bool) -> Tensor:
+    """Which of `trials` Bernoulli(p) trials succeed: int64, ascending.
+
+    The gaps between successes are geometric, and a geometric number is the floor of an exponential one
+    (Devroye, "Non-Uniform Random Variate Generation", 1986, X.2): only the successes are drawn.
+
+    Args:
+        trials: how many.
+        p: in [0, 1).
+        device: where the result lives.
+        static: the result's length depends on `trials` and `p` alone and nothing waits for the device; places
+            past the last success repeat the first. Wants `expected_successes` of at least `ENOUGH`, since no
+            success at all can't be told that way.
+    """
+    if p == 0.0 or trials == 0:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    batch = int(trials * p + 8.0 * math.sqrt(trials * p) + 16.0)
+    at = _walk(batch, p, device)
+    if static:
+        return torch.where(at < trials, at, at[0]).clamp_(max=trials - 1)
+    while (last := int(at[-1])) < trials:
+        at = torch.cat([at, _walk(batch, p, device).add_(last + 1)])
+    return at[: int(torch.searchsorted(at, trials))]
+
+
+ENOUGH = 40.0
+"""Expected successes above which none at all is a matter of 1e-17."""
+
+
+def trials(count: int, p: float, device: torch.device) -> Tensor:
+    """`count` Bernoulli(p) trials: uint8, 1 for a success.
+
+    On the CPU a random byte below floor(256 p) decides nearly all of it, eight of them to a random number, and
+    what is left of p, less than 1/256, is drawn by its successes.
+    """
+    if device.type != "cpu":
+        return torch.empty(count, dtype=torch.bool, device=device).bernoulli_(p).view(torch.uint8)
+    level = math.floor(p * 256.0)
+    result = _bytes_below(level, count, device)
+    rest = (p - level / 256.0) / (1.0 - level / 256.0) if level < 256 else 0.0
+    return result.index_fill_(0, successes(count, rest, device, static=False), 1)
+
+
+def finest(device: torch.device) -> torch.dtype:
+    """The finest floating dtype that the device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _walk(steps: int, p: float, device: torch.device) -> Tensor:
+    """The places of `steps` successes in an endless row of trials."""
+    gap = torch.rand(steps, dtype=finest(device), device=device).neg_().log1p_().div_(math.log1p(-p))
+    return gap.clamp_(max=_FAR).long().add_(1).cumsum_(0).sub_(1)
+
+
+_FAR = 2.0**40
+"""Past the last trial of all tensors, and small enough that sums of it don't overflow."""
+
+
+def _bytes_below(level: int, count: int, device: torch.device) -> Tensor:
+    """`count` random bytes: 1 where below `level`, in 0 to 256, else 0."""
+    if level == 0:
+        return torch.zeros(count, dtype=torch.uint8, device=device)
+    if level == 256:
+        return torch.ones(count, dtype=torch.uint8, device=device)
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), device=device)
+    # Comparing bytes is ten times slower than clamping them.
+    return words.view(torch.uint8)[:count].clamp_(level - 1, level).neg_().add_(level)

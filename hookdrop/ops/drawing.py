@@ -1,0 +1,156 @@
+"""Drawing what is dropped, and the scale that keeps the mean."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookdrop.ops import kernel
+from hookdrop.ops.bernoulli import ENOUGH, finest, successes, trials
+from hookdrop.ops.blocks import Blocks
+
+NORMALIZE = ("batch", "sample", "expected", None)
+
+
+class Drawing:
+    """What is to be drawn for a tensor: what is dropped of it, and the scale of the rest."""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`(dropped, scale)` as `masking.masked` takes them; under `torch.func.vmap`, as its `randomness` says."""
+        return _Drawn.apply(x, self)  # type: ignore[no-any-return]
+
+    def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, for a tensor that no `torch.func` transform holds."""
+        raise NotImplementedError
+
+    def of_each(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for each slice of `x` along axis 0 by itself; `dropped` is a bool mask."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Elements(Drawing):
+    """Every element by itself, with probability `p`."""
+
+    p: float
+
+    def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        dropped = trials(x.numel(), self.p, x.device).view(torch.bool)
+        like = torch.empty_like(x, dtype=torch.bool)
+        return dropped.as_strided(like.shape, like.stride()), _constant(self.p)
+
+    def of_each(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self(x)
+
+
+@dataclass(frozen=True)
+class Seeded(Drawing):
+    """Blocks that open at seeds, where a seed has probability `seed_rate`, so as to drop `p`."""
+
+    blocks: Blocks
+    seed_rate: float
+    p: float
+    normalize: str | None
+    slices: int = 0
+    """Above 0: the samples are those of so many batches that know nothing of one another, and a mask is drawn."""
+
+    def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = self.blocks
+        counting = self.normalize in ("batch", "sample")
+        # On other devices than the CPU nothing may wait for a number of seeds; traced tensors have none to tell.
+        static = x.device.type != "cpu" or not kernel.plain(x)
+        if self._sparse(static):
+            seeds = successes(blocks.places, self.seed_rate, x.device, static=static)
+            counts = _counts(seeds, blocks) if counting else None
+            dropped = blocks.mask(blocks.rows(seeds)) if self.slices else seeds.to(blocks.index)
+        else:
+            rows = blocks.grown(trials(blocks.places, self.seed_rate, x.device))
+            counts, dropped = blocks.counts(rows) if counting else None, blocks.mask(rows)
+        return dropped, _constant(self.p if self.normalize else 0.0) if counts is None else self._scale(counts, x)
+
+    def of_each(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        slices = x.shape[0]
+        all_of_them = replace(self, blocks=self.blocks.times(slices), slices=max(self.slices, 1) * slices)
+        dropped, scale = all_of_them(x.flatten(0, 1))
+        return unfolded(dropped, slices), unfolded(scale, slices)
+
+    def _scale(self, counts: Tensor, x: Tensor) -> Tensor:
+        """Element count / kept count, over all of a batch or over each sample."""
+        together = self.blocks.samples // max(self.slices, 1) if self.normalize == "batch" else 1
+        each = self.blocks.of_sample * together
+        kept = each - counts.view(-1, together).sum(1)
+        scale = each / kept.clamp_(min=1).to(finest(x.device))
+        if self.normalize == "batch" and not self.slices:
+            return scale.view(())
+        return scale.repeat_interleave(together).view(-1, *[1] * (x.dim() - 1))
+
+    def _sparse(self, static: bool) -> bool:
+        """Whether to draw the seeds and write their blocks is cheaper than to draw for each place."""
+        blocks = self.blocks
+        seeds = blocks.places * self.seed_rate
+        if self.seed_rate == 1.0 or (static and seeds < ENOUGH):
+            return False
+        doublings = sum(math.ceil(math.log2(edge)) for edge in blocks.blocks)
+        dense = blocks.places * _TRIAL + blocks.samples * blocks.of_sample * (_MASK + _DOUBLING * doublings)
+        return seeds * (_SEED + _WRITE * math.prod(blocks.blocks)) < dense
+
+
+# Nanoseconds on a CPU: a seed drawn and placed, an element written, a trial, an element of a dense mask, a pass.
+_SEED, _WRITE, _TRIAL, _MASK, _DOUBLING = 15.0, 0.4, 0.4, 0.3, 0.06
+
+
+def unfolded(of_all: Tensor, slices: int) -> Tensor:
+    """Axis 0 as (slices, samples of each); what is the same for all stays as it is."""
+    return of_all.view(slices, -1, *of_all.shape[1:]) if of_all.dim() else of_all
+
+
+def _counts(seeds: Tensor, blocks: Blocks) -> Tensor:
+    counts = kernel.counts(seeds, blocks)
+    return blocks.counts(blocks.rows(seeds)) if counts is None else counts
+
+
+def _constant(p: float) -> Tensor:
+    """1 / (1 - p), on the CPU: read as a number on every device."""
+    return torch.tensor(1.0 if p == 1.0 else 1.0 / (1.0 - p), dtype=torch.float64, device="cpu")
+
+
+class _Drawn(torch.autograd.Function):
+    """Nothing to differentiate; it is here for `torch.func.vmap`, which says whether slices differ."""
+
+    @staticmethod
+    def forward(x: Tensor, drawing: Drawing) -> tuple[Tensor, Tensor]:
+        return drawing.now(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[None, None]:
+        return None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, drawing: Drawing) -> tuple[tuple[Tensor, Tensor], Any]:
+        x = x.movedim(in_dims[0], 0)
+        refuse_by_accident(info.randomness)
+        if info.randomness == "same":
+            return drawing(x[0]), (None, None)
+        dropped, scale = drawing.of_each(x)
+        return (dropped, scale), (0, 0 if scale.dim() else None)
+
+
+def refuse_by_accident(randomness: str) -> None:
+    """Raise as torch's own random functions do where `torch.func.vmap` was not told what to do with them."""
+    if randomness == "error":
+        raise RuntimeError(
+            "vmap: called a random operation while in randomness error mode.\n"
+            '  a mask of its own for each slice: vmap(..., randomness="different"); one for all: "same".'
+        )

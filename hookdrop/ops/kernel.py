@@ -1,0 +1,209 @@
+"""The compiled loops of `_blocks.c`, where they were built; nothing depends on them but speed.
+
+Installing compiles them if there is a C compiler. `HOOKDROP_KERNEL=0` in the environment leaves them out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookdrop.ops.blocks import Blocks
+
+_INTERFACE = 1
+
+
+def available() -> bool:
+    """Whether the compiled loops are there and in use."""
+    return _library is not None
+
+
+def plain(x: Tensor) -> bool:
+    """Whether `x` is an ordinary tensor and nobody watches the operations on it (to trace them, say)."""
+    return type(x) is Tensor and torch._C._get_tracing_state() is None and torch._C._len_torch_dispatch_stack() == 0
+
+
+def _serves(x: Tensor) -> bool:
+    return _library is not None and x.device.type == "cpu" and x.element_size() > 1 and plain(x)
+
+
+def masked(x: Tensor, seeds: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
+    """`x * scale`, and 0 in the seeds' blocks, in one pass; None if that is not among what was compiled."""
+    if x.dtype not in (torch.float32, torch.float64) or not (_serves(x) and (layout := _layout(x, blocks))):
+        return None
+    y = torch.empty_like(x)
+    scales = scale.to(torch.float64).contiguous()
+    layout.run(y, x, scales, seeds)
+    return y
+
+
+def zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> bool:
+    """Zero the seeds' blocks in `y`; False if that is not among what was compiled."""
+    if not (_serves(y) and (layout := _layout(y, blocks))):
+        return False
+    layout.run(y, None, torch.ones(1, dtype=torch.float64), seeds)
+    return True
+
+
+def counts(seeds: Tensor, blocks: Blocks) -> Tensor | None:
+    """int64 (samples,): how much the seeds' blocks cover; None if that is not among what was compiled."""
+    if not _serves(seeds):
+        return None
+    valid, sizes, edges = (_three(values) for values in (blocks.valid, blocks.sizes, blocks.blocks))
+    result = torch.zeros(blocks.samples, dtype=torch.int64)
+    seeds = seeds.long().contiguous()
+    assert _library is not None
+    failed = _library.hookdrop_count(
+        result.data_ptr(),
+        blocks.samples * blocks.channels,
+        blocks.channels,
+        seeds.data_ptr(),
+        seeds.numel(),
+        math.prod(valid),
+        _array(valid),
+        _array(sizes),
+        _array(edges),
+        torch.get_num_threads(),
+    )
+    return None if failed else result
+
+
+def cleared(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
+    """`x * scale`, and 0 where the bool mask is; None if that is not among what was compiled.
+
+    `dropped` is of the memory format of `x`, or (samples, channels or 1, ...) where `x` is contiguous; its samples may
+    lie apart.
+    """
+    if x.dtype not in (torch.float32, torch.float64) or not _serves(x):
+        return None
+    if dropped.shape == x.shape and dropped.stride() == x.stride() and _dense(x):
+        samples, channels, size, pitch = 1, 1, x.numel(), 0
+    elif x.is_contiguous() and x.dim() == dropped.dim() > 2 and dropped[0].is_contiguous():
+        samples, channels, size, pitch = x.shape[0], x.shape[1], math.prod(x.shape[2:]), dropped.stride(0)
+        if dropped.shape not in (x.shape, (samples, 1, *x.shape[2:])):
+            return None
+    else:
+        return None
+    y, scales = torch.empty_like(x), scale.to(torch.float64).contiguous()
+    assert _library is not None
+    _library.hookdrop_clear(
+        y.data_ptr(),
+        x.data_ptr(),
+        x.element_size(),
+        scales.data_ptr(),
+        x.numel() // scales.numel(),
+        samples,
+        channels,
+        size,
+        dropped.data_ptr(),
+        pitch,
+        dropped.shape != x.shape,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def _dense(x: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(x))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How `_blocks.c` finds the blocks in memory; the words are its own."""
+
+    chunks: int
+    size: int
+    repeat: int
+    places: int
+    valid: tuple[int, ...]
+    strides: tuple[int, ...]
+    edges: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    def run(self, y: Tensor, x: Tensor | None, scales: Tensor, seeds: Tensor) -> None:
+        seeds = seeds.long().contiguous()
+        assert _library is not None
+        _library.hookdrop_mask(
+            y.data_ptr(),
+            None if x is None else x.data_ptr(),
+            y.element_size(),
+            scales.data_ptr(),
+            self.chunks // scales.numel(),
+            self.chunks,
+            self.size,
+            self.repeat,
+            seeds.data_ptr(),
+            seeds.numel(),
+            self.places,
+            *map(_array, (self.valid, self.strides, self.edges, self.steps)),
+            torch.get_num_threads(),
+        )
+
+
+def _layout(x: Tensor, blocks: Blocks) -> _Layout | None:
+    """None if `x` has neither its maps nor its samples in one piece each."""
+    channels = x.shape[blocks.channel]
+    one, shared = math.prod(blocks.sizes), blocks.channels < channels
+    valid, edges = _three(blocks.valid), _three(blocks.blocks)
+    places = math.prod(valid) * (1 if shared else channels)
+    maps_first = x.movedim(blocks.channel, 1)
+    lines = _strides(_three(blocks.sizes))
+    if maps_first.is_contiguous():
+        repeat = channels if shared else 1
+        run = (1, *edges), (0, *lines)
+        return _Layout(blocks.samples * channels, one, repeat, math.prod(valid), (1, *valid), (0, *lines), *run)
+    if maps_first.movedim(1, -1).is_contiguous() and places < 2**32:
+        lines = tuple(stride * channels for stride in lines)
+        run = (*edges, channels if shared else 1), (*lines, 1)
+        return _Layout(blocks.samples, one * channels, 1, places, (blocks.channels, *valid), (1, *lines), *run)
+    return None
+
+
+def _three(values: Sequence[int]) -> tuple[int, ...]:
+    """The same for three axes: those that are missing are 1 long."""
+    return (*[1] * (3 - len(values)), *values)
+
+
+def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
+
+
+def _array(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def _load() -> ctypes.CDLL | None:
+    """The library, if it was built from the sources that are here."""
+    path = Path(__file__).with_name("_blocks.native")
+    if os.environ.get("HOOKDROP_KERNEL") == "0" or not path.exists():
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        library.hookdrop_interface.restype = ctypes.c_int64
+        if library.hookdrop_interface() != _INTERFACE:
+            return None
+    except (OSError, AttributeError):  # built for another machine, or something else altogether
+        return None
+    word: Any = ctypes.c_int64
+    pointer: Any = ctypes.c_void_p
+    library.hookdrop_mask.argtypes = [
+        *[pointer, pointer, word, pointer, word, word, word, word],
+        *[pointer, word, word, pointer, pointer, pointer, pointer, word],
+    ]
+    library.hookdrop_mask.restype = None
+    library.hookdrop_clear.argtypes = [pointer, pointer, word, pointer, *[word] * 4, pointer, *[word] * 3]
+    library.hookdrop_clear.restype = None
+    library.hookdrop_count.argtypes = [pointer, word, word, pointer, word, word, *[pointer] * 3, word]
+    library.hookdrop_count.restype = word
+    return library
+
+
+_library = _load()
