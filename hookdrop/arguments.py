@@ -69,3 +69,28 @@ def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) ->
     if any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         return value
     raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+
+
+def floating(x: object, owner: str, *, nested: bool = False) -> None:
+    """Raise `TypeError` unless `x` is a tensor of real floating-point numbers that lie in memory one by one."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"{owner}: x must be a tensor, got {_brief(x)}.\n  write torch.as_tensor(x, dtype=torch.float32)"
+        )
+    instead = None
+    if x.layout not in (torch.strided, torch.jagged):
+        instead = "x.to_dense()"
+    elif x.is_nested and not nested:
+        instead = "a padded tensor: torch.nested.to_padded_tensor(x, 0.0)"
+    elif x.is_complex():
+        instead = "its real and imaginary parts: torch.view_as_real(x)"
+    elif not x.is_floating_point():
+        instead = "x.float()"
+    if instead:
+        what = "nested" if x.is_nested else f"{x.layout} {tuple(x.shape)}" if "dense" in instead else tuple(x.shape)
+        raise TypeError(f"{owner}: x must be real floating-point numbers, got {what} {x.dtype}.\n  pass {instead}")
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) < 60 else text[:57] + '...'} ({type(value).__name__})"

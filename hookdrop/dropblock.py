@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hookdrop.arguments import count, one_of, rate
+from hookdrop.arguments import count, floating, one_of, rate
 from hookdrop.errors import ShapeError
 from hookdrop.ops import graph
 from hookdrop.ops.blocks import Blocks
@@ -50,7 +50,8 @@ def drop_block(
 
     Raises:
         ShapeError: the input has no map, or `block_size` names another number of axes.
-        ValueError, TypeError: a setting is out of its range.
+        TypeError: `x` is not a dense tensor of real floating-point numbers, or a setting is not what it must be.
+        ValueError: a setting is out of its range.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -60,6 +61,7 @@ def drop_block(
 
     Reference: Ghiasi et al. 2018, arXiv:1810.12890, Algorithm 1.
     """
+    floating(x, "drop_block")
     one_of(normalize, "normalize", "drop_block", NORMALIZE)
     one_of(gamma, "gamma", "drop_block", GAMMA)
     channel = channel_axis(x.shape, channel_dim)
@@ -102,12 +104,20 @@ def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
 
 def block_sizes(block_size: int | Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     """The block along each spatial axis, clamped to the map."""
-    wanted = (block_size,) * len(sizes) if isinstance(block_size, int) else tuple(block_size)
+    checked = block_edges(block_size)
+    wanted = (checked,) * len(sizes) if isinstance(checked, int) else checked
     if len(wanted) != len(sizes):
         raise ShapeError(
             f"block_size={wanted} names {len(wanted)} axes, the map has {len(sizes)} "
             f"({'x'.join(map(str, sizes))}).\n  give one number, or one for each axis."
         )
-    return tuple(
-        max(1, min(count(block, "block_size", "DropBlock"), size)) for block, size in zip(wanted, sizes, strict=True)
-    )
+    return tuple(max(1, min(edge, size)) for edge, size in zip(wanted, sizes, strict=True))
+
+
+def block_edges(block_size: object) -> int | tuple[int, ...]:
+    """`block_size` as one whole number or some, whatever the map."""
+    if not isinstance(block_size, tuple | list):
+        return count(block_size, "block_size", "DropBlock")
+    if not block_size:
+        raise ValueError("DropBlock: block_size must name at least one edge, got an empty sequence.")
+    return tuple(count(edge, "block_size", "DropBlock") for edge in block_size)

@@ -1,7 +1,8 @@
 """The regularizers as pure functions: tensor in, tensor out, drawn from PyTorch's global generators.
 
 Every function returns `x` itself where there is nothing to do, writes nothing in place, and keeps shape, dtype
-and memory format. `p` is the probability to drop, as in `torch.nn.functional`.
+and memory format. `x` must be of real floating-point numbers and dense, or it is a `TypeError`. `p` is the
+probability to drop, as in `torch.nn.functional`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hookdrop.arguments import one_of, rate
+from hookdrop.arguments import floating, one_of, rate
 from hookdrop.dropblock import drop_block
 from hookdrop.errors import ShapeError
 from hookdrop.ops.drawing import Elements
@@ -50,12 +51,15 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
     Reference: Srivastava et al. 2014, "Dropout: A simple way to prevent neural networks from overfitting".
     """
+    floating(x, "dropout", nested=True)
     p = rate(p, owner="dropout")
     if not training or p == 0.0:
         return x
     # On a CPU PyTorch draws a random number for each element, on one thread, and in low precision rounds 1 / (1 - p).
     small = x.numel() < _WORTHWHILE and x.dtype not in _HALF
-    return F.dropout(x, p, True) if small or x.device.type != "cpu" else masked(x, *Elements(p)(x))
+    if small or x.is_nested or x.device.type != "cpu":
+        return F.dropout(x, p, True)
+    return masked(x, *Elements(p)(x))
 
 
 def dropout1d(x: Tensor, p: float, training: bool = True) -> Tensor:
@@ -78,12 +82,14 @@ def alpha_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
     Reference: Klambauer et al. 2017, "Self-normalizing neural networks", arXiv:1706.02515, section 3.
     """
+    floating(x, "alpha_dropout")
     p = rate(p, owner="alpha_dropout")
     return F.alpha_dropout(x, p, True) if training and p > 0.0 else x
 
 
 def feature_alpha_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """`alpha_dropout` of whole channels of (N, C, ...)."""
+    floating(x, "feature_alpha_dropout")
     p = rate(p, owner="feature_alpha_dropout")
     check_channels(x.shape, "feature_alpha_dropout")
     return F.feature_alpha_dropout(x, p, True) if training and p > 0.0 else x
@@ -99,6 +105,7 @@ def gaussian_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
     Reference: Srivastava et al. 2014, section 10.
     """
+    floating(x, "gaussian_dropout", nested=True)
     p = rate(p, owner="gaussian_dropout", open_end=True)
     if not training or p == 0.0:
         return x
@@ -107,6 +114,7 @@ def gaussian_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 def gaussian_noise(x: Tensor, std: float, training: bool = True) -> Tensor:
     """Add N(0, std^2), `std` in the units of `x`. Reference: Bishop 1995, "Training with noise ..."."""
+    floating(x, "gaussian_noise", nested=True)
     std = rate(std, "std", "gaussian_noise", math.inf)
     return x + torch.randn_like(x).mul_(std) if training and std > 0.0 else x
 
@@ -122,6 +130,7 @@ def drop_path(x: Tensor, p: float, mode: str = "row", training: bool = True) -> 
 
     Reference: Huang et al. 2016, "Deep networks with stochastic depth", arXiv:1603.09382.
     """
+    floating(x, "drop_path")
     p = rate(p, owner="drop_path")
     one_of(mode, "mode", "drop_path", ("row", "batch"))
     if x.dim() == 0:
@@ -145,6 +154,7 @@ def check_channels(shape: torch.Size | tuple[int, ...], owner: str, rank: int | 
 
 def _channel_dropout(x: Tensor, p: float, training: bool, rank: int) -> Tensor:
     name = f"dropout{rank - 2}d"
+    floating(x, name)
     p = rate(p, owner=name)
     check_channels(x.shape, name, rank)
     if not training or p == 0.0:

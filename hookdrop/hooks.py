@@ -39,7 +39,9 @@ class SiteHook:
         self.fired = False
         self.judge = Judge()
         self.looked_at = False
+        self.doubted = False
         self.seen: torch.Size | None = None
+        """The shape of a tensor that came by; in compiled code nothing is told of it before the next `refresh`."""
         self.rate: Tensor | None = None
         self.handle: RemovableHandle | None = None
         state.members.add(self)
@@ -121,8 +123,22 @@ class SiteHook:
                 # Another tensor, not another value: a graph that waits for its backward pass may hold the old one.
                 with torch.inference_mode(False):
                     self.rate = torch.tensor(rate, dtype=torch.float64, device="cpu")
+        if self.seen is not None and not self.doubted:
+            self.tell_doubts()
         # A bool of its own: compiled code is guarded by what it reads, and would compile anew for every rate.
         self.idle = rate == 0.0
+
+    def doubts(self) -> dict[str, str]:
+        """What is probably not meant of the shape that was seen, by kind: fifty blocks of one kind say the same."""
+        found = [] if self.seen is None else self.regularizer.doubts(self.seen)
+        see_all = "\n  all sites: print(plan(..., example_input=x))"
+        return {re.sub(r"\d+", "#", doubt): f"{self.where}: {doubt}{see_all}" for doubt in found}
+
+    def tell_doubts(self) -> None:
+        """Warn of them, once."""
+        self.doubted = True
+        for kind, text in self.doubts().items():
+            self.state.tell(kind, text)
 
     @property
     def where(self) -> str:
@@ -190,11 +206,8 @@ def _regularize_in_graph(hook: SiteHook, x: Tensor) -> Tensor:
 def _look_at(hook: SiteHook, x: Tensor) -> None:
     """Check the first tensor's shape, also at rate 0: better than at step 1,000 of a ramp."""
     hook.regularizer.check(x.shape)
-    hook.looked_at = True
-    for doubt in hook.regularizer.doubts(x.shape):
-        # Said of the first site only: fifty blocks of one kind would say the same in fifty sizes.
-        kind = re.sub(r"\d+", "#", doubt)
-        hook.state.tell(kind, f"{hook.where}: {doubt}\n  all sites: print(plan(..., example_input=x))")
+    hook.looked_at, hook.seen = True, x.shape
+    hook.tell_doubts()
 
 
 # Kept out of compiled graphs. Made with the first hook, never while one is traced; `torch.compiler.disable` loads

@@ -70,14 +70,14 @@ def hidden(model: nn.Module) -> Iterator[None]:
 def unmarked(model: nn.Module) -> Iterator[None]:
     """The forwards inside leave no mark on any hook: not that it ran, nor in which mode."""
     hooks = [hook for _, hook in hooks_of(model)]
-    before = [(hook.fired, hook.looked_at, hook.judge) for hook in hooks]
+    before = [(hook.fired, hook.looked_at, hook.judge, hook.seen) for hook in hooks]
     for hook in hooks:
         hook.judge = Judge()
     try:
         yield
     finally:
         for hook, mark in zip(hooks, before, strict=True):
-            hook.fired, hook.looked_at, hook.judge = mark
+            hook.fired, hook.looked_at, hook.judge, hook.seen = mark
 
 
 def _entries(module: nn.Module) -> list[tuple[int, int]]:

@@ -50,6 +50,8 @@ def problems(model: nn.Module, state: State, hooks: Sequence[SiteHook], asked: b
         found["always in eval"] = always_in_eval_text(state, idle)
     if state.follower is not None and not state.follower.alive:
         found["optimizer gone"] = optimizer_gone_text(state)
+    for hook in live:
+        found.update({} if hook.doubted else hook.doubts())
     waiting = state.step_count == 0 or any(hook.judge.updates for hook in live)
     if any(hook.judge.trained for hook in live) and state.undriven and waiting:
         found["undriven"] = undriven_text(state)

@@ -141,6 +141,8 @@ EXPORT void hookdrop_clear(char *y, const char *x, int64_t kind, const double *s
             length = size - inside < end - at ? size - inside : end - at;
             if (length > BATCH)
                 length = BATCH;
+            if (length > per_scale - at % per_scale)
+                length = per_scale - at % per_scale;
             const uint8_t *bytes = dropped + map / channels * pitch + (shared ? 0 : map % channels * size) + inside;
             double scale = scales[at / per_scale];
             if (kind == 4) {

@@ -41,13 +41,13 @@ ENOUGH = 40.0
 """Expected successes above which none at all is a matter of 1e-17."""
 
 
-def trials(count: int, p: float, device: torch.device) -> Tensor:
+def trials(count: int, p: float, device: torch.device, *, static: bool) -> Tensor:
     """`count` Bernoulli(p) trials: uint8, 1 for a success.
 
-    On the CPU a random byte below floor(256 p) decides nearly all of it, eight of them to a random number, and
-    what is left of p, less than 1/256, is drawn by its successes.
+    A random byte below floor(256 p) decides nearly all of it, eight of them to a random number, and what is left of
+    p, less than 1/256, is drawn by its successes; `static` ones, which may wait for nothing, are PyTorch's own.
     """
-    if device.type != "cpu":
+    if static:
         return torch.empty(count, dtype=torch.bool, device=device).bernoulli_(p).view(torch.uint8)
     level = math.floor(p * 256.0)
     result = _bytes_below(level, count, device)

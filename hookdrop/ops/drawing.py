@@ -39,7 +39,7 @@ class Elements(Drawing):
     p: float
 
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        dropped = trials(x.numel(), self.p, x.device).view(torch.bool)
+        dropped = trials(x.numel(), self.p, x.device, static=_static(x)).view(torch.bool)
         like = torch.empty_like(x, dtype=torch.bool)
         return dropped.as_strided(like.shape, like.stride()), _constant(self.p)
 
@@ -61,14 +61,13 @@ class Seeded(Drawing):
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
         blocks = self.blocks
         counting = self.normalize in ("batch", "sample")
-        # On other devices than the CPU nothing may wait for a number of seeds; traced tensors have none to tell.
-        static = x.device.type != "cpu" or not kernel.plain(x)
+        static = _static(x)
         if self._sparse(static):
             seeds = successes(blocks.places, self.seed_rate, x.device, static=static)
             counts = _counts(seeds, blocks) if counting else None
             dropped = blocks.mask(blocks.rows(seeds)) if self.slices else seeds.to(blocks.index)
         else:
-            rows = blocks.grown(trials(blocks.places, self.seed_rate, x.device))
+            rows = blocks.grown(trials(blocks.places, self.seed_rate, x.device, static=static))
             counts, dropped = blocks.counts(rows) if counting else None, blocks.mask(rows)
         return dropped, _constant(self.p if self.normalize else 0.0) if counts is None else self._scale(counts, x)
 
@@ -106,6 +105,11 @@ _SEED, _WRITE, _TRIAL, _MASK, _DOUBLING = 15.0, 0.4, 0.4, 0.3, 0.06
 def unfolded(of_all: Tensor, slices: int) -> Tensor:
     """Axis 0 as (slices, samples of each); what is the same for all stays as it is."""
     return of_all.view(slices, -1, *of_all.shape[1:]) if of_all.dim() else of_all
+
+
+def _static(x: Tensor) -> bool:
+    """Other devices than the CPU must not be waited for to tell a number of seeds; traced tensors have none to tell."""
+    return x.device.type != "cpu" or not kernel.plain(x)
 
 
 def _counts(seeds: Tensor, blocks: Blocks) -> Tensor:

@@ -16,7 +16,7 @@ from hookdrop.ops.bernoulli import finest
 from hookdrop.ops.blocks import Blocks
 from hookdrop.ops.drawing import Seeded, refuse_by_accident, unfolded
 from hookdrop.ops.gamma import gamma_for
-from hookdrop.ops.masking import mask, masked_slices
+from hookdrop.ops.masking import mask, scaled, slices_in_front
 
 # It is random, and must not be run again for the backward pass; a captured CUDA graph would keep the first rate.
 _TAGS = [getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)]
@@ -27,7 +27,7 @@ def drop_block(
 ) -> Tensor:
     """`hookdrop.dropblock.drop_block` with `p` as a 0-d tensor; the arguments are checked."""
     kind = list(edges), channel, per_channel
-    y: Tensor = _mask(x, *_draw(x.detach(), p, *kind, gamma, normalize), *kind)
+    y: Tensor = _mask(x, *_draw(x.detach(), p, *kind, gamma, normalize, 0), *kind)
     return y
 
 
@@ -40,7 +40,7 @@ def _draw(
     per_channel: bool,
     gamma: str,
     normalize: str | None,
-    slices: int = 0,
+    slices: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(seeds, dropped, scale)`: what is dropped is in the seeds or in the bool mask, and the other is empty."""
     blocks = _blocks(x.shape, edges, channel, per_channel)
@@ -61,12 +61,13 @@ def _draw_fake(
     per_channel: bool,
     gamma: str,
     normalize: str | None,
-    slices: int = 0,
+    slices: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     blocks = _blocks(x.shape, edges, channel, per_channel)
     context = torch.library.get_ctx()
-    seeds = x.new_empty(context.new_dynamic_size(), dtype=blocks.index)
-    dropped = x.new_empty(_mask_shape(x, blocks, context.new_dynamic_size()), dtype=torch.bool)
+    seeds = x.new_empty(0 if slices else context.new_dynamic_size(), dtype=blocks.index)
+    samples = x.shape[0] if slices else context.new_dynamic_size()
+    dropped = x.new_empty(_mask_shape(x, blocks, samples), dtype=torch.bool)
     if normalize not in ("batch", "sample"):
         return seeds, dropped, torch.empty((), dtype=torch.float64, device="cpu")
     shape = () if normalize == "batch" and not slices else (x.shape[0], *[1] * (x.dim() - 1))
@@ -106,11 +107,12 @@ def _mask_slices(
     info: Any, in_dims: tuple[int | None, ...], x: Tensor, seeds: Tensor, dropped: Tensor, scale: Tensor, *settings: Any
 ) -> tuple[Tensor, int]:
     at, _, at_dropped, at_scale, *_ = in_dims
-    shape = x.shape if at is None else x.select(at, 0).shape
-    sown = None if dropped.numel() else _blocks(shape, *settings)
-    return masked_slices(
-        info.batch_size, (at, at_dropped, at_scale), x, dropped if sown is None else seeds, scale, sown
-    ), 0
+    if at_dropped is not None:
+        x, dropped, scale = slices_in_front(info.batch_size, (at, at_dropped, at_scale), x, dropped, scale)
+        return scaled(x, scale).masked_fill(dropped, 0.0), 0
+    # One mask for all slices, and whether it is in the seeds is known only when it is drawn.
+    each = [x] * info.batch_size if at is None else x.unbind(at)
+    return torch.stack([_mask(one, seeds, dropped, scale, *settings) for one in each]), 0
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

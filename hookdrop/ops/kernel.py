@@ -28,7 +28,8 @@ def available() -> bool:
 
 def plain(x: Tensor) -> bool:
     """Whether `x` is an ordinary tensor and nobody watches the operations on it (to trace them, say)."""
-    return type(x) is Tensor and torch._C._get_tracing_state() is None and torch._C._len_torch_dispatch_stack() == 0
+    watched = torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
+    return type(x) is Tensor and torch._C._has_storage(x) and not watched  # a batch of `torch.vmap` has no storage
 
 
 def _serves(x: Tensor) -> bool:
@@ -92,7 +93,9 @@ def cleared(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
             return None
     else:
         return None
-    y, scales = torch.empty_like(x), scale.to(torch.float64).contiguous()
+    if (scales := _in_memory_order(scale, x)) is None:
+        return None
+    y = torch.empty_like(x)
     assert _library is not None
     _library.hookdrop_clear(
         y.data_ptr(),
@@ -109,6 +112,16 @@ def cleared(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
         torch.get_num_threads(),
     )
     return y
+
+
+def _in_memory_order(scale: Tensor, x: Tensor) -> Tensor | None:
+    """A number for each of equal parts of the memory of `x`; None if the scales are not those of such parts."""
+    if scale.numel() == 1:
+        return scale.to(torch.float64)
+    axes = max(axis for axis, size in enumerate(scale.shape) if size > 1) + 1
+    if not (x.is_contiguous() or (axes == 1 and x.stride(0) * x.shape[0] == x.numel())):
+        return None
+    return scale.to(torch.float64).expand(*x.shape[:axes], *[1] * (x.dim() - axes)).contiguous()
 
 
 def _dense(x: Tensor) -> bool:

@@ -24,6 +24,8 @@ def mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None
         scale: 0-d, or one for each sample, broadcasting to `x`.
         blocks: what the seeds are the seeds of.
     """
+    if not torch._C._has_storage(x):  # a batch of gradients (`is_grads_batched=True`): no view of it can be taken
+        return scaled(x, scale).masked_fill(dropped if blocks is None else blocks.mask(blocks.rows(dropped)), 0.0)
     if blocks is None:
         y = kernel.cleared(x, dropped, scale)
         return _clear_(scaled(x, scale), dropped) if y is None else y
@@ -63,19 +65,25 @@ class _Masked(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None
     ) -> tuple[Tensor, int]:
-        return masked_slices(info.batch_size, in_dims[:3], x, dropped, scale, blocks), 0
+        if blocks is not None:
+            assert in_dims[1] is None, "seeds are drawn for no slice or for all: for slices there are masks"
+            dropped = blocks.mask(blocks.rows(dropped))
+        return masked(*slices_in_front(info.batch_size, in_dims[:3], x, dropped, scale)), 0
 
 
-def masked_slices(
-    size: int, axes: Sequence[int | None], x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None
-) -> Tensor:
-    """`masked` for `size` slices of a tensor at once, in front of the result; `axes` says where those of each are."""
-    if blocks is not None:
-        assert axes[1] is None, "seeds are drawn for no slice or for all: for slices there are masks"
-        dropped = blocks.mask(blocks.rows(dropped))
+def slices_in_front(
+    size: int, axes: Sequence[int | None], x: Tensor, dropped: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors of `size` slices, so that they broadcast; `axes` says where the slices of each are."""
     x = x.expand(size, *x.shape) if axes[0] is None else x.movedim(axes[0], 0)
-    dropped, scale = (t if at is None else t.movedim(at, 0) for t, at in zip((dropped, scale), axes[1:], strict=True))
-    return masked(x, dropped, scale)
+    return x, _in_front(dropped, axes[1]), _in_front(scale, axes[2])
+
+
+def _in_front(value: Tensor, axis: int | None) -> Tensor:
+    """With the slices' axis in front, of length 1 where all slices have the same; one number stays one."""
+    if axis is not None:
+        return value.movedim(axis, 0)
+    return value.unsqueeze(0) if value.dim() else value
 
 
 def _zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> Tensor:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from hookdrop.arguments import count, drop_rate, one_of
-from hookdrop.dropblock import block_sizes, channel_axis, drop_block
+from hookdrop.dropblock import block_edges, block_sizes, channel_axis, drop_block
 from hookdrop.ops.drawing import NORMALIZE
 from hookdrop.ops.gamma import GAMMA
 from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
@@ -62,7 +62,7 @@ class DropBlock(Regularizer):
     ) -> None:
         super().__init__()
         self.p = drop_rate(p, keep_prob, self.title, default=0.1)
-        self.block_size = _block(block_size)
+        self.block_size = block_edges(block_size)
         self.per_channel: bool = one_of(per_channel, "per_channel", self.title, (True, False))
         self.gamma: str = one_of(gamma, "gamma", self.title, GAMMA)
         self.normalize: str | None = one_of(normalize, "normalize", self.title, NORMALIZE)
@@ -107,11 +107,3 @@ class DropBlock(Regularizer):
     def _map(self, shape: Sequence[int]) -> list[int]:
         channel = channel_axis(shape, self.channel_dim)
         return [size for axis, size in enumerate(shape) if axis not in (0, channel)]
-
-
-def _block(block_size: object) -> int | tuple[int, ...]:
-    if isinstance(block_size, tuple | list):
-        if not block_size:
-            raise ValueError("DropBlock: block_size must name at least one edge, got an empty sequence.")
-        return tuple(count(edge, "block_size", "DropBlock") for edge in block_size)
-    return count(block_size, "block_size", "DropBlock")
