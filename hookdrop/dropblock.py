@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.arguments import count, floating, one_of, rate
-from hookdrop.errors import ShapeError
+from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.ops import graph
 from hookdrop.ops.blocks import Blocks
 from hookdrop.ops.drawing import NORMALIZE, Seeded
@@ -52,6 +52,7 @@ def drop_block(
         ShapeError: the input has no map, or `block_size` names another number of axes.
         TypeError: `x` is not a dense tensor of real floating-point numbers, or a setting is not what it must be.
         ValueError: a setting is out of its range.
+        InjectionError: this is being recorded by `torch.jit.trace`.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -64,6 +65,11 @@ def drop_block(
     floating(x, "drop_block")
     one_of(normalize, "normalize", "drop_block", NORMALIZE)
     one_of(gamma, "gamma", "drop_block", GAMMA)
+    if training and torch._C._get_tracing_state() is not None:
+        raise InjectionError(
+            "drop_block inside torch.jit.trace: the trace would keep one mask for good.\n"
+            "  trace in eval mode: model.eval(), or without hooks: with hookdrop.without_hooks(model): ..."
+        )
     channel = channel_axis(x.shape, channel_dim)
     sizes = tuple(size for axis, size in enumerate(x.shape) if axis not in (0, channel))
     edges = block_sizes(block_size, sizes)

@@ -57,7 +57,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
         return x
     # On a CPU PyTorch draws a random number for each element, on one thread, and in low precision rounds 1 / (1 - p).
     small = x.numel() < _WORTHWHILE and x.dtype not in _HALF
-    if small or x.is_nested or x.device.type != "cpu":
+    if small or x.is_nested or x.device.type != "cpu" or torch._C._get_tracing_state() is not None:
         return F.dropout(x, p, True)
     return masked(x, *Elements(p)(x))
 

@@ -258,3 +258,49 @@ def test_block_size_of_another_rank_is_refused() -> None:
 def test_channel_dim_out_of_range_is_refused() -> None:
     with pytest.raises(ShapeError, match="channel_dim=4 is not one of its axes"):
         DropBlock(channel_dim=4)(torch.ones(1, 1, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("x", "fix"),
+    [
+        (torch.ones(2, 3, 8, 8, dtype=torch.int64), r"got \(2, 3, 8, 8\) torch.int64(.|\n)*pass x.float\(\)"),
+        (torch.ones(2, 3, 8, 8, dtype=torch.bool), r"torch.bool(.|\n)*pass x.float\(\)"),
+        (torch.ones(2, 3, 8, 8, dtype=torch.complex64), r"torch.complex64(.|\n)*torch.view_as_real\(x\)"),
+        (torch.ones(2, 3, 8, 8).to_sparse(), r"sparse_coo \(2, 3, 8, 8\)(.|\n)*pass x.to_dense\(\)"),
+        ([1.0, 2.0], r"must be a tensor, got \[1.0, 2.0\] \(list\)(.|\n)*torch.as_tensor"),
+        (None, r"must be a tensor, got None \(NoneType\)"),
+    ],
+    ids=["int", "bool", "complex", "sparse", "list", "None"],
+)
+def test_what_is_no_real_dense_tensor_is_refused(x: object, fix: str) -> None:
+    with pytest.raises(TypeError, match=f"drop_block: x must be (.|\n)*{fix}" if isinstance(x, torch.Tensor) else fix):
+        drop_block(x, 0.1, 3)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    x = torch.nested.nested_tensor([torch.ones(3, 4, 4), torch.ones(3, 5, 5)])
+    with pytest.raises(TypeError, match="got nested (.|\n)*to_padded_tensor"):
+        drop_block(x, 0.1, 3)
+
+
+@pytest.mark.parametrize("p", [torch.tensor([0.1, 0.2]), "0.1", None, True, 1 + 0j])
+def test_a_rate_that_is_not_one_number_is_refused(p: object) -> None:
+    with pytest.raises(TypeError, match="drop_block: p must be (a|one) number, got"):
+        drop_block(torch.ones(2, 3, 8, 8), p, 3)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "error"),
+    [(0, ValueError), ((0, 3), ValueError), ((), ValueError), (3.0, TypeError), ("3", TypeError), (True, TypeError)],
+)
+def test_a_block_size_that_is_none_is_refused(block_size: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="DropBlock: block_size must"):
+        drop_block(torch.ones(2, 3, 8, 8), 0.1, block_size)
+
+
+def test_a_block_size_may_be_a_numpy_or_a_torch_integer() -> None:
+    import numpy as np
+
+    for size in (np.int64(3), torch.tensor(3), [3, 3], (np.int32(3), 3)):
+        assert (drop_block(torch.ones(4, 8, 12, 12), 0.3, size) == 0).any()

@@ -1,5 +1,6 @@
 /* The two loops over blocks that PyTorch has no one-pass operation for. Optional: hookdrop/ops/kernel.py says when
-   it is used, and hookdrop/ops/blocks.py does the same without it. Seeds are sorted; nothing here is random. */
+   it is used, and hookdrop/ops/blocks.py does the same without it. Nothing here is random. Seeds come sorted and may
+   repeat; were they not sorted some would be passed over, but nothing be written outside of a chunk. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -117,7 +118,8 @@ EXPORT void hookdrop_mask(char *y, const char *x, int64_t kind, const double *sc
                     ;
             }
             for (int64_t k = low; k < high; k++)
-                zero_block(to + kind * offset_of(seeds[k] - group * places, valid, strides), kind, edges, steps);
+                if (seeds[k] >= group * places)
+                    zero_block(to + kind * offset_of(seeds[k] - group * places, valid, strides), kind, edges, steps);
         }
     }
 }
@@ -174,12 +176,16 @@ static int64_t mark(uint64_t *row, int64_t start, int64_t length) {
 /* How much of one map the blocks of its seeds cover; `rows` is clear before and after. */
 static int64_t cover(uint64_t *rows, int64_t words, const int64_t *seeds, int64_t count, int64_t first,
                      const int64_t *valid, const int64_t *sizes, const int64_t *edges) {
-    if (count < 2)
-        return count * edges[0] * edges[1] * edges[2];
+    if (count == 0)
+        return 0;
+    if (count == 1 && seeds[0] >= first)
+        return edges[0] * edges[1] * edges[2];
     int64_t covered = 0;
     for (int pass = 0; pass < 2; pass++)
         for (int64_t k = 0; k < count; k++) {
             int64_t seed = seeds[k] - first, line = seed / valid[2];
+            if (seed < 0)
+                continue;
             int64_t at[3] = {line / valid[1], line % valid[1], seed % valid[2]};
             for (int64_t d = at[0]; d < at[0] + edges[0]; d++)
                 for (int64_t h = at[1]; h < at[1] + edges[1]; h++) {

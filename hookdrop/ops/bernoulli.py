@@ -1,7 +1,7 @@
 """Bernoulli trials, drawn at less than the price of one random number each.
 
 Nothing here is approximate: both samplers give independent trials of probability p, to the resolution of the
-uniform numbers that they start from (53 bits).
+uniform numbers that they start from: 53 bits, or 24 on a device that has no float64.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def successes(trials: int, p: float, device: torch.device, *, static: bool) -> Tensor:
-    """Which of `trials` Bernoulli(p) trials succeed: int64, ascending.
+    """Which of `trials` Bernoulli(p) trials succeed: int64, in order.
 
     The gaps between successes are geometric, and a geometric number is the floor of an exponential one
     (Devroye, "Non-Uniform Random Variate Generation", 1986, X.2): only the successes are drawn.
@@ -22,16 +22,17 @@ def successes(trials: int, p: float, device: torch.device, *, static: bool) -> T
         trials: how many.
         p: in [0, 1).
         device: where the result lives.
-        static: the result's length depends on `trials` and `p` alone and nothing waits for the device; places
-            past the last success repeat the first. Wants `expected_successes` of at least `ENOUGH`, since no
-            success at all can't be told that way.
+        static: the result's length depends on `trials` and `p` alone and nothing waits for the device; it is
+            filled up with the last success. Wants `trials * p` of at least `ENOUGH`, since no success at all can't
+            be told that way.
     """
     if p == 0.0 or trials == 0:
         return torch.empty(0, dtype=torch.int64, device=device)
     batch = int(trials * p + 8.0 * math.sqrt(trials * p) + 16.0)
     at = _walk(batch, p, device)
     if static:
-        return torch.where(at < trials, at, at[0]).clamp_(max=trials - 1)
+        there = at < trials
+        return torch.where(there, at, (at * there).amax())
     while (last := int(at[-1])) < trials:
         at = torch.cat([at, _walk(batch, p, device).add_(last + 1)])
     return at[: int(torch.searchsorted(at, trials))]

@@ -21,7 +21,10 @@ class Drawing:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`(dropped, scale)` as `masking.masked` takes them; under `torch.func.vmap`, as its `randomness` says."""
-        return _Drawn.apply(x, self)  # type: ignore[no-any-return]
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return _Drawn.apply(x, self)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            return self.now(x)
 
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The same, for a tensor that no `torch.func` transform holds."""

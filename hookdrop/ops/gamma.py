@@ -15,10 +15,6 @@ from hookdrop.arguments import one_of
 
 GAMMA = ("exact", "paper")
 
-# Where Newton's method may begin: solved once for a map and a block, so that along a schedule a rate's solution is
-# a few steps away. A grid, and not the rate before: the last bit must not depend on which rates came first.
-_ANCHORS = 64
-
 
 def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: str = "exact") -> float:
     """The probability that a place where a whole block fits is a seed.
@@ -44,33 +40,63 @@ def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: st
 
 @lru_cache(maxsize=4096)
 def _exact(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> float:
-    anchor = math.floor(p * _ANCHORS) / _ANCHORS
-    start = _exact(sizes, blocks, anchor) if 0 < anchor < p else 0.0
-    return _solve(_cover_counts(sizes, blocks), p, start)
+    """Solve dropped(gamma) = p: begun beside a solution that is there, so that a schedule's rates cost little each."""
+    cover, nearest = _cover_counts(sizes, blocks), round(p * _ANCHORS) / _ANCHORS
+    if not 0.0 < nearest < 1.0:
+        return _solve(cover, p, start=p / sum(n * share for n, share in cover))
+    gamma, slope, bend = _anchor(sizes, blocks, nearest)
+    by = (p - nearest) / slope
+    return _solve(cover, p, start=gamma + by - bend / slope * by * by / 2)
 
 
-def _solve(cover: tuple[tuple[int, int], ...], p: float, start: float) -> float:
-    """Solve mean over positions of 1 - (1 - gamma)^n(position) = p by Newton's method.
+# A grid of rates, and not the rate before: the last bit of gamma must not depend on which rates came first.
+_ANCHORS = 128
 
-    The left side is concave and increasing in gamma, so that Newton from below the root stays below it and
-    climbs to it: no safeguard is needed. `start` must not lie above the root.
+
+@lru_cache(maxsize=4096)
+def _anchor(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> tuple[float, float, float]:
+    """The solution for a rate on the grid, with the first two derivatives of dropped(gamma) there."""
+    cover = _cover_counts(sizes, blocks)
+    gamma = _solve(cover, p, start=p / sum(n * share for n, share in cover))
+    miss = math.log1p(-gamma)
+    bend = -sum(share * n * (n - 1) * math.exp((n - 2) * miss) for n, share in cover)
+    return gamma, _dropped(cover, gamma)[1], bend
+
+
+def _solve(cover: tuple[tuple[int, float], ...], p: float, start: float) -> float:
+    """Newton's method on dropped(gamma) = p.
+
+    The left side is concave and increasing: from below the root it climbs to it and stays below, and from above its
+    first step leads below. No safeguard is needed but the open ends of (0, 1).
     """
-    total = sum(times for _, times in cover)
-    gamma = max(start, p * total / sum(n * times for n, times in cover))
+    gamma = min(max(start, math.ulp(0.0)), _BELOW_ONE)
     for _ in range(200):
-        log_miss = math.log1p(-gamma)
-        dropped = -sum(times * math.expm1(n * log_miss) for n, times in cover) / total
-        slope = sum(times * n * math.exp((n - 1) * log_miss) for n, times in cover) / total
-        better = min(gamma + (p - dropped) / slope, math.nextafter(1.0, 0.0))
-        if better <= gamma * (1 + 1e-14):
+        dropped, slope = _dropped(cover, gamma)
+        step = (p - dropped) / slope
+        gamma = min(max(gamma + step, math.ulp(0.0)), _BELOW_ONE)
+        # It doubles the digits: after a step so small the next would change none.
+        if abs(step) <= 1e-8 * gamma:
             break
-        gamma = better
     return gamma
 
 
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+
+
+def _dropped(cover: tuple[tuple[int, float], ...], gamma: float) -> tuple[float, float]:
+    """Mean over positions of 1 - (1 - gamma)^n(position), and its derivative."""
+    miss = math.log1p(-gamma)
+    dropped = slope = 0.0
+    for n, share in cover:
+        hit = -math.expm1(n * miss)
+        dropped += share * hit
+        slope += share * n * (1.0 - hit)
+    return dropped, slope / (1.0 - gamma)
+
+
 @lru_cache(maxsize=1024)
-def _cover_counts(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """By how many seeds a position can be covered, and how many positions that is true of."""
+def _cover_counts(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """By how many seeds a position can be covered, and the share of positions that this is true of."""
     cover = Counter({1: 1})
     for size, block in zip(sizes, blocks, strict=True):
         valid = size - block + 1
@@ -80,4 +106,5 @@ def _cover_counts(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[in
             for m, more in along.items():
                 product[n * m] += times * more
         cover = product
-    return tuple(cover.items())
+    total = sum(cover.values())
+    return tuple((n, times / total) for n, times in cover.items())

@@ -10,15 +10,17 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookdrop.ops.blocks import Blocks
 
 _INTERFACE = 1
+_Array: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
 def available() -> bool:
@@ -27,9 +29,11 @@ def available() -> bool:
 
 
 def plain(x: Tensor) -> bool:
-    """Whether `x` is an ordinary tensor and nobody watches the operations on it (to trace them, say)."""
+    """Whether `x` is numbers in memory as they are, and nobody watches the operations on it (to trace them, say)."""
     watched = torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
-    return type(x) is Tensor and torch._C._has_storage(x) and not watched  # a batch of `torch.vmap` has no storage
+    # A batch of the old `vmap` has no storage, a zero gradient no memory, a negated view the memory of the other sign.
+    odd = not torch._C._has_storage(x) or x._is_zerotensor() or x.is_neg()
+    return type(x) in (Tensor, nn.Parameter) and not (watched or odd)
 
 
 def _serves(x: Tensor) -> bool:
@@ -50,7 +54,7 @@ def zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> bool:
     """Zero the seeds' blocks in `y`; False if that is not among what was compiled."""
     if not (_serves(y) and (layout := _layout(y, blocks))):
         return False
-    layout.run(y, None, torch.ones(1, dtype=torch.float64), seeds)
+    layout.run(y, None, torch.ones(1, dtype=torch.float64, device="cpu"), seeds)
     return True
 
 
@@ -59,7 +63,7 @@ def counts(seeds: Tensor, blocks: Blocks) -> Tensor | None:
     if not _serves(seeds):
         return None
     valid, sizes, edges = (_three(values) for values in (blocks.valid, blocks.sizes, blocks.blocks))
-    result = torch.zeros(blocks.samples, dtype=torch.int64)
+    result = torch.zeros(blocks.samples, dtype=torch.int64, device="cpu")
     seeds = seeds.long().contiguous()
     assert _library is not None
     failed = _library.hookdrop_count(
@@ -69,9 +73,9 @@ def counts(seeds: Tensor, blocks: Blocks) -> Tensor | None:
         seeds.data_ptr(),
         seeds.numel(),
         math.prod(valid),
-        _array(valid),
-        _array(sizes),
-        _array(edges),
+        _array(*valid),
+        _array(*sizes),
+        _array(*edges),
         torch.get_num_threads(),
     )
     return None if failed else result
@@ -136,10 +140,8 @@ class _Layout:
     size: int
     repeat: int
     places: int
-    valid: tuple[int, ...]
-    strides: tuple[int, ...]
-    edges: tuple[int, ...]
-    steps: tuple[int, ...]
+    arrays: tuple[_Array, _Array, _Array, _Array]
+    """Valid, strides, edges, steps."""
 
     def run(self, y: Tensor, x: Tensor | None, scales: Tensor, seeds: Tensor) -> None:
         seeds = seeds.long().contiguous()
@@ -156,28 +158,44 @@ class _Layout:
             seeds.data_ptr(),
             seeds.numel(),
             self.places,
-            *map(_array, (self.valid, self.strides, self.edges, self.steps)),
+            *self.arrays,
             torch.get_num_threads(),
         )
 
 
 def _layout(x: Tensor, blocks: Blocks) -> _Layout | None:
     """None if `x` has neither its maps nor its samples in one piece each."""
-    channels = x.shape[blocks.channel]
-    one, shared = math.prod(blocks.sizes), blocks.channels < channels
-    valid, edges = _three(blocks.valid), _three(blocks.blocks)
-    places = math.prod(valid) * (1 if shared else channels)
     maps_first = x.movedim(blocks.channel, 1)
-    lines = _strides(_three(blocks.sizes))
     if maps_first.is_contiguous():
-        repeat = channels if shared else 1
-        run = (1, *edges), (0, *lines)
-        return _Layout(blocks.samples * channels, one, repeat, math.prod(valid), (1, *valid), (0, *lines), *run)
-    if maps_first.movedim(1, -1).is_contiguous() and places < 2**32:
-        lines = tuple(stride * channels for stride in lines)
-        run = (*edges, channels if shared else 1), (*lines, 1)
-        return _Layout(blocks.samples, one * channels, 1, places, (blocks.channels, *valid), (1, *lines), *run)
+        return _maps_in_one_piece(blocks, x.shape[blocks.channel])
+    if maps_first.movedim(1, -1).is_contiguous():
+        return _samples_in_one_piece(blocks, x.shape[blocks.channel])
     return None
+
+
+@lru_cache(maxsize=1024)
+def _maps_in_one_piece(blocks: Blocks, channels: int) -> _Layout | None:
+    valid, edges, lines = _three(blocks.valid), _three(blocks.blocks), _strides(_three(blocks.sizes))
+    places, repeat = math.prod(valid), channels // blocks.channels
+    arrays = _array(1, *valid), _array(0, *lines), _array(1, *edges), _array(0, *lines)
+    if places >= _LIMIT:
+        return None
+    return _Layout(blocks.samples * channels, math.prod(blocks.sizes), repeat, places, arrays)
+
+
+@lru_cache(maxsize=1024)
+def _samples_in_one_piece(blocks: Blocks, channels: int) -> _Layout | None:
+    valid, edges = _three(blocks.valid), _three(blocks.blocks)
+    lines = [stride * channels for stride in _strides(_three(blocks.sizes))]
+    places, run = math.prod(valid) * blocks.channels, channels // blocks.channels
+    arrays = _array(blocks.channels, *valid), _array(1, *lines), _array(*edges, run), _array(*lines, 1)
+    if places >= _LIMIT:
+        return None
+    return _Layout(blocks.samples, math.prod(blocks.sizes) * channels, 1, places, arrays)
+
+
+_LIMIT = 2**32
+"""Places of a chunk that `_blocks.c` can number."""
 
 
 def _three(values: Sequence[int]) -> tuple[int, ...]:
@@ -189,7 +207,7 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
-def _array(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+def _array(*values: int) -> _Array:
     return (ctypes.c_int64 * len(values))(*values)
 
 

@@ -24,7 +24,7 @@ def mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None
         scale: 0-d, or one for each sample, broadcasting to `x`.
         blocks: what the seeds are the seeds of.
     """
-    if not torch._C._has_storage(x):  # a batch of gradients (`is_grads_batched=True`): no view of it can be taken
+    if not torch._C._has_storage(x) or x._is_zerotensor():  # a batch of gradients or a gradient of 0: not to write to
         return scaled(x, scale).masked_fill(dropped if blocks is None else blocks.mask(blocks.rows(dropped)), 0.0)
     if blocks is None:
         y = kernel.cleared(x, dropped, scale)

@@ -1,0 +1,84 @@
+"""The pictures of speed.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peers
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+
+# Okabe and Ito's colours, which the colour-blind can tell apart; hatches and markers say it again.
+OURS, BARE, THEIRS, LIMIT = "#D55E00", "#F0B48C", "#56B4E9", "#000000"
+LINES = {
+    peers.LIMIT: (LIMIT, "o"),
+    peers.BATCH: (OURS, "D"),
+    peers.TORCHVISION: ("#0072B2", "s"),
+    peers.TIMM: ("#009E73", "^"),
+    peers.TORCH_DROPOUT: ("#E69F00", "v"),
+}
+KINDS = {"hookdrop": (OURS, ""), "hookdrop without its compiled kernel": (BARE, "///"), "others": (THEIRS, "")}
+
+
+def draw(path: Path, found: Mapping[str, Any]) -> None:
+    """Bars for each shape, from the limit to what each takes."""
+    figure = Figure(figsize=(5.2 * len(found) + 1.5, 6.4), layout="constrained")
+    panels = figure.subplots(1, len(found), sharey=True, sharex=True, squeeze=False)[0]
+    for axes, (shape, numbers) in zip(panels, found.items(), strict=True):
+        _bars(axes, numbers["contestants"])
+        _label(axes, shape, f"time / ({peers.LIMIT}), forward + backward")
+    handles = [panels[0].barh(0, 0, color=color, hatch=hatch, edgecolor="white") for color, hatch in KINDS.values()]
+    figure.legend(handles, list(KINDS), loc="outside upper center", ncols=len(KINDS), frameon=False, fontsize=11)
+    figure.supxlabel("median and quartiles of ratios within a round; shorter is faster; log scale", fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
+def draw_growth(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
+    """Time over elements, both logarithmic."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    for name, (color, marker) in LINES.items():
+        points = [(size, of_size[name]["milliseconds"]) for size, of_size in found.items() if name in of_size]
+        sizes = [size for size, _ in points]
+        axes.plot(sizes, [spread["median"] for _, spread in points], color=color, marker=marker, label=name)
+        low, high = ([spread[end] for _, spread in points] for end in ("low", "high"))
+        axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.set(xscale="log", yscale="log", ylabel="milliseconds, forward + backward")
+    _label(axes, "Time over the size of the tensor: median and middle half of the rounds", "elements")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _bars(axes: Axes, contestants: Mapping[str, Any]) -> None:
+    shown = {name: numbers["over_limit"] for name, numbers in contestants.items() if name != peers.LIMIT}
+    for row, (name, spread) in enumerate(shown.items()):
+        color, hatch = KINDS[_kind(name)]
+        median = spread["median"]
+        error = [[median - spread["low"]], [spread["high"] - median]]
+        axes.barh(row, median - 1, left=1, color=color, hatch=hatch, edgecolor="white")
+        axes.errorbar(median, row, xerr=error, color="#333333", capsize=3, linewidth=1)
+        axes.annotate(f"{median:.3g}", (max(spread["high"], 1), row), (6, 0), textcoords="offset points", va="center")
+    axes.axvline(1, color=LIMIT, linewidth=1.5)
+    axes.set_xscale("log")
+    axes.margins(x=0.12)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
+    axes.set_yticks(range(len(shown)), list(shown))
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+
+
+def _kind(name: str) -> str:
+    if not name.startswith("hookdrop"):
+        return "others"
+    return "hookdrop without its compiled kernel" if name.endswith(peers.NO_KERNEL) else "hookdrop"
+
+
+def _label(axes: Axes, title: str, x: str) -> None:
+    axes.set_title(title, fontsize=12, loc="left")
+    axes.set_xlabel(x)
+    axes.grid(alpha=0.25, axis="both" if axes.get_yscale() == "log" else "x")
+    axes.spines[["top", "right"]].set_visible(False)
