@@ -6,6 +6,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #ifdef _WIN32
 #define EXPORT __declspec(dllexport)
 #else
@@ -22,7 +26,20 @@
 #define AXES 4
 
 /* Changes with the signatures below; kernel.py asks for it. */
-EXPORT int64_t hookdrop_interface(void) { return 1; }
+EXPORT int64_t hookdrop_interface(void) { return 2; }
+
+/* Says that memory just allocated is best given in huge pages: a fault for each 4 KiB of a fresh result costs more than
+   to compute it. PyTorch does the same for all memory under THP_MEM_ALLOC_ENABLE=1. */
+EXPORT void hookdrop_advise(void *memory, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t page = (uintptr_t)1 << 21;
+    uintptr_t begin = ((uintptr_t)memory + page - 1) & ~(page - 1), end = ((uintptr_t)memory + bytes) & ~(page - 1);
+    if (begin < end)
+        madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
 
 static int64_t first_from(const int64_t *seeds, int64_t count, int64_t bound) {
     int64_t low = 0;
@@ -81,6 +98,36 @@ WIDE static void scale_double(double *y, const double *x, double scale, int64_t 
         y[i] = x[i] * scale;
 }
 
+static void zero_blocks(char *at, const int64_t *seeds, int64_t count, int64_t first, int64_t item, const int64_t *valid,
+                        const int64_t *strides, const int64_t *edges, const int64_t *steps) {
+    for (int64_t k = 0; k < count; k++)
+        if (seeds[k] >= first)
+            zero_block(at + item * offset_of(seeds[k] - first, valid, strides), item, edges, steps);
+}
+
+/* All bits, so that NaN and Inf go, too. */
+WIDE static void keep_float(float *y, const float *x, float scale, const uint32_t *kept, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        union {
+            float value;
+            uint32_t bits;
+        } result = {x[i] * scale};
+        result.bits &= kept[i];
+        y[i] = result.value;
+    }
+}
+
+WIDE static void keep_double(double *y, const double *x, double scale, const uint64_t *kept, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        union {
+            double value;
+            uint64_t bits;
+        } result = {x[i] * scale};
+        result.bits &= kept[i];
+        y[i] = result.value;
+    }
+}
+
 /* All bits, so that NaN and Inf go, too. */
 WIDE static void clear_float(uint32_t *y, const uint8_t *dropped, int64_t count) {
     for (int64_t i = 0; i < count; i++)
@@ -105,22 +152,34 @@ EXPORT void hookdrop_mask(char *y, const char *x, int64_t kind, const double *sc
     for (int64_t part = 0; part < threads; part++) {
         int64_t begin = chunks * part / threads, end = chunks * (part + 1) / threads;
         int64_t group = -1, low = 0, high = 0;
+        /* A mask that many chunks share is worth writing down: ones, and 0 in the blocks. */
+        char *kept = x && repeat > 1 ? malloc(size * kind) : NULL;
         for (int64_t chunk = begin; chunk < end; chunk++) {
             char *to = y + chunk * size * kind;
-            if (x && kind == 4)
-                scale_float((float *)to, (const float *)x + chunk * size, (float)scales[chunk / per_scale], size);
-            else if (x)
-                scale_double((double *)to, (const double *)x + chunk * size, scales[chunk / per_scale], size);
+            const char *from = x ? x + chunk * size * kind : NULL;
+            double scale = x ? scales[chunk / per_scale] : 1.0;
             if (chunk / repeat != group) {
                 low = group < 0 ? first_from(seeds, count, chunk / repeat * places) : high;
                 group = chunk / repeat;
                 for (high = low; high < count && seeds[high] < (group + 1) * places; high++)
                     ;
+                if (kept) {
+                    memset(kept, 0xff, size * kind);
+                    zero_blocks(kept, seeds + low, high - low, group * places, kind, valid, strides, edges, steps);
+                }
             }
-            for (int64_t k = low; k < high; k++)
-                if (seeds[k] >= group * places)
-                    zero_block(to + kind * offset_of(seeds[k] - group * places, valid, strides), kind, edges, steps);
+            if (kept && kind == 4)
+                keep_float((float *)to, (const float *)from, (float)scale, (const uint32_t *)kept, size);
+            else if (kept)
+                keep_double((double *)to, (const double *)from, scale, (const uint64_t *)kept, size);
+            else if (x && kind == 4)
+                scale_float((float *)to, (const float *)from, (float)scale, size);
+            else if (x)
+                scale_double((double *)to, (const double *)from, scale, size);
+            if (!kept)
+                zero_blocks(to, seeds + low, high - low, group * places, kind, valid, strides, edges, steps);
         }
+        free(kept);
     }
 }
 

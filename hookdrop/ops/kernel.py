@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hookdrop.ops.blocks import Blocks
 
-_INTERFACE = 1
+_INTERFACE = 2
 _Array: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
@@ -44,7 +44,7 @@ def masked(x: Tensor, seeds: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | 
     """`x * scale`, and 0 in the seeds' blocks, in one pass; None if that is not among what was compiled."""
     if x.dtype not in (torch.float32, torch.float64) or not (_serves(x) and (layout := _layout(x, blocks))):
         return None
-    y = torch.empty_like(x)
+    y = _fresh(x)
     scales = scale.to(torch.float64).contiguous()
     layout.run(y, x, scales, seeds)
     return y
@@ -99,7 +99,7 @@ def cleared(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
         return None
     if (scales := _in_memory_order(scale, x)) is None:
         return None
-    y = torch.empty_like(x)
+    y = _fresh(x)
     assert _library is not None
     _library.hookdrop_clear(
         y.data_ptr(),
@@ -116,6 +116,18 @@ def cleared(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
         torch.get_num_threads(),
     )
     return y
+
+
+def _fresh(x: Tensor) -> Tensor:
+    """Memory for a result like `x`, in huge pages where it is large and the system has them."""
+    y = torch.empty_like(x)
+    if y.nbytes >= _LARGE:
+        assert _library is not None
+        _library.hookdrop_advise(y.data_ptr(), y.nbytes)
+    return y
+
+
+_LARGE = 2**22
 
 
 def _in_memory_order(scale: Tensor, x: Tensor) -> Tensor | None:
@@ -232,6 +244,8 @@ def _load() -> ctypes.CDLL | None:
     library.hookdrop_mask.restype = None
     library.hookdrop_clear.argtypes = [pointer, pointer, word, pointer, *[word] * 4, pointer, *[word] * 3]
     library.hookdrop_clear.restype = None
+    library.hookdrop_advise.argtypes = [pointer, word]
+    library.hookdrop_advise.restype = None
     library.hookdrop_count.argtypes = [pointer, word, word, pointer, word, word, *[pointer] * 3, word]
     library.hookdrop_count.restype = word
     return library

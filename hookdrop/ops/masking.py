@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hookdrop.ops import kernel
 from hookdrop.ops.blocks import Blocks
@@ -35,6 +36,9 @@ def mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None
 
 def masked(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None) -> Tensor:
     """`mask`, differentiable any number of times in both directions, and with a rule for `torch.func.vmap`."""
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    if not transformed and not (torch.is_grad_enabled() and x.requires_grad):
+        return mask(x, dropped, scale, blocks)
     return _Masked.apply(x, dropped, scale, blocks)  # type: ignore[no-any-return]
 
 
