@@ -70,19 +70,18 @@ def drop_block(
             "drop_block inside torch.jit.trace: the trace would keep one mask for good.\n"
             "  trace in eval mode: model.eval(), or without hooks: with hookdrop.without_hooks(model): ..."
         )
+    compiling = torch.compiler.is_compiling()
+    # A tensor is checked where it is read: in the graph.
+    p = p if compiling and isinstance(p, Tensor) else rate(p, "p", "drop_block")
     channel = channel_axis(x.shape, channel_dim)
     sizes = tuple(size for axis, size in enumerate(x.shape) if axis not in (0, channel))
     edges = block_sizes(block_size, sizes)
-    if not training or x.numel() == 0:
+    if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
-    if torch.compiler.is_compiling():
-        p = p if isinstance(p, Tensor) else torch.tensor(p, dtype=torch.float64, device="cpu")
-        return graph.drop_block(
-            x, p, edges, channel, per_channel, one_of(gamma, "gamma", "drop_block", GAMMA), normalize
-        )
-    p = rate(p, "p", "drop_block")
-    if p == 0.0:
-        return x
+    if compiling:
+        p = torch.as_tensor(p, dtype=torch.float64, device="cpu")
+        return graph.drop_block(x, p, edges, channel, per_channel, gamma, normalize)
+    assert not isinstance(p, Tensor)
     blocks = Blocks(x.shape[0], x.shape[channel] if per_channel else 1, sizes, edges, channel)
     dropped, scale = Seeded(blocks, gamma_for(sizes, edges, p, gamma), p, normalize)(x)
     return masked(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)

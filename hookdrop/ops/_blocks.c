@@ -25,6 +25,11 @@
 
 #define AXES 4
 
+/* Elements that are scaled, and then cleared while they are at hand. */
+#define BATCH 4096
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* Changes with the signatures below; kernel.py asks for it. */
 EXPORT int64_t hookdrop_interface(void) { return 2; }
 
@@ -152,39 +157,48 @@ EXPORT void hookdrop_mask(char *y, const char *x, int64_t kind, const double *sc
     for (int64_t part = 0; part < threads; part++) {
         int64_t begin = chunks * part / threads, end = chunks * (part + 1) / threads;
         int64_t group = -1, low = 0, high = 0;
-        /* A mask that many chunks share is worth writing down: ones, and 0 in the blocks. */
-        char *kept = x && repeat > 1 ? malloc(size * kind) : NULL;
-        for (int64_t chunk = begin; chunk < end; chunk++) {
+        /* Chunks may be short: some are taken together. A mask that many of them share is written down as often. */
+        int64_t together = size < BATCH ? BATCH / size : 1;
+        if (together > repeat && repeat > 1)
+            together = repeat;
+        char *kept = x && repeat > 1 ? malloc(together * size * kind) : NULL;
+        for (int64_t chunk = begin, run; chunk < end; chunk += run) {
+            run = least(least(together, end - chunk), per_scale - chunk % per_scale);
+            if (repeat > 1)
+                run = least(run, repeat - chunk % repeat);
             char *to = y + chunk * size * kind;
             const char *from = x ? x + chunk * size * kind : NULL;
             double scale = x ? scales[chunk / per_scale] : 1.0;
-            if (chunk / repeat != group) {
-                low = group < 0 ? first_from(seeds, count, chunk / repeat * places) : high;
-                group = chunk / repeat;
-                for (high = low; high < count && seeds[high] < (group + 1) * places; high++)
-                    ;
-                if (kept) {
-                    memset(kept, 0xff, size * kind);
-                    zero_blocks(kept, seeds + low, high - low, group * places, kind, valid, strides, edges, steps);
+            if (!kept && x && kind == 4)
+                scale_float((float *)to, (const float *)from, (float)scale, run * size);
+            else if (!kept && x)
+                scale_double((double *)to, (const double *)from, scale, run * size);
+            for (int64_t k = 0; k < run; k++) {
+                int64_t now = (chunk + k) / repeat;
+                if (now != group) {
+                    low = group < 0 ? first_from(seeds, count, now * places) : high;
+                    group = now;
+                    for (high = low; high < count && seeds[high] < (group + 1) * places; high++)
+                        ;
+                    if (kept) {
+                        memset(kept, 0xff, size * kind);
+                        zero_blocks(kept, seeds + low, high - low, group * places, kind, valid, strides, edges, steps);
+                        for (int64_t copy = 1; copy < together; copy++)
+                            memcpy(kept + copy * size * kind, kept, size * kind);
+                    }
                 }
+                if (!kept)
+                    zero_blocks(to + k * size * kind, seeds + low, high - low, group * places, kind, valid, strides,
+                                edges, steps);
             }
             if (kept && kind == 4)
-                keep_float((float *)to, (const float *)from, (float)scale, (const uint32_t *)kept, size);
+                keep_float((float *)to, (const float *)from, (float)scale, (const uint32_t *)kept, run * size);
             else if (kept)
-                keep_double((double *)to, (const double *)from, scale, (const uint64_t *)kept, size);
-            else if (x && kind == 4)
-                scale_float((float *)to, (const float *)from, (float)scale, size);
-            else if (x)
-                scale_double((double *)to, (const double *)from, scale, size);
-            if (!kept)
-                zero_blocks(to, seeds + low, high - low, group * places, kind, valid, strides, edges, steps);
+                keep_double((double *)to, (const double *)from, scale, (const uint64_t *)kept, run * size);
         }
         free(kept);
     }
 }
-
-/* Elements that are scaled, and then cleared while they are at hand. */
-#define BATCH 4096
 
 /* y = x * scale, and 0 where `dropped`, one byte an element, is 1.
 
@@ -199,11 +213,7 @@ EXPORT void hookdrop_clear(char *y, const char *x, int64_t kind, const double *s
         int64_t end = elements / threads * (part + 1) + (part + 1 == threads ? elements % threads : 0);
         for (int64_t at = elements / threads * part, length; at < end; at += length) {
             int64_t map = at / size, inside = at % size;
-            length = size - inside < end - at ? size - inside : end - at;
-            if (length > BATCH)
-                length = BATCH;
-            if (length > per_scale - at % per_scale)
-                length = per_scale - at % per_scale;
+            length = least(least(size - inside, end - at), least(BATCH, per_scale - at % per_scale));
             const uint8_t *bytes = dropped + map / channels * pitch + (shared ? 0 : map % channels * size) + inside;
             double scale = scales[at / per_scale];
             if (kind == 4) {

@@ -29,13 +29,14 @@ def successes(trials: int, p: float, device: torch.device, *, static: bool) -> T
     if p == 0.0 or trials == 0:
         return torch.empty(0, dtype=torch.int64, device=device)
     batch = int(trials * p + 8.0 * math.sqrt(trials * p) + 16.0)
-    at = _walk(batch, p, device)
     if static:
-        there = at < trials
-        return torch.where(there, at, (at * there).amax())
-    while (last := int(at[-1])) < trials:
-        at = torch.cat([at, _walk(batch, p, device).add_(last + 1)])
-    return at[: int(torch.searchsorted(at, trials))]
+        at = _gaps(batch, p, device).clamp_(max=_FAR).long().cumsum_(0)
+        good = at <= trials
+        return torch.where(good, at, (at * good).amax()).sub_(1).clamp_(min=0)
+    at = _walk(batch, p, device)
+    while (there := int(torch.count_nonzero(at <= trials))) == len(at):
+        at = torch.cat([at, _walk(batch, p, device).add_(at[-1])])
+    return at[:there].sub_(1.0).long()
 
 
 ENOUGH = 40.0
@@ -62,9 +63,13 @@ def finest(device: torch.device) -> torch.dtype:
 
 
 def _walk(steps: int, p: float, device: torch.device) -> Tensor:
-    """The places of `steps` successes in an endless row of trials."""
-    gap = torch.rand(steps, dtype=finest(device), device=device).neg_().log1p_().div_(math.log1p(-p))
-    return gap.clamp_(max=_FAR).long().add_(1).cumsum_(0).sub_(1)
+    """The numbers, from 1 on, of the first successes in an endless row of trials: whole, or infinite."""
+    return _gaps(steps, p, device).cumsum_(0)
+
+
+def _gaps(steps: int, p: float, device: torch.device) -> Tensor:
+    """Geometric numbers, from 1 on. A uniform number below 1 has a logarithm below 0, so that none is 0."""
+    return torch.rand(steps, dtype=finest(device), device=device).log_().div_(math.log1p(-p)).ceil_()
 
 
 _FAR = 2.0**40

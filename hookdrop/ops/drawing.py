@@ -82,6 +82,9 @@ class Seeded(Drawing):
 
     def _scale(self, counts: Tensor, x: Tensor) -> Tensor:
         """Element count / kept count, over all of a batch or over each sample."""
+        if self.normalize == "batch" and not (self.slices or _static(x)):
+            every = self.blocks.samples * self.blocks.of_sample
+            return torch.tensor(every / max(every - int(counts.sum()), 1), dtype=torch.float64, device="cpu")
         together = self.blocks.samples // max(self.slices, 1) if self.normalize == "batch" else 1
         each = self.blocks.of_sample * together
         kept = each - counts.view(-1, together).sum(1)

@@ -76,7 +76,7 @@ def counts(seeds: Tensor, blocks: Blocks) -> Tensor | None:
         _array(*valid),
         _array(*sizes),
         _array(*edges),
-        torch.get_num_threads(),
+        _threads(seeds.numel() * math.prod(edges)),
     )
     return None if failed else result
 
@@ -113,7 +113,7 @@ def cleared(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
         dropped.data_ptr(),
         pitch,
         dropped.shape != x.shape,
-        torch.get_num_threads(),
+        _threads(x.numel()),
     )
     return y
 
@@ -171,7 +171,7 @@ class _Layout:
             seeds.numel(),
             self.places,
             *self.arrays,
-            torch.get_num_threads(),
+            _threads(y.numel()),
         )
 
 
@@ -208,6 +208,14 @@ def _samples_in_one_piece(blocks: Blocks, channels: int) -> _Layout | None:
 
 _LIMIT = 2**32
 """Places of a chunk that `_blocks.c` can number."""
+
+
+def _threads(elements: int) -> int:
+    """One where to wake the others would cost more than they do."""
+    return torch.get_num_threads() if elements >= _WORTH_A_THREAD else 1
+
+
+_WORTH_A_THREAD = 2**15
 
 
 def _three(values: Sequence[int]) -> tuple[int, ...]:

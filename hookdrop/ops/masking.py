@@ -36,14 +36,30 @@ def mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None
 
 def masked(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None) -> Tensor:
     """`mask`, differentiable any number of times in both directions, and with a rule for `torch.func.vmap`."""
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    if not transformed and not (torch.is_grad_enabled() and x.requires_grad):
-        return mask(x, dropped, scale, blocks)
-    return _Masked.apply(x, dropped, scale, blocks)  # type: ignore[no-any-return]
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return _Transformed.apply(x, dropped, scale, blocks)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Masked.apply(x, dropped, scale, blocks)  # type: ignore[no-any-return]
+    return mask(x, dropped, scale, blocks)
 
 
 class _Masked(torch.autograd.Function):
     """Remembers the seeds, or the bool mask, and the scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None) -> Tensor:
+        ctx.blocks = blocks
+        ctx.save_for_backward(dropped, scale)
+        return mask(x, dropped, scale, blocks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        dropped, scale = ctx.saved_tensors
+        return masked(grad, dropped, scale, ctx.blocks), None, None, None
+
+
+class _Transformed(torch.autograd.Function):
+    """The same for `torch.func` and forward-mode derivatives, at four times the time that a call takes."""
 
     @staticmethod
     def forward(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None) -> Tensor:
@@ -55,10 +71,7 @@ class _Masked(torch.autograd.Function):
         ctx.save_for_backward(dropped, scale)
         ctx.save_for_forward(dropped, scale)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        dropped, scale = ctx.saved_tensors
-        return masked(grad, dropped, scale, ctx.blocks), None, None, None
+    backward = _Masked.backward
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
