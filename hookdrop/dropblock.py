@@ -71,19 +71,18 @@ def drop_block(
             "  trace in eval mode: model.eval(), or without hooks: with hookdrop.without_hooks(model): ..."
         )
     compiling = torch.compiler.is_compiling()
-    # A tensor is checked where it is read: in the graph.
-    p = p if compiling and isinstance(p, Tensor) else rate(p, "p", "drop_block")
+    # In a graph the rate is checked where it is read.
+    value = None if compiling else rate(p, "p", "drop_block")
     channel = channel_axis(x.shape, channel_dim)
-    sizes = tuple(size for axis, size in enumerate(x.shape) if axis not in (0, channel))
+    sizes = tuple(size for axis, size in enumerate(x.shape) if axis != 0 and axis != channel)
     edges = block_sizes(block_size, sizes)
-    if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
+    if not training or x.numel() == 0 or value == 0.0:
         return x
-    if compiling:
-        p = torch.as_tensor(p, dtype=torch.float64, device="cpu")
-        return graph.drop_block(x, p, edges, channel, per_channel, gamma, normalize)
-    assert not isinstance(p, Tensor)
+    if value is None:
+        tensor = p if isinstance(p, Tensor) else torch.tensor(p, dtype=torch.float64, device="cpu")
+        return graph.drop_block(x, tensor, edges, channel, per_channel, gamma, normalize)
     blocks = Blocks(x.shape[0], x.shape[channel] if per_channel else 1, sizes, edges, channel)
-    dropped, scale = Seeded(blocks, gamma_for(sizes, edges, p, gamma), p, normalize)(x)
+    dropped, scale = Seeded(blocks, gamma_for(sizes, edges, value, gamma), value, normalize)(x)
     return masked(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
 
 
@@ -104,7 +103,7 @@ def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
         return 1
     if not -rank < channel_dim < rank or channel_dim == 0:
         raise ShapeError(f"got {tuple(shape)}: channel_dim={channel_dim} is not one of its axes 1 to {rank - 1}.")
-    return channel_dim % rank
+    return channel_dim + rank if channel_dim < 0 else channel_dim
 
 
 def block_sizes(block_size: int | Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -121,7 +120,7 @@ def block_sizes(block_size: int | Sequence[int], sizes: Sequence[int]) -> tuple[
 
 def block_edges(block_size: object) -> int | tuple[int, ...]:
     """`block_size` as one whole number or some, whatever the map."""
-    if not isinstance(block_size, tuple | list):
+    if not isinstance(block_size, (tuple, list)):
         return count(block_size, "block_size", "DropBlock")
     if not block_size:
         raise ValueError("DropBlock: block_size must name at least one edge, got an empty sequence.")

@@ -219,3 +219,5 @@ def _make_outside_of_graphs() -> None:
     global _outside_of_graphs
     if _outside_of_graphs is _regularize:
         _outside_of_graphs = torch.compiler.disable(_regularize)  # type: ignore[no-untyped-call]
+        # Or compiled code of a model without hooks is taken for a like one with them, which then drops nothing.
+        torch._dynamo.config.skip_nnmodule_hook_guards = False

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import DropBlock, HookdropWarning, LinearSchedule, ShapeError, inject
+from hookdrop import DropBlock, Dropout, HookdropWarning, LinearSchedule, ShapeError, inject
 from hookdrop.dropblock import drop_block
 
 X = torch.ones(16, 16, 20, 20)
@@ -233,3 +233,14 @@ def test_what_was_probably_not_meant_is_told_at_the_next_step() -> None:
     fast(torch.ones(2, 5, 7, 7))
     drop.step()
     assert not drop.check()
+
+
+@pytest.mark.parametrize("regularizer", [DropBlock(0.4, 3), Dropout(0.4)], ids=repr)
+@pytest.mark.parametrize("clean_first", [True, False])
+def test_a_like_model_without_hooks_is_not_taken_for_it(regularizer: nn.Module, clean_first: bool) -> None:
+    """A teacher and a student of one class: by default PyTorch does not look at hooks when it looks for compiled code."""
+    clean, hooked = Net(), Net()
+    inject(hooked, regularizer, layers="inner")
+    calls = [(torch.compile(model, backend="eager"), rate) for model, rate in ((clean, 0.0), (hooked, 0.4))]
+    for call, rate in 3 * (calls if clean_first else calls[::-1]):
+        assert zeroed(call(X)) == pytest.approx(rate, abs=0.03)

@@ -88,6 +88,22 @@ class Blocks:
         chunk = _WORDS if words.shape[1] > 255 else words.shape[1]
         return words.view(self.samples, -1, chunk).sum(2).view(torch.uint8).sum(1)
 
+    @property
+    def packed_size(self) -> tuple[int, int]:
+        """The shape of `packed`: one bit an element, and what the end of a row takes."""
+        return self.samples, self._pitch // 8
+
+    def packed(self, rows: Tensor) -> Tensor:
+        """The rows of `rows` and `grown` with eight elements to a byte: uint8 of `packed_size`."""
+        # The product brings the lowest bits of a word's eight bytes together in its highest byte.
+        return ((rows.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
+
+    def unpacked(self, packed: Tensor) -> Tensor:
+        """The rows that were packed."""
+        # Eight copies of the byte; of each another bit is kept, and made the lowest.
+        bits = (packed.long() * _EACH_BYTE) & _BIT_OF_EACH
+        return (((bits + 0x7F * _EACH_BYTE) >> 7) & _EACH_BYTE).view(torch.uint8)
+
     def mask(self, rows: Tensor) -> Tensor:
         """bool, in the axes of the tensors that it is for; 1 channel where they share a mask."""
         return self._shaped(rows).view(torch.bool).movedim(1, self.channel)
@@ -123,6 +139,8 @@ class Blocks:
 
 
 _WORDS = 128
+_EACH_BYTE = 0x0101010101010101
+_BIT_OF_EACH = 0x8040201008040201 - 2**64
 
 
 def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -60,6 +60,8 @@ class Seeded(Drawing):
     normalize: str | None
     slices: int = 0
     """Above 0: the samples are those of so many batches that know nothing of one another, and a mask is drawn."""
+    rows: bool = False
+    """Whether a mask comes as `Blocks.rows` does."""
 
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
         blocks = self.blocks
@@ -68,10 +70,12 @@ class Seeded(Drawing):
         if self._sparse(static):
             seeds = successes(blocks.places, self.seed_rate, x.device, static=static)
             counts = _counts(seeds, blocks) if counting else None
-            dropped = blocks.mask(blocks.rows(seeds)) if self.slices else seeds.to(blocks.index)
+            dropped = blocks.rows(seeds) if self.slices else seeds.to(blocks.index)
         else:
-            rows = blocks.grown(trials(blocks.places, self.seed_rate, x.device, static=static))
-            counts, dropped = blocks.counts(rows) if counting else None, blocks.mask(rows)
+            dropped = blocks.grown(trials(blocks.places, self.seed_rate, x.device, static=static))
+            counts = blocks.counts(dropped) if counting else None
+        if dropped.dtype == torch.uint8 and not self.rows:
+            dropped = blocks.mask(dropped)
         return dropped, _constant(self.p if self.normalize else 0.0) if counts is None else self._scale(counts, x)
 
     def of_each(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,20 +6,19 @@ operation, on the CPU, so that one graph serves all rates.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from hookdrop.arguments import rate
 from hookdrop.ops.bernoulli import finest
 from hookdrop.ops.blocks import Blocks
 from hookdrop.ops.drawing import Seeded, refuse_by_accident, unfolded
 from hookdrop.ops.gamma import gamma_for
-from hookdrop.ops.masking import mask, scaled, slices_in_front
-
-# It is random, and must not be run again for the backward pass; a captured CUDA graph would keep the first rate.
-_TAGS = [getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)]
+from hookdrop.ops.masking import mask
 
 
 def drop_block(
@@ -27,11 +26,10 @@ def drop_block(
 ) -> Tensor:
     """`hookdrop.dropblock.drop_block` with `p` as a 0-d tensor; the arguments are checked."""
     kind = list(edges), channel, per_channel
-    y: Tensor = _mask(x, *_draw(x.detach(), p, *kind, gamma, normalize, 0), *kind)
+    y: Tensor = _MASK(x, *_DRAW(x.detach(), p, *kind, gamma, normalize, 0), *kind)
     return y
 
 
-@torch.library.custom_op("hookdrop::draw_blocks", mutates_args=(), tags=_TAGS)
 def _draw(
     x: Tensor,
     p: Tensor,
@@ -42,17 +40,15 @@ def _draw(
     normalize: str | None,
     slices: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(seeds, dropped, scale)`: what is dropped is in the seeds or in the bool mask, and the other is empty."""
+    """`(record, seeds, scale)`: what is dropped, as bytes; how many seeds they hold, or -1 if a bit an element."""
     blocks = _blocks(x.shape, edges, channel, per_channel)
     value = rate(p, "p", "DropBlock")
     seed_rate = gamma_for(blocks.sizes, blocks.blocks, value, gamma)
-    found, scale = Seeded(blocks, seed_rate, value, normalize, slices).now(x)
-    if found.dtype == torch.bool:
-        return x.new_empty(0, dtype=blocks.index), found.contiguous(), scale
-    return found, x.new_empty(_mask_shape(x, blocks, 0), dtype=torch.bool), scale
+    found, scale = Seeded(blocks, seed_rate, value, normalize, slices, rows=True).now(x)
+    record, count = _recorded(found, blocks)
+    return record, torch.tensor(count, device="cpu"), scale
 
 
-@_draw.register_fake
 def _draw_fake(
     x: Tensor,
     p: Tensor,
@@ -63,76 +59,102 @@ def _draw_fake(
     normalize: str | None,
     slices: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = _blocks(x.shape, edges, channel, per_channel)
-    context = torch.library.get_ctx()
-    seeds = x.new_empty(0 if slices else context.new_dynamic_size(), dtype=blocks.index)
-    samples = x.shape[0] if slices else context.new_dynamic_size()
-    dropped = x.new_empty(_mask_shape(x, blocks, samples), dtype=torch.bool)
+    record = x.new_empty(_blocks(x.shape, edges, channel, per_channel).packed_size, dtype=torch.uint8)
+    seeds = torch.empty((), dtype=torch.int64, device="cpu")
     if normalize not in ("batch", "sample"):
-        return seeds, dropped, torch.empty((), dtype=torch.float64, device="cpu")
+        return record, seeds, torch.empty((), dtype=torch.float64, device="cpu")
     shape = () if normalize == "batch" and not slices else (x.shape[0], *[1] * (x.dim() - 1))
-    return seeds, dropped, x.new_empty(shape, dtype=finest(x.device))
+    return record, seeds, x.new_empty(shape, dtype=finest(x.device))
 
 
-@_draw.register_vmap
 def _draw_slices(info: Any, in_dims: tuple[int | None, ...], x: Tensor, p: Tensor, *settings: Any) -> Any:
     if in_dims[1] is not None:
         raise RuntimeError("vmap over the drop rate: DropBlock has one rate for all slices.")
     refuse_by_accident(info.randomness)
     x = x.movedim(in_dims[0] or 0, 0)
     if info.randomness == "same":
-        return _draw(x[0], p, *settings), (None, None, None)
+        return _DRAW(x[0], p, *settings), (None, None, None)
     count, slices = x.shape[0], max(settings[-1], 1)
-    seeds, dropped, scale = _draw(x.flatten(0, 1), p, *settings[:-1], slices * count)
-    return (seeds, unfolded(dropped, count), unfolded(scale, count)), (None, 0, 0 if scale.dim() else None)
+    record, seeds, scale = _DRAW(x.flatten(0, 1), p, *settings[:-1], slices * count)
+    return (unfolded(record, count), seeds, unfolded(scale, count)), (0, None, 0 if scale.dim() else None)
 
 
-@torch.library.custom_op("hookdrop::mask_blocks", mutates_args=())
 def _mask(
-    x: Tensor, seeds: Tensor, dropped: Tensor, scale: Tensor, edges: list[int], channel: int, per_channel: bool
+    x: Tensor, record: Tensor, seeds: Tensor, scale: Tensor, edges: list[int], channel: int, per_channel: bool
 ) -> Tensor:
-    sown = None if dropped.numel() else _blocks(x.shape, edges, channel, per_channel)
-    y = mask(x, dropped if sown is None else seeds, scale, sown)
+    blocks, count = _blocks(x.shape, edges, channel, per_channel), int(seeds)
+    if count < 0:
+        y = mask(x, blocks.mask(blocks.unpacked(record)), scale)
+    else:
+        y = mask(x, record.view(-1)[: count * blocks.index.itemsize].view(blocks.index), scale, blocks)
     promised = torch.empty_like(x)
     return y if y.stride() == promised.stride() else promised.copy_(y)
 
 
-@_mask.register_fake
 def _mask_fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-@_mask.register_vmap
 def _mask_slices(
-    info: Any, in_dims: tuple[int | None, ...], x: Tensor, seeds: Tensor, dropped: Tensor, scale: Tensor, *settings: Any
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, record: Tensor, seeds: Tensor, scale: Tensor, *settings: Any
 ) -> tuple[Tensor, int]:
-    at, _, at_dropped, at_scale, *_ = in_dims
-    if at_dropped is not None:
-        x, dropped, scale = slices_in_front(info.batch_size, (at, at_dropped, at_scale), x, dropped, scale)
-        return scaled(x, scale).masked_fill(dropped, 0.0), 0
-    # One mask for all slices, and whether it is in the seeds is known only when it is drawn.
-    each = [x] * info.batch_size if at is None else x.unbind(at)
-    return torch.stack([_mask(one, seeds, dropped, scale, *settings) for one in each]), 0
+    size = info.batch_size
+    x, record, scale = (
+        value if dim is None else value.movedim(dim, 0)
+        for value, dim in zip((x, record, scale), (in_dims[0], in_dims[1], in_dims[3]), strict=True)
+    )
+    if in_dims[0] is None:
+        x = x.expand(size, *x.shape)
+    if in_dims[1] is None:
+        # One mask for all slices.
+        return torch.stack([_MASK(one, record, seeds, scale, *settings) for one in x]), 0
+    scale = scale.flatten(0, 1) if scale.dim() else scale
+    return _MASK(x.flatten(0, 1), record.flatten(0, 1), seeds, scale, *settings).unflatten(0, (size, -1)), 0
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, seeds, dropped, scale, *ctx.settings = inputs
-    ctx.save_for_backward(seeds, dropped, scale)
+    _, record, seeds, scale, *ctx.settings = inputs
+    ctx.save_for_backward(record, seeds, scale)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (_mask(grad, *ctx.saved_tensors, *ctx.settings), *[None] * (3 + len(ctx.settings)))
+    return (_MASK(grad, *ctx.saved_tensors, *ctx.settings), *[None] * (3 + len(ctx.settings)))
 
 
-_mask.register_autograd(_backward, setup_context=_remember)
+def _recorded(found: Tensor, blocks: Blocks) -> tuple[Tensor, int]:
+    """Seeds or rows, as uint8 of the shape that is promised before it is known which, and how many seeds."""
+    if found.dtype == torch.uint8:
+        return blocks.packed(found), -1
+    record = torch.empty(blocks.packed_size, dtype=torch.uint8, device=found.device)
+    if found.nbytes > record.numel():
+        return blocks.packed(blocks.rows(found)), -1
+    record.view(-1)[: found.nbytes] = found.view(torch.uint8)
+    return record, found.numel()
 
 
 def _blocks(shape: torch.Size, edges: list[int], channel: int, per_channel: bool) -> Blocks:
-    sizes = tuple(size for axis, size in enumerate(shape) if axis not in (0, channel))
+    sizes = tuple(size for axis, size in enumerate(shape) if axis != 0 and axis != channel)
     return Blocks(shape[0], shape[channel] if per_channel else 1, sizes, tuple(edges), channel)
 
 
-def _mask_shape(x: Tensor, blocks: Blocks, samples: Any) -> list[Any]:
-    shape = list(x.shape)
-    shape[0], shape[blocks.channel] = samples, blocks.channels
-    return shape
+def _operation(
+    name: str, function: Callable[..., Any], fake: Callable[..., Any], each: Any, tags: Sequence[Any]
+) -> Any:
+    """`function` as an operation that the compiler takes as it is, given its shapes and its rule for `vmap`."""
+    qualified = f"hookdrop::{name}"
+    torch.library.define(qualified, torch.library.infer_schema(function, mutates_args=()), tags=tags)
+    # What runs in it is not to be traced; `torch.compiler.disable` says so too, but loads the compiler.
+    torch.library.impl(qualified, "default")(_disable_dynamo(function))
+    torch.library.register_fake(qualified)(fake)
+    torch.library.register_vmap(qualified, each)
+    return getattr(torch.ops.hookdrop, name).default
+
+
+# It is random, and must not be run again for the backward pass; a captured CUDA graph would keep the first rate.
+_RANDOM = [
+    getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)
+]
+
+_DRAW = _operation("draw_blocks", _draw, _draw_fake, _draw_slices, _RANDOM)
+_MASK = _operation("mask_blocks", _mask, _mask_fake, _mask_slices, ())
+torch.library.register_autograd("hookdrop::mask_blocks", _backward, setup_context=_remember)

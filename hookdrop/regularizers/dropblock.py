@@ -106,4 +106,4 @@ class DropBlock(Regularizer):
 
     def _map(self, shape: Sequence[int]) -> list[int]:
         channel = channel_axis(shape, self.channel_dim)
-        return [size for axis, size in enumerate(shape) if axis not in (0, channel)]
+        return [size for axis, size in enumerate(shape) if axis != 0 and axis != channel]
