@@ -31,7 +31,7 @@
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Changes with the signatures below; kernel.py asks for it. */
-EXPORT int64_t hookdrop_interface(void) { return 2; }
+EXPORT int64_t hookdrop_interface(void) { return 3; }
 
 /* Says that memory just allocated is best given in huge pages: a fault for each 4 KiB of a fresh result costs more than
    to compute it. PyTorch does the same for all memory under THP_MEM_ALLOC_ENABLE=1. */
@@ -46,11 +46,21 @@ EXPORT void hookdrop_advise(void *memory, int64_t bytes) {
 #endif
 }
 
-static int64_t first_from(const int64_t *seeds, int64_t count, int64_t bound) {
-    int64_t low = 0;
+/* Seeds come as int64_t or, where that is enough, as int32_t. */
+typedef struct {
+    const void *at;
+    int64_t count, wide;
+} Seeds;
+
+static int64_t seed_at(Seeds seeds, int64_t k) {
+    return seeds.wide ? ((const int64_t *)seeds.at)[k] : ((const int32_t *)seeds.at)[k];
+}
+
+static int64_t first_from(Seeds seeds, int64_t bound) {
+    int64_t low = 0, count = seeds.count;
     while (low < count) {
         int64_t middle = low + (count - low) / 2;
-        if (seeds[middle] < bound)
+        if (seed_at(seeds, middle) < bound)
             low = middle + 1;
         else
             count = middle;
@@ -103,11 +113,12 @@ WIDE static void scale_double(double *y, const double *x, double scale, int64_t 
         y[i] = x[i] * scale;
 }
 
-static void zero_blocks(char *at, const int64_t *seeds, int64_t count, int64_t first, int64_t item, const int64_t *valid,
-                        const int64_t *strides, const int64_t *edges, const int64_t *steps) {
-    for (int64_t k = 0; k < count; k++)
-        if (seeds[k] >= first)
-            zero_block(at + item * offset_of(seeds[k] - first, valid, strides), item, edges, steps);
+/* The blocks of the seeds from `low` to `high`, which are numbered from `first`. */
+static void zero_blocks(char *at, Seeds seeds, int64_t low, int64_t high, int64_t first, int64_t item,
+                        const int64_t *valid, const int64_t *strides, const int64_t *edges, const int64_t *steps) {
+    for (int64_t k = low; k < high; k++)
+        if (seed_at(seeds, k) >= first)
+            zero_block(at + item * offset_of(seed_at(seeds, k) - first, valid, strides), item, edges, steps);
 }
 
 /* All bits, so that NaN and Inf go, too. */
@@ -150,9 +161,10 @@ WIDE static void clear_double(uint64_t *y, const uint8_t *dropped, int64_t count
    block of `edges` at `steps`. `per_scale` chunks in a row have one scale. x == y, or x == NULL, where y is already
    scaled. `kind` is 4 for float, 8 for double, and where x is NULL the size of an element. */
 EXPORT void hookdrop_mask(char *y, const char *x, int64_t kind, const double *scales, int64_t per_scale, int64_t chunks,
-                          int64_t size, int64_t repeat, const int64_t *seeds, int64_t count, int64_t places,
+                          int64_t size, int64_t repeat, const void *at, int64_t count, int64_t wide, int64_t places,
                           const int64_t *valid, const int64_t *strides, const int64_t *edges, const int64_t *steps,
                           int64_t threads) {
+    const Seeds seeds = {at, count, wide};
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
     for (int64_t part = 0; part < threads; part++) {
         int64_t begin = chunks * part / threads, end = chunks * (part + 1) / threads;
@@ -176,20 +188,20 @@ EXPORT void hookdrop_mask(char *y, const char *x, int64_t kind, const double *sc
             for (int64_t k = 0; k < run; k++) {
                 int64_t now = (chunk + k) / repeat;
                 if (now != group) {
-                    low = group < 0 ? first_from(seeds, count, now * places) : high;
+                    low = group < 0 ? first_from(seeds, now * places) : high;
                     group = now;
-                    for (high = low; high < count && seeds[high] < (group + 1) * places; high++)
+                    for (high = low; high < count && seed_at(seeds, high) < (group + 1) * places; high++)
                         ;
                     if (kept) {
                         memset(kept, 0xff, size * kind);
-                        zero_blocks(kept, seeds + low, high - low, group * places, kind, valid, strides, edges, steps);
+                        zero_blocks(kept, seeds, low, high, group * places, kind, valid, strides, edges, steps);
                         for (int64_t copy = 1; copy < together; copy++)
                             memcpy(kept + copy * size * kind, kept, size * kind);
                     }
                 }
                 if (!kept)
-                    zero_blocks(to + k * size * kind, seeds + low, high - low, group * places, kind, valid, strides,
-                                edges, steps);
+                    zero_blocks(to + k * size * kind, seeds, low, high, group * places, kind, valid, strides, edges,
+                                steps);
             }
             if (kept && kind == 4)
                 keep_float((float *)to, (const float *)from, (float)scale, (const uint32_t *)kept, run * size);
@@ -243,16 +255,16 @@ static int64_t mark(uint64_t *row, int64_t start, int64_t length) {
 }
 
 /* How much of one map the blocks of its seeds cover; `rows` is clear before and after. */
-static int64_t cover(uint64_t *rows, int64_t words, const int64_t *seeds, int64_t count, int64_t first,
+static int64_t cover(uint64_t *rows, int64_t words, Seeds seeds, int64_t low, int64_t high, int64_t first,
                      const int64_t *valid, const int64_t *sizes, const int64_t *edges) {
-    if (count == 0)
+    if (low == high)
         return 0;
-    if (count == 1 && seeds[0] >= first)
+    if (high - low == 1 && seed_at(seeds, low) >= first)
         return edges[0] * edges[1] * edges[2];
     int64_t covered = 0;
     for (int pass = 0; pass < 2; pass++)
-        for (int64_t k = 0; k < count; k++) {
-            int64_t seed = seeds[k] - first, line = seed / valid[2];
+        for (int64_t k = low; k < high; k++) {
+            int64_t seed = seed_at(seeds, k) - first, line = seed / valid[2];
             if (seed < 0)
                 continue;
             int64_t at[3] = {line / valid[1], line % valid[1], seed % valid[2]};
@@ -270,14 +282,15 @@ static int64_t cover(uint64_t *rows, int64_t words, const int64_t *seeds, int64_
     return covered;
 }
 
-/* Adds to `counts`, one a sample, how much its maps' blocks cover; -1 if there was no memory.
+/* How much the blocks cover, and in `counts`, zeros or NULL, how much of each sample; -1 if there was no memory.
 
    A map has sizes[0] * sizes[1] rows of sizes[2]; `places` seeds have place in it, along `valid`. */
-EXPORT int64_t hookdrop_count(int64_t *counts, int64_t maps, int64_t per_sample, const int64_t *seeds, int64_t count,
-                              int64_t places, const int64_t *valid, const int64_t *sizes, const int64_t *edges,
+EXPORT int64_t hookdrop_count(int64_t *counts, int64_t maps, int64_t per_sample, const void *at, int64_t count,
+                              int64_t wide, int64_t places, const int64_t *valid, const int64_t *sizes, const int64_t *edges,
                               int64_t threads) {
-    int64_t words = (sizes[2] + 63) / 64, failed = 0;
-#pragma omp parallel for schedule(static, 1) num_threads(threads) reduction(+ : failed)
+    const Seeds seeds = {at, count, wide};
+    int64_t words = (sizes[2] + 63) / 64, failed = 0, total = 0;
+#pragma omp parallel for schedule(static, 1) num_threads(threads) reduction(+ : failed, total)
     for (int64_t part = 0; part < threads; part++) {
         int64_t begin = maps * part / threads, end = maps * (part + 1) / threads;
         uint64_t *rows = calloc(sizes[0] * sizes[1] * words, sizeof *rows);
@@ -285,19 +298,22 @@ EXPORT int64_t hookdrop_count(int64_t *counts, int64_t maps, int64_t per_sample,
             failed++;
             continue;
         }
-        int64_t high = first_from(seeds, count, begin * places), covered = 0;
+        int64_t high = first_from(seeds, begin * places), covered = 0;
         for (int64_t map = begin; map < end; map++) {
             int64_t low = high;
-            while (high < count && seeds[high] < (map + 1) * places)
+            while (high < count && seed_at(seeds, high) < (map + 1) * places)
                 high++;
-            covered += cover(rows, words, seeds + low, high - low, map * places, valid, sizes, edges);
+            covered += cover(rows, words, seeds, low, high, map * places, valid, sizes, edges);
             if ((map + 1) % per_sample == 0 || map + 1 == end) {
+                if (counts) {
 #pragma omp atomic
-                counts[map / per_sample] += covered;
+                    counts[map / per_sample] += covered;
+                }
+                total += covered;
                 covered = 0;
             }
         }
         free(rows);
     }
-    return failed ? -1 : 0;
+    return failed ? -1 : total;
 }

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-def successes(trials: int, p: float, device: torch.device, *, static: bool) -> Tensor:
-    """Which of `trials` Bernoulli(p) trials succeed: int64, in order.
+def successes(trials: int, p: float, device: torch.device, *, static: bool, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Which of `trials` Bernoulli(p) trials succeed, in order.
 
     The gaps between successes are geometric, and a geometric number is the floor of an exponential one
     (Devroye, "Non-Uniform Random Variate Generation", 1986, X.2): only the successes are drawn.
@@ -25,18 +25,19 @@ def successes(trials: int, p: float, device: torch.device, *, static: bool) -> T
         static: the result's length depends on `trials` and `p` alone and nothing waits for the device; it is
             filled up with the last success. Wants `trials * p` of at least `ENOUGH`, since no success at all can't
             be told that way.
+        dtype: of the result, large enough for `trials`.
     """
     if p == 0.0 or trials == 0:
-        return torch.empty(0, dtype=torch.int64, device=device)
+        return torch.empty(0, dtype=dtype, device=device)
     batch = int(trials * p + 8.0 * math.sqrt(trials * p) + 16.0)
     if static:
         at = _gaps(batch, p, device).clamp_(max=_FAR).long().cumsum_(0)
         good = at <= trials
-        return torch.where(good, at, (at * good).amax()).sub_(1).clamp_(min=0)
+        return torch.where(good, at, (at * good).amax()).sub_(1).clamp_(min=0).to(dtype)
     at = _walk(batch, p, device)
     while (there := int(torch.count_nonzero(at <= trials))) == len(at):
         at = torch.cat([at, _walk(batch, p, device).add_(at[-1])])
-    return at[:there].sub_(1.0).long()
+    return at[:there].sub_(1.0).to(dtype)
 
 
 ENOUGH = 40.0

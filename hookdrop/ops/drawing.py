@@ -44,7 +44,7 @@ class Elements(Drawing):
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dropped = trials(x.numel(), self.p, x.device, static=_static(x)).view(torch.bool)
         like = torch.empty_like(x, dtype=torch.bool)
-        return dropped.as_strided(like.shape, like.stride()), _constant(self.p)
+        return dropped.as_strided(like.shape, like.stride()), _number(1.0 if self.p == 1.0 else 1.0 / (1.0 - self.p))
 
     def of_each(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self(x)
@@ -64,19 +64,17 @@ class Seeded(Drawing):
     """Whether a mask comes as `Blocks.rows` does."""
 
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = self.blocks
-        counting = self.normalize in ("batch", "sample")
-        static = _static(x)
+        blocks, static = self.blocks, _static(x)
         if self._sparse(static):
-            seeds = successes(blocks.places, self.seed_rate, x.device, static=static)
-            counts = _counts(seeds, blocks) if counting else None
-            dropped = blocks.rows(seeds) if self.slices else seeds.to(blocks.index)
+            dropped = successes(blocks.places, self.seed_rate, x.device, static=static, dtype=blocks.index)
         else:
             dropped = blocks.grown(trials(blocks.places, self.seed_rate, x.device, static=static))
-            counts = blocks.counts(dropped) if counting else None
+        scale = self._scale(dropped, x)
+        if self.slices and dropped.dtype != torch.uint8:
+            dropped = blocks.rows(dropped)
         if dropped.dtype == torch.uint8 and not self.rows:
             dropped = blocks.mask(dropped)
-        return dropped, _constant(self.p if self.normalize else 0.0) if counts is None else self._scale(counts, x)
+        return dropped, scale
 
     def of_each(self, x: Tensor) -> tuple[Tensor, Tensor]:
         slices = x.shape[0]
@@ -84,14 +82,16 @@ class Seeded(Drawing):
         dropped, scale = all_of_them(x.flatten(0, 1))
         return unfolded(dropped, slices), unfolded(scale, slices)
 
-    def _scale(self, counts: Tensor, x: Tensor) -> Tensor:
-        """Element count / kept count, over all of a batch or over each sample."""
-        if self.normalize == "batch" and not (self.slices or _static(x)):
-            every = self.blocks.samples * self.blocks.of_sample
-            return torch.tensor(every / max(every - int(counts.sum()), 1), dtype=torch.float64, device="cpu")
-        together = self.blocks.samples // max(self.slices, 1) if self.normalize == "batch" else 1
-        each = self.blocks.of_sample * together
-        kept = each - counts.view(-1, together).sum(1)
+    def _scale(self, dropped: Tensor, x: Tensor) -> Tensor:
+        """What keeps the mean: element count / kept count, over all of a batch or over each sample, or a constant."""
+        if self.normalize not in ("batch", "sample"):
+            return _number(1.0 if self.normalize is None or self.p == 1.0 else 1.0 / (1.0 - self.p))
+        blocks = self.blocks
+        together = blocks.samples // max(self.slices, 1) if self.normalize == "batch" else 1
+        each = together * blocks.of_sample
+        if self.normalize == "batch" and not self.slices and (covered := kernel.count(dropped, blocks)) is not None:
+            return _number(each / max(each - covered, 1))
+        kept = each - _counts(dropped, blocks).view(-1, together).sum(1)
         scale = each / kept.clamp_(min=1).to(finest(x.device))
         if self.normalize == "batch" and not self.slices:
             return scale.view(())
@@ -122,14 +122,17 @@ def _static(x: Tensor) -> bool:
     return x.device.type != "cpu" or not kernel.plain(x)
 
 
-def _counts(seeds: Tensor, blocks: Blocks) -> Tensor:
-    counts = kernel.counts(seeds, blocks)
-    return blocks.counts(blocks.rows(seeds)) if counts is None else counts
+def _counts(dropped: Tensor, blocks: Blocks) -> Tensor:
+    """int64 (samples,): how much of each is dropped, by seeds or rows."""
+    if dropped.dtype == torch.uint8:
+        return blocks.counts(dropped)
+    of_each = torch.zeros(blocks.samples, dtype=torch.int64, device=dropped.device)
+    return blocks.counts(blocks.rows(dropped)) if kernel.count(dropped, blocks, of_each) is None else of_each
 
 
-def _constant(p: float) -> Tensor:
-    """1 / (1 - p), on the CPU: read as a number on every device."""
-    return torch.tensor(1.0 if p == 1.0 else 1.0 / (1.0 - p), dtype=torch.float64, device="cpu")
+def _number(value: float) -> Tensor:
+    """0-d on the CPU: read as a number on every device."""
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 class _Drawn(torch.autograd.Function):

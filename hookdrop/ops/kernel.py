@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hookdrop.ops.blocks import Blocks
 
-_INTERFACE = 2
+_INTERFACE = 3
 _Array: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
@@ -58,27 +58,34 @@ def zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> bool:
     return True
 
 
-def counts(seeds: Tensor, blocks: Blocks) -> Tensor | None:
-    """int64 (samples,): how much the seeds' blocks cover; None if that is not among what was compiled."""
-    if not _serves(seeds):
+def count(seeds: Tensor, blocks: Blocks, of_each: Tensor | None = None) -> int | None:
+    """How much the seeds' blocks cover; None if that is not among what was compiled.
+
+    `of_each`, int64 zeros of (samples,), is filled with how much of each sample.
+    """
+    if seeds.dtype not in _SEEDS or not (_serves(seeds) and seeds.is_contiguous()):
         return None
-    valid, sizes, edges = (_three(values) for values in (blocks.valid, blocks.sizes, blocks.blocks))
-    result = torch.zeros(blocks.samples, dtype=torch.int64, device="cpu")
-    seeds = seeds.long().contiguous()
     assert _library is not None
-    failed = _library.hookdrop_count(
-        result.data_ptr(),
+    covered: int = _library.hookdrop_count(
+        None if of_each is None else of_each.data_ptr(),
         blocks.samples * blocks.channels,
         blocks.channels,
         seeds.data_ptr(),
         seeds.numel(),
-        math.prod(valid),
-        _array(*valid),
-        _array(*sizes),
-        _array(*edges),
-        _threads(seeds.numel() * math.prod(edges)),
+        seeds.dtype == torch.int64,
+        *_map(blocks),
+        _threads(seeds.numel() * math.prod(blocks.blocks)),
     )
-    return None if failed else result
+    return None if covered < 0 else covered
+
+
+_SEEDS = (torch.int32, torch.int64)
+
+
+@lru_cache(maxsize=1024)
+def _map(blocks: Blocks) -> tuple[int, _Array, _Array, _Array]:
+    valid, sizes, edges = (_three(values) for values in (blocks.valid, blocks.sizes, blocks.blocks))
+    return math.prod(valid), _array(*valid), _array(*sizes), _array(*edges)
 
 
 def cleared(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
@@ -156,7 +163,7 @@ class _Layout:
     """Valid, strides, edges, steps."""
 
     def run(self, y: Tensor, x: Tensor | None, scales: Tensor, seeds: Tensor) -> None:
-        seeds = seeds.long().contiguous()
+        seeds = seeds.contiguous() if seeds.dtype in _SEEDS else seeds.long()
         assert _library is not None
         _library.hookdrop_mask(
             y.data_ptr(),
@@ -169,6 +176,7 @@ class _Layout:
             self.repeat,
             seeds.data_ptr(),
             seeds.numel(),
+            seeds.dtype == torch.int64,
             self.places,
             *self.arrays,
             _threads(y.numel()),
@@ -247,14 +255,14 @@ def _load() -> ctypes.CDLL | None:
     pointer: Any = ctypes.c_void_p
     library.hookdrop_mask.argtypes = [
         *[pointer, pointer, word, pointer, word, word, word, word],
-        *[pointer, word, word, pointer, pointer, pointer, pointer, word],
+        *[pointer, word, word, word, pointer, pointer, pointer, pointer, word],
     ]
     library.hookdrop_mask.restype = None
     library.hookdrop_clear.argtypes = [pointer, pointer, word, pointer, *[word] * 4, pointer, *[word] * 3]
     library.hookdrop_clear.restype = None
     library.hookdrop_advise.argtypes = [pointer, word]
     library.hookdrop_advise.restype = None
-    library.hookdrop_count.argtypes = [pointer, word, word, pointer, word, word, *[pointer] * 3, word]
+    library.hookdrop_count.argtypes = [pointer, word, word, pointer, *[word] * 3, *[pointer] * 3, word]
     library.hookdrop_count.restype = word
     return library
 
