@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 import hookdrop
@@ -19,6 +20,7 @@ from hookdrop.dryrun import dry_run
 from hookdrop.errors import HookdropError, HookdropWarning, LayerError, ShapeError
 from hookdrop.globs import glob_expression
 from hookdrop.layers import Entry, entry_text, select, walk
+from hookdrop.ops import kernel
 from hookdrop.regularizers import Regularizer, parse
 from hookdrop.schedules import LinearSchedule
 from hookdrop.tables import counted, shape_text, text_table
@@ -58,9 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _version() -> str:
+    loops = "in use" if kernel.available() else "not in use (not built, or HOOKDROP_KERNEL=0)"
+    return f"hookdrop {hookdrop.__version__}, PyTorch {torch.__version__}, compiled loops: {loops}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hookdrop", description=hookdrop.__doc__)
-    parser.add_argument("--version", action="version", version=f"hookdrop {hookdrop.__version__}")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     what = "list the layers of a model: type, output shape, calls per forward"

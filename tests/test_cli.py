@@ -17,6 +17,7 @@ from torch import nn
 import hookdrop
 from hookdrop import zoo
 from hookdrop.cli import main
+from hookdrop.ops import kernel
 
 DROPBLOCK = "DropBlock(p=0.1, block_size=7)"
 
@@ -453,7 +454,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
-    assert capsys.readouterr().out == f"hookdrop {hookdrop.__version__}\n"
+    said = capsys.readouterr().out
+    assert said.startswith(f"hookdrop {hookdrop.__version__}, PyTorch {torch.__version__}, compiled loops: ")
+    assert said.endswith("in use\n" if kernel.available() else "HOOKDROP_KERNEL=0)\n")
 
 
 @pytest.mark.parametrize("argv", [[], ["layers"], ["plan", "resnet18", "--layers", "fc"], ["inject", "resnet18"]])
