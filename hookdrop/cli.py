@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 import hookdrop
@@ -61,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _version() -> str:
-    loops = "in use" if kernel.available() else "not in use (not built, or HOOKDROP_KERNEL=0)"
-    return f"hookdrop {hookdrop.__version__}, PyTorch {torch.__version__}, compiled loops: {loops}"
+    return f"hookdrop {hookdrop.__version__} (compiled loops: {'yes' if kernel.available() else 'no'})"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -112,7 +112,7 @@ def block_sizes(block_size: int | Sequence[int], sizes: Sequence[int]) -> tuple[
     wanted = (checked,) * len(sizes) if isinstance(checked, int) else checked
     if len(wanted) != len(sizes):
         raise ShapeError(
-            f"block_size={wanted} names {len(wanted)} axes, the map has {len(sizes)} "
+            f"block_size={wanted} names {len(wanted)} ax{'is' if len(wanted) == 1 else 'es'}, the map has {len(sizes)} "
             f"({'x'.join(map(str, sizes))}).\n  give one number, or one for each axis."
         )
     return tuple(max(1, min(edge, size)) for edge, size in zip(wanted, sizes, strict=True))

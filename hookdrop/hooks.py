@@ -85,9 +85,10 @@ class SiteHook:
         """Note the call, and tell whether there is something to do in it."""
         self.fired = True
         state = self.state
-        # Counting would compile anew for each count.
+        # Counting would compile anew for each count, and so would what is read here.
         if torch.compiler.is_compiling():
-            self.judge.trained |= module.training
+            if module.training:
+                self.judge.trained = True
         else:
             self.judge.look(module, self.site, state)
         if not (state.on and (module.training or state.sampling)):

@@ -64,6 +64,17 @@ def test_three_graphs_serve_a_thousand_steps(settings: dict[str, object]) -> Non
     assert graphs() == 3
 
 
+def test_without_a_schedule_there_are_two() -> None:
+    model = Net()
+    inject(model, DropBlock(0.4, 3), layers="inner")
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        fast(X)
+    model.eval()
+    fast(X)
+    assert graphs() == 2
+
+
 RATES = """
 import sys, torch
 from torch import nn
