@@ -39,8 +39,8 @@ class Kernel(BuildHookInterface):
                 build_data["tag"] = f"py3-none-{_platform()}"
                 return
         self.app.display_warning(
-            "hookdrop: its C loops could not be compiled. All works without them; on a CPU DropBlock and Dropout take up "
-            f"to three times as long.\n{said}"
+            "hookdrop: its C loops could not be compiled. All works without them; on a CPU DropBlock and Dropout take "
+            f"up to three times as long.\n{said}"
         )
 
 

@@ -99,8 +99,8 @@ def _verdicts(numbers: Numbers) -> str:
     worst = max(ours, key=lambda name: max(numbers[name].values()))
     most = max(numbers[worst].values())
     return (
-        f"hookdrop's DropBlock keeps at most {most:.4f} bytes per element at p = 0.1 ({worst}): the demand of <= {BYTES_MUST} "
-        f"{word(most <= BYTES_MUST)}, the aim of <= {BYTES_AIM} {word(most <= BYTES_AIM)}."
+        f"At p = 0.1 hookdrop's DropBlock keeps at most {most:.4f} bytes per element ({worst}): "
+        f"the demand of <= {BYTES_MUST} {word(most <= BYTES_MUST)}, the aim of {BYTES_AIM} {word(most <= BYTES_AIM)}."
     )
 
 

@@ -86,6 +86,8 @@ def floating(x: object, owner: str, *, nested: bool = False) -> None:
         instead = "its real and imaginary parts: torch.view_as_real(x)"
     elif not x.is_floating_point():
         instead = "x.float()"
+    elif x.element_size() < 2:
+        instead = "x.to(torch.bfloat16): nothing can be computed in so few bits"
     if instead:
         what = "nested" if x.is_nested else f"{x.layout} {tuple(x.shape)}" if "dense" in instead else tuple(x.shape)
         raise TypeError(f"{owner}: x must be real floating-point numbers, got {what} {x.dtype}.\n  pass {instead}")

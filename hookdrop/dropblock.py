@@ -81,7 +81,8 @@ def drop_block(
     if value is None:
         tensor = p if isinstance(p, Tensor) else torch.tensor(p, dtype=torch.float64, device="cpu")
         return graph.drop_block(x, tensor, edges, channel, per_channel, gamma, normalize)
-    blocks = Blocks(x.shape[0], x.shape[channel] if per_channel else 1, sizes, edges, channel)
+    sizes, edges = tuple(map(int, sizes)), tuple(map(int, edges))  # they may be symbols, in a trace
+    blocks = Blocks(int(x.shape[0]), int(x.shape[channel]) if per_channel else 1, sizes, edges, channel)
     dropped, scale = Seeded(blocks, gamma_for(sizes, edges, value, gamma), value, normalize)(x)
     return masked(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
 
@@ -101,6 +102,7 @@ def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
                 "channel_dim=1) for (N, C, L), channel_dim=-1 for (N, L, C)."
             )
         return 1
+    channel_dim = count(channel_dim, "channel_dim", "DropBlock", -5)
     if not -rank < channel_dim < rank or channel_dim == 0:
         raise ShapeError(f"got {tuple(shape)}: channel_dim={channel_dim} is not one of its axes 1 to {rank - 1}.")
     return channel_dim + rank if channel_dim < 0 else channel_dim

@@ -304,3 +304,14 @@ def test_a_block_size_may_be_a_numpy_or_a_torch_integer() -> None:
 
     for size in (np.int64(3), torch.tensor(3), [3, 3], (np.int32(3), 3)):
         assert (drop_block(torch.ones(4, 8, 12, 12), 0.3, size) == 0).any()
+
+
+@pytest.mark.parametrize("channel_dim", [1.0, "1", True])
+def test_a_channel_dim_that_is_none_is_refused(channel_dim: object) -> None:
+    with pytest.raises(TypeError, match="DropBlock: channel_dim must be a whole number"):
+        drop_block(torch.ones(2, 3, 8, 8), 0.1, 3, channel_dim=channel_dim)
+
+
+def test_too_few_bits_are_refused() -> None:
+    with pytest.raises(TypeError, match="torch.float8_e4m3fn(.|\n)*pass x.to\\(torch.bfloat16\\)"):
+        drop_block(torch.ones(2, 3, 8, 8).to(torch.float8_e4m3fn), 0.1, 3)

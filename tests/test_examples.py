@@ -137,6 +137,7 @@ def test_a_resumed_run_ends_bit_equal(whole: Path, tmp_path: Path) -> None:
 def test_so_it_does_with_a_scaler_a_worker_and_an_unfinished_group(folder: Path, tmp_path: Path) -> None:
     # 30 images are 7 batches of 4: three optimizer steps of two batches, and one batch that is left over.
     settings = f"{DROPOUT} --ramp 0.5 --amp fp16 --batch-size 4 --accumulate 2 --workers 1 --data {folder} --limit 30"
+    settings += " --seed 1"  # no gradient overflows with it, so that no step is skipped
     run(tmp_path / "whole", settings)
     run(tmp_path / "parts", settings, "--stop-after-epoch 2")
     assert saved(tmp_path / "parts")["scaler"]["_growth_tracker"] == saved(tmp_path / "parts")["step"] == 6

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.func import vmap
+from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import DropBlock, Dropout, HookdropWarning, LinearSchedule, ShapeError, inject
@@ -209,6 +209,16 @@ def test_vmap_draws_a_mask_for_each_slice(normalize: str, p: float) -> None:
     assert len({tuple((slice == 0).flatten().tolist()) for slice in y}) == 5
     if normalize == "batch":
         torch.testing.assert_close(y.mean((1, 2, 3, 4)), torch.ones(5))
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's, of what it does not trace
+@pytest.mark.parametrize("p", [0.3, 0.95])
+def test_gradients_of_slices_drop_whole_blocks(p: float) -> None:
+    """Within `torch.func` transforms PyTorch leaves the graph, and traces what runs then."""
+    each = vmap(grad(lambda x: drop_block(x, p, 3).sum()), randomness="different")
+    y = torch.compile(lambda x: each(x), backend="aot_eager")(torch.ones(5, 4, 8, 20, 20))
+    assert zeroed(y) == pytest.approx(p, abs=0.04)
+    torch.testing.assert_close(y.mean((1, 2, 3, 4)), torch.ones(5))
 
 
 def test_measuring_leaves_the_graph_and_comes_back() -> None:

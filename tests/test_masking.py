@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from hookdrop import DropBlock, inject
 from hookdrop.dropblock import drop_block
@@ -218,3 +220,26 @@ def test_what_is_kept_for_backward_is_the_seeds() -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         drop_block(x, 0.1, 7)
     assert sum(kept.values()) / x.numel() < 0.02
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(
+    "drop", [lambda x: dropout(x, 0.3), *(lambda x, p=p: drop_block(x, p, 3) for p in (0.1, 0.95))]
+)
+def test_who_watches_changes_no_mask(drop: Callable[[torch.Tensor], torch.Tensor], use_reentrant: bool) -> None:
+    """A profiler around forward alone, and a checkpoint that runs it again in backward."""
+    x = torch.randn(8, 16, 32, 32, requires_grad=True)
+    with FlopCounterMode(display=False):
+        y = checkpoint(lambda x: drop(x) ** 2, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad == 0, y == 0)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("normalize", NORMALIZE)
+def test_make_fx_keeps_drawing(mode: str, normalize: str | None) -> None:
+    graph = make_fx(lambda x: drop_block(x, 0.3, 3, normalize=normalize), tracing_mode=mode)(torch.rand(8, 32, 16, 16))
+    first, second = (graph(torch.ones(8, 32, 16, 16)) == 0 for _ in range(2))
+    assert not torch.equal(first, second)
+    assert first.float().mean() == pytest.approx(0.3, abs=0.03)

@@ -51,6 +51,7 @@ def test_every_block_runs_and_prints_what_stands_under_it(tmp_path: Path, monkey
                 exec(compile("\n" * line + text, "README.md", "exec"), names)
             printed = output.getvalue()
     torch.set_num_threads(threads)
+    torch.compiler.reset()
 
 
 def test_there_is_something_to_check() -> None:

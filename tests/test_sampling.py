@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from hookdrop.dropblock import drop_block
-from hookdrop.ops import kernel
+from hookdrop.ops import drawing
 from hookdrop.ops.blocks import Blocks
 from hookdrop.ops.drawing import Seeded
 from hookdrop.ops.gamma import gamma_for
@@ -57,7 +57,7 @@ def masks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Seeded, "_sparse", lambda *_: "dense" not in way)
         if "static" in way:
-            patch.setattr(kernel, "plain", lambda _: False)
+            patch.setattr(drawing, "must_not_wait", lambda _: True)
         x = torch.ones(samples, channels, *sizes)
         return drop_block(x, p, edges, normalize=None, channel_dim=1, per_channel=not shared) == 0
 
@@ -164,7 +164,7 @@ def test_how_much_of_a_map_is_dropped(way: str, p: float) -> None:
 def test_the_number_of_seeds_in_a_map_is_binomial(monkeypatch: pytest.MonkeyPatch, rate: float, static: bool) -> None:
     monkeypatch.setattr(Seeded, "_sparse", lambda *_: True)
     if static:
-        monkeypatch.setattr(kernel, "plain", lambda _: False)
+        monkeypatch.setattr(drawing, "must_not_wait", lambda _: True)
     blocks = Blocks(100, 100, (14, 12), (7, 5))
     places = math.prod(blocks.valid)
     seeds, _ = Seeded(blocks, rate, 0.5, None).now(torch.ones(100, 100, 14, 12))
@@ -265,7 +265,7 @@ def test_each_way_is_the_one_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Seeded, "_sparse", lambda *_: True)
     seeds, _ = seeded.now(x)
     assert len(seeds) == len(seeds.unique())
-    monkeypatch.setattr(kernel, "plain", lambda _: False)
+    monkeypatch.setattr(drawing, "must_not_wait", lambda _: True)
     seeds, _ = seeded.now(x)
     assert len(seeds) > len(seeds.unique())
 

@@ -14,6 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hookdrop.ops.plain import plain, transformed
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -118,10 +120,19 @@ class Blocks:
 
     def _fill_(self, memory: Tensor, seeds: Tensor, strides: Sequence[int], value: int) -> Tensor:
         """Write `value` to the seeds' blocks, given the strides of (samples, channels, *sizes)."""
+        offsets = self._offsets(seeds, strides)
+        if transformed() or not plain(memory):
+            # The same without windows, which overlap: not everybody makes of them what memory does.
+            for block, stride in zip(self.blocks, strides[2:], strict=True):
+                steps = torch.arange(block, device=offsets.device) * stride
+                offsets = (offsets.unsqueeze(-1) + steps).flatten()
+            flat = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True)) + 1
+            memory.as_strided((flat,), (1,)).index_fill_(0, offsets, value)
+            return memory
         places = (self.samples, self.channels, *self.valid)
         last = sum((count - 1) * stride for count, stride in zip(places, strides, strict=True))
         windows = memory.as_strided((last + 1, *self.blocks), (1, *strides[2:]))
-        windows.index_fill_(0, self._offsets(seeds, strides), value)
+        windows.index_fill_(0, offsets, value)
         return memory
 
     def _offsets(self, seeds: Tensor, strides: Sequence[int]) -> Tensor:

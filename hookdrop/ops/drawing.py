@@ -12,6 +12,7 @@ from torch import Tensor
 from hookdrop.ops import kernel
 from hookdrop.ops.bernoulli import ENOUGH, finest, successes, trials
 from hookdrop.ops.blocks import Blocks
+from hookdrop.ops.plain import must_not_wait
 
 NORMALIZE = ("batch", "sample", "expected", None)
 
@@ -42,7 +43,7 @@ class Elements(Drawing):
     p: float
 
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        dropped = trials(x.numel(), self.p, x.device, static=_static(x)).view(torch.bool)
+        dropped = trials(x.numel(), self.p, x.device, static=must_not_wait(x)).view(torch.bool)
         like = torch.empty_like(x, dtype=torch.bool)
         return dropped.as_strided(like.shape, like.stride()), _number(1.0 if self.p == 1.0 else 1.0 / (1.0 - self.p))
 
@@ -64,7 +65,7 @@ class Seeded(Drawing):
     """Whether a mask comes as `Blocks.rows` does."""
 
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        blocks, static = self.blocks, _static(x)
+        blocks, static = self.blocks, must_not_wait(x)
         if self._sparse(static):
             dropped = successes(blocks.places, self.seed_rate, x.device, static=static, dtype=blocks.index)
         else:
@@ -92,7 +93,10 @@ class Seeded(Drawing):
         if self.normalize == "batch" and not self.slices and (covered := kernel.count(dropped, blocks)) is not None:
             return _number(each / max(each - covered, 1))
         kept = each - _counts(dropped, blocks).view(-1, together).sum(1)
-        scale = each / kept.clamp_(min=1).to(finest(x.device))
+        kept = kept.clamp_(min=1).to(finest(x.device))
+        scale = (
+            torch.full_like(kept, each) / kept
+        )  # a number over a tensor is its reciprocal, multiplied: rounded twice
         if self.normalize == "batch" and not self.slices:
             return scale.view(())
         return scale.repeat_interleave(together).view(-1, *[1] * (x.dim() - 1))
@@ -115,11 +119,6 @@ _SEED, _WRITE, _TRIAL, _MASK, _DOUBLING = 15.0, 0.4, 0.4, 0.3, 0.06
 def unfolded(of_all: Tensor, slices: int) -> Tensor:
     """Axis 0 as (slices, samples of each); what is the same for all stays as it is."""
     return of_all.view(slices, -1, *of_all.shape[1:]) if of_all.dim() else of_all
-
-
-def _static(x: Tensor) -> bool:
-    """Other devices than the CPU must not be waited for to tell a number of seeds; traced tensors have none to tell."""
-    return x.device.type != "cpu" or not kernel.plain(x)
 
 
 def _counts(dropped: Tensor, blocks: Blocks) -> Tensor:

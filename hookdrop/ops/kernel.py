@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hookdrop.ops.blocks import Blocks
+from hookdrop.ops.plain import plain
 
 _INTERFACE = 3
 _Array: TypeAlias = "ctypes.Array[ctypes.c_int64]"
@@ -26,14 +27,6 @@ _Array: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 def available() -> bool:
     """Whether the compiled loops are there and in use."""
     return _library is not None
-
-
-def plain(x: Tensor) -> bool:
-    """Whether `x` is numbers in memory as they are, and nobody watches the operations on it (to trace them, say)."""
-    watched = torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
-    # A batch of the old `vmap` has no storage, a zero gradient no memory, a negated view the memory of the other sign.
-    odd = not torch._C._has_storage(x) or x._is_zerotensor() or x.is_neg()
-    return type(x) in (Tensor, nn.Parameter) and not (watched or odd)
 
 
 def _serves(x: Tensor) -> bool:

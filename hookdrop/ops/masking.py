@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from hookdrop.ops import kernel
 from hookdrop.ops.blocks import Blocks
+from hookdrop.ops.plain import has_memory
 
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HALF = (torch.float16, torch.bfloat16)
@@ -25,7 +26,7 @@ def mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None
         scale: 0-d, or one for each sample, broadcasting to `x`.
         blocks: what the seeds are the seeds of.
     """
-    if not torch._C._has_storage(x) or x._is_zerotensor():  # a batch of gradients or a gradient of 0: not to write to
+    if not has_memory(x):
         return scaled(x, scale).masked_fill(dropped if blocks is None else blocks.mask(blocks.rows(dropped)), 0.0)
     if blocks is None:
         y = kernel.cleared(x, dropped, scale)
