@@ -45,7 +45,7 @@ class Elements(Drawing):
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dropped = trials(x.numel(), self.p, x.device, static=must_not_wait(x)).view(torch.bool)
         like = torch.empty_like(x, dtype=torch.bool)
-        return dropped.as_strided(like.shape, like.stride()), _number(1.0 if self.p == 1.0 else 1.0 / (1.0 - self.p))
+        return dropped.as_strided(like.shape, like.stride()), _of_the_rest(self.p)
 
     def of_each(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self(x)
@@ -86,7 +86,7 @@ class Seeded(Drawing):
     def _scale(self, dropped: Tensor, x: Tensor) -> Tensor:
         """What keeps the mean: element count / kept count, over all of a batch or over each sample, or a constant."""
         if self.normalize not in ("batch", "sample"):
-            return _number(1.0 if self.normalize is None or self.p == 1.0 else 1.0 / (1.0 - self.p))
+            return _of_the_rest(self.p if self.normalize == "expected" else 0.0)
         blocks = self.blocks
         together = blocks.samples // max(self.slices, 1) if self.normalize == "batch" else 1
         each = together * blocks.of_sample
@@ -94,9 +94,8 @@ class Seeded(Drawing):
             return _number(each / max(each - covered, 1))
         kept = each - _counts(dropped, blocks).view(-1, together).sum(1)
         kept = kept.clamp_(min=1).to(finest(x.device))
-        scale = (
-            torch.full_like(kept, each) / kept
-        )  # a number over a tensor is its reciprocal, multiplied: rounded twice
+        # A number over a tensor would be its reciprocal, multiplied: rounded twice.
+        scale = torch.full_like(kept, each) / kept
         if self.normalize == "batch" and not self.slices:
             return scale.view(())
         return scale.repeat_interleave(together).view(-1, *[1] * (x.dim() - 1))
@@ -127,6 +126,11 @@ def _counts(dropped: Tensor, blocks: Blocks) -> Tensor:
         return blocks.counts(dropped)
     of_each = torch.zeros(blocks.samples, dtype=torch.int64, device=dropped.device)
     return blocks.counts(blocks.rows(dropped)) if kernel.count(dropped, blocks, of_each) is None else of_each
+
+
+def _of_the_rest(p: float) -> Tensor:
+    """1 / (1 - p), where anything is left."""
+    return _number(1.0 if p == 1.0 else 1.0 / (1.0 - p))
 
 
 def _number(value: float) -> Tensor:
