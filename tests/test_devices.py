@@ -14,18 +14,7 @@ from hookdrop.ops import bernoulli, drawing
 from hookdrop.ops.blocks import Blocks
 from hookdrop.ops.masking import mask
 
-
-def _no_fake_cuda() -> str:
-    try:
-        with FakeTensorMode():
-            torch.rand(4, device="cuda")
-    except (RuntimeError, AssertionError) as error:
-        return f"this PyTorch makes no fake CUDA tensors: {str(error).splitlines()[0]}"
-    return ""
-
-
-NO_FAKE_CUDA = _no_fake_cuda()
-fake_cuda = pytest.mark.skipif(bool(NO_FAKE_CUDA), reason=NO_FAKE_CUDA or "there are fake CUDA tensors")
+fake_cuda = pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 wants a device for fake CUDA tensors")
 WAITS = (DataDependentOutputException, DynamicOutputShapeException)
 SHAPES = [((8, 64, 28, 28), None), ((2, 4, 6, 5, 7), None), ((16, 32, 70), -1), ((8, 28, 28, 64), -1)]
 
