@@ -2,17 +2,19 @@
 
 Every function returns `x` itself where there is nothing to do, writes nothing in place, and keeps shape, dtype
 and memory format. `x` must be of real floating-point numbers and dense, or it is a `TypeError`. `p` is the
-probability to drop, as in `torch.nn.functional`.
+probability to drop, as in `torch.nn.functional`; in compiled code it may be a 0-d tensor, which is not compiled in.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hookdrop import in_graph
 from hookdrop.arguments import floating, one_of, rate
 from hookdrop.dropblock import drop_block
 from hookdrop.errors import ShapeError
@@ -37,7 +39,7 @@ _WORTHWHILE = 2**15
 """Elements from which on our own dropout is faster than PyTorch's."""
 
 
-def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+def dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero each element with probability `p`, scale the rest by 1 / (1 - p).
 
     Args:
@@ -52,7 +54,9 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     Reference: Srivastava et al. 2014, "Dropout: A simple way to prevent neural networks from overfitting".
     """
     floating(x, "dropout", nested=True)
-    p = rate(p, owner="dropout")
+    p = _rate(p, owner="dropout")
+    if isinstance(p, Tensor):
+        return in_graph.dropout(x, p) if training else x
     if not training or p == 0.0:
         return x
     # On a CPU PyTorch draws a random number for each element, on one thread, and in low precision rounds 1 / (1 - p).
@@ -62,40 +66,44 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     return masked(x, *Elements(p)(x))
 
 
-def dropout1d(x: Tensor, p: float, training: bool = True) -> Tensor:
+def dropout1d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, L). Reference: Tompson et al. 2015, arXiv:1411.4280."""
     return _channel_dropout(x, p, training, rank=3)
 
 
-def dropout2d(x: Tensor, p: float, training: bool = True) -> Tensor:
+def dropout2d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, H, W). Reference: Tompson et al. 2015, arXiv:1411.4280."""
     return _channel_dropout(x, p, training, rank=4)
 
 
-def dropout3d(x: Tensor, p: float, training: bool = True) -> Tensor:
+def dropout3d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, D, H, W). Reference: Tompson et al. 2015, arXiv:1411.4280."""
     return _channel_dropout(x, p, training, rank=5)
 
 
-def alpha_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+def alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Set elements to SELU's negative saturation value, keeping mean and variance.
 
     Reference: Klambauer et al. 2017, "Self-normalizing neural networks", arXiv:1706.02515, section 3.
     """
     floating(x, "alpha_dropout")
-    p = rate(p, owner="alpha_dropout")
+    p = _rate(p, owner="alpha_dropout")
+    if isinstance(p, Tensor):
+        return in_graph.alpha_dropout(x, p) if training else x
     return F.alpha_dropout(x, p, True) if training and p > 0.0 else x
 
 
-def feature_alpha_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+def feature_alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """`alpha_dropout` of whole channels of (N, C, ...)."""
     floating(x, "feature_alpha_dropout")
-    p = rate(p, owner="feature_alpha_dropout")
+    p = _rate(p, owner="feature_alpha_dropout")
     check_channels(x.shape, "feature_alpha_dropout")
+    if isinstance(p, Tensor):
+        return in_graph.feature_alpha_dropout(x, p) if training else x
     return F.feature_alpha_dropout(x, p, True) if training and p > 0.0 else x
 
 
-def gaussian_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+def gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Multiply by 1 + e, e ~ N(0, p / (1 - p)): the mean and variance of dropout, with nothing zeroed.
 
     Args:
@@ -106,20 +114,24 @@ def gaussian_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     Reference: Srivastava et al. 2014, section 10.
     """
     floating(x, "gaussian_dropout", nested=True)
-    p = rate(p, owner="gaussian_dropout", open_end=True)
+    p = _rate(p, owner="gaussian_dropout", open_end=True)
+    if isinstance(p, Tensor):
+        return in_graph.gaussian_dropout(x, p) if training else x
     if not training or p == 0.0:
         return x
     return x * torch.randn_like(x).mul_(math.sqrt(p / (1.0 - p))).add_(1.0)
 
 
-def gaussian_noise(x: Tensor, std: float, training: bool = True) -> Tensor:
+def gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
     """Add N(0, std^2), `std` in the units of `x`. Reference: Bishop 1995, "Training with noise ..."."""
     floating(x, "gaussian_noise", nested=True)
-    std = rate(std, "std", "gaussian_noise", math.inf)
+    std = _rate(std, "std", "gaussian_noise", math.inf)
+    if isinstance(std, Tensor):
+        return in_graph.gaussian_noise(x, std) if training else x
     return x + torch.randn_like(x).mul_(std) if training and std > 0.0 else x
 
 
-def drop_path(x: Tensor, p: float, mode: str = "row", training: bool = True) -> Tensor:
+def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = True) -> Tensor:
     """Zero whole samples (`mode="row"`) or the whole batch (`"batch"`), scale the rest by 1 / (1 - p).
 
     Args:
@@ -131,14 +143,12 @@ def drop_path(x: Tensor, p: float, mode: str = "row", training: bool = True) -> 
     Reference: Huang et al. 2016, "Deep networks with stochastic depth", arXiv:1603.09382.
     """
     floating(x, "drop_path")
-    p = rate(p, owner="drop_path")
+    p = _rate(p, owner="drop_path")
     one_of(mode, "mode", "drop_path", ("row", "batch"))
     if x.dim() == 0:
         raise ShapeError("got a 0-d tensor: drop_path needs samples along axis 0.")
-    if not training or p == 0.0:
-        return x
     rows = x.shape[0] if mode == "row" else 1
-    return _masked(x, x.new_empty((rows,) + (1,) * (x.dim() - 1)), p)
+    return _slice_dropout(x, p, (rows,) + (1,) * (x.dim() - 1), training)
 
 
 def check_channels(shape: torch.Size | tuple[int, ...], owner: str, rank: int | None = None) -> None:
@@ -152,21 +162,30 @@ def check_channels(shape: torch.Size | tuple[int, ...], owner: str, rank: int | 
     raise ShapeError(f"got {tuple(shape)}: {owner} drops channels of {wanted}.\n  {use} there.")
 
 
-def _channel_dropout(x: Tensor, p: float, training: bool, rank: int) -> Tensor:
+def _channel_dropout(x: Tensor, p: float | Tensor, training: bool, rank: int) -> Tensor:
     name = f"dropout{rank - 2}d"
     floating(x, name)
-    p = rate(p, owner=name)
+    p = _rate(p, owner=name)
     check_channels(x.shape, name, rank)
+    return _slice_dropout(x, p, x.shape[:2] + (1,) * (rank - 2), training)
+
+
+def _slice_dropout(x: Tensor, p: float | Tensor, shape: tuple[int, ...], training: bool) -> Tensor:
+    """X * Bernoulli(1 - p) / (1 - p), one draw for each element of `shape`, which broadcasts to `x`."""
+    if isinstance(p, Tensor):
+        return in_graph.slice_dropout(x, p, shape) if training else x
     if not training or p == 0.0:
         return x
-    return _masked(x, x.new_empty(x.shape[:2] + (1,) * (rank - 2)), p)
-
-
-def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """X * Bernoulli(1 - p) / (1 - p), drawn into `mask`, which broadcasts to `x`."""
-    mask.bernoulli_(1.0 - p)
+    mask = x.new_empty(shape).bernoulli_(1.0 - p)
     if p == 1.0:
         return x * mask
     scale = 1.0 / (1.0 - p)
     # In low precision the scale is applied by itself, where it is not rounded before it is used.
     return x * mask * scale if x.dtype in _HALF else x * mask.mul_(scale)
+
+
+def _rate(p: float | Tensor, *args: Any, **kwargs: Any) -> float | Tensor:
+    """`p` checked, as a float; in compiled code as a 0-d tensor."""
+    if not torch.compiler.is_compiling():
+        return rate(p, *args, **kwargs)
+    return p if isinstance(p, Tensor) else torch.tensor(rate(p, *args, **kwargs), dtype=torch.float64, device="cpu")

@@ -7,6 +7,7 @@ sits on, and the copies of one injection's hooks share a copy of its state.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -43,10 +44,11 @@ class SiteHook:
         self.seen: torch.Size | None = None
         """The shape of a tensor that came by; in compiled code nothing is told of it before the next `refresh`."""
         self.rate: Tensor | None = None
+        self.graph_break = regularizer.graph_break
         self.handle: RemovableHandle | None = None
         state.members.add(self)
         self.refresh()
-        _make_outside_of_graphs()
+        _prepare_for_compiling(self.graph_break)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -54,7 +56,7 @@ class SiteHook:
         self.state.members.add(self)
         # The original's rate may be a context's; the copy's is what is set.
         self.refresh()
-        _make_outside_of_graphs()
+        _prepare_for_compiling(self.graph_break)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.is_on(module):
@@ -100,8 +102,10 @@ class SiteHook:
         """`x` regularized; in compiled code by the rate as a tensor, since a Python float would be frozen in."""
         if not torch.compiler.is_compiling():
             return _regularize(self, x)
-        if self.rate is None or self.state.meters:
-            return _outside_of_graphs(self, x)
+        if self.state.meters:
+            return _outside_of_graphs[_MEASURING](self, x)
+        if self.graph_break:
+            return _outside_of_graphs[self.graph_break](self, x)
         return _regularize_in_graph(self, x)
 
     def rate_at(self, multiplier: float) -> float | None:
@@ -120,7 +124,7 @@ class SiteHook:
         rate = self.rate_in_force(float(self.state.schedule(self.state.step_count)), largest)
         if rate is not None:
             self.regularizer.set_rate(rate)
-            if self.regularizer.in_graph:
+            if not self.graph_break:
                 # Another tensor, not another value: a graph that waits for its backward pass may hold the old one.
                 with torch.inference_mode(False):
                     self.rate = torch.tensor(rate, dtype=torch.float64, device="cpu")
@@ -200,8 +204,10 @@ def _regularize_in_graph(hook: SiteHook, x: Tensor) -> Tensor:
     """The same as it is traced: with nothing in it that differs from call to call."""
     hook.regularizer.check(x.shape)
     hook.seen = x.shape
-    assert hook.rate is not None
-    return x if hook.idle else like(x, hook.regularizer.regularize_in_graph(x, hook.rate))
+    if hook.idle:
+        return x
+    given = hook.regularizer
+    return like(x, given.regularize(x) if hook.rate is None else given.regularize_at(x, hook.rate))
 
 
 def _look_at(hook: SiteHook, x: Tensor) -> None:
@@ -211,14 +217,23 @@ def _look_at(hook: SiteHook, x: Tensor) -> None:
     hook.tell_doubts()
 
 
-# Kept out of compiled graphs. Made with the first hook, never while one is traced; `torch.compiler.disable` loads
-# the compiler, which is not wanted at import.
-_outside_of_graphs: Callable[[SiteHook, Tensor], Tensor] = _regularize
+_MEASURING = "measuring() looks at every tensor.\n  measure the model uncompiled, or use probe(x), which does that."
+
+_outside_of_graphs: dict[str, Callable[[SiteHook, Tensor], Tensor]] = {}
+"""`_regularize`, kept out of compiled graphs; PyTorch names the reason where it may not leave a graph."""
 
 
-def _make_outside_of_graphs() -> None:
-    global _outside_of_graphs
-    if _outside_of_graphs is _regularize:
-        _outside_of_graphs = torch.compiler.disable(_regularize)  # type: ignore[no-untyped-call]
+def _prepare_for_compiling(reason: str) -> None:
+    """Called with every hook, never while one is traced; not at import, as it loads the compiler."""
+    if not _outside_of_graphs:
         # Or compiled code of a model without hooks is taken for a like one with them, which then drops nothing.
         torch._dynamo.config.skip_nnmodule_hook_guards = False
+        _outside_of_graphs[_MEASURING] = _disabled(_MEASURING)
+    if reason and reason not in _outside_of_graphs:
+        _outside_of_graphs[reason] = _disabled(reason)
+
+
+def _disabled(reason: str) -> Callable[[SiteHook, Tensor], Tensor]:
+    if "reason" not in inspect.signature(torch.compiler.disable).parameters:  # before PyTorch 2.8
+        return torch.compiler.disable(_regularize)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.compiler.disable(_regularize, reason=reason)  # type: ignore[no-any-return, no-untyped-call]

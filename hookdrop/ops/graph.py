@@ -1,4 +1,4 @@
-"""DropBlock in compiled code: two operations that the compiler takes as they are, with the rate as a tensor.
+"""Drawing in compiled code: operations that the compiler takes as they are, with the rate as a tensor.
 
 A Python float would be compiled in, or dropped at another rate without a word. The tensor is read inside of the
 operation, on the CPU, so that one graph serves all rates.
@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from hookdrop.arguments import rate
 from hookdrop.ops.bernoulli import finest
 from hookdrop.ops.blocks import Blocks
-from hookdrop.ops.drawing import Seeded, refuse_by_accident, unfolded
+from hookdrop.ops.drawing import Elements, Seeded, refuse_by_accident, unfolded
 from hookdrop.ops.gamma import gamma_for
 from hookdrop.ops.masking import mask
 
@@ -28,6 +28,32 @@ def drop_block(
     kind = list(edges), channel, per_channel
     y: Tensor = _MASK(x, *_DRAW(x.detach(), p, *kind, gamma, normalize, 0), *kind)
     return y
+
+
+def draw_elements(x: Tensor, p: Tensor) -> Tensor:
+    """A bool tensor like `x`: each element is True with probability `p`, a 0-d tensor."""
+    dropped: Tensor = _ELEMENTS(x.detach(), p)
+    return dropped
+
+
+def _elements(x: Tensor, p: Tensor) -> Tensor:
+    return Elements(rate(p, "p", "Dropout")).now(x)[0]
+
+
+def _elements_fake(x: Tensor, p: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bool)
+
+
+def _elements_of_slices(info: Any, in_dims: tuple[int | None, ...], x: Tensor, p: Tensor) -> tuple[Tensor, int | None]:
+    _one_rate(in_dims[1])
+    refuse_by_accident(info.randomness)
+    x = x.movedim(in_dims[0] or 0, 0)
+    return (_ELEMENTS(x[0], p), None) if info.randomness == "same" else (_ELEMENTS(x, p), 0)
+
+
+def _one_rate(in_dim: int | None) -> None:
+    if in_dim is not None:
+        raise RuntimeError("vmap over the drop rate: all slices are dropped at one rate.")
 
 
 def _draw(
@@ -68,8 +94,7 @@ def _draw_fake(
 
 
 def _draw_slices(info: Any, in_dims: tuple[int | None, ...], x: Tensor, p: Tensor, *settings: Any) -> Any:
-    if in_dims[1] is not None:
-        raise RuntimeError("vmap over the drop rate: DropBlock has one rate for all slices.")
+    _one_rate(in_dims[1])
     refuse_by_accident(info.randomness)
     x = x.movedim(in_dims[0] or 0, 0)
     if info.randomness == "same":
@@ -155,6 +180,7 @@ _RANDOM = [
     getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)
 ]
 
+_ELEMENTS = _operation("draw_elements", _elements, _elements_fake, _elements_of_slices, _RANDOM)
 _DRAW = _operation("draw_blocks", _draw, _draw_fake, _draw_slices, _RANDOM)
 _MASK = _operation("mask_blocks", _mask, _mask_fake, _mask_slices, ())
 torch.library.register_autograd("hookdrop::mask_blocks", _backward, setup_context=_remember)

@@ -23,8 +23,8 @@ class AlphaDropout(Dropout):
     Reference: Klambauer et al. 2017, "Self-normalizing neural networks", arXiv:1706.02515, section 3.
     """
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.alpha_dropout(x, self.p)
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return functional.alpha_dropout(x, rate)
 
 
 class FeatureAlphaDropout(Dropout):
@@ -36,5 +36,5 @@ class FeatureAlphaDropout(Dropout):
     def reading(self, shape: Sequence[int]) -> str:
         return map_reading(shape, 1)
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.feature_alpha_dropout(x, self.p)
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return functional.feature_alpha_dropout(x, rate)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from hookdrop.arguments import rate
@@ -40,20 +41,36 @@ class Regularizer(nn.Module):
     drops: ClassVar[bool] = True
     """Whether elements of the output stop depending on the input; noise does not do that."""
 
-    in_graph: ClassVar[bool] = False
-    """Whether compiled code can take it in, by `regularize_in_graph`; otherwise it runs outside of the graph."""
-
     def regularize(self, x: Tensor) -> Tensor:
         """Regularize `x` now, whatever the mode. Nothing is written in place."""
-        raise NotImplementedError
+        rate = self.rate
+        assert rate is not None
+        if torch.compiler.is_compiling():
+            return self.regularize_at(x, torch.tensor(rate, dtype=torch.float64, device="cpu"))
+        return self.regularize_at(x, rate)
 
-    def regularize_in_graph(self, x: Tensor, rate: Tensor) -> Tensor:
-        """The same in compiled code, at a rate that comes as a 0-d tensor on the CPU, so that one graph serves all."""
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        """The same at a rate that is given: in compiled code a 0-d tensor on the CPU, so that one graph serves all.
+
+        A class that has `regularize` alone is run outside of compiled graphs, if it has a rate.
+        """
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """Regularize in training mode; in eval mode and at rate 0 `x` itself comes back."""
         return self.regularize(x) if self.training and self.rate != 0.0 else x
+
+    @property
+    def graph_break(self) -> str:
+        """Why compiled code can't take it in at the right rate, and what to do; empty if it can."""
+        # A subclass that changes `regularize` alone does not mean what it inherits as `regularize_at`.
+        own = next(vars(cls) for cls in type(self).__mro__ if {"regularize", "regularize_at"} & vars(cls).keys())
+        if self.rate is None or "regularize_at" in own:
+            return ""
+        return (
+            f"{self.title} reads its {self.rate_name} as a Python float, which compiled code would keep for good.\n"
+            f"  let {type(self).__name__} have regularize_at(self, x, rate), which is given the rate as a tensor."
+        )
 
     @property
     def rate(self) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -47,8 +46,6 @@ class DropBlock(Regularizer):
     arXiv:1810.12890.
     """
 
-    in_graph: ClassVar[bool] = True
-
     def __init__(
         self,
         p: float | None = None,
@@ -87,16 +84,10 @@ class DropBlock(Regularizer):
             )
         return found
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return self._dropped(x, self.p)
-
-    def regularize_in_graph(self, x: Tensor, rate: Tensor) -> Tensor:
-        return self._dropped(x, rate)
-
-    def _dropped(self, x: Tensor, p: float | Tensor) -> Tensor:
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
         return drop_block(
             x,
-            p,
+            rate,
             self.block_size,
             per_channel=self.per_channel,
             gamma=self.gamma,

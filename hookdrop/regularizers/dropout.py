@@ -33,8 +33,8 @@ class Dropout(Regularizer):
         super().__init__()
         self.p = drop_rate(p, keep_prob, self.title)
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.dropout(x, self.p)
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return functional.dropout(x, rate)
 
 
 class _ChannelDropout(Dropout):
@@ -65,8 +65,8 @@ class Dropout1d(_ChannelDropout):
 
     rank = 3
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.dropout1d(x, self.p)
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return functional.dropout1d(x, rate)
 
 
 class Dropout2d(_ChannelDropout):
@@ -77,8 +77,8 @@ class Dropout2d(_ChannelDropout):
 
     rank = 4
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.dropout2d(x, self.p)
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return functional.dropout2d(x, rate)
 
 
 class Dropout3d(_ChannelDropout):
@@ -86,5 +86,5 @@ class Dropout3d(_ChannelDropout):
 
     rank = 5
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.dropout3d(x, self.p)
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return functional.dropout3d(x, rate)

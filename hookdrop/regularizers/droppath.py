@@ -38,5 +38,5 @@ class DropPath(Regularizer):
     def reading(self, shape: Sequence[int]) -> str:
         return f"N={shape[0]}"
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.drop_path(x, self.p, self.mode)
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return functional.drop_path(x, rate, self.mode)

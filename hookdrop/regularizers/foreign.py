@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.regularizers.base import Regularizer
 
+# By the name of somebody else's class, ours that does the same, where it has another name.
+_OURS = {"StochasticDepth": "DropPath", "DropBlock2d": "DropBlock", "DropBlock3d": "DropBlock"}
+_SAME_HERE = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout", "DropPath")
 RATE_NAMES = ("p", "drop_prob", "drop_rate")
 
 
@@ -47,6 +50,16 @@ class ForeignModule(Regularizer):
 
     def regularize(self, x: Tensor) -> Tensor:
         return self.module(x)  # type: ignore[no-any-return]
+
+    @property
+    def graph_break(self) -> str:
+        if self.rate is None:
+            return ""
+        ours = self.title if self.title in _SAME_HERE else _OURS.get(self.title)
+        settings = [(name, getattr(self.module, name, None)) for name in ("block_size", "mode")]
+        more = "".join(f", {name}={value!r}" for name, value in settings if value is not None)
+        instead = f"hookdrop.{ours}(p={self.rate:g}{more}) goes into the graph" if ours else "leave out fullgraph=True"
+        return f"{self!r} has its rate as a Python float, which compiled code would keep for good.\n  {instead}."
 
     def settings(self) -> dict[str, Any]:
         names = [name for name in inspect.signature(type(self.module).__init__).parameters if name != "self"]

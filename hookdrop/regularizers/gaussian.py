@@ -31,8 +31,8 @@ class GaussianDropout(Regularizer):
         super().__init__()
         self.p = self.valid_rate(drop_rate(p, keep_prob, self.title))
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.gaussian_dropout(x, self.p)
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return functional.gaussian_dropout(x, rate)
 
 
 class GaussianNoise(Regularizer):
@@ -59,5 +59,5 @@ class GaussianNoise(Regularizer):
         super().__init__()
         self.std = self.valid_rate(std)
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.gaussian_noise(x, self.std)
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return functional.gaussian_noise(x, rate)
