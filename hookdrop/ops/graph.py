@@ -163,11 +163,12 @@ def _blocks(shape: torch.Size, edges: list[int], channel: int, per_channel: bool
 
 
 def _operation(
-    name: str, function: Callable[..., Any], fake: Callable[..., Any], each: Any, tags: Sequence[Any]
+    schema: str, function: Callable[..., Any], fake: Callable[..., Any], each: Any, tags: Sequence[Any]
 ) -> Any:
     """`function` as an operation that the compiler takes as it is, given its shapes and its rule for `vmap`."""
+    name = schema.partition("(")[0]
     qualified = f"hookdrop::{name}"
-    torch.library.define(qualified, torch.library.infer_schema(function, mutates_args=()), tags=tags)
+    torch.library.define(qualified, schema.removeprefix(name), tags=tags)
     # What runs in it is not to be traced; `torch.compiler.disable` says so too, but loads the compiler.
     torch.library.impl(qualified, "default")(_disable_dynamo(function))
     torch.library.register_fake(qualified)(fake)
@@ -180,7 +181,22 @@ _RANDOM = [
     getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)
 ]
 
-_ELEMENTS = _operation("draw_elements", _elements, _elements_fake, _elements_of_slices, _RANDOM)
-_DRAW = _operation("draw_blocks", _draw, _draw_fake, _draw_slices, _RANDOM)
-_MASK = _operation("mask_blocks", _mask, _mask_fake, _mask_slices, ())
+_KIND = "SymInt[] edges, SymInt channel, bool per_channel"
+_ELEMENTS = _operation(
+    "draw_elements(Tensor x, Tensor p) -> Tensor", _elements, _elements_fake, _elements_of_slices, _RANDOM
+)
+_DRAW = _operation(
+    f"draw_blocks(Tensor x, Tensor p, {_KIND}, str gamma, str? normalize, SymInt slices) -> (Tensor, Tensor, Tensor)",
+    _draw,
+    _draw_fake,
+    _draw_slices,
+    _RANDOM,
+)
+_MASK = _operation(
+    f"mask_blocks(Tensor x, Tensor record, Tensor seeds, Tensor scale, {_KIND}) -> Tensor",
+    _mask,
+    _mask_fake,
+    _mask_slices,
+    (),
+)
 torch.library.register_autograd("hookdrop::mask_blocks", _backward, setup_context=_remember)
