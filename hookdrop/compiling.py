@@ -37,9 +37,13 @@ _backends_seen = False
 
 
 def _somebody_compiles() -> bool:
-    """Whether torch.compile was ever called: torch.export traces frames, too, but has no backend."""
+    """Whether torch.compile was ever called: torch.export traces frames, too, but has no backend, or one of its own."""
     global _backends_seen
     # A reset forgets the backends, though not the compiled modules that come back with them.
     backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {0: "unknown"})
-    _backends_seen = _backends_seen or any(backend is not None for backend in backends.values())
+    _backends_seen = _backends_seen or any(map(_is_a_compilers, backends.values()))
     return _backends_seen
+
+
+def _is_a_compilers(backend: object) -> bool:
+    return backend is not None and not getattr(backend, "__qualname__", "").startswith("export.")

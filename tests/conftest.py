@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -14,6 +15,20 @@ torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=60, database=None)
 hypothesis.settings.load_profile("fixed")
+
+
+# PyTorch is all that hookdrop needs: without these the tests of the core run, and the others say what they lack.
+OPTIONAL = ("timm", "torchvision", "transformers", "accelerate", "lightning", "peft", "rich", "IPython")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        if error.name in OPTIONAL:
+            pytest.skip(f"{error.name} is not installed")
+        raise
 
 
 @pytest.fixture(autouse=True)

@@ -14,16 +14,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
-import timm
 import torch
-from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils import _pytree as pytree
-from torchvision.datasets import CIFAR10
 
 import hookdrop
+
+np = pytest.importorskip("numpy")
+timm = pytest.importorskip("timm")
+pytest.importorskip("tensorboard")
+from PIL import Image  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+from torchvision.datasets import CIFAR10  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

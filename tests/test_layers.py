@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 
 import hypothesis.strategies as st
 import pytest
-import timm
 import torch
 from conftest import Small
 from hypothesis import assume, given
@@ -317,6 +316,8 @@ def test_something_else_than_a_model() -> None:
 
 
 def test_facts_layer3_star_is_6_and_double_star_75_on_timm_resnet50() -> None:
+    import timm
+
     model = timm.create_model("resnet50", num_classes=0)
     assert len(names(model, "layer3.*")) == 6
     assert len(names(model, "layer3.**")) == 75

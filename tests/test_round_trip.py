@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
-import torchvision
 from torch import nn
 
 from hookdrop import (
@@ -120,11 +118,21 @@ def large_images() -> torch.Tensor:
 
 
 def timm_model(name: str, **kwargs: Any) -> Callable[[], nn.Module]:
-    return lambda: timm.create_model(name, num_classes=10, **kwargs)
+    def make() -> nn.Module:
+        import timm
+
+        return timm.create_model(name, num_classes=10, **kwargs)
+
+    return make
 
 
 def tv_model(name: str, **kwargs: Any) -> Callable[[], nn.Module]:
-    return lambda: torchvision.models.get_model(name, weights=None, **kwargs)
+    def make() -> nn.Module:
+        import torchvision
+
+        return torchvision.models.get_model(name, weights=None, **kwargs)
+
+    return make
 
 
 CASES = {
