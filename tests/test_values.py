@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutput
 
 from hookdrop import Dropout, ShapeError, inject
 
@@ -35,9 +34,20 @@ class Gives(nn.Module):
 
 def through(value: Any, tensor: Any = None) -> Any:
     """`value` after a Dropout that zeroes everything."""
-    model = nn.Sequential(Gives(value)).train()
+    model = nn.Sequential(Gives(value() if callable(value) else value)).train()
     inject(model, Dropout(p=1.0), layers="0", tensor=tensor)
     return model(None)
+
+
+def model_output(**fields: Any) -> Any:
+    """Of transformers, made when it is called."""
+
+    def make() -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        return BaseModelOutput(**fields)
+
+    return make
 
 
 ONES, INTEGERS, SCALAR, ZEROS = torch.ones(3), torch.arange(3), torch.tensor(2.0), torch.zeros(3)
@@ -55,12 +65,13 @@ ONES, INTEGERS, SCALAR, ZEROS = torch.ones(3), torch.arange(3), torch.tensor(2.0
         (OrderedDict(a=SCALAR, b=ONES), lambda out: out["b"]),
         (defaultdict(list, a=ONES), lambda out: out["a"]),
         (Frozen(ONES, "cat"), lambda out: out.score),
-        (BaseModelOutput(last_hidden_state=ONES), lambda out: out.last_hidden_state),
+        (model_output(last_hidden_state=ONES), lambda out: out.last_hidden_state),
         ((INTEGERS, (SCALAR, {"deep": [ONES]})), lambda out: out[1][1]["deep"][0]),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_the_first_floating_tensor_that_is_not_0d_is_taken(value: Any, get: Any) -> None:
+    value = value() if callable(value) else value
     out = through(value)
     assert type(out) is type(value)
     assert torch.equal(get(out), ZEROS)
@@ -95,7 +106,7 @@ def test_all_takes_every_tensor_that_fits() -> None:
         ({0: ONES, 1: ONES}, 1, lambda out: out[1]),
         (Pair(ONES, ONES), "second", lambda out: out.second),
         (Frozen(ONES, "cat"), "score", lambda out: out.score),
-        (BaseModelOutput(last_hidden_state=ONES), "last_hidden_state", lambda out: out["last_hidden_state"]),
+        (model_output(last_hidden_state=ONES), "last_hidden_state", lambda out: out["last_hidden_state"]),
     ],
 )
 def test_an_index_or_key_takes_that_one_alone(value: Any, tensor: Any, get: Any) -> None:
@@ -106,7 +117,7 @@ def test_an_index_or_key_takes_that_one_alone(value: Any, tensor: Any, get: Any)
 
 
 def test_a_model_output_keeps_attribute_and_item_together() -> None:
-    out = through(BaseModelOutput(last_hidden_state=ONES, hidden_states=(ONES, ONES)))
+    out = through(model_output(last_hidden_state=ONES, hidden_states=(ONES, ONES)))
     assert out.last_hidden_state is out["last_hidden_state"] is out[0]
     assert torch.equal(out.hidden_states[0], ONES)
 
