@@ -19,6 +19,9 @@ from hookdrop import zoo
 from hookdrop.cli import main
 from hookdrop.ops import kernel
 
+for _extra in ("timm", "torchvision", "rich"):
+    pytest.importorskip(_extra)
+
 DROPBLOCK = "DropBlock(p=0.1, block_size=7)"
 
 
