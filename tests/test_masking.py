@@ -45,6 +45,7 @@ def under_one_seed(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in its forward mode
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+@pytest.mark.filterwarnings("ignore:Please use `torch.vmap`:FutureWarning")  # PyTorch 2.6 of itself
 def test_gradcheck(settings: dict) -> None:
     """Backward, forward mode, a batch of gradients at once, and twice."""
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
