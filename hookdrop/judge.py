@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
+from hookdrop.schedules import needs_driving
 from hookdrop.state import State
 from hookdrop.tables import some
 
@@ -31,23 +33,25 @@ class Judge:
             self.trained = True
             if self.seen_moves != state.moves:
                 self.seen_moves, self.updates = state.moves, 0.0
-                return
-            if state.follower is not None and not state.follower.alive:
+            elif state.follower is not None and not state.follower.alive:
                 state.tell("optimizer gone", optimizer_gone_text(state))
-            elif _may_be_idle(state):
-                self._count(module, state, "undriven", undriven_text(state))
-        elif not self.trained and state.enabled and not state.contexts:
-            self._count(module, state, "always in eval", always_in_eval_text(state, [site]))
+            elif needs_driving(state.schedule) and self._is_clear("undriven", module, state):
+                state.tell("undriven", undriven_text(state))
+        # Nobody trains without gradients: that is validation, an EMA's too, whose weights are written to, or inference.
+        elif not self.trained and torch.is_grad_enabled() and self._is_clear("always in eval", module, state):
+            state.tell("always in eval", always_in_eval_text(state, [site]))
 
-    def _count(self, module: nn.Module, state: State, kind: str, text: str) -> None:
-        if kind in state.told:
-            return
-        self.updates += self._updated(module)
-        if self.updates >= 1.0:
-            state.tell(kind, text)
+    def _is_clear(self, kind: str, module: nn.Module, state: State) -> bool:
+        """Whether it is time to tell, this forward counted."""
+        if kind in state.told or not state.enabled or state.contexts:
+            return False
+        part = self._part(module)
+        if part and (kind != "undriven" or _should_move(state)):
+            self.updates += part
+        return self.updates >= 1.0
 
-    def _updated(self, module: nn.Module) -> float:
-        """The part of a verdict that this forward is."""
+    def _part(self, module: nn.Module) -> float:
+        """The part of a verdict that this forward is: none, mostly."""
         before, self.version = self.version, version_of(module)
         if self.version is None:
             return 1 / CALLS_TO_JUDGE
@@ -56,8 +60,12 @@ class Judge:
 
 def version_of(module: nn.Module) -> int | None:
     """How often the first trainable parameter was written to; None if there is none."""
-    parameter = next((p for p in module.parameters() if p.requires_grad and not p.is_inference()), None)
-    return None if parameter is None else parameter._version
+    # In the forwards: `module.parameters()` takes twice as long to come to the first.
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None and parameter.requires_grad and not parameter.is_inference():
+                return parameter._version
+    return None
 
 
 def was_updated(module: nn.Module, since: int | None) -> bool:
@@ -66,11 +74,9 @@ def was_updated(module: nn.Module, since: int | None) -> bool:
     return now is not None and since is not None and now - since >= UPDATES_TO_JUDGE
 
 
-def _may_be_idle(state: State) -> bool:
-    """Whether the rate should still be moving, and does not."""
+def _should_move(state: State) -> bool:
+    """Whether the rate is not yet where its schedule ends."""
     schedule, step = state.schedule, state.step_count
-    if not state.enabled or state.contexts:
-        return False
     # Where the end of a schedule can't be told it is asked only that somebody drives it.
     return state.undriven if schedule.peak is None else schedule(step) != schedule(step + 10**9)
 

@@ -48,6 +48,8 @@ class Selection:
     """Indices of the entries that matched a layer, by its name."""
     exact: set[str]
     """Names of layers that an entry names in full, or gives as instance."""
+    useless: list[Entry]
+    """The entries of `exclude` that take none of the chosen layers away."""
 
 
 def walk(model: nn.Module) -> list[Layer]:
@@ -111,14 +113,16 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
         exact |= {layer.name for layer in found if is_exact}
         for layer in found:
             chosen_by.setdefault(layer.name, []).append(index)
-    excluded = {layer.name for entry in unwanted for layer in _matches(everything, entry, "exclude", model)[0]}
+    taken = [{layer.name for layer in _matches(everything, entry, "exclude", model)[0]} for entry in unwanted]
+    excluded = set().union(*taken)
     left = [layer for layer in everything if layer.name in chosen_by and layer.name not in excluded]
     if not left:
         raise LayerError(
             f"all {len(chosen_by)} layers that `layers` names are in `exclude` too: nothing is left.\n"
             f"  layers:  {_texts(wanted)}\n  exclude: {_texts(unwanted)}"
         )
-    return Selection(left, counts, chosen_by, exact)
+    useless = [entry for entry, names in zip(unwanted, taken, strict=True) if names.isdisjoint(chosen_by)]
+    return Selection(left, counts, chosen_by, exact, useless)
 
 
 def match_names(names: dict[str, Layer], pattern: Entry) -> list[str]:

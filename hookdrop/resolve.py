@@ -32,6 +32,7 @@ class PlannedSite:
     type: str
     module: nn.Module = field(repr=False)
     regularizer: Regularizer | None
+    """Of all sites of an entry; each hook is given a copy."""
     p_scale: float = 1.0
     shape: tuple[int, ...] | None = None
     """Shape of the tensor to regularize; None without `example_input`."""
@@ -70,14 +71,14 @@ def resolve(
     """Choose the layers and give each its regularizer; nothing is placed."""
     regularizers, entries = _regularizers_and_entries(regularizer, layers)
     selection = select(model, entries, exclude)
-    warnings = _useless_excludes(selection, model, entries, exclude)
+    warnings = _useless_excludes(selection)
     chosen = _callable_layers(selection, warnings)
     sites = [
         PlannedSite(
             layer.name,
             type(layer.module).__name__,
             layer.module,
-            _own_copy(layer, selection, regularizers, entries),
+            _regularizer_of(layer, selection, regularizers, entries),
         )
         for layer in chosen
     ]
@@ -110,19 +111,20 @@ def _regularizers_and_entries(
 
 
 def _regularizer(given: object) -> Regularizer:
-    return parse(given) if isinstance(given, str) else as_regularizer(given)
+    # A copy, so that what is done to the original does not change a plan; each hook is given another one.
+    return copy.deepcopy(parse(given) if isinstance(given, str) else as_regularizer(given))
 
 
-def _own_copy(
+def _regularizer_of(
     layer: Layer, selection: Selection, regularizers: list[Regularizer | None], entries: list[Entry]
 ) -> Regularizer | None:
     if len(regularizers) == 1:
-        return copy.deepcopy(regularizers[0])
+        return regularizers[0]
     by = selection.chosen_by[layer.name]
     if len(by) > 1:
         keys = " and ".join(entry_text(entries[i]) for i in by)
         raise LayerError(f"{layer.name!r} is under two keys of the mapping, {keys}: which regularizer should it get?")
-    return copy.deepcopy(regularizers[by[0]])
+    return regularizers[by[0]]
 
 
 def _callable_layers(selection: Selection, warnings: list[str]) -> list[Layer]:
@@ -140,7 +142,7 @@ def _callable_layers(selection: Selection, warnings: list[str]) -> list[Layer]:
                 f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
                 "  its owner iterates over it or uses its weights: hook what is inside of it, or its owner."
             )
-    left = [layer for layer in selection.layers if layer not in dead]
+    left = [layer for layer in selection.layers if not _has_no_forward(layer.module)]
     if dead:
         names = some([layer.name for layer in dead])
         if not left:
@@ -159,16 +161,12 @@ def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
-def _useless_excludes(
-    selection: Selection, model: nn.Module, entries: list[Entry], exclude: Entries | None
-) -> list[str]:
+def _useless_excludes(selection: Selection) -> list[str]:
     """`exclude="layer4"` names one module, not what is inside it: say so where it takes nothing away."""
     found = []
-    for entry in as_entries(() if exclude is None else exclude, "exclude"):
-        excluded = select(model, entry)
-        if not {layer.name for layer in excluded.layers} & set(selection.chosen_by):
-            inside = f"; what is inside: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
-            found.append(f"exclude {entry_text(entry)} takes none of the chosen layers away{inside}.")
+    for entry in selection.useless:
+        inside = f"; what is inside: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
+        found.append(f"exclude {entry_text(entry)} takes none of the chosen layers away{inside}.")
     return found
 
 
