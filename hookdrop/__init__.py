@@ -1,5 +1,6 @@
 """Put regularizers on the layers of any PyTorch model with one line, and take them off again."""
 
+from hookdrop.distributed import seed_per_rank
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.inject import eject, find, from_config, inject, plan, without_hooks
 from hookdrop.injection import Injection
@@ -69,5 +70,6 @@ __all__ = [
     "inject",
     "parse",
     "plan",
+    "seed_per_rank",
     "without_hooks",
 ]

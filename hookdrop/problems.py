@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from hookdrop.distributed import alike
 from hookdrop.hooks import SiteHook
 from hookdrop.judge import always_in_eval_text, optimizer_gone_text, undriven_text, was_updated
 from hookdrop.placement import hooks_of
@@ -52,7 +53,19 @@ def problems(model: nn.Module, state: State, hooks: Sequence[SiteHook], asked: b
         found["optimizer gone"] = optimizer_gone_text(state)
     for hook in live:
         found.update({} if hook.doubted else hook.doubts())
+    if state.enabled and (asked or started) and (ranks := alike(model)):
+        found["equal masks"] = _equal_masks_text(state, *ranks)
     waiting = state.step_count == 0 or any(hook.judge.updates for hook in live)
     if any(hook.judge.trained for hook in live) and state.undriven and waiting:
         found["undriven"] = undriven_text(state)
     return found
+
+
+def _equal_masks_text(state: State, rank: int, other: int, seed: int) -> str:
+    first, second = sorted((rank, other))
+    return (
+        f"{state.name!r}: ranks {first} and {second} draw equal masks, for both are seeded with {seed}.\n"
+        "  on every rank, after the model is built: hookdrop.seed_per_rank()\n"
+        "  if they work on the same samples (tensor parallel) it is right so: "
+        "seed_per_rank(group=...), with the data parallel group, says that."
+    )

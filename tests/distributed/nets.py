@@ -1,0 +1,101 @@
+"""What the programs that run on several ranks have in common."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from hookdrop import DropBlock, HookdropWarning, Injection, LinearSchedule, inject
+
+X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.GroupNorm(2, channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.norm(self.conv(x)))
+
+
+class Net(nn.Module):
+    """Three residual blocks, without batch norm: what a rank computes depends on its own batch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(Block(8), Block(8), Block(8))
+        self.fc = nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def sharded() -> tuple[Net, torch.optim.Optimizer, Injection]:
+    """What is saved on two ranks and loaded on others."""
+    torch.manual_seed(0)
+    net = Net()
+    drop = inject(net, DropBlock(0.4, 3), layers="blocks.*.norm", schedule=LinearSchedule(10))
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    return net, optimizer, drop.follow(optimizer)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        net(X).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def output(net: nn.Module) -> list[float]:
+    """What the net says in eval mode."""
+    net.eval()
+    with torch.no_grad():
+        y = net(X)
+    net.train()
+    return y.flatten()[:20].tolist()
+
+
+@contextmanager
+def hookdrop_warnings() -> Iterator[list[str]]:
+    """Collects them; what PyTorch warns of is none of ours."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(w.message) for w in caught if issubclass(w.category, HookdropWarning)]
+
+
+def run(checks: dict[str, Callable[[], dict[str, Any]]]) -> None:
+    """Run each on every rank, and write down what it found; an error ends all ranks, with its traceback."""
+    torch.set_num_threads(1)
+    # A rank that fails leaves the others waiting: not for long.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    found = {}
+    for name, check in checks.items():
+        with hookdrop_warnings() as texts:
+            found[name] = check()
+        found[name]["warnings"] = texts
+        dist.barrier()
+    Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    assert int(os.environ["WORLD_SIZE"]) == dist.get_world_size()
+    dist.destroy_process_group()
