@@ -125,7 +125,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _seed_in_use(device: torch.device) -> int:
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return torch.initial_seed()
     module = torch.get_device_module(device)
     # Fake tensors may be on a device that this machine has not got.

@@ -63,6 +63,11 @@ def drop_block(
     Reference: Ghiasi et al. 2018, arXiv:1810.12890, Algorithm 1.
     """
     floating(x, "drop_block")
+    if hasattr(x, "full_tensor"):
+        raise TypeError(
+            "drop_block: x is a DTensor, in parts on several ranks: blocks can't be drawn across them.\n"
+            "  hook a layer whose output is local (use_local_output=True), or use Dropout or DropPath there."
+        )
     one_of(normalize, "normalize", "drop_block", NORMALIZE)
     one_of(gamma, "gamma", "drop_block", GAMMA)
     if training and torch._C._get_tracing_state() is not None:

@@ -176,7 +176,12 @@ def _slice_dropout(x: Tensor, p: float | Tensor, shape: tuple[int, ...], trainin
         return in_graph.slice_dropout(x, p, shape) if training else x
     if not training or p == 0.0:
         return x
-    mask = x.new_empty(shape).bernoulli_(1.0 - p)
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        mask = x.new_empty(shape).bernoulli_(1.0 - p)
+    else:
+        # The same numbers drawn; in place, `vmap` refuses a tensor that slices share, and crashes in another `vmap`.
+        ones = torch.ones(shape, dtype=torch.float32, device=x.device)
+        mask = (F.dropout(ones, p, True) != 0.0).to(x.dtype)
     if p == 1.0:
         return x * mask
     scale = 1.0 / (1.0 - p)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hookdrop import compiling
+from hookdrop import compiling, watch
 from hookdrop.errors import InjectionError, warn
 from hookdrop.follow import Follower
 from hookdrop.hooks import SiteHook
@@ -56,7 +56,10 @@ class Handle:
     def _alive(self) -> nn.Module:
         model = self._model()
         if model is None:
-            raise InjectionError(f"the model that {self._state.name!r} was injected into is gone.")
+            raise InjectionError(
+                f"the model that {self._state.name!r} was injected into is gone.\n"
+                "  no handle keeps its model, and the copy of a handle alone has none: find(model) gives the handles."
+            )
         return model
 
     def _must_be_there(self, what: str) -> None:
@@ -65,6 +68,9 @@ class Handle:
         compiling.not_while_tracing(what)
 
     def _advance(self, n: int = 1) -> None:
+        if self._model() is None and self._follower is not None:
+            # An optimizer that outlives the model would keep its hooks.
+            self._follower.detach()
         self._must_be_there("step()")
         self._seek(self._state.step_count + n)
 
@@ -75,7 +81,7 @@ class Handle:
         self._state.driven = True
         if step != before:
             self._state.moves += 1
-            if self._state.moves == MOVES_TO_JUDGE:
+            if self._state.moves % MOVES_TO_JUDGE == 0:
                 self._tell_problems()
 
     @property
@@ -156,6 +162,7 @@ class Handle:
                 state.follower.detach()
             state.follower = None
             state.removed = True
+            watch.forget(state)
         compiling.reset()
 
     def _warn_of_foreign(self, optimizer: Optimizer) -> None:

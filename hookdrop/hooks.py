@@ -10,18 +10,30 @@ import copy
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.errors import ShapeError
+from hookdrop import replay
+from hookdrop.distributed import alike
+from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.judge import Judge
 from hookdrop.meter import measured
 from hookdrop.regularizers import Regularizer, like
 from hookdrop.state import State
+from hookdrop.tracing import is_exporting, is_symbolic, left_behind_text, tell_of_export, traced_text
 from hookdrop.values import TensorKey, change, change_arguments, forward_names
+
+
+class _Again(NamedTuple):
+    """What is set, while a forward is run again as it was."""
+
+    rate: float | None
+    idle: bool
+    unknown: int | None
+    """The random state, if no forward had it."""
 
 
 class SiteHook:
@@ -44,21 +56,27 @@ class SiteHook:
         self.seen: torch.Size | None = None
         """The shape of a tensor that came by; in compiled code nothing is told of it before the next `refresh`."""
         self.rate: Tensor | None = None
+        self.again: _Again | None = None
+        """What to do at the end of a call that runs a forward again."""
+        self.idle = False
+        """Whether the rate is 0: a bool of its own, for compiled code would compile anew for every rate it reads."""
         self.graph_break = regularizer.graph_break
         self.handle: RemovableHandle | None = None
-        state.members.add(self)
+        state.join(self)
         self.refresh()
         _prepare_for_compiling(self.graph_break)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.judge, self.fired = Judge(), False
-        self.state.members.add(self)
+        self.state.join(self)
         # The original's rate may be a context's; the copy's is what is set.
         self.refresh()
         _prepare_for_compiling(self.graph_break)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if is_symbolic(output):
+            return self.state.tell("symbolic", left_behind_text(self.where))
         if not self.is_on(module):
             return None
         return self._edited(lambda: change(output, self.tensor, self.regularize))
@@ -85,18 +103,59 @@ class SiteHook:
 
     def is_on(self, module: nn.Module) -> bool:
         """Note the call, and tell whether there is something to do in it."""
-        self.fired = True
-        state = self.state
-        # Counting would compile anew for each count, and so would what is read here.
         if torch.compiler.is_compiling():
+            return self._is_on_in_graph(module)
+        self.fired = True
+        training = module.training
+        if not (training or self.sampling or torch.is_grad_enabled()):
+            return False
+        state = self.state
+        on = state.on and (training or state.sampling)
+        if training and replay.running_again():
+            return self._is_on_again(on)
+        self.judge.look(module, self.site, state)
+        if on and torch._C._get_tracing_state() is not None:
+            raise InjectionError(traced_text(self.where))
+        if training and replay.may_run_again():
+            state.forwards.note(self.site, replay.random_state(), (on, self.regularizer.rate))
+        # At rate 0 only the first tensor is looked at, for its shape.
+        return on and (not self.idle or not self.looked_at)
+
+    def _is_on_in_graph(self, module: nn.Module) -> bool:
+        # Counting would compile anew for each count, and so would what is read for it.
+        state, exporting = self.state, is_exporting()
+        # An export is no call of the layer, and PyTorch warns of notes that are made in it.
+        if not exporting:
+            self.fired = True
             if module.training:
                 self.judge.trained = True
-        else:
-            self.judge.look(module, self.site, state)
         if not (state.on and (module.training or state.sampling)):
             return False
-        # At rate 0 only the first tensor is looked at, for its shape.
+        if exporting:
+            tell_of_export(state.name)
         return not self.idle or not self.looked_at
+
+    def _is_on_again(self, on: bool) -> bool:
+        """The same for a call in a backward pass: as it was in the forward pass, at the rate of then."""
+        random_state = replay.random_state()
+        forward = self.state.forwards.rate_of(self.site, random_state)
+        now = _Again(self.regularizer.rate, self.idle, None if forward else random_state)
+        on, rate = forward or (on, now.rate)
+        if not on or rate == 0.0:
+            return False
+        self.again = now
+        if rate is not None:
+            self.regularizer.set_rate(rate)
+            self.idle = False
+        return True
+
+    def _is_over_again(self, now: _Again) -> None:
+        """Set what was set, and tell if a mask was drawn that is not the forward's."""
+        self.again, self.idle = None, now.idle
+        if now.rate is not None:
+            self.regularizer.set_rate(now.rate)
+        if now.unknown is not None and self.state.forwards.complete and replay.random_state() != now.unknown:
+            self.state.tell("drawn anew", _drawn_anew_text(self.state.name, self.site))
 
     def regularize(self, x: Tensor) -> Tensor:
         """`x` regularized; in compiled code by the rate as a tensor, since a Python float would be frozen in."""
@@ -126,11 +185,12 @@ class SiteHook:
             self.regularizer.set_rate(rate)
             if not self.graph_break:
                 # Another tensor, not another value: a graph that waits for its backward pass may hold the old one.
-                with torch.inference_mode(False):
+                # A number, whatever the mode that it is made in: not one of inference, nor a fake one.
+                with torch.inference_mode(False), torch._C._DisableTorchDispatch():
                     self.rate = torch.tensor(rate, dtype=torch.float64, device="cpu")
         if self.seen is not None and not self.doubted:
             self.tell_doubts()
-        # A bool of its own: compiled code is guarded by what it reads, and would compile anew for every rate.
+        self.sampling = self.state.sampling
         self.idle = rate == 0.0
 
     def doubts(self) -> dict[str, str]:
@@ -162,6 +222,14 @@ class SiteHook:
         """The rate in force."""
         return self.regularizer.rate if self.state.on or self.regularizer.rate is None else 0.0
 
+    def __getattr__(self, name: str) -> Any:
+        # What torch.jit.script asks of a hook first.
+        script = (
+            "torch.jit.script does not take a module with hooks.\n"
+            "  script it without them: with hookdrop.without_hooks(model): torch.jit.script(model)"
+        )
+        raise AttributeError(script if name == "__name__" else f"{type(self).__name__!r} has no attribute {name!r}")
+
     def _edited(self, edit: Callable[[], Any]) -> Any:
         try:
             return edit()
@@ -171,6 +239,9 @@ class SiteHook:
         except Exception as error:
             error.add_note(f"in hookdrop's {self.where}")
             raise
+        finally:
+            if self.again is not None:
+                self._is_over_again(self.again)
 
 
 class InputHook(SiteHook):
@@ -179,6 +250,8 @@ class InputHook(SiteHook):
     at = "input"
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        if is_symbolic(args) or (kwargs and is_symbolic(list(kwargs.values()))):
+            return self.state.tell("symbolic", left_behind_text(self.where))
         if not self.is_on(module):
             return None
         names = forward_names(module)
@@ -203,18 +276,32 @@ def _regularize(hook: SiteHook, x: Tensor) -> Tensor:
 def _regularize_in_graph(hook: SiteHook, x: Tensor) -> Tensor:
     """The same as it is traced: with nothing in it that differs from call to call."""
     hook.regularizer.check(x.shape)
-    hook.seen = x.shape
+    if not is_exporting():
+        hook.seen = x.shape
     if hook.idle:
         return x
     given = hook.regularizer
     return like(x, given.regularize(x) if hook.rate is None else given.regularize_at(x, hook.rate))
 
 
+def _drawn_anew_text(name: str, site: str) -> str:
+    return (
+        f"{name!r}: {site!r} ran within a backward pass, from a random state that no forward of it had. If that is an "
+        "activation checkpoint, what it drops is not what its forward dropped, and the gradients are wrong.\n"
+        "  it must keep the random state: leave out preserve_rng_state=False"
+    )
+
+
 def _look_at(hook: SiteHook, x: Tensor) -> None:
     """Check the first tensor's shape, also at rate 0: better than at step 1,000 of a ramp."""
     hook.regularizer.check(x.shape)
-    hook.looked_at, hook.seen = True, x.shape
-    hook.tell_doubts()
+    hook.looked_at = True
+    # A symbol (make_fx) holds the trace that it is of, which can be neither copied nor pickled.
+    if all(type(size) is int for size in x.shape):
+        hook.seen = x.shape
+        hook.tell_doubts()
+    # The ranks of a job know of one another's seeds from the first mask on, whoever of them asks.
+    alike(x.device)
 
 
 _MEASURING = "measuring() looks at every tensor.\n  measure the model uncompiled, or use probe(x), which does that."
@@ -229,6 +316,7 @@ def _prepare_for_compiling(reason: str) -> None:
         # Or compiled code of a model without hooks is taken for a like one with them, which then drops nothing.
         torch._dynamo.config.skip_nnmodule_hook_guards = False
         _outside_of_graphs[_MEASURING] = _disabled(_MEASURING)
+        torch.compiler.assume_constant_result(tell_of_export)  # type: ignore[no-untyped-call]
     if reason and reason not in _outside_of_graphs:
         _outside_of_graphs[reason] = _disabled(reason)
 

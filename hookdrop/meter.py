@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hookdrop.errors import InjectionError
 from hookdrop.preserve import forked_rng
 from hookdrop.regularizers import Regularizer, like
 from hookdrop.tables import html_table, text_table
@@ -87,12 +88,12 @@ class Measurement:
         site = self.sites[name]
         site.calls += 1
         site.elements += x.numel()
-        site.zeroed += float(dropped)
+        site.zeroed += _total(dropped)
         site.drops = regularizer.drops
         if site.asked_sum is not None:
             site.asked_sum = None if regularizer.rate is None else site.asked_sum + regularizer.rate
-        site.magnitude_in += float(x.detach().abs().sum(dtype=torch.float64))
-        site.magnitude_out += float(y.detach().abs().sum(dtype=torch.float64))
+        site.magnitude_in += _total(x.detach().abs().sum(dtype=torch.float64))
+        site.magnitude_out += _total(y.detach().abs().sum(dtype=torch.float64))
 
     def rows(self) -> list[tuple[str, str, str, str, int]]:
         """One row a site, then all; a dash where a number would mean nothing."""
@@ -118,6 +119,11 @@ class Measurement:
         return html_table(HEADER, self.rows(), "what the regularizers did")
 
 
+def _total(number: Tensor) -> float:
+    """Of all ranks: the sum over a `DTensor` is a part of it on each."""
+    return float(number.full_tensor() if hasattr(number, "full_tensor") else number)
+
+
 def _row(name: str, what: SiteMeasurement | Measurement) -> tuple[str, str, str, str, int]:
     if not what.calls:
         return name, "-", "-", "-", 0
@@ -132,6 +138,7 @@ def measured(regularizer: Regularizer, x: Tensor, name: str, into: Sequence[Meas
     wrote the regularizer. The derivative is taken of a second run from the same random state, so that the
     first has the mask that it would have had, and leaves the random state behind that it would have left.
     """
+    must_have_values(x)
     # A copy of the regularizer, as it may count; hooks on saved tensors, as an activation checkpoint counts those.
     kept = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with forked_rng(x), torch.inference_mode(False), torch.enable_grad(), kept:
@@ -143,3 +150,12 @@ def measured(regularizer: Regularizer, x: Tensor, name: str, into: Sequence[Meas
     for measurement in into:
         measurement.record(name, regularizer, x, y, dropped)
     return y
+
+
+def must_have_values(x: Tensor) -> None:
+    """Raise `InjectionError` for a tensor on the meta device."""
+    if x.is_meta:
+        raise InjectionError(
+            "on the meta device there are no values, so nothing can be measured.\n"
+            '  first give the model some: model.to_empty(device="cpu"), then its weights'
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from hookdrop.schedules import ConstantSchedule, Schedule
 from hookdrop.state import State
 from hookdrop.tables import counted, html_table, shape_text, some, text_table
 from hookdrop.values import TensorKey
+from hookdrop.watch import watch
 from hookdrop.wrappers import unwrapped
 
 _HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
@@ -63,10 +65,12 @@ class Plan:
             # What was warned of above is not to be told by the first forward again.
             state.told |= self.told
             state.version = version_of(self.model)
+            state.root = weakref.ref(unwrapped(self.model))
             hooks = self._place(state)
         for old in replaced:
             old._detach()
         compiling.reset()
+        watch(self.model, state)
         return Injection(self.model, state, hooks)
 
     def _must_be_placeable(self) -> None:

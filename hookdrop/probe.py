@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hookdrop.arguments import count
 from hookdrop.hooks import SiteHook
-from hookdrop.meter import Measurement, SiteMeasurement
+from hookdrop.meter import Measurement, SiteMeasurement, must_have_values
 from hookdrop.placement import hidden, unmarked
 from hookdrop.preserve import call, preserved
 from hookdrop.state import State
@@ -23,6 +23,8 @@ def probe(model: nn.Module, state: State, hooks: Sequence[SiteHook], x: Any, for
     """Measure `forwards` train-mode forwards on `x`, and compare eval output with hooks and without."""
     forwards = count(forwards, "forwards", "probe")
     inner = unwrapped(model)
+    for parameter in inner.parameters():
+        must_have_values(parameter)
     result = empty_measurement(hooks)
     with unmarked(model), preserved(model), torch.no_grad():
         modes = _training_modes(inner)
@@ -74,6 +76,8 @@ def _eval_identical(model: nn.Module, x: Any) -> bool | None:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
+    # Of a DTensor each rank compares its own part.
+    a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 

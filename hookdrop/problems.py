@@ -28,15 +28,24 @@ def problems(model: nn.Module, state: State, hooks: Sequence[SiteHook], asked: b
     there = {hook.site for _, hook in hooks_of(model) if hook.state is state}
     # A handle on a part of a model does not miss what sits elsewhere.
     own = {hook.site for hook in hooks}
-    elsewhere = {hook.site for hook in state.members if hook.sits_somewhere} - own
-    lost = [site for site in state.sites if site not in there | elsewhere]
+    elsewhere = set() if state.is_whole(model) else {hook.site for hook in state.members if hook.sits_somewhere} - own
+    copies = [hook.site for _, hook in hooks_of(model) if hook.state is not state and hook.state.key == state.key]
+    # A copy of a part has a part of the sites.
+    sites = [site for site in state.sites if site in state.known]
+    lost = [site for site in sites if site not in there | elsewhere | set(copies)]
     if lost and not state.hidden:
         found["lost"] = (
-            f"{state.name!r}: {len(lost)} of {len(state.sites)} sites carry no hook any more: {some(lost)}.\n"
+            f"{state.name!r}: {len(lost)} of {len(sites)} sites carry no hook any more: {some(lost)}.\n"
             "  something replaced these modules after inject (reset_classifier, convert_sync_batchnorm, ...): "
-            'inject again with on_existing="replace".'
+            f'inject again with on_existing="replace"{_and_go_on(state)}.'
         )
-    live = [hook for hook in hooks if hook.site not in lost]
+    if copies and not state.hidden:
+        found["copied"] = (
+            f"{state.name!r}: copies of its hooks sit on this model too, at {some(copies)}.\n"
+            "  fuse_modules, peft's modules_to_save or a copied layer made them. This handle neither steps nor removes "
+            f'them: use find(model) for all, or inject again with on_existing="replace"{_and_go_on(state)}.'
+        )
+    live = [hook for hook in hooks if hook.site not in (*lost, *copies)]
     trained = state.moves >= MOVES_TO_JUDGE or was_updated(model, state.version)
     started = trained or any(hook.judge.trained for hook in live)
     silent = [hook.site for hook in live if not hook.fired]
@@ -56,9 +65,16 @@ def problems(model: nn.Module, state: State, hooks: Sequence[SiteHook], asked: b
     if state.enabled and (asked or started) and (ranks := alike(model)):
         found["equal masks"] = _equal_masks_text(state, *ranks)
     waiting = state.step_count == 0 or any(hook.judge.updates for hook in live)
-    if any(hook.judge.trained for hook in live) and state.undriven and waiting:
+    # What the forwards have told of: an optimizer is followed, but another one trains.
+    told = any(hook.judge.trained and hook.judge.updates >= 1.0 for hook in live)
+    if told or (any(hook.judge.trained for hook in live) and state.undriven and waiting):
         found["undriven"] = undriven_text(state)
     return found
+
+
+def _and_go_on(state: State) -> str:
+    """What a new injection needs to stand where this one stands."""
+    return f", then drop.seek({state.step_count})" if state.step_count else ""
 
 
 def _equal_masks_text(state: State, rank: int, other: int, seed: int) -> str:

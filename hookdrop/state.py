@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from hookdrop.errors import warn
 from hookdrop.follow import Follower
 from hookdrop.meter import Measurement
+from hookdrop.replay import Forwards
 from hookdrop.schedules import Schedule, needs_driving
 
 
@@ -29,11 +33,14 @@ _OWN: dict[str, Any] = {
     "driven": False,
     "moves": 0,
     "version": None,
+    "root": None,
+    "known": (),
     "follower": None,
     "hidden": 0,
     "overrides": [],
     "contexts": [],
     "meters": [],
+    "forwards": None,
     "members": (),
 }
 
@@ -56,6 +63,12 @@ class State:
     """How often it was moved."""
     version: int | None = None
     """The version of the model's weights when the hooks were placed."""
+    root: weakref.ref[nn.Module] | None = None
+    """The model that the hooks were placed on."""
+    known: set[str] = field(default_factory=set)
+    """The sites of all hooks that ever were among the members."""
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """What copies have in common with their original."""
     follower: Follower | None = None
     hidden: int = 0
     """How many `without_hooks` have the hooks off the model just now."""
@@ -64,6 +77,8 @@ class State:
     contexts: list[Override] = field(default_factory=list)
     """All contexts that have not ended."""
     meters: list[Measurement] = field(default_factory=list)
+    forwards: Forwards = field(default_factory=Forwards)
+    """What a backward pass may run again."""
     members: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """The hooks, held weakly: a copy of one layer must not drag the others along."""
 
@@ -74,7 +89,12 @@ class State:
         self.__dict__.update(state)
         for key, value in _OWN.items():
             self.__dict__[key] = [] if isinstance(value, list) else value
-        self.members = weakref.WeakSet()
+        self.forwards, self.members, self.known = Forwards(), weakref.WeakSet(), set()
+
+    def join(self, hook: Any) -> None:
+        """Have `hook` among the members."""
+        self.members.add(hook)
+        self.known.add(hook.site)
 
     @property
     def override(self) -> Override | None:
@@ -117,6 +137,11 @@ class State:
                 self.enabled, self.overrides = before
             self.contexts = [context for context in self.contexts if context.open]
             self.overrides = [context for context in self.overrides if context.open]
+
+    def is_whole(self, model: nn.Module) -> bool:
+        """Whether `model` is all of the model that the hooks were placed on, and not a part of it."""
+        root = None if self.root is None else self.root()
+        return root is not None and any(module is root for module in model.modules())
 
     def switch(self, enabled: bool) -> None:
         """On or off from here on; inside of a context until its end."""

@@ -23,7 +23,7 @@ class Drawing:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`(dropped, scale)` as `masking.masked` takes them; under `torch.func.vmap`, as its `randomness` says."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return _Drawn.apply(x, self)  # type: ignore[no-any-return]
+            return _Drawn.apply(x, slice_marker(), self)  # type: ignore[no-any-return]
         with torch.no_grad():
             return self.now(x)
 
@@ -142,7 +142,7 @@ class _Drawn(torch.autograd.Function):
     """Nothing to differentiate; it is here for `torch.func.vmap`, which says whether slices differ."""
 
     @staticmethod
-    def forward(x: Tensor, drawing: Drawing) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, marker: Tensor | None, drawing: Drawing) -> tuple[Tensor, Tensor]:
         return drawing.now(x)
 
     @staticmethod
@@ -150,21 +150,43 @@ class _Drawn(torch.autograd.Function):
         ctx.mark_non_differentiable(*output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        return None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        return None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[None, None]:
         return None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, drawing: Drawing) -> tuple[tuple[Tensor, Tensor], Any]:
-        x = x.movedim(in_dims[0], 0)
-        refuse_by_accident(info.randomness)
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, marker: Tensor | None, drawing: Drawing
+    ) -> tuple[tuple[Tensor, Tensor], Any]:
+        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
         if info.randomness == "same":
             return drawing(x[0]), (None, None)
         dropped, scale = drawing.of_each(x)
         return (dropped, scale), (0, 0 if scale.dim() else None)
+
+
+def slice_marker() -> Tensor | None:
+    """A 0 for each slice of every `torch.func.vmap` that wants other random numbers for each; None elsewhere.
+
+    What is drawn for a tensor that all slices share, such as the input of an ensemble, must be drawn with it.
+
+    Raises:
+        RuntimeError: a `vmap` was not told what to do with random numbers.
+    """
+    from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
+
+    marker = None
+    for transform in retrieve_all_functorch_interpreters():
+        if not isinstance(transform, VmapInterpreter):
+            continue
+        refuse_by_accident(transform.randomness())
+        if transform.randomness() == "different":
+            one = torch.zeros((), device="cpu") if marker is None else marker
+            marker = torch._C._functorch._add_batch_dim(one.expand(transform.batch_size()), 0, transform.level())
+    return marker
 
 
 def refuse_by_accident(randomness: str) -> None:

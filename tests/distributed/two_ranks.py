@@ -292,12 +292,15 @@ def tensor_parallel() -> Facts:
             zeroed = (whole(seen[1]) == 0).float().mean().item()
             changed = (whole(seen[0]) != whole(seen[1])).float().mean().item()
             gradient = whole(net[0].weight.grad).abs().sum().item()
+            probe = drop.probe(torch.randn(32, 6, 8))
             drop.remove()
             facts[f"{type(regularizer).__name__} {local}"] = {
                 "kinds": kinds,
                 "zeroed": zeroed,
                 "changed": changed,
                 "gradient": gradient,
+                "dropped": probe.dropped,
+                "mean ratio": probe.mean_ratio,
             }
     return facts
 

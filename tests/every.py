@@ -1,0 +1,87 @@
+"""One of each regularizer with a shape for it: for tests that hold for all of them.
+
+What is added to `hookdrop.__all__` is added here: `test_transforms.py` says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import hookdrop
+from hookdrop import (
+    AlphaDropout,
+    DropBlock,
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    DropPath,
+    FeatureAlphaDropout,
+    GaussianDropout,
+    GaussianNoise,
+    Regularizer,
+)
+
+
+class Affine(nn.Module):
+    """A weight and a bias for each element of a sample, so that gradients show a mask element by element."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.5 + torch.rand(shape, dtype=dtype))
+        self.bias = nn.Parameter(torch.randn(shape, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + self.bias
+
+
+@dataclass(frozen=True)
+class Case:
+    """A regularizer and a shape that it takes."""
+
+    regularizer: nn.Module
+    shape: tuple[int, ...] = (4, 6, 8, 8)
+
+    def input(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(self.shape, dtype=dtype)
+
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+        """Without hooks: they belong on "0" and "2"."""
+        inner = self.shape[1:]
+        return nn.Sequential(Affine(inner, dtype), nn.Tanh(), Affine(inner, dtype), nn.Sigmoid())
+
+
+SITES = ["0", "2"]
+EVERY = {
+    "Dropout": Case(Dropout(0.3)),
+    "Dropout of many": Case(Dropout(0.3), (4, 8, 32, 32)),  # from 2**15 elements on it is our own
+    "Dropout1d": Case(Dropout1d(0.3), (4, 6, 8)),
+    "Dropout2d": Case(Dropout2d(0.3)),
+    "Dropout3d": Case(Dropout3d(0.3), (4, 6, 4, 4, 4)),
+    "AlphaDropout": Case(AlphaDropout(0.3)),
+    "FeatureAlphaDropout": Case(FeatureAlphaDropout(0.3)),
+    "GaussianDropout": Case(GaussianDropout(0.3)),
+    "GaussianNoise": Case(GaussianNoise(0.3)),
+    "DropBlock by seeds": Case(DropBlock(0.3, 3)),
+    "DropBlock by masks": Case(DropBlock(0.9, 3)),
+    "DropBlock, one mask for all channels": Case(DropBlock(0.3, 3, per_channel=False, normalize="sample")),
+    "DropBlock in 1d": Case(DropBlock(0.3, 3, channel_dim=1), (4, 6, 16)),
+    "DropBlock in 3d": Case(DropBlock(0.3, 3, normalize="expected"), (4, 6, 5, 6, 7)),
+    "DropPath": Case(DropPath(0.3)),
+    "DropPath of batches": Case(DropPath(0.3, "batch")),
+    "somebody else's": Case(nn.Dropout2d(0.3)),
+}
+
+
+def of_hookdrop() -> set[type[Regularizer]]:
+    """The regularizers that `hookdrop.__all__` names."""
+    named = [getattr(hookdrop, name) for name in hookdrop.__all__]
+    return {cls for cls in named if isinstance(cls, type) and issubclass(cls, Regularizer) and cls is not Regularizer}
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    """Whether all are equal, bit for bit."""
+    return len(a) == len(b) and all(torch.equal(s, t) for s, t in zip(a, b, strict=True))

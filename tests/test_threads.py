@@ -1,0 +1,344 @@
+"""Threads, processes, and what a thousand rounds leave behind: nothing."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import Small
+from torch import nn
+
+from hookdrop import (
+    CosineSchedule,
+    DropBlock,
+    Dropout,
+    Injection,
+    InjectionError,
+    LinearSchedule,
+    Schedule,
+    eject,
+    find,
+    inject,
+    without_hooks,
+)
+from hookdrop.hooks import SiteHook
+from hookdrop.placement import hidden_modules
+
+X = torch.ones(64, 8)
+
+
+def pair() -> nn.Sequential:
+    """Two layers whose outputs are not 0 by themselves."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Hardtanh(1.0, 2.0))
+
+
+def in_threads(*runs: Callable[[], None]) -> None:
+    """Run all at once; an error in any of them is an error here."""
+    errors: list[BaseException] = []
+
+    def guarded(run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+
+
+def zeroed(y: torch.Tensor) -> float:
+    return (y == 0).float().mean().item()
+
+
+class TestThreads:
+    SCHEDULES: tuple[Schedule, Schedule] = (LinearSchedule(30), CosineSchedule(17))
+
+    @staticmethod
+    def train(schedule: Schedule, wait: Callable[[], Any] = lambda: None) -> list[Any]:
+        """A training from nothing: where it stood and what the rates were after each step."""
+        model = pair()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        drop = inject(model, Dropout(0.5), layers="*", p_scale="depth", schedule=schedule).follow(optimizer)
+        history: list[Any] = []
+        for _ in range(40):
+            wait()
+            optimizer.zero_grad()
+            model(X).sum().backward()
+            wait()
+            optimizer.step()
+            history.append((drop.step_count, drop.p, [site.p for site in drop.sites]))
+        assert drop.check() == []
+        drop.remove()
+        assert find(model) == ()
+        return history
+
+    def test_two_trainings_at_once_have_the_rates_of_two_in_turn(self) -> None:
+        """Step by step side by side."""
+        alone = [self.train(schedule) for schedule in self.SCHEDULES]
+        together: list[Any] = [None, None]
+        barrier = threading.Barrier(2, timeout=60)
+
+        def run(index: int) -> None:
+            together[index] = self.train(self.SCHEDULES[index], barrier.wait)
+
+        in_threads(lambda: run(0), lambda: run(1))
+        assert together == alone
+        assert together[0] != together[1]
+
+    @pytest.mark.parametrize("context", ["disabled", "sampling", "measuring", "without_hooks"])
+    def test_a_context_in_one_thread_is_not_one_of_another_ones_model(self, context: str) -> None:
+        barrier = threading.Barrier(2, timeout=60)
+        seen: dict[str, float] = {}
+
+        def mine() -> None:
+            model = pair()
+            drop = inject(model, Dropout(0.5), layers="1")
+            with without_hooks(model) if context == "without_hooks" else getattr(drop, context)() as inside:
+                model.train(context != "sampling")
+                seen["mine"] = zeroed(model(X))
+                barrier.wait()
+                barrier.wait()
+            if context == "measuring":
+                seen["measured"] = inside.calls
+            model.train()
+            seen["mine after"] = zeroed(model(X))
+
+        def other() -> None:
+            model = pair()
+            drop = inject(model, Dropout(0.25), layers="1")
+            barrier.wait()
+            seen["other"] = zeroed(model(X))
+            seen["other in eval"] = zeroed(model.eval()(X))
+            assert drop.p == 0.25
+            barrier.wait()
+
+        in_threads(mine, other)
+        inside = 0.5 if context in ("sampling", "measuring") else 0.0
+        assert seen["mine"] == pytest.approx(inside, abs=0.1)
+        assert seen["mine after"] == pytest.approx(0.5, abs=0.1)
+        assert seen["other"] == pytest.approx(0.25, abs=0.1)
+        assert seen["other in eval"] == 0.0
+        assert seen.get("measured", 1) == 1
+
+    def test_injecting_copying_and_removing_while_another_thread_trains(self) -> None:
+        trained = pair()
+        drop = inject(trained, DropBlock(0.5, 1, channel_dim=-1), layers="1", schedule=LinearSchedule(200))
+        optimizer = torch.optim.SGD(trained.parameters(), 0.01)
+        drop.follow(optimizer)
+        done = threading.Event()
+
+        def train() -> None:
+            try:
+                for _ in range(200):
+                    trained(X.view(8, 8, 8)).sum().backward()
+                    optimizer.step()
+            finally:
+                done.set()
+
+        def others() -> None:
+            while not done.is_set():
+                model = pair()
+                with inject(model, Dropout(0.5), layers="*") as own:
+                    model(X)
+                    own.disable()
+                twin = copy.deepcopy(trained)
+                assert find(twin)[0].step_count <= drop.step_count
+                assert eject(twin) == 1
+
+        in_threads(train, others)
+        assert (drop.step_count, drop.p) == (200, 0.5)
+        assert drop.check() == []
+
+    def test_data_parallels_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They share the hooks, run in threads, and count nothing twice; PyTorch's own code, with two pretended devices."""
+        replicate = sys.modules["torch.nn.parallel.replicate"]
+        monkeypatch.setattr(replicate, "_get_device_index", lambda device, _: device)
+        monkeypatch.setattr(
+            replicate, "_broadcast_coalesced_reshape",
+            lambda tensors, devices, detach=False: [[t.clone() for t in tensors] for _ in devices],
+        )  # fmt: skip
+        model = pair()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(30)).follow(optimizer)
+        for step in range(1, 31):
+            replicas = nn.parallel.replicate(model, [0, 1])
+            out: list[Any] = [None, None]
+
+            def run(index: int, replicas: Any = replicas, out: list[Any] = out) -> None:
+                out[index] = replicas[index](X)
+
+            in_threads(lambda: run(0), lambda: run(1))
+            (out[0].sum() + out[1].sum()).backward()
+            optimizer.step()
+            assert drop.step_count == step
+        assert model[0].weight.grad is not None
+        with drop.measuring() as m:
+            replicas = nn.parallel.replicate(model, [0, 1])
+            outs = [replica(X) for replica in replicas]
+        assert m.calls == 2
+        assert [zeroed(y) for y in outs] == pytest.approx([0.5, 0.5], abs=0.1)
+        assert not torch.equal(*outs)
+        assert drop.check() == []
+        drop.remove()
+        assert find(replicas[0]) == ()
+
+
+def ours() -> collections.Counter[str]:
+    """How many objects of hookdrop's classes were made since `gc.freeze()` and are still there; and handles of hooks."""
+    gc.collect()
+    names = [f"{type(thing).__module__}.{type(thing).__name__}" for thing in gc.get_objects()]
+    return collections.Counter(name for name in names if name.startswith("hookdrop.") or "RemovableHandle" in name)
+
+
+def entries(model: nn.Module) -> int:
+    """How many entries the hook dictionaries of `model` have."""
+    tables = [name for name in vars(nn.Module()) if "hooks" in name]
+    return sum(len(getattr(module, name)) for module in model.modules() for name in tables)
+
+
+class Failure(Exception):
+    """What goes wrong on the way."""
+
+
+class TestRounds:
+    """What is injected and removed leaves nothing behind, whatever happened between."""
+
+    @pytest.fixture
+    def model(self) -> nn.Sequential:
+        return pair()
+
+    @pytest.fixture
+    def optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.01)
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_left(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        gc.collect()
+        gc.freeze()
+        try:
+            yield
+            assert ours() == {}
+        finally:
+            gc.unfreeze()
+        assert entries(model) == 0
+        assert not optimizer._optimizer_step_post_hooks
+        assert not list(hidden_modules)
+
+    def test_a_thousand_rounds(self, model: nn.Sequential) -> None:
+        for _ in range(1000):
+            inject(model, Dropout(0.5), layers="*").remove()
+
+    def test_rounds_that_follow_an_optimizer(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(300):
+            drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4)).follow(optimizer)
+            optimizer.step()
+            drop.remove()
+        # What keeps a followed optimizer's hook out of compiled code.
+        assert not any(type(thing).__name__ == "DisableContext" for thing in gc.get_objects())
+
+    def test_rounds_whose_optimizer_is_gone(self, model: nn.Sequential) -> None:
+        for _ in range(100):
+            drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4))
+            drop.follow(torch.optim.SGD(model.parameters(), 0.01))
+            drop._state.told.add("optimizer gone")
+            drop.remove()
+
+    def test_rounds_with_copies(self, model: nn.Sequential) -> None:
+        for _ in range(100):
+            with inject(model, DropBlock(0.5, 3), layers="*"):
+                twin = copy.deepcopy(model)
+                find(twin).remove()
+                copy.deepcopy(model)
+
+    def test_rounds_without_hooks_for_a_while(self, model: nn.Sequential) -> None:
+        for _ in range(300):
+            with inject(model, Dropout(0.5), layers="*"), without_hooks(model):
+                pass
+
+    def test_rounds_that_replace(self, model: nn.Sequential) -> None:
+        for _ in range(300):
+            inject(model, Dropout(0.5), layers="*", on_existing="replace")
+        assert eject(model) == 2
+
+    def test_rounds_with_forwards_probes_and_measurements(self, model: nn.Sequential) -> None:
+        for _ in range(30):
+            with inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4), example_input=X) as drop:
+                drop.step(2)
+                with drop.measuring():
+                    model(X).sum().backward()
+                drop.probe(X)
+
+    def test_rounds_with_errors_on_the_way(self, model: nn.Sequential) -> None:
+        for _ in range(200):
+            with pytest.raises(Failure), inject(model, Dropout(0.5), layers="*") as drop:
+                with pytest.raises(InjectionError):
+                    inject(model, Dropout(0.5), layers="*")
+                with pytest.raises(Failure), drop.sampling(), without_hooks(model):
+                    raise Failure
+                raise Failure
+
+    @pytest.mark.filterwarnings("ignore:code compiled:hookdrop.HookdropWarning")
+    def test_rounds_of_a_compiled_model(self, model: nn.Sequential) -> None:
+        fast = torch.compile(model, backend="eager")
+        for _ in range(3):
+            with inject(model, DropBlock(0.5, 1, channel_dim=-1), layers="1"):
+                assert zeroed(fast(X.view(8, 8, 8))) > 0.3
+        assert zeroed(fast(X.view(8, 8, 8))) == 0.0
+        torch.compiler.reset()
+
+    def test_models_that_go_with_their_hooks(self) -> None:
+        """Nobody removed anything."""
+        for _ in range(200):
+            model = pair()
+            drop = inject(model, Dropout(0.5), layers="*")
+            with drop.disabled():
+                model(X)
+
+    def test_models_that_go_before_their_optimizers(self) -> None:
+        """The optimizer steps once more, and lets go."""
+        model = pair()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4)).follow(optimizer)
+        del model
+        gc.collect()
+        optimizer.step()
+        assert not optimizer._optimizer_step_post_hooks
+
+
+def test_hooks_are_gone_without_the_garbage_collector() -> None:
+    """Removed, they are in no reference cycle."""
+    model = pair()
+    drop = inject(model, Dropout(0.5), layers="*")
+    hooks = [weakref.ref(hook) for m in model for hook in m._forward_hooks.values() if isinstance(hook, SiteHook)]
+    assert len(hooks) == 2
+    gc.collect()
+    gc.disable()
+    try:
+        drop.remove()
+        del drop
+        assert [hook() for hook in hooks] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_handle_that_was_removed_holds_no_model(model: Small) -> None:
+    gone = weakref.ref(model.fc)
+    drop: Injection = inject(model, Dropout(0.5), layers="fc")
+    drop.remove()
+    model.fc = nn.Linear(8, 10)
+    gc.collect()
+    assert gone() is None
