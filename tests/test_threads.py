@@ -163,6 +163,34 @@ class TestThreads:
         assert (drop.step_count, drop.p) == (200, 0.5)
         assert drop.check() == []
 
+    def test_an_optimizer_steps_while_another_thread_injects(self) -> None:
+        """Sites that have not run are looked after at every step, of whatever model it is."""
+        waiting = [pair() for _ in range(100)]
+        for model in waiting:
+            inject(model, Dropout(0.5), layers="*")
+        mine = pair()
+        optimizer = torch.optim.SGD(mine.parameters(), 0.01)
+        mine(X).sum().backward()
+        done = threading.Event()
+
+        def step() -> None:
+            try:
+                for _ in range(300):
+                    optimizer.step()
+            finally:
+                done.set()
+
+        def others() -> None:
+            while not done.is_set():
+                inject(pair(), Dropout(0.5), layers="*")
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            in_threads(step, others, others)
+        finally:
+            sys.setswitchinterval(interval)
+
     def test_data_parallels_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They share the hooks, run in threads, and count nothing twice; PyTorch's own code, with two pretended devices."""
         replicate = sys.modules["torch.nn.parallel.replicate"]
@@ -236,6 +264,7 @@ class TestRounds:
             gc.unfreeze()
         assert entries(model) == 0
         assert not optimizer._optimizer_step_post_hooks
+        assert not torch.optim.optimizer._global_optimizer_post_hooks
         assert not list(hidden_modules)
 
     def test_a_thousand_rounds(self, model: nn.Sequential) -> None:

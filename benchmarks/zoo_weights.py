@@ -1,0 +1,73 @@
+"""Random weights at the speed of memory: large tensors are filled with repetitions of a pool of random values.
+
+Drawing the weights of a thousand models one by one takes longer than all the rest. The values are scaled as the
+initialization asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+_POOL = 2**20 + 7  # a prime: the rows of no weight are equal
+_SMALL = 2**14
+
+
+@contextmanager
+def quick_weights() -> Iterator[None]:
+    """Large tensors are filled from a pool of random values, and not at all on the meta device."""
+    with ExitStack() as stack:
+        for method, fill in (("normal_", _normal), ("uniform_", _uniform), ("erfinv_", _erfinv)):
+            original = getattr(Tensor, method)
+            stack.enter_context(patch.object(Tensor, method, _quick(original, fill)))
+        yield
+
+
+def _quick(original: Any, fill: Any) -> Any:
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.is_meta:
+            return self
+        if self.numel() < _SMALL or not self.is_contiguous() or self.dtype != torch.float32:
+            return original(self, *args, **kwargs)
+        fill(self, *args, **kwargs)
+        return self
+
+    return method
+
+
+def _normal(x: Tensor, mean: float = 0.0, std: float = 1.0, generator: object = None) -> None:
+    _tile(x, _pool()[0])
+    x.detach().mul_(std).add_(mean)
+
+
+# "from" is a keyword of Python, so that nobody names it.
+def _uniform(x: Tensor, a: float = 0.0, b: float = 1.0, generator: object = None) -> None:
+    _tile(x, _pool()[1])
+    x.detach().mul_(b - a).add_(a)
+
+
+def _erfinv(x: Tensor) -> None:
+    """Leave uniform what would be a truncated normal distribution, with the standard deviation of one."""
+    x.detach().mul_(math.sqrt(1.5))
+
+
+def _tile(x: Tensor, pool: Tensor) -> None:
+    flat = x.detach().view(-1)
+    whole = flat.numel() // pool.numel() * pool.numel()
+    flat[:whole].view(-1, pool.numel()).copy_(pool.expand(whole // pool.numel(), -1))
+    flat[whole:].copy_(pool[: flat.numel() - whole])
+
+
+@lru_cache(1)
+def _pool() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cpu").manual_seed(0)
+    # A model may be under construction on the meta device just now.
+    with torch.device("cpu"):
+        return torch.randn(_POOL, generator=generator), torch.rand(_POOL, generator=generator)
