@@ -142,10 +142,12 @@ def _with_ours(x: Tensor) -> dict[str, Arm]:
     return {
         "hookdrop, eval": Arm(hooked().eval(), CALL_MUST),
         "hookdrop, eval, at the input": Arm(hooked(at="input").eval(), CALL_MUST),
-        "hookdrop, training, disabled": Arm(off, CALL_MUST),
-        "hookdrop, training, rate 0": Arm(zero, CALL_MUST),
-        # These two look in each call whether somebody trains the layer: until somebody steps, or trains it.
+        "hookdrop, training, disabled": Arm(off, CALL_MUST, gradients=True),
+        "hookdrop, training, rate 0": Arm(zero, CALL_MUST, gradients=True),
+        # What is looked at besides: whether somebody trains the layer, until somebody steps or trains it as it should
+        # be; and the random state, from which a forward without gradients may be run again.
         "hookdrop, training, a schedule waits": Arm(waiting, gradients=True),
+        "hookdrop, training without gradients": Arm(zero),
         "hookdrop, eval with gradients, never trained": Arm(hooked().eval(), gradients=True),
     }
 

@@ -220,8 +220,10 @@ def _gradients(model: nn.Module) -> set[str]:
 
 
 def _kind(text: str) -> str:
-    """The first line of a message, without names and numbers."""
-    return re.sub(r"\d+(\.\d+)?", "#", re.sub(r"'[^']*'(, '[^']*')*", "'...'", text.strip().splitlines()[0]))[:200]
+    """What and why, in the first line of a message, without names and numbers."""
+    line = re.sub(r"'[^']*'(, '[^']*')*", "'...'", text.strip().splitlines()[0])
+    short = re.sub(r"#(x#)+", "#x#", re.sub(r"\d+(\.\d+)?", "#", line))
+    return ": ".join(short.split(": ")[:2])[:150]
 
 
 def _first_line(error: Exception) -> str:

@@ -157,6 +157,19 @@ class TestTracesOfATraining:
         with drop.sampling(), pytest.raises(InjectionError, match="inside torch.jit.trace"):
             torch.jit.trace(model, images)
 
+    def test_other_methods_and_the_model_itself(self, images: torch.Tensor) -> None:
+        class Features(Small):
+            def features(self, x: torch.Tensor) -> torch.Tensor:
+                return self.layer1(self.conv1(x))
+
+        inject(part := Features(), Dropout(0.4), layers="layer1.*")
+        with pytest.raises(InjectionError, match="at 'layer1.0' inside torch.jit.trace"):
+            torch.jit.trace_module(part, {"features": images})
+        whole = Small()
+        inject(whole, Dropout(0.4), layers=whole)
+        with pytest.raises(InjectionError, match="inside torch.jit.trace"):
+            torch.jit.trace(whole, images)
+
     def test_after_a_refusal_the_training_goes_on(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(4))
         with pytest.raises(InjectionError):
@@ -321,6 +334,14 @@ class TestSymbolicTraces:
         assert graph.code == clean.code
         assert [site.name for site in find(graph)[0].sites] == ["fc"]
         assert len(drop.sites) == 3
+
+    def test_the_models_own_is_lost_without_a_word(self, model: Small, images: torch.Tensor) -> None:
+        """`symbolic_trace` does not call the model, but its `forward`: nobody is there to tell."""
+        drop = inject(model, Dropout(0.4), layers=model)
+        graph = torch.fx.symbolic_trace(model)
+        assert find(graph) == ()
+        assert find(model) == (drop,)
+        assert torch.equal(graph(images), graph(images))
 
     def test_a_graph_module_can_be_injected_into(self, model: Small, images: torch.Tensor) -> None:
         graph = torch.fx.symbolic_trace(model)

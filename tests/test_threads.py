@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import Small
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from hookdrop import (
     CosineSchedule,
@@ -191,6 +192,21 @@ class TestThreads:
         finally:
             sys.setswitchinterval(interval)
 
+    def test_others_that_listen_to_all_optimizers_are_not_disturbed(self) -> None:
+        """A profiler's hook that comes after ours."""
+        model = pair()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        inject(model, Dropout(0.5), layers="*")
+        steps: list[int] = []
+        handle = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+        try:
+            for _ in range(3):
+                model(X).sum().backward()
+                optimizer.step()
+        finally:
+            handle.remove()
+        assert len(steps) == 3
+
     def test_data_parallels_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They share the hooks, run in threads, and count nothing twice; PyTorch's own code, with two pretended devices."""
         replicate = sys.modules["torch.nn.parallel.replicate"]
@@ -255,7 +271,9 @@ class TestRounds:
 
     @pytest.fixture(autouse=True)
     def nothing_is_left(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        inject(model, Dropout(0.5), layers="*").remove()
         gc.collect()
+        listeners = set(_global_optimizer_post_hooks)
         gc.freeze()
         try:
             yield
@@ -264,7 +282,7 @@ class TestRounds:
             gc.unfreeze()
         assert entries(model) == 0
         assert not optimizer._optimizer_step_post_hooks
-        assert not torch.optim.optimizer._global_optimizer_post_hooks
+        assert set(_global_optimizer_post_hooks) <= listeners
         assert not list(hidden_modules)
 
     def test_a_thousand_rounds(self, model: nn.Sequential) -> None:
@@ -338,14 +356,19 @@ class TestRounds:
                 model(X)
 
     def test_models_that_go_before_their_optimizers(self) -> None:
-        """The optimizer steps once more, and lets go."""
+        """The optimizer steps once more, and lets go; others who listen to it are not disturbed."""
         model = pair()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4)).follow(optimizer)
+        steps: list[int] = []
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        hook = weakref.ref(next(iter(model[0]._forward_hooks.values())))
         del model
-        gc.collect()
         optimizer.step()
-        assert not optimizer._optimizer_step_post_hooks
+        gc.collect()
+        assert hook() is None
+        optimizer.step()
+        assert len(steps) == 2
 
 
 def test_hooks_are_gone_without_the_garbage_collector() -> None:

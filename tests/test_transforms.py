@@ -265,6 +265,17 @@ def test_injected_and_stepped_in_a_context_and_trained_outside(
     assert same(trained(model, x), expected)
 
 
+@pytest.mark.parametrize("name", ["torch.device", "set_default_device"])
+@ALL
+def test_trained_while_the_default_device_is_another(case: Case, name: str) -> None:
+    """What is made on the way lies where the input lies."""
+    model, x = case.model(), case.input()
+    inject(model, case.regularizer, layers=SITES)
+    expected = trained(model, x)
+    with CONTEXTS[name]():
+        assert same(trained(model, x), expected)
+
+
 @IN_CONTEXT
 def test_what_compiled_code_reads_is_a_number_wherever_it_was_set(
     context: Callable[[], AbstractContextManager[Any]],

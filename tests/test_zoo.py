@@ -224,6 +224,17 @@ class TestTheCheckNotices:
         assert record["status"] == "passed", record
         assert record["sites"] == {"DropBlock": 8}
         assert record["asked"] == pytest.approx(0.1)
+        assert "warnings" not in record
+
+    def test_hookdrop_s_warnings_and_problems_by_their_kind(
+        self, model: Small, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Injection, "check", lambda self: ["'dropblock': 2 of 4 sites lost: a.\n  do this."])
+        x = torch.randn(2, 3, 2, 3)
+        record = Check(model, Example((x,), (x,))).run()
+        assert record["status"] == "passed", record
+        assert record["warnings"] == {"DropBlock at '...': block_size=# covers the whole #x# map": 1}
+        assert record["problems"] == ["'...': # of # sites lost"]
 
     def test_a_hook_that_works_in_eval(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
