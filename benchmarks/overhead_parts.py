@@ -212,22 +212,21 @@ def plan(options: argparse.Namespace, console: Console) -> dict[str, Row]:
 def step(options: argparse.Namespace, console: Console) -> dict[str, Row]:
     """Steps of the schedule with 50 sites of different rates, and what following adds to an optimizer's step."""
     jobs: dict[str, Job] = {"optimizer": _optimizer(in_a_row(STEP_SITES)).step}
+    models = []  # A handle does not keep its model.
     for regularizer in REGULARIZERS:
-        drop, followed = _ramp(regularizer), _ramp(regularizer)
-        jobs[f"step, {regularizer.title}"] = drop[1].step
-        jobs[f"seek, {regularizer.title}"] = partial(_seek_on, drop[1])
-        optimizer = _optimizer(followed[0])
-        followed[1].follow(optimizer)
+        (model, drop), (other, followed) = _ramp(regularizer), _ramp(regularizer)
+        models += [model, other]
+        jobs[f"step, {regularizer.title}"] = drop.step
+        jobs[f"seek, {regularizer.title}"] = partial(_seek_on, drop)
+        optimizer = _optimizer(other)
+        followed.follow(optimizer)
         jobs[f"follow, {regularizer.title}"] = optimizer.step
     samples = measure(jobs, options.rounds)
     beware(console, samples, "steps")
-    return {
-        name: added(samples, name, "optimizer", 1e3, STEP_MUST)
-        if name.startswith("follow")
-        else milliseconds(samples, {"step": STEP_MUST, "seek": STEP_MUST})[name]
-        for name in jobs
-        if name != "optimizer"
-    }
+    rows = milliseconds(samples, {"step": STEP_MUST, "seek": STEP_MUST})
+    following = (name for name in jobs if name.startswith("follow"))
+    rows |= {name: added(samples, name, "optimizer", 1e3, STEP_MUST) for name in following}
+    return {name: row for name, row in rows.items() if name != "optimizer"}
 
 
 def _ramp(regularizer: nn.Module) -> tuple[nn.Module, hookdrop.Injection]:
@@ -262,6 +261,6 @@ PARTS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], dict[st
     "place": ("1,000 sites: milliseconds", 1, place),
     "plan": ("plan(resnet50): milliseconds", 2, plan),
     "step": (f"{STEP_SITES} sites: milliseconds", 3, step),
-    "copies": ("copy.deepcopy(resnet50) with 16 hooks: milliseconds", 1, copies),
+    "copies": ("copy.deepcopy, 16 hooks: ms", 1, copies),
 }
 """Title, digits after the point, and what measures it."""

@@ -36,9 +36,17 @@ class Follower:
         """Follow no more."""
         self._handle.remove()
 
+    def release(self) -> None:
+        """Count no more and hold nothing; from within a step, where to `detach` would break the optimizer's loop."""
+        self._advance = _nothing
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not _was_skipped(optimizer):
             self._advance()
+
+
+def _nothing() -> None:
+    pass
 
 
 def innermost(optimizer: object) -> Optimizer:

@@ -70,7 +70,7 @@ class Handle:
     def _advance(self, n: int = 1) -> None:
         if self._model() is None and self._follower is not None:
             # An optimizer that outlives the model would keep its hooks.
-            self._follower.detach()
+            self._follower.release()
         self._must_be_there("step()")
         self._seek(self._state.step_count + n)
 

@@ -75,7 +75,7 @@ class SiteHook:
         _prepare_for_compiling(self.graph_break)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if is_symbolic(output):
+        if not isinstance(output, Tensor) and is_symbolic(output):
             return self.state.tell("symbolic", left_behind_text(self.where))
         if not self.is_on(module):
             return None
@@ -208,7 +208,8 @@ class SiteHook:
     @property
     def where(self) -> str:
         """What sits where, for messages."""
-        return f"{self.regularizer.title} at {self.site!r}{' (input)' if self.at == 'input' else ''}"
+        place = repr(self.site) if self.site else "the model itself"
+        return f"{self.regularizer.title} at {place}{' (input)' if self.at == 'input' else ''}"
 
     def describe(self) -> str:
         """The regularizer as text, with its target rate and not the moment's."""
@@ -250,7 +251,7 @@ class InputHook(SiteHook):
     at = "input"
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        if is_symbolic(args) or (kwargs and is_symbolic(list(kwargs.values()))):
+        if not (args and isinstance(args[0], Tensor)) and is_symbolic((*args, *(kwargs or {}).values())):
             return self.state.tell("symbolic", left_behind_text(self.where))
         if not self.is_on(module):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import sys
@@ -170,6 +171,30 @@ class TestWhatIsCompared:
         for name, row in before.items():
             more = 3.0 if name.startswith("hookdrop") else 0.0
             assert after[name].values[0] - row.values[0] == pytest.approx(more), name
+
+    def test_every_kind_of_step_moves_all_sites(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        refreshed: list[str] = []
+        moved: dict[str, list[str]] = {}
+        refresh = SiteHook.refresh
+
+        def noted(hook: SiteHook, largest: float = 0.0) -> None:
+            refreshed.append(hook.site)
+            refresh(hook, largest)
+
+        def once(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Samples]:
+            gc.collect()
+            for name, job in jobs.items():
+                refreshed.clear()
+                job()
+                moved[name] = sorted(set(refreshed))
+            return {name: Samples({0: 1.0}, {0: 0.0}, {0: 0.0}) for name in jobs}
+
+        monkeypatch.setattr(SiteHook, "refresh", noted)
+        monkeypatch.setattr(parts, "measure", once)
+        monkeypatch.setattr(parts, "STEP_SITES", 3)
+        parts.step(overhead.parse_options(["--quick"]), overhead.make_console())
+        kinds = [f"{kind}, {title}" for title in ("DropBlock", "Dropout") for kind in ("step", "seek", "follow")]
+        assert moved == {"optimizer": [], **{kind: ["0", "1", "2"] for kind in kinds}}
 
 
 class TestEstimates:
