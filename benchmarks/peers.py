@@ -27,7 +27,7 @@ from hookdrop.ops import kernel
 
 P = 0.1
 BLOCK = 7
-SHARED_DRAWS = 50
+DRAWS, SHARED_DRAWS = 20, 50
 SHAPES = ((32, 256, 28, 28), (32, 1024, 14, 14), (16, 256, 56, 56))
 
 LIMIT, COPY = "x * c", "x.clone()"
@@ -138,14 +138,19 @@ def make(shape: Shape, device: str = "cpu") -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def dropped(contestant: Contestant, shape: Shape, draws: int, device: str = "cpu") -> float:
-    """The fraction of ones that comes back as zero, over some draws."""
+def dropped(contestant: Contestant, shape: Shape, draws: int = DRAWS, device: str = "cpu") -> float:
+    """The fraction of ones that a contestant makes zeros."""
     if contestant.shares:
         # Few blocks in each draw: many draws, of one channel, which tells what the others would.
         shape, draws = (shape[0], 1, *shape[2:]), SHARED_DRAWS * draws
     ones = torch.ones(shape, device=device)
     with contestant.around():
-        return sum((contestant.call(ones) == 0).float().mean().item() for _ in range(draws)) / draws
+        return zeros(contestant.call, ones, draws)
+
+
+def zeros(call: Callable[[Tensor], Tensor], ones: Tensor, draws: int) -> float:
+    """The fraction of ones that comes back as zero, over some draws."""
+    return sum((call(ones) == 0).float().mean().item() for _ in range(draws)) / draws
 
 
 def named(shape: Shape) -> str:

@@ -31,7 +31,6 @@ from rich.console import Console
 from terminal import make_console, say
 
 ROUNDS, FEW, QUICK_ROUNDS = 25, 12, 3
-DRAWS = 5
 Part = Callable[[argparse.Namespace, Console], dict[str, Any]]
 
 
@@ -124,7 +123,7 @@ def _at(shape: peers.Shape, options: argparse.Namespace, console: Console) -> di
     numbers = {
         name: {
             "over_limit": ratios(samples, name, peers.LIMIT)._asdict(),
-            "dropped": peers.dropped(one, shape, DRAWS, options.device),
+            "dropped": peers.dropped(one, shape, device=options.device),
             **samples[name].numbers(),
         }
         for name, one in contestants.items()

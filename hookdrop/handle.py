@@ -162,6 +162,8 @@ class Handle:
                 state.follower.detach()
             state.follower = None
             state.removed = True
+            for hook in state.members:
+                hook.switch()
             watch.forget(state)
         compiling.reset()
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from hookdrop import replay
@@ -25,6 +26,8 @@ from hookdrop.regularizers import Regularizer, like
 from hookdrop.state import State
 from hookdrop.tracing import is_exporting, is_symbolic, left_behind_text, tell_of_export, traced_text
 from hookdrop.values import TensorKey, change, change_arguments, forward_names
+
+_tracing_state = torch._C._get_tracing_state
 
 
 class _Again(NamedTuple):
@@ -58,6 +61,8 @@ class SiteHook:
         self.rate: Tensor | None = None
         self.again: _Again | None = None
         """What to do at the end of a call that runs a forward again."""
+        self.on = self.sampling = False
+        """Whether the hook works in training mode, and in eval mode."""
         self.idle = False
         """Whether the rate is 0: a bool of its own, for compiled code would compile anew for every rate it reads."""
         self.graph_break = regularizer.graph_break
@@ -103,18 +108,18 @@ class SiteHook:
 
     def is_on(self, module: nn.Module) -> bool:
         """Note the call, and tell whether there is something to do in it."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._is_on_in_graph(module)
         self.fired = True
         training = module.training
         if not (training or self.sampling or torch.is_grad_enabled()):
             return False
-        state = self.state
-        on = state.on and (training or state.sampling)
-        if training and replay.running_again():
+        state, on = self.state, self.on if training else self.sampling
+        if training and state.forwards.rates and replay.running_again():
             return self._is_on_again(on)
-        self.judge.look(module, self.site, state)
-        if on and torch._C._get_tracing_state() is not None:
+        if not self.judge.done:
+            self.judge.look(module, self.site, state)
+        if on and _tracing_state() is not None:
             raise InjectionError(traced_text(self.where))
         if training and replay.may_run_again():
             state.forwards.note(self.site, replay.random_state(), (on, self.regularizer.rate))
@@ -129,7 +134,7 @@ class SiteHook:
             self.fired = True
             if module.training:
                 self.judge.trained = True
-        if not (state.on and (module.training or state.sampling)):
+        if not (self.on if module.training else self.sampling):
             return False
         if exporting:
             tell_of_export(state.name)
@@ -159,7 +164,7 @@ class SiteHook:
 
     def regularize(self, x: Tensor) -> Tensor:
         """`x` regularized; in compiled code by the rate as a tensor, since a Python float would be frozen in."""
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             return _regularize(self, x)
         if self.state.meters:
             return _outside_of_graphs[_MEASURING](self, x)
@@ -190,8 +195,13 @@ class SiteHook:
                     self.rate = torch.tensor(rate, dtype=torch.float64, device="cpu")
         if self.seen is not None and not self.doubted:
             self.tell_doubts()
-        self.sampling = self.state.sampling
         self.idle = rate == 0.0
+        self.switch()
+
+    def switch(self) -> None:
+        """Bring up to date whether there is anything to do."""
+        self.on = self.state.on
+        self.sampling = self.on and self.state.sampling
 
     def doubts(self) -> dict[str, str]:
         """What is probably not meant of the shape that was seen, by kind: fifty blocks of one kind say the same."""

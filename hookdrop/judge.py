@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hookdrop.schedules import needs_driving
 from hookdrop.state import State
 from hookdrop.tables import some
 
@@ -23,6 +22,8 @@ class Judge:
     def __init__(self) -> None:
         self.trained = False
         """Whether the layer ever ran in training mode."""
+        self.done = False
+        """Whether there is nothing left that a forward could tell."""
         self.seen_moves = 0
         self.version: int | None = None
         self.updates = 0.0
@@ -30,12 +31,14 @@ class Judge:
     def look(self, module: nn.Module, site: str, state: State) -> None:
         """Look at one forward, and tell what is wrong once it is clear."""
         if module.training:
-            self.trained = True
+            self.trained, self.done = True, not state.scheduled
+            if self.done:
+                return
             if self.seen_moves != state.moves:
                 self.seen_moves, self.updates = state.moves, 0.0
             elif state.follower is not None and not state.follower.alive:
                 state.tell("optimizer gone", optimizer_gone_text(state))
-            elif needs_driving(state.schedule) and self._is_clear("undriven", module, state):
+            elif self._is_clear("undriven", module, state):
                 state.tell("undriven", undriven_text(state))
         # Nobody trains without gradients: that is validation, an EMA's too, whose weights are written to, or inference.
         elif not self.trained and torch.is_grad_enabled() and self._is_clear("always in eval", module, state):

@@ -13,8 +13,9 @@ import torch
 
 _internals: Any = torch._C
 _graph_task: Callable[[], int] = getattr(_internals, "_current_graph_task_id", lambda: -1)
-_saved_tensors_hooks: Callable[[bool], Any] | None = getattr(
-    _internals._autograd, "_top_saved_tensors_default_hooks", None
+# Where PyTorch (2.6 and 2.7, say) doesn't tell, every forward counts as one whose tensors others keep.
+_saved_tensors_hooks: Callable[[bool], Any] = getattr(
+    _internals._autograd, "_top_saved_tensors_default_hooks", lambda _: True
 )
 
 Rate = tuple[bool, float | None]
@@ -31,31 +32,30 @@ def running_again() -> bool:
 
 def may_run_again() -> bool:
     """Whether this is the forward of an activation checkpoint: without gradients, or with others keeping tensors."""
-    if not torch.is_grad_enabled():
-        return not torch.is_inference_mode_enabled()
-    # None where PyTorch (2.6 and 2.7, say) doesn't tell: then every forward may.
-    return _saved_tensors_hooks is None or _saved_tensors_hooks(True) is not None
+    if torch.is_grad_enabled():
+        return _saved_tensors_hooks(True) is not None
+    return not torch.is_inference_mode_enabled()
 
 
 class Forwards:
     """The rates of the calls that may be run again."""
 
     def __init__(self) -> None:
-        self._rates: dict[tuple[str, int], Rate] = {}
+        self.rates: dict[tuple[str, int], Rate] = {}
         self.complete = True
         """Whether no call was forgotten."""
 
     def note(self, site: str, random_state: int, rate: Rate) -> None:
         """Remember a call, the oldest of too many making room."""
-        self._rates.pop((site, random_state), None)
-        self._rates[site, random_state] = rate
-        if len(self._rates) > CAPACITY:
-            del self._rates[next(iter(self._rates))]
+        self.rates.pop((site, random_state), None)
+        self.rates[site, random_state] = rate
+        if len(self.rates) > CAPACITY:
+            del self.rates[next(iter(self.rates))]
             self.complete = False
 
     def rate_of(self, site: str, random_state: int) -> Rate | None:
         """The rate of the forward that this call repeats; None if no forward had this random state."""
-        return self._rates.get((site, random_state))
+        return self.rates.get((site, random_state))
 
 
 def random_state() -> int:

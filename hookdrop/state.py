@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -113,11 +114,16 @@ class State:
         """Whether hooks work in eval mode too."""
         return bool(self.overrides) and self.overrides[-1].sampling
 
+    @cached_property
+    def scheduled(self) -> bool:
+        """Whether somebody must drive the schedule."""
+        return needs_driving(self.schedule)
+
     @property
     def undriven(self) -> bool:
         """Whether the schedule waits for somebody, and nobody is there."""
         followed = self.follower is not None and self.follower.alive
-        return needs_driving(self.schedule) and not self.driven and not followed
+        return self.scheduled and not self.driven and not followed
 
     @contextmanager
     def overriding(self, override: Override) -> Iterator[None]:

@@ -307,7 +307,7 @@ class TestRandomStateNotKept:
             patch.setattr(replay, "CAPACITY", 10)
             for _ in range(30):
                 model(torch.ones(2))
-        assert len(hook.state.forwards._rates) == 10
+        assert len(hook.state.forwards.rates) == 10
         assert not hook.state.forwards.complete
 
 
