@@ -39,6 +39,13 @@ MODELS = {"torchvision": torchvision.models.resnet50, "timm": partial(timm.creat
 BLOCKS = "layer?.*"
 INPUTS, QUICK_INPUTS = ((1, 224), (8, 224), (1, 64)), ((1, 32),)
 """Images and their edge. A hook costs the same whatever its layer does, so that the shortest forward is the worst."""
+PAIRS = (
+    ("hooked", "clean", FORWARD_MUST),
+    ("empty hooks", "clean", None),
+    ("copy", "clean", None),
+    ("hooked", "empty hooks", None),
+)
+"""What is compared, and the must. The last is what a hook costs beyond being one at all."""
 LAYERS = ("layer3.*", "**.bn2", "**", nn.BatchNorm2d, re.compile(r"layer\d\.\d+\.conv\d"))
 REGULARIZERS = (DropBlock(p=0.1, block_size=7), Dropout(p=0.1))
 CALLS, SITES, STEP_SITES = 1000, 1000, 50
@@ -50,7 +57,7 @@ Job = Callable[[], object]
 
 
 def forward(options: argparse.Namespace, console: Console) -> dict[str, Row]:
-    """Eval forwards of a model with our hooks, with empty ones, and of a copy without, over those of the clean one."""
+    """Eval forwards of a model with our hooks, with empty ones, of a copy without, and of the clean one: ratios."""
     rows = {}
     for library, make in MODELS.items():
         clean = make().eval().to(options.device)
@@ -66,8 +73,9 @@ def forward(options: argparse.Namespace, console: Console) -> dict[str, Row]:
                     jobs = {name: partial(model, x) for name, model in models.items()}
                     samples = measure(jobs, options.rounds, options.device)
                 beware(console, samples, where)
-                musts = {"hooked": FORWARD_MUST, "empty hooks": None, "copy": None}
-                rows |= {f"{where}: {name} / clean": ratio(samples, name, "clean", musts[name]) for name in musts}
+                rows |= {
+                    f"{where}: {over} / {under}": ratio(samples, over, under, must) for over, under, must in PAIRS
+                }
     return rows
 
 
