@@ -73,9 +73,7 @@ def forward(options: argparse.Namespace, console: Console) -> dict[str, Row]:
                     jobs = {name: partial(model, x) for name, model in models.items()}
                     samples = measure(jobs, options.rounds, options.device)
                 beware(console, samples, where)
-                rows |= {
-                    f"{where}: {over} / {under}": ratio(samples, over, under, must) for over, under, must in PAIRS
-                }
+                rows |= {f"{where}: {over} / {under}": ratio(samples, over, under, must) for over, under, must in PAIRS}
     return rows
 
 
