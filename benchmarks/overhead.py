@@ -60,7 +60,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds, small images: to see that it runs"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/overhead"), help="folder of results.json")
+    parser.add_argument("--out", type=Path, default=Path("runs/overhead"), help="folder of results.json; runs/overhead")
     options = parser.parse_args(argv)
     if options.rounds is None:
         options.rounds = QUICK_ROUNDS if options.quick else ROUNDS

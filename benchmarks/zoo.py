@@ -70,13 +70,19 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="the I-th of N parts, from 1")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="names in which this expression is found")
+    parser.add_argument(
+        "--only",
+        type=_expression,
+        default="",
+        metavar="PATTERN",
+        help="names such as timm:resnet18 in which this expression is found",
+    )
     parser.add_argument("--library", choices=("timm", "torchvision"))
     parser.add_argument("--limit", type=int, help="at most so many models, before they are sharded")
     parser.add_argument("--memory", type=float, help="GiB for all shards; 3/4 of what is free unless told")
     parser.add_argument("--timeout", type=int, default=900, help="seconds for one model")
     parser.add_argument("--threads", type=int, default=1, help="PyTorch's threads")
-    parser.add_argument("--out", type=Path, default=Path("runs/zoo"), help="folder of all that is written")
+    parser.add_argument("--out", type=Path, default=Path("runs/zoo"), help="folder of all that is written; runs/zoo")
     parser.add_argument("--fresh", action="store_true", help="begin this shard anew")
     parser.add_argument("--again", nargs="+", default=(), choices=zoo_report.STATUSES, help="what to check once more")
     parser.add_argument("--report", type=Path, nargs="+", metavar="DIR", help="only write zoo.json and zoo.md of these")
@@ -86,7 +92,19 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         options.memory = 0.75 * available() / GIB
     if options.threads < 1 or options.timeout < 1 or options.memory <= 0:
         parser.error("--threads and --timeout must be at least 1, --memory more than 0")
+    if not options.report and not select(options):
+        parser.error(f"no model has {options.only!r} in its name, as in timm:resnet18 or torchvision:resnet18")
+    if empty := [str(folder) for folder in options.report or () if not zoo_report.records([folder])]:
+        parser.error(f"--report: {', '.join(empty)} holds no results")
     return options
+
+
+def _expression(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
+    return text
 
 
 def _shard(text: str) -> tuple[int, int]:

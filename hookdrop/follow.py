@@ -24,6 +24,11 @@ class Follower:
         self._handle = optimizer.register_step_post_hook(count)
 
     @property
+    def title(self) -> str:
+        """The optimizer's class."""
+        return type(self._optimizer()).__name__
+
+    @property
     def alive(self) -> bool:
         """Whether the optimizer still exists."""
         return self._optimizer() is not None

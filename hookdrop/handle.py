@@ -78,7 +78,7 @@ class Handle:
         before = self._state.step_count
         with self._changing():
             self._state.step_count = step
-        self._state.driven = True
+        self._state.driven, self._state.updates = True, 0
         if step != before:
             self._state.moves += 1
             if self._state.moves % MOVES_TO_JUDGE == 0:

@@ -163,8 +163,7 @@ class Injection(Handle):
             return self
         if current is not None:
             raise InjectionError(
-                f"{self.name!r} follows another {type(inner).__name__} already; it still does.\n"
-                "  first: drop.follow(None)"
+                f"{self.name!r} follows another {current.title} already; it still does.\n  first: drop.follow(None)"
             )
         self._warn_of_foreign(inner)
         self._state.follower = follow.Follower(inner, self._advance)

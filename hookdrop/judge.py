@@ -37,7 +37,8 @@ class Judge:
             if self.seen_moves != state.moves:
                 self.seen_moves, self.updates = state.moves, 0.0
             elif state.follower is not None and not state.follower.alive:
-                state.tell("optimizer gone", optimizer_gone_text(state))
+                if should_move(state):
+                    state.tell("optimizer gone", optimizer_gone_text(state))
             elif self._is_clear("undriven", module, state):
                 state.tell("undriven", undriven_text(state))
         # Nobody trains without gradients: that is validation, an EMA's too, whose weights are written to, or inference.
@@ -49,7 +50,7 @@ class Judge:
         if kind in state.told or not state.enabled or state.contexts:
             return False
         part = self._part(module)
-        if part and (kind != "undriven" or _should_move(state)):
+        if part and (kind != "undriven" or should_move(state)):
             self.updates += part
         return self.updates >= 1.0
 
@@ -77,7 +78,27 @@ def was_updated(module: nn.Module, since: int | None) -> bool:
     return now is not None and since is not None and now - since >= UPDATES_TO_JUDGE
 
 
-def _should_move(state: State) -> bool:
+def count_update(model: nn.Module, state: State) -> None:
+    """Count an optimizer's step for a state, if it changed the model's weights and nobody drove the schedule."""
+    before, state.seen_version = state.seen_version, version_of(model)
+    followed = state.follower is not None and state.follower.alive
+    if followed or not state.enabled or state.contexts:
+        state.updates = 0
+    elif before != state.seen_version:
+        state.updates += 1
+
+
+def stalled(state: State) -> dict[str, str]:
+    """What to say, by its kind, of a schedule that the updates of the model have left behind."""
+    # By then a hook that sees updates has told it, with the layer's line.
+    if state.updates <= UPDATES_TO_JUDGE or not state.scheduled or not should_move(state):
+        return {}
+    if state.follower is not None:
+        return {"optimizer gone": optimizer_gone_text(state)}
+    return {"undriven": undriven_text(state)}
+
+
+def should_move(state: State) -> bool:
     """Whether the rate is not yet where its schedule ends."""
     schedule, step = state.schedule, state.step_count
     # Where the end of a schedule can't be told it is asked only that somebody drives it.

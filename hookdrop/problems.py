@@ -8,7 +8,14 @@ from torch import nn
 
 from hookdrop.distributed import alike
 from hookdrop.hooks import SiteHook
-from hookdrop.judge import always_in_eval_text, optimizer_gone_text, undriven_text, was_updated
+from hookdrop.judge import (
+    always_in_eval_text,
+    optimizer_gone_text,
+    should_move,
+    stalled,
+    undriven_text,
+    was_updated,
+)
 from hookdrop.placement import hooks_of
 from hookdrop.state import State
 from hookdrop.tables import some
@@ -50,15 +57,16 @@ def problems(model: nn.Module, state: State, hooks: Sequence[SiteHook], asked: b
     started = trained or any(hook.judge.trained for hook in live)
     silent = [hook.site for hook in live if not hook.fired]
     if silent and (asked or started or any(hook.fired for hook in live)):
+        so_far = "" if started else " so far"
         found["never called"] = (
-            f"{state.name!r}: {some(silent)} never ran, so nothing is dropped there.\n"
+            f"{state.name!r}: {some(silent)} never ran{so_far}, so nothing is dropped there.\n"
             "  containers that are iterated and modules whose weights are used directly are never called: "
             "hook what is inside or after them."
         )
     idle = [hook.site for hook in live if hook.fired and not hook.judge.trained]
     if idle and started and state.enabled:
         found["always in eval"] = always_in_eval_text(state, idle)
-    if state.follower is not None and not state.follower.alive:
+    if state.follower is not None and not state.follower.alive and should_move(state):
         found["optimizer gone"] = optimizer_gone_text(state)
     for hook in live:
         found.update({} if hook.doubted else hook.doubts())
@@ -69,7 +77,7 @@ def problems(model: nn.Module, state: State, hooks: Sequence[SiteHook], asked: b
     told = any(hook.judge.trained and hook.judge.updates >= 1.0 for hook in live)
     if told or (any(hook.judge.trained for hook in live) and state.undriven and waiting):
         found["undriven"] = undriven_text(state)
-    return found
+    return found | stalled(state)
 
 
 def _and_go_on(state: State) -> str:

@@ -34,6 +34,8 @@ _OWN: dict[str, Any] = {
     "driven": False,
     "moves": 0,
     "version": None,
+    "seen_version": None,
+    "updates": 0,
     "root": None,
     "known": (),
     "follower": None,
@@ -64,6 +66,10 @@ class State:
     """How often it was moved."""
     version: int | None = None
     """The version of the model's weights when the hooks were placed."""
+    seen_version: int | None = None
+    """Their version after the last update that was counted."""
+    updates: int = 0
+    """Updates of the model's weights since somebody last drove the schedule."""
     root: weakref.ref[nn.Module] | None = None
     """The model that the hooks were placed on."""
     known: set[str] = field(default_factory=set)

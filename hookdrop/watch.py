@@ -1,12 +1,14 @@
-"""Sites that never run, told where nobody asks: no hook of theirs can, so the optimizers' steps are listened to.
+"""What is told where nobody asks, and no hook can tell: sites that never run, and schedules that nobody drives.
 
-The listener stays from the first injection on; it has something to do until all sites of an injection have run or the
-verdict is out: as a rule, for one step.
+In compiled code, on layers without weights and on frozen ones the hooks see no updates, so the optimizers' steps are
+listened to. The listener stays from the first injection on; it has something to do until all sites of an injection have
+run or the verdict is out: as a rule, for one step. If there is a schedule it counts on.
 """
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,21 +16,31 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hookdrop.judge import was_updated
+from hookdrop.judge import count_update, stalled, was_updated
 from hookdrop.placement import hooks_of
 from hookdrop.problems import problems
 from hookdrop.state import State
 
-_waiting: dict[int, tuple[weakref.ref[State], weakref.ref[nn.Module]]] = {}
+
+@dataclass
+class _Watched:
+    state: weakref.ref[State]
+    model: weakref.ref[nn.Module]
+    silent: bool = True
+    """Whether there may be sites that never ran, and nothing was told of it."""
+
+
+_watched: dict[int, _Watched] = {}
 """By the state's id. It is walked as `list(...)`, which no other thread can come between."""
 _listens = False
 
 
 def watch(model: nn.Module, state: State) -> None:
-    """Tell what is wrong with `state` if some of its sites have not run when `model` was updated often enough."""
+    """Tell, when `model` was updated often enough, of sites that have not run and of a schedule that nobody drives."""
     global _listens
-    _waiting[id(state)] = weakref.ref(state), weakref.ref(model)
-    weakref.finalize(state, _waiting.pop, id(state), None).atexit = False
+    state.seen_version = state.version
+    _watched[id(state)] = _Watched(weakref.ref(state), weakref.ref(model))
+    weakref.finalize(state, _watched.pop, id(state), None).atexit = False
     if not _listens:
         # For good: an optimizer that is just calling its hooks would fail if one of them went.
         _listens = True
@@ -37,25 +49,34 @@ def watch(model: nn.Module, state: State) -> None:
 
 def forget(state: State) -> None:
     """Watch no longer."""
-    _waiting.pop(id(state), None)
+    _watched.pop(id(state), None)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    for state_of, model_of in list(_waiting.values()):
-        state, model = state_of(), model_of()
+    for watched in list(_watched.values()):
+        state, model = watched.state(), watched.model()
         if state is None:
             continue
-        silent = not all(hook.fired for hook in state.members)
-        late = model is not None and was_updated(model, state.version)
-        if late or model is None or not silent:
+        if model is not None:
+            _look(watched, model, state)
+        if model is None or not (watched.silent or state.scheduled):
             forget(state)
-        if model is not None and late and silent:
-            _tell(model, state)
 
 
-def _tell(model: nn.Module, state: State) -> None:
-    hooks = [hook for _, hook in hooks_of(model) if hook.state is state]
-    for kind, text in problems(model, state, hooks).items():
+def _look(watched: _Watched, model: nn.Module, state: State) -> None:
+    if watched.silent:
+        late = was_updated(model, state.version)
+        watched.silent = not all(hook.fired for hook in state.members)
+        if late and watched.silent:
+            watched.silent = False
+            _tell(state, problems(model, state, [hook for _, hook in hooks_of(model) if hook.state is state]))
+    if state.scheduled:
+        count_update(model, state)
+        _tell(state, stalled(state))
+
+
+def _tell(state: State, found: dict[str, str]) -> None:
+    for kind, text in found.items():
         state.tell(kind, text)

@@ -427,10 +427,10 @@ def test_a_model_is_watched_until_all_sites_have_run() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     drop = inject(model, Dropout(0.3), layers="blocks.*")
     optimizer.step()
-    assert id(drop._state) in watch._waiting
+    assert id(drop._state) in watch._watched
     model(torch.ones(2, 8))
     optimizer.step()
-    assert id(drop._state) not in watch._waiting
+    assert id(drop._state) not in watch._watched
 
 
 @pytest.mark.parametrize("mode", [True, False])

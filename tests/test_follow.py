@@ -130,7 +130,7 @@ def test_another_optimizer_is_an_error() -> None:
     model, drop, optimizer = setup()
     drop.follow(optimizer)
     with pytest.raises(InjectionError, match="follows another SGD already; it still does"):
-        drop.follow(torch.optim.SGD(model.parameters(), 0.1))
+        drop.follow(torch.optim.AdamW(model.parameters(), 0.1))
     backward(model)
     optimizer.step()
     assert drop.step_count == 1

@@ -147,6 +147,58 @@ class TestSchedules:
         with pytest.warns(HookdropWarning, match="the optimizer that it followed is gone"):
             model(torch.ones(2))
 
+    def test_the_optimizer_of_a_schedule_that_is_over_may_go(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        drop.follow(optimizer)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        del optimizer
+        gc.collect()
+        model(torch.ones(2))
+        assert drop.check() == []
+
+    @pytest.mark.parametrize("layer", ["a layer without weights", "a frozen layer"])
+    @pytest.mark.parametrize("start", ["never driven", "loaded", "followed", "an optimizer that is gone"])
+    def test_it_is_told_where_hooks_see_no_updates(self, layer: str, start: str) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="1" if "without" in layer else "0", schedule=LinearSchedule(1000))
+        model[0].requires_grad_(layer != "a frozen layer")
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        if start == "loaded":
+            drop.load_state_dict(drop.state_dict() | {"step_count": 7})
+        if start == "followed":
+            drop.follow(optimizer)
+        if "gone" in start:
+            drop.follow(torch.optim.SGD(model.parameters(), 0.1))
+            gc.collect()
+
+        def update(times: int) -> None:
+            for _ in range(times):
+                model(torch.ones(2, 2)).sum().backward()
+                optimizer.step()
+
+        if start == "followed":
+            update(3 * UPDATES_TO_JUDGE)
+            drop.follow(None)
+        text = "the optimizer that it followed is gone" if "gone" in start else "nobody drives it"
+        with pytest.warns(HookdropWarning, match=text) as caught:
+            update(2 * UPDATES_TO_JUDGE)
+        assert len(caught) == 1
+        assert any(text in problem for problem in drop.check())
+        drop.seek(1000)
+        assert drop.check() == []
+
+    def test_a_schedule_that_is_stepped_rarely_is_driven(self) -> None:
+        """As by epochs."""
+        model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(100))
+        for _ in range(5):
+            optimize(model, UPDATES_TO_JUDGE)
+            drop.step()
+        assert drop.check() == []
+
     @pytest.mark.parametrize("ask", ["summary", "metrics", "state_dict", "remove"])
     def test_a_schedule_never_driven_is_told_when_asked_once(self, ask: str) -> None:
         model = nn.Sequential(nn.Identity())

@@ -16,8 +16,8 @@ from hookdrop.errors import ShapeError
 class Regularizer(nn.Module):
     """A module of tensor -> tensor that regularizes in training mode and returns its input otherwise.
 
-    A subclass names the attribute that a schedule drives and says what to do with a tensor; it keeps its
-    settings in attributes named as the arguments of its `__init__`.
+    A subclass names the attribute that a schedule drives (`rate_name = None` if it has none) and says what to do
+    with a tensor; it keeps its settings in attributes named as the arguments of its `__init__`.
 
     Example:
         >>> class Shrink(Regularizer):
@@ -99,8 +99,7 @@ class Regularizer(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """The arguments of `__init__` that make this again."""
-        names = [name for name in inspect.signature(type(self).__init__).parameters if name != "self"]
-        return {name: getattr(self, name) for name in names if name != "keep_prob"}
+        return {name: getattr(self, name) for name in _named_arguments(type(self)) if name != "keep_prob"}
 
     @property
     def title(self) -> str:
@@ -109,12 +108,19 @@ class Regularizer(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings as `parse` reads them; keyword-only ones where they are not the default."""
-        parameters = inspect.signature(type(self).__init__).parameters
+        parameters = _named_arguments(type(self))
         return ", ".join(
             f"{name}={value!r}"
             for name, value in self.settings().items()
             if parameters[name].kind != inspect.Parameter.KEYWORD_ONLY or value != parameters[name].default
         )
+
+
+def _named_arguments(cls: type) -> dict[str, inspect.Parameter]:
+    """Those of `__init__`; `nn.Module`'s own has none by name."""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    return {name: one for name, one in parameters.items() if name != "self" and one.kind not in several}
 
 
 def map_reading(shape: Sequence[int], channel: int) -> str:
