@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from hookdrop.hooks import SiteHook
 from hookdrop.placement import hooks_of, take_off
 from hookdrop.problems import MOVES_TO_JUDGE, problems
 from hookdrop.state import Override, State
+
+_changes = threading.RLock()
+"""Held while rates change: a change by another thread in between would leave hooks at the rates of before."""
 
 
 class Handle:
@@ -44,9 +48,14 @@ class Handle:
 
     @property
     def _hooks(self) -> list[SiteHook]:
+        state = self._state
+        if self._found is None and state.hidden:
+            # They are off just now, and this is not to be remembered.
+            placed = {hook.site: hook for hook in state.members if hook.placed}
+            return [placed[site] for site in state.sites if site in placed]
         if self._found is None:
-            self._found = [hook for _, hook in hooks_of(self._alive()) if hook.state is self._state]
-        return self._found
+            self._found = [hook for _, hook in hooks_of(self._alive()) if hook.state is state]
+        return self._found if state.removed else [hook for hook in self._found if hook.placed]
 
     @property
     def _follower(self) -> Follower | None:
@@ -68,8 +77,8 @@ class Handle:
         compiling.not_while_tracing(what)
 
     def _advance(self, n: int = 1) -> None:
-        if self._model() is None and self._follower is not None:
-            # An optimizer that outlives the model would keep its hooks.
+        if self._follower is not None and not any(hook.sits_somewhere for hook in self._state.members):
+            # An optimizer that outlives the model would keep its hooks. A wrapper or a part may go without the rest.
             self._follower.release()
         self._must_be_there("step()")
         self._seek(self._state.step_count + n)
@@ -96,19 +105,20 @@ class Handle:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """A change of the state that is undone if it does not fit, rates and all."""
-        state, members = self._state, list(self._state.members)
-        before = state.step_count, state.enabled, list(state.overrides)
-        targets = [hook.target for hook in members]
-        try:
-            yield
-            self._check_rates()
-        except BaseException:
-            state.step_count, state.enabled, state.overrides = before
-            for hook, target in zip(members, targets, strict=True):
-                hook.target = target
-            raise
-        finally:
-            self._refresh()
+        with _changes:
+            state, members = self._state, list(self._state.members)
+            before = state.step_count, state.enabled, list(state.overrides)
+            targets = [hook.target for hook in members]
+            try:
+                yield
+                self._check_rates()
+            except BaseException:
+                state.step_count, state.enabled, state.overrides = before
+                for hook, target in zip(members, targets, strict=True):
+                    hook.target = target
+                raise
+            finally:
+                self._refresh()
 
     def _check_rates(self) -> None:
         """Raise `ValueError` if a rate has left its range, also one that a context has out of force."""
@@ -123,6 +133,10 @@ class Handle:
         largest = self._target or 0.0
         for hook in self._state.members:
             hook.refresh(largest)
+        # After all of them: where a warning is an error, no rate may be left behind.
+        for hook in self._state.members:
+            if hook.seen is not None and not hook.doubted:
+                hook.tell_doubts()
 
     def _valid(self, hook: SiteHook, rate: float, multiplier: float) -> None:
         try:
@@ -136,13 +150,18 @@ class Handle:
     @contextmanager
     def _overriding(self, override: Override) -> Iterator[None]:
         self._must_be_there("contexts")
+        context = self._state.overriding(override)
+        with _changes:
+            context.__enter__()
         try:
-            with self._state.overriding(override):
+            with _changes:
                 self._check_rates()
                 self._refresh()
-                yield
+            yield
         finally:
-            self._refresh()
+            with _changes:
+                context.__exit__(None, None, None)
+                self._refresh()
 
     def _tell_problems(self) -> None:
         model = self._model()
@@ -155,6 +174,7 @@ class Handle:
         model = self._model()
         take_off(model, self._hooks if model is not None else self._found or [])
         state = self._state
+        gone = [hook for hook in state.members if not hook.placed]
         left = {hook.site for hook in state.members if hook.placed}
         state.sites = tuple(site for site in state.sites if site in left)
         if not left:
@@ -162,9 +182,11 @@ class Handle:
                 state.follower.detach()
             state.follower = None
             state.removed = True
-            for hook in state.members:
-                hook.switch()
             watch.forget(state)
+        for hook in gone:
+            hook.switch()
+            if left:  # is not to be held to the target of what is gone
+                state.members.discard(hook)
         compiling.reset()
 
     def _warn_of_foreign(self, optimizer: Optimizer) -> None:

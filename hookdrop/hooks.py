@@ -35,8 +35,8 @@ class _Again(NamedTuple):
 
     rate: float | None
     idle: bool
-    unknown: int | None
-    """The random state, if no forward had it."""
+    unknown: tuple[int, Any] | None
+    """The random state, and what it is asked for, if no forward had it."""
 
 
 class SiteHook:
@@ -58,7 +58,10 @@ class SiteHook:
         self.doubted = False
         self.seen: torch.Size | None = None
         """The shape of a tensor that came by; in compiled code nothing is told of it before the next `refresh`."""
+        self.in_force: float | None = None
+        """The rate, but for the moments in which a forward is run again."""
         self.rate: Tensor | None = None
+        """The same for compiled code."""
         self.again: _Again | None = None
         """What to do at the end of a call that runs a forward again."""
         self.on = self.sampling = False
@@ -82,7 +85,7 @@ class SiteHook:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) and is_symbolic(output):
             return self.state.tell("symbolic", left_behind_text(self.where))
-        if not self.is_on(module):
+        if not self.is_on(module, output):
             return None
         return self._edited(lambda: change(output, self.tensor, self.regularize))
 
@@ -106,7 +109,7 @@ class SiteHook:
         """Whether the module that it was placed on still exists."""
         return self.handle is not None and self.handle.hooks_dict_ref() is not None
 
-    def is_on(self, module: nn.Module) -> bool:
+    def is_on(self, module: nn.Module, value: Any) -> bool:
         """Note the call, and tell whether there is something to do in it."""
         if is_compiling():
             return self._is_on_in_graph(module)
@@ -115,14 +118,14 @@ class SiteHook:
         if not (training or self.sampling or torch.is_grad_enabled()):
             return False
         state, on = self.state, self.on if training else self.sampling
-        if training and state.forwards.rates and replay.running_again():
-            return self._is_on_again(on)
+        if (state.forwards.rates or (on and not self.idle)) and replay.running_again():
+            return self._is_on_again(on, training, value)
         if not self.judge.done:
             self.judge.look(module, self.site, state)
         if on and _tracing_state() is not None:
             raise InjectionError(traced_text(self.where))
-        if training and replay.may_run_again():
-            state.forwards.note(self.site, replay.random_state(), (on, self.regularizer.rate))
+        if (training or on) and replay.may_run_again():
+            state.forwards.note((self.site, training, replay.random_state(value)), (on, self.regularizer.rate))
         # At rate 0 only the first tensor is looked at, for its shape.
         return on and (not self.idle or not self.looked_at)
 
@@ -140,11 +143,12 @@ class SiteHook:
             tell_of_export(state.name)
         return not self.idle or not self.looked_at
 
-    def _is_on_again(self, on: bool) -> bool:
+    def _is_on_again(self, on: bool, training: bool, value: Any) -> bool:
         """The same for a call in a backward pass: as it was in the forward pass, at the rate of then."""
-        random_state = replay.random_state()
-        forward = self.state.forwards.rate_of(self.site, random_state)
-        now = _Again(self.regularizer.rate, self.idle, None if forward else random_state)
+        random_state = replay.random_state(value)
+        forward = self.state.forwards.rate_of((self.site, training, random_state))
+        # What `refresh` set, for another thread may be running a forward again just now.
+        now = _Again(self.in_force, self.in_force == 0.0, None if forward else (random_state, value))
         on, rate = forward or (on, now.rate)
         if not on or rate == 0.0:
             return False
@@ -159,7 +163,10 @@ class SiteHook:
         self.again, self.idle = None, now.idle
         if now.rate is not None:
             self.regularizer.set_rate(now.rate)
-        if now.unknown is not None and self.state.forwards.complete and replay.random_state() != now.unknown:
+        if now.unknown is None or not self.state.forwards.complete:
+            return
+        before, value = now.unknown
+        if replay.random_state(value) != before:
             self.state.tell("drawn anew", _drawn_anew_text(self.state.name, self.site))
 
     def regularize(self, x: Tensor) -> Tensor:
@@ -193,9 +200,7 @@ class SiteHook:
                 # A number, whatever the mode that it is made in: not one of inference, nor a fake one.
                 with torch.inference_mode(False), torch._C._DisableTorchDispatch():
                     self.rate = torch.tensor(rate, dtype=torch.float64, device="cpu")
-        if self.seen is not None and not self.doubted:
-            self.tell_doubts()
-        self.idle = rate == 0.0
+        self.in_force, self.idle = rate, rate == 0.0
         self.switch()
 
     def switch(self) -> None:
@@ -263,7 +268,7 @@ class InputHook(SiteHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not (args and isinstance(args[0], Tensor)) and is_symbolic((*args, *(kwargs or {}).values())):
             return self.state.tell("symbolic", left_behind_text(self.where))
-        if not self.is_on(module):
+        if not self.is_on(module, (args, kwargs)):
             return None
         names = forward_names(module)
         changed = self._edited(lambda: change_arguments(names, args, kwargs or {}, self.tensor, self.regularize))
@@ -299,7 +304,8 @@ def _drawn_anew_text(name: str, site: str) -> str:
     return (
         f"{name!r}: {site!r} ran within a backward pass, from a random state that no forward of it had. If that is an "
         "activation checkpoint, what it drops is not what its forward dropped, and the gradients are wrong.\n"
-        "  it must keep the random state: leave out preserve_rng_state=False"
+        "  it must keep the random state: leave out preserve_rng_state=False; "
+        "and inject or replace before the forward, not between it and its backward."
     )
 
 

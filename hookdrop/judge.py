@@ -41,8 +41,7 @@ class Judge:
                     state.tell("optimizer gone", optimizer_gone_text(state))
             elif self._is_clear("undriven", module, state):
                 state.tell("undriven", undriven_text(state))
-        # Nobody trains without gradients: that is validation, an EMA's too, whose weights are written to, or inference.
-        elif not self.trained and torch.is_grad_enabled() and self._is_clear("always in eval", module, state):
+        elif not self.trained and _may_be_training(state) and self._is_clear("always in eval", module, state):
             state.tell("always in eval", always_in_eval_text(state, [site]))
 
     def _is_clear(self, kind: str, module: nn.Module, state: State) -> bool:
@@ -50,7 +49,9 @@ class Judge:
         if kind in state.told or not state.enabled or state.contexts:
             return False
         part = self._part(module)
-        if part and (kind != "undriven" or should_move(state)):
+        # Calls tell nothing of steps where somebody drives: a recurrent layer has thousands a step.
+        waits = should_move(state) if self.version is not None else state.undriven
+        if part and (kind != "undriven" or waits):
             self.updates += part
         return self.updates >= 1.0
 
@@ -62,14 +63,31 @@ class Judge:
         return 1 / UPDATES_TO_JUDGE if before not in (None, self.version) else 0.0
 
 
+def _may_be_training(state: State) -> bool:
+    """Whether a forward in eval mode may be one of somebody who forgot `train()`."""
+    # Nobody trains without gradients: that is validation, an EMA's too, whose weights are written to, or inference.
+    # Nor is a copy (an EMA, a teacher, a model that was loaded) there to be trained because its original is.
+    return torch.is_grad_enabled() and state.root is not None
+
+
 def version_of(module: nn.Module) -> int | None:
     """How often the first trainable parameter was written to; None if there is none."""
+    weight = first_weight(module)
+    return None if weight is None else weight._version
+
+
+def first_weight(module: nn.Module) -> nn.Parameter | None:
+    """The first parameter that an optimizer may write to."""
     # In the forwards: `module.parameters()` takes twice as long to come to the first.
     for part in module.modules():
         for parameter in part._parameters.values():
-            if parameter is not None and parameter.requires_grad and not parameter.is_inference():
-                return parameter._version
+            if parameter is not None and _is_trainable(parameter):
+                return parameter
     return None
+
+
+def _is_trainable(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and not parameter.is_inference()
 
 
 def was_updated(module: nn.Module, since: int | None) -> bool:
@@ -78,9 +96,9 @@ def was_updated(module: nn.Module, since: int | None) -> bool:
     return now is not None and since is not None and now - since >= UPDATES_TO_JUDGE
 
 
-def count_update(model: nn.Module, state: State) -> None:
+def count_update(weight: nn.Parameter | None, state: State) -> None:
     """Count an optimizer's step for a state, if it changed the model's weights and nobody drove the schedule."""
-    before, state.seen_version = state.seen_version, version_of(model)
+    before, state.seen_version = state.seen_version, None if weight is None else weight._version
     followed = state.follower is not None and state.follower.alive
     if followed or not state.enabled or state.contexts:
         state.updates = 0

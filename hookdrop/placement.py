@@ -15,6 +15,7 @@ from torch import nn
 
 from hookdrop.hooks import SiteHook
 from hookdrop.judge import Judge
+from hookdrop.replay import Forwards
 
 _TABLES = (
     ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
@@ -71,13 +72,16 @@ def unmarked(model: nn.Module) -> Iterator[None]:
     """The forwards inside leave no mark on any hook: not that it ran, nor in which mode."""
     hooks = [hook for _, hook in hooks_of(model)]
     before = [(hook.fired, hook.looked_at, hook.judge, hook.seen) for hook in hooks]
+    forwards = {hook.state: hook.state.forwards for hook in hooks}
     for hook in hooks:
-        hook.judge = Judge()
+        hook.judge, hook.state.forwards = Judge(), Forwards()
     try:
         yield
     finally:
         for hook, mark in zip(hooks, before, strict=True):
             hook.fired, hook.looked_at, hook.judge, hook.seen = mark
+        for state, kept in forwards.items():
+            state.forwards = kept
 
 
 def _entries(module: nn.Module) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hookdrop.judge import count_update, stalled, was_updated
+from hookdrop.judge import count_update, first_weight, stalled, was_updated
 from hookdrop.placement import hooks_of
 from hookdrop.problems import problems
 from hookdrop.state import State
@@ -26,6 +26,8 @@ from hookdrop.state import State
 class _Watched:
     state: weakref.ref[State]
     model: weakref.ref[nn.Module]
+    weight: weakref.ref[nn.Parameter] | None = None
+    """The first that is trained: to look for it at every step of every optimizer would take long."""
     silent: bool = True
     """Whether there may be sites that never ran, and nothing was told of it."""
 
@@ -60,21 +62,34 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if state is None:
             continue
         if model is not None:
-            _look(watched, model, state)
+            _look(watched, model, state, optimizer)
         if model is None or not (watched.silent or state.scheduled):
             forget(state)
 
 
-def _look(watched: _Watched, model: nn.Module, state: State) -> None:
+def _look(watched: _Watched, model: nn.Module, state: State, optimizer: Optimizer) -> None:
+    weight = _weight(watched, model)
     if watched.silent:
-        late = was_updated(model, state.version)
         watched.silent = not all(hook.fired for hook in state.members)
-        if late and watched.silent:
+        # The weights of an average are written to, but by no optimizer.
+        if watched.silent and was_updated(model, state.version) and _trains(optimizer, weight):
             watched.silent = False
             _tell(state, problems(model, state, [hook for _, hook in hooks_of(model) if hook.state is state]))
     if state.scheduled:
-        count_update(model, state)
+        count_update(weight, state)
         _tell(state, stalled(state))
+
+
+def _weight(watched: _Watched, model: nn.Module) -> nn.Parameter | None:
+    weight = None if watched.weight is None else watched.weight()
+    if weight is None or not weight.requires_grad:
+        weight = first_weight(model)
+        watched.weight = None if weight is None else weakref.ref(weight)
+    return weight
+
+
+def _trains(optimizer: Optimizer, weight: nn.Parameter | None) -> bool:
+    return any(weight is parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _tell(state: State, found: dict[str, str]) -> None:
