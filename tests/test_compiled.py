@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, InjectionError, LinearSchedule, eject, inject, without_hooks
+from hookdrop.judge import UPDATES_TO_JUDGE
 
 X = torch.ones(20_000)
 
@@ -42,6 +43,21 @@ def test_the_rate_of_every_step_is_right() -> None:
     for step in range(0, 21, 2):
         drop.seek(step)
         assert zeroed(fast) == pytest.approx(0.8 * step / 20, abs=0.015)
+
+
+@pytest.mark.parametrize("start", [0, 7])
+def test_a_schedule_that_nobody_drives_is_told(start: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+    drop.seek(start)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    fast = compiled(model)
+    with pytest.warns(HookdropWarning, match=f"still at step {start} of LinearSchedule.*nobody drives it") as caught:
+        for _ in range(3 * UPDATES_TO_JUDGE):
+            fast(torch.ones(2)).sum().backward()
+            optimizer.step()
+    assert len(caught) == 1
+    assert any("nobody drives it" in problem for problem in drop.check())
 
 
 @pytest.mark.parametrize("theirs", [nn.Dropout(0.8), Dropout(0.8)], ids=repr)
