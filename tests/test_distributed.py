@@ -190,12 +190,12 @@ def test_a_sharded_optimizer_is_followed(found: list[dict[str, Facts]]) -> None:
         assert facts["warnings"] == []
 
 
-def test_a_schedule_that_nobody_drives_is_told_under_fsdp_when_asked(found: list[dict[str, Facts]]) -> None:
-    """PyTorch does not show in a forward there that weights were updated, so that nothing is told before."""
+def test_a_schedule_that_nobody_drives_is_told_under_fsdp(found: list[dict[str, Facts]]) -> None:
+    """PyTorch does not show in a forward there that weights were updated: the optimizer's steps do."""
     for facts in of(found, "undriven"):
-        (told,) = facts["warnings"]
+        (told,) = facts["before"]
         assert "nobody drives it" in told
-        assert facts["before"] == []
+        assert any("nobody drives it" in problem for problem in facts["problems"])
 
 
 def test_compiled_ddp_drops_at_the_rates_of_the_schedule(found: list[dict[str, Facts]]) -> None:
