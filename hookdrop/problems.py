@@ -57,7 +57,7 @@ def problems(model: nn.Module, state: State, hooks: Sequence[SiteHook], asked: b
     started = trained or any(hook.judge.trained for hook in live)
     silent = [hook.site for hook in live if not hook.fired]
     if silent and (asked or started or any(hook.fired for hook in live)):
-        so_far = "" if started else " so far"
+        so_far = "" if started or len(silent) < len(live) else " so far"
         found["never called"] = (
             f"{state.name!r}: {some(silent)} never ran{so_far}, so nothing is dropped there.\n"
             "  containers that are iterated and modules whose weights are used directly are never called: "

@@ -134,9 +134,9 @@ class TestWhatIsCompared:
         called: dict[str, int] = {}
         is_on = SiteHook.is_on
 
-        def noted(hook: SiteHook, module: nn.Module) -> bool:
+        def noted(hook: SiteHook, module: nn.Module, value: object) -> bool:
             hooked.append(hook.site)
-            return is_on(hook, module)
+            return is_on(hook, module, value)
 
         def once(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str) -> dict[str, Samples]:
             for name, job in jobs.items():
@@ -159,10 +159,10 @@ class TestWhatIsCompared:
         before = parts.call(options, console)
         is_on = SiteHook.is_on
 
-        def slow(hook: SiteHook, module: nn.Module) -> bool:
+        def slow(hook: SiteHook, module: nn.Module, value: object) -> bool:
             parts.empty()
             parts.empty()
-            return is_on(hook, module)
+            return is_on(hook, module, value)
 
         monkeypatch.setattr(SiteHook, "is_on", slow)
         after = parts.call(options, console)

@@ -295,7 +295,7 @@ def test_never_called(case: tuple[Callable[[], nn.Module], torch.Tensor, str, st
     drop = inject(model, Dropout(0.3), layers=name)
     model(torch.cat([x, x]))
     assert [text.partition("\n")[0] for text in drop.check()] == [
-        f"'dropout': {name!r} never ran, so nothing is dropped there."
+        f"'dropout': {name!r} never ran so far, so nothing is dropped there."
     ]
 
 
