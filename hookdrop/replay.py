@@ -16,9 +16,10 @@ from hookdrop.values import tensors
 
 _internals: Any = torch._C
 _graph_task: Callable[[], int] = getattr(_internals, "_current_graph_task_id", lambda: -1)
+_TELLS = hasattr(_internals._autograd, "_top_saved_tensors_default_hooks")
 # Where PyTorch (2.6 and 2.7, say) doesn't tell, every forward counts as one whose tensors others keep.
-_saved_tensors_hooks: Callable[[bool], Any] = getattr(
-    _internals._autograd, "_top_saved_tensors_default_hooks", lambda _: True
+_saved_tensors_hooks: Callable[[bool], Any] = (
+    _internals._autograd._top_saved_tensors_default_hooks if _TELLS else lambda _: True
 )
 
 _sequence_nr: Callable[[], int] = _internals._autograd._get_sequence_nr
@@ -72,7 +73,10 @@ class Forwards:
         alike = self.rates.get(call)
         if alike is None or len({rate for _, _, rate in alike}) == 1:
             return alike[-1][2] if alike else None
-        now, kept = _current_node()._sequence_nr(), _saved_tensors_hooks(True) is not None
+        node, kept = _current_node(), _saved_tensors_hooks(True) is not None
+        if not _TELLS:  # a reentrant checkpoint is known by its node
+            kept = not node.name().startswith("CheckpointFunction")
+        now = node._sequence_nr()
         return min(alike, key=lambda noted: (noted[1] != kept, _distance(now, *noted[:2])))[2]
 
 
