@@ -239,13 +239,13 @@ class TestTheCheckNotices:
     def test_a_hook_that_works_in_eval(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(SiteHook, "is_on", lambda hook, module: setattr(hook, "fired", True) or True)
+        monkeypatch.setattr(SiteHook, "is_on", lambda hook, module, value: setattr(hook, "fired", True) or True)
         assert failure(checked()) == ("inject", "eval output differs with hooks")
 
     def test_a_hook_that_does_not_fire(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(SiteHook, "is_on", lambda hook, module: False)
+        monkeypatch.setattr(SiteHook, "is_on", lambda hook, module, value: False)
         assert failure(checked()) == ("inject", "8 sites did not fire")
 
     def test_an_injection_that_draws_random_numbers(
