@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import DropBlock, Dropout, HookdropWarning, LinearSchedule, find, inject, without_hooks
+from hookdrop import DropBlock, Dropout, HookdropWarning, LinearSchedule, find, inject, replay, without_hooks
 from hookdrop.placement import hooks_of
 
 Way = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -289,3 +290,21 @@ def test_an_average_that_is_hooked_for_later_is_not_taken_for_a_training() -> No
                 mine.lerp_(theirs, 0.1)
     with drop.sampling():
         average(torch.ones(2, 8))
+
+
+def test_a_checkpoints_random_state_is_that_of_the_tensors_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a backward pass the device in use is another one than in the forward. Without a GPU: who is asked, for what."""
+    asked: list[Any] = []
+
+    class Cuda:
+        @staticmethod
+        def get_rng_state(device: Any) -> torch.Tensor:
+            asked.append(device)
+            return torch.get_rng_state()
+
+    with FakeTensorMode():
+        x = torch.empty(2, device="cuda:1")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Cuda)
+    replay.random_state((x, None))
+    replay.random_state(torch.ones(2))
+    assert asked == [torch.device("cuda:1")]
