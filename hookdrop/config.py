@@ -12,6 +12,7 @@ from hookdrop.errors import StateError, nearest
 from hookdrop.hooks import SiteHook
 from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer, as_regularizer
 from hookdrop.schedules import Schedule
+from hookdrop.skips import SkipHook
 from hookdrop.state import State
 
 VERSION = 1
@@ -39,14 +40,18 @@ def to_config(state: State, hooks: Sequence[SiteHook]) -> dict[str, Any]:
     Raises:
         StateError: something in it is not JSON, such as a function in a schedule.
     """
+    at = next((hook.at for hook in hooks if hook.at != "skip"), "output")
     config = {
         "version": VERSION,
         "name": state.name,
-        "at": hooks[0].at,
+        "at": at,
         "tensor": hooks[0].tensor,
         "schedule": _schedule_config(state.schedule),
         "sites": [
-            {"name": hook.site, "p_scale": hook.p_scale, "regularizer": _regularizer_config(hook)} for hook in hooks
+            {"name": hook.site, "p_scale": hook.p_scale, "regularizer": _regularizer_config(hook)}
+            | ({} if hook.at == at else {"at": hook.at})
+            | ({"branch": hook.branch} if isinstance(hook, SkipHook) else {})
+            for hook in hooks
         ],
     }
     return _as_json(config, state.name)

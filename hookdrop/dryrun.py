@@ -40,16 +40,23 @@ class Seen:
 
 
 def dry_run(
-    model: nn.Module, modules: Sequence[nn.Module], example: Any, at: str = "output", tensor: TensorKey = None
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    example: Any,
+    at: Sequence[str] | None = None,
+    tensor: TensorKey = None,
 ) -> list[Seen]:
     """Run `model` once on `example` without gradients, in eval mode, and put everything back.
+
+    `at` says for each module whether its output is looked at, as it is if None, or its input.
 
     Raises:
         InjectionError: the model does not take the example.
     """
-    recorder = _Recorder(at, tensor)
+    recorder = _Recorder(tensor)
+    wanted = dict(zip(map(id, modules), at or ["output"] * len(modules), strict=True))
     for module in model.modules():
-        recorder.watch(module, modules)
+        recorder.watch(module, wanted.get(id(module)))
     try:
         with unmarked(model), preserved(model), torch.no_grad():
             for module in model.modules():
@@ -61,22 +68,22 @@ def dry_run(
 
 
 class _Recorder:
-    def __init__(self, at: str, tensor: TensorKey) -> None:
-        self.at, self.tensor = at, tensor
+    def __init__(self, tensor: TensorKey) -> None:
+        self.tensor = tensor
         self.seen: dict[int, Seen] = {}
         self.made: dict[int, tuple[Tensor, Seen]] = {}
         self.handles: list[Any] = []
 
-    def watch(self, module: nn.Module, wanted: Sequence[nn.Module]) -> None:
+    def watch(self, module: nn.Module, at: str | None) -> None:
         # Before the wanted modules' own hooks: what is seen is what a hook of ours would get.
         if isinstance(module, _BatchNorm):
             self.handles.append(module.register_forward_pre_hook(self._into_norm))
-        if any(module is other for other in wanted):
+        if at is not None:
             self.seen[id(module)] = Seen()
-            if self.at == "input":
-                self.handles.append(module.register_forward_pre_hook(self._on_input, with_kwargs=True))
-            else:
-                self.handles.append(module.register_forward_hook(self._on_output))
+        if at == "output":
+            self.handles.append(module.register_forward_hook(self._on_output))
+        elif at is not None:
+            self.handles.append(module.register_forward_pre_hook(self._on_input, with_kwargs=True))
 
     def stop(self) -> None:
         for handle in self.handles:

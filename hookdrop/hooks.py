@@ -224,7 +224,7 @@ class SiteHook:
     def where(self) -> str:
         """What sits where, for messages."""
         place = repr(self.site) if self.site else "the model itself"
-        return f"{self.regularizer.title} at {place}{' (input)' if self.at == 'input' else ''}"
+        return f"{self.regularizer.title} at {place}{'' if self.at == 'output' else f' ({self.at})'}"
 
     def describe(self) -> str:
         """The regularizer as text, with its target rate and not the moment's."""

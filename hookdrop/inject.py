@@ -11,15 +11,14 @@ from torch import nn
 from hookdrop import compiling
 from hookdrop.arguments import one_of
 from hookdrop.config import VERSION, Allowed, regularizer_of, schedule_of
-from hookdrop.errors import InjectionError, LayerError, StateError, nothing_placed
+from hookdrop.errors import LayerError, StateError, nothing_placed
 from hookdrop.injection import Injection
 from hookdrop.injections import Injections, find
-from hookdrop.inspection import inspect_sites
 from hookdrop.layers import Entries
 from hookdrop.placement import hidden
-from hookdrop.plan import Plan
+from hookdrop.plan import Plan, make_plan
 from hookdrop.regularizers import Regularizer
-from hookdrop.resolve import PlannedSite, PScale, Regularizers, resolve
+from hookdrop.resolve import PScale, Regularizers, Resolved, resolve
 from hookdrop.schedules import Schedule
 from hookdrop.values import TensorKey
 
@@ -139,21 +138,16 @@ def plan(
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {tensor!r}.")
         if schedule is not None:
             _must_be_a_schedule(schedule)
-        resolved = resolve(model, regularizer, layers, exclude, schedule, p_scale)
-        inspect_sites(model, resolved, at, tensor, example_input)
-        name = _valid_name(name, resolved.sites)
-    return Plan(
-        model,
-        name,
-        resolved.sites,
-        resolved.counts,
-        resolved.warnings,
-        schedule,
-        at,
-        tensor,
-        on_existing,
-        resolved.told,
-    )
+        resolved = resolve(model, regularizer, layers, exclude, schedule, p_scale, at)
+        return make_plan(
+            model,
+            resolved,
+            schedule=schedule,
+            tensor=tensor,
+            name=name,
+            on_existing=on_existing,
+            example_input=example_input,
+        )
 
 
 def eject(model: nn.Module, name: str | None = None) -> int:
@@ -217,36 +211,35 @@ def from_config(model: nn.Module, config: Mapping[str, Any], allow: Allowed = ()
         if missing:
             raise StateError(f"the config lacks {', '.join(sorted(missing))}.")
         schedule = schedule_of(config["schedule"], allow)
-        entries = {}
-        scales = {}
+        sites = {}
         for site in config["sites"]:
             if not isinstance(site, Mapping) or {"name", "regularizer", "p_scale"} - set(site):
                 raise StateError(f"a site of the config must have name, regularizer and p_scale, got {site!r}.")
-            where: Any = site["name"] or model
-            entries[where] = regularizer_of(site["regularizer"], allow)
-            scales[where] = site["p_scale"]
-        if len(entries) != len(config["sites"]):
+            sites[site["name"]] = site
+        if len(sites) != len(config["sites"]):
             raise LayerError("the config has a site twice.")
+        constant = type(schedule).__name__ == "ConstantSchedule" and schedule(0) == 1.0
+        return make_plan(
+            model,
+            _resolved(model, sites, config["at"], None if constant else schedule, allow),
+            schedule=None if constant else schedule,
+            tensor=config["tensor"],
+            name=config["name"],
+        ).apply()
+
+
+def _resolved(
+    model: nn.Module, sites: Mapping[str, Mapping[str, Any]], at: str, schedule: Schedule | None, allow: Allowed
+) -> Resolved:
+    """The sites of a config; one that is not like the others says for itself where in its layer it is."""
+    entries = {name or model: regularizer_of(site["regularizer"], allow) for name, site in sites.items()}
+    scales = {name or model: site["p_scale"] for name, site in sites.items()}
     fixed = all(scale == 1.0 for scale in scales.values())
-    constant = type(schedule).__name__ == "ConstantSchedule" and schedule(0) == 1.0
-    return inject(
-        model,
-        entries,
-        at=config["at"],
-        tensor=config["tensor"],
-        schedule=None if constant else schedule,
-        p_scale=None if fixed else scales,
-        name=config["name"],
-    )
-
-
-def _valid_name(name: str | None, sites: list[PlannedSite]) -> str:
-    if name is None:
-        titles = [site.regularizer.title.lower() for site in sites if site.regularizer is not None]
-        return "+".join(dict.fromkeys(titles))
-    if not isinstance(name, str) or not name or "/" in name:
-        raise InjectionError(f"inject: name must be a text without '/', got {name!r}.")
-    return name
+    resolved = resolve(model, entries, None, (), schedule, None if fixed else scales, at)
+    for planned in resolved.sites:
+        planned.at = one_of(sites[planned.name].get("at", at), "at", "from_config", ("output", "input", "skip"))
+        planned.branch = sites[planned.name].get("branch", "")
+    return resolved
 
 
 def _must_be_a_schedule(schedule: object) -> None:

@@ -18,7 +18,7 @@ from hookdrop.values import TensorKey
 _HIGH_RATE = 0.3
 
 
-def inspect_sites(model: nn.Module, resolved: Resolved, at: str, tensor: TensorKey, example: Any) -> None:
+def inspect_sites(model: nn.Module, resolved: Resolved, tensor: TensorKey, example: Any) -> None:
     """Add to `resolved` what the modules themselves and an example forward tell.
 
     Raises:
@@ -28,7 +28,8 @@ def inspect_sites(model: nn.Module, resolved: Resolved, at: str, tensor: TensorK
     resolved.warnings += [*_nested(resolved.sites), *_fused(model, resolved.sites)]
     if example is None:
         return
-    seen = dry_run(model, [site.module for site in resolved.sites], example, at, tensor)
+    modules, at = [site.module for site in resolved.sites], [site.at for site in resolved.sites]
+    seen = dry_run(model, modules, example, at, tensor)
     doubts: dict[str, list[str]] = {}
     for site, what in zip(resolved.sites, seen, strict=True):
         _fill_in(site, what, doubts)
@@ -74,7 +75,8 @@ def _reading(site: PlannedSite, seen: Seen) -> str:
 
 def _nested(sites: list[PlannedSite]) -> list[str]:
     """Sites inside sites, with what it comes to for a value that passes all of them."""
-    by_name = {site.name: site for site in sites}
+    # What lies inside a block does not lie on its skip.
+    by_name = {site.name: site for site in sites if site.at != "skip"}
     chains = []
     for name in by_name:
         parents = [name[:i] for i, c in enumerate(name) if c == "."] + ([""] if name else [])

@@ -16,6 +16,7 @@ from torch import nn
 from hookdrop.hooks import SiteHook
 from hookdrop.judge import Judge
 from hookdrop.replay import Forwards
+from hookdrop.skips import GiveBack, Hook, owner_of
 
 _TABLES = (
     ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
@@ -39,9 +40,9 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
 def take_off(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
     """Take these hooks off `model`, and off the modules that they were placed on."""
     wanted = {id(hook): hook for hook in hooks}
-    for module in {id(m): m for m, hook in hooks_of(model) if id(hook) in wanted}.values() if model is not None else ():
+    for module in model.modules() if model is not None else ():
         for table, key in _entries(module):
-            if id(getattr(module, _TABLES[table][0])[key]) in wanted:
+            if id(owner_of(getattr(module, _TABLES[table][0])[key])) in wanted:
                 for name in (_TABLES[table][0], *_TABLES[table][1]):
                     getattr(module, name).pop(key, None)
     for hook in wanted.values():
@@ -51,7 +52,7 @@ def take_off(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
 @contextmanager
 def hidden(model: nn.Module) -> Iterator[None]:
     """None of hookdrop's hooks is on `model` inside; their order and ids are what they were after."""
-    modules = list({id(module): module for module, _ in hooks_of(model)}.values())
+    modules = [module for module in model.modules() if _entries(module)]
     states = {hook.state for _, hook in hooks_of(model)}
     taken = [_hide(module) for module in modules]
     hidden_modules.update(modules)
@@ -90,11 +91,11 @@ def _entries(module: nn.Module) -> list[tuple[int, int]]:
         (index, key)
         for index, (name, _) in enumerate(_TABLES)
         for key, hook in getattr(module, name).items()
-        if isinstance(hook, SiteHook)
+        if isinstance(hook, SiteHook | GiveBack)
     ]
 
 
-def _hide(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any], dict[int, SiteHook]]]:
+def _hide(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any], dict[int, Hook]]]:
     """(table, all that was in it, our hooks by key), with ours taken out."""
     taken = []
     for index, (name, extras) in enumerate(_TABLES):
@@ -107,7 +108,7 @@ def _hide(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any], dict[
     return taken
 
 
-def _show(taken: list[tuple[dict[int, Any], dict[int, Any], dict[int, SiteHook]]]) -> None:
+def _show(taken: list[tuple[dict[int, Any], dict[int, Any], dict[int, Hook]]]) -> None:
     for table, before, ours in taken:
         inside = dict(table)
         table.clear()

@@ -14,15 +14,43 @@ from hookdrop.errors import InjectionError, nothing_placed, warn
 from hookdrop.hooks import InputHook, SiteHook
 from hookdrop.injection import Injection
 from hookdrop.injections import Injections, find
+from hookdrop.inspection import inspect_sites
 from hookdrop.judge import version_of
 from hookdrop.placement import hidden_modules, hooks_of
-from hookdrop.resolve import PlannedSite
+from hookdrop.resolve import PlannedSite, Resolved
 from hookdrop.schedules import ConstantSchedule, Schedule
+from hookdrop.skips import SkipHook
 from hookdrop.state import State
 from hookdrop.tables import counted, html_table, shape_text, some, text_table
 from hookdrop.values import TensorKey
 from hookdrop.watch import watch
 from hookdrop.wrappers import unwrapped
+
+
+def make_plan(
+    model: nn.Module,
+    resolved: Resolved,
+    *,
+    schedule: Schedule | None = None,
+    tensor: TensorKey = None,
+    name: str | None = None,
+    on_existing: str = "error",
+    example_input: Any = None,
+) -> Plan:
+    """The plan of sites that are chosen, once they have been looked at; arguments as of `inject`."""
+    inspect_sites(model, resolved, tensor, example_input)
+    return Plan(
+        model,
+        _valid_name(name, resolved.sites),
+        resolved.sites,
+        resolved.counts,
+        resolved.warnings,
+        schedule,
+        tensor,
+        on_existing,
+        resolved.told,
+    )
+
 
 _HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 
@@ -38,7 +66,6 @@ class Plan:
     """How many layers each entry matched."""
     warnings: list[str]
     schedule: Schedule | None = None
-    at: str = "output"
     tensor: TensorKey = None
     on_existing: str = "error"
     told: set[str] = field(default_factory=set, repr=False)
@@ -82,13 +109,7 @@ class Plan:
                 raise InjectionError(f"{site.name!r} was replaced since the plan was made: plan again.")
 
     def _place(self, state: State) -> list[SiteHook]:
-        kind = InputHook if self.at == "input" else SiteHook
-        hooks: list[SiteHook] = []
-        for site in self.sites:
-            assert site.regularizer is not None
-            # It has been seen to pickle, as it must; a deep copy takes ten times as long.
-            own = pickle.loads(pickle.dumps(site.regularizer))
-            hooks.append(kind(site.name, own, site.p_scale, self.tensor, state))
+        hooks = [_hook(site, self.tensor, state) for site in self.sites]
         try:
             for site, hook in zip(self.sites, hooks, strict=True):
                 hook.place(site.module)
@@ -100,9 +121,9 @@ class Plan:
 
     def _to_replace(self) -> list[Injection]:
         """The injections that give way to this one."""
-        wanted = {id(site.module) for site in self.sites}
+        wanted = {(id(site.module), site.at) for site in self.sites}
         present = find(self.model)
-        in_the_way = [hook.state for m, hook in hooks_of(self.model) if id(m) in wanted and hook.at == self.at]
+        in_the_way = [hook.state for module, hook in hooks_of(self.model) if (id(module), hook.at) in wanted]
         if in_the_way and self.on_existing == "error":
             carry = f"{counted(len(in_the_way), 'site')} already carr{'ies' if len(in_the_way) == 1 else 'y'}"
             names = ", ".join(sorted({repr(state.name) for state in in_the_way}))
@@ -132,10 +153,16 @@ class Plan:
                     f"{some(lost)}."
                 )
 
+    @property
+    def at(self) -> str:
+        """`"output"` or `"input"`, or `"mixed"`: each site has its own."""
+        all_at = {site.at for site in self.sites}
+        return all_at.pop() if len(all_at) == 1 else "mixed"
+
     def _rows(self) -> list[tuple[Any, ...]]:
         return [
             (
-                s.name or "(the model)",
+                (s.name or "(the model)") + (", its skip" if s.at == "skip" else ""),
                 s.type,
                 shape_text(s.shape),
                 s.reading,
@@ -147,7 +174,7 @@ class Plan:
         ]
 
     def _title(self) -> str:
-        where = "" if self.at == "output" else ", at the input"
+        where = ", at the input" if {site.at for site in self.sites} == {"input"} else ""
         schedule = f", {self.schedule}" if self.schedule is not None else ""
         return f"{counted(len(self.sites), 'site')} of {type(unwrapped(self.model)).__name__}{where}{schedule}"
 
@@ -161,6 +188,24 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return html_table(_HEADER, self._rows(), "\n".join([self._title(), *self.warnings]))
+
+
+def _valid_name(name: str | None, sites: list[PlannedSite]) -> str:
+    if name is None:
+        titles = [site.regularizer.title.lower() for site in sites if site.regularizer is not None]
+        return "+".join(dict.fromkeys(titles))
+    if not isinstance(name, str) or not name or "/" in name:
+        raise InjectionError(f"inject: name must be a text without '/', got {name!r}.")
+    return name
+
+
+def _hook(site: PlannedSite, tensor: TensorKey, state: State) -> SiteHook:
+    assert site.regularizer is not None
+    # It has been seen to pickle, as it must; a deep copy takes ten times as long.
+    own = pickle.loads(pickle.dumps(site.regularizer))
+    if site.at == "skip":
+        return SkipHook(site.name, own, site.p_scale, tensor, state, site.branch)
+    return (InputHook if site.at == "input" else SiteHook)(site.name, own, site.p_scale, tensor, state)
 
 
 def _free_name(name: str, present: Injections) -> str:

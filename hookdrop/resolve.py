@@ -34,6 +34,10 @@ class PlannedSite:
     regularizer: Regularizer | None
     """Of all sites of an entry; each hook is given a copy."""
     p_scale: float = 1.0
+    at: str = "output"
+    """`"output"` or `"input"` of the layer, or the identity `"skip"` around its residual branch."""
+    branch: str = ""
+    """Where that branch begins: the name of its first layer within this one."""
     shape: tuple[int, ...] | None = None
     """Shape of the tensor to regularize; None without `example_input`."""
     calls: int | None = None
@@ -67,6 +71,7 @@ def resolve(
     exclude: Entries | None,
     schedule: Schedule | None,
     p_scale: PScale | None,
+    at: str = "output",
 ) -> Resolved:
     """Choose the layers and give each its regularizer; nothing is placed."""
     regularizers, entries = _regularizers_and_entries(regularizer, layers)
@@ -79,6 +84,7 @@ def resolve(
             type(layer.module).__name__,
             layer.module,
             _regularizer_of(layer, selection, regularizers, entries),
+            at=at,
         )
         for layer in chosen
     ]

@@ -1,0 +1,103 @@
+"""DropBlock where its paper puts it, and where timm does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from hookdrop.errors import InjectionError
+from hookdrop.layers import Layer, walk
+from hookdrop.plan import Plan
+from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places
+from hookdrop.regularizers import DropBlock
+from hookdrop.schedules import LinearSchedule, Schedule
+
+_GROUPS = {"layer3": 0.25, "layer4": 1.0}
+"""The groups of a ResNet that the paper regularizes, and the part of the rate that each gets."""
+_TIMM = {-2: (5, 0.25), -1: (3, 1.0)}
+"""timm's block size and gamma scale for the last two stages of a ResNet."""
+
+
+@Recipe
+def dropblock_resnet(
+    model: nn.Module,
+    p: float = 0.1,
+    block_size: int = 7,
+    steps: int | None = None,
+    regularizer: Factory = DropBlock,
+    *,
+    name: str = "dropblock_resnet",
+    on_existing: str = "error",
+    example_input: Any = None,
+) -> Plan:
+    """DropBlock as in its paper: in groups 3 and 4 of a ResNet, after every convolution and on the skip connections.
+
+    After the norm of every convolution (before or after the ReLU is the same), after the norm of a projection, and on
+    identity skips, which have no module: there the block's addition makes f(x) + D(x). Group 3 has a quarter of the
+    rate. Ghiasi et al. 2018, arXiv:1810.12890, section 4.1.
+
+    Args:
+        model: a ResNet of torchvision or timm (basic or bottleneck blocks, any depth), or a model that has one inside.
+        p: the rate in group 4; a quarter of it in group 3. The paper's keep_prob 0.9.
+        block_size: edge of the dropped squares, in pixels of the feature map; the paper's 7.
+        steps: optimizer steps in which keep_prob falls linearly from 1 to 1 - p; None for p from the start.
+        regularizer: called with `p=` and `block_size=` for each site.
+        name, on_existing, example_input: as of `inject`.
+
+    Raises:
+        LayerError: no such ResNet is there.
+
+    Example:
+        >>> model = torchvision.models.resnet18()
+        >>> drop = dropblock_resnet(model, p=0.1, block_size=3, steps=100)
+        >>> drop
+        <Injection 'dropblock_resnet': 12 sites, p=0 of 0.1, step 0 of LinearSchedule(steps=100)>
+        >>> [site.name for site in drop.sites if site.name.startswith("layer4")]
+        ['layer4.0.bn1', 'layer4.0.bn2', 'layer4.0.downsample', 'layer4.1', 'layer4.1.bn1', 'layer4.1.bn2']
+    """
+    places = [
+        Place(f"{block.name}{part}", {"block_size": block_size}, scale, at, branch)
+        for block, group in _resnet_blocks(model)
+        for scale in [_GROUPS[group]]
+        for part, at, branch in _paper_parts(block.module)
+    ]
+    if not places:
+        raise nothing_to_do("dropblock_resnet", model, "a ResNet: blocks with conv1, bn1, ... in layer3 and layer4")
+    return plan_places(
+        model,
+        places,
+        regularizer,
+        p,
+        schedule=None if steps is None else LinearSchedule(steps=steps),
+        name=name,
+        on_existing=on_existing,
+        example_input=example_input,
+    )
+
+
+def _paper_parts(block: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """(what is added to the block's name, at, branch) for the skip, and for each convolution's norm."""
+    if block.downsample is None:
+        yield "", "skip", "conv1"
+    else:
+        yield ".downsample", "output", ""
+    for index in (1, 2, 3):
+        if getattr(block, f"bn{index}", None) is not None:
+            yield f".bn{index}", "output", ""
+
+
+def _resnet_blocks(model: nn.Module) -> Iterator[tuple[Layer, str]]:
+    """The residual blocks of every ResNet in the model, with the name of their group."""
+    for layer in walk(model):
+        group, dot, index = layer.name.rpartition(".")
+        stage = group.rpartition(".")[2]
+        if dot and index.isdigit() and stage in _GROUPS and _is_block(layer.module):
+            yield layer, stage
+
+
+def _is_block(module: nn.Module) -> bool:
+    return hasattr(module, "downsample") and all(
+        isinstance(getattr(module, name, None), nn.Module) for name in ("conv1", "bn1", "conv2", "bn2")
+    )
