@@ -182,13 +182,13 @@ def _scale(sites: list[PlannedSite], layers: list[Layer], p_scale: PScale | None
     rateless = [site for site in sites if site.regularizer is not None and site.regularizer.rate is None]
     if rateless:
         raise InjectionError(f"p_scale: {rateless[0].regularizer!r} has no rate that could be scaled.")
-    for site, factor in zip(sites, _factors(layers, p_scale), strict=True):
+    for site, factor in zip(sites, factors(layers, p_scale), strict=True):
         site.p_scale = number(factor, f"p_scale of {site.name!r}", "inject")
         if site.p_scale < 0:
             raise ValueError(f"inject: p_scale of {site.name!r} must be at least 0, got {site.p_scale:g}.")
 
 
-def _factors(layers: list[Layer], p_scale: PScale) -> list[float]:
+def factors(layers: list[Layer], p_scale: PScale) -> list[float]:
     count = len(layers)
     if p_scale == "depth":
         return [(index + 1) / count for index in range(count)]

@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.errors import InjectionError
 from hookdrop.layers import Layer, walk
 from hookdrop.plan import Plan
 from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places
 from hookdrop.regularizers import DropBlock
-from hookdrop.schedules import LinearSchedule, Schedule
+from hookdrop.schedules import LinearSchedule
 
 _GROUPS = {"layer3": 0.25, "layer4": 1.0}
 """The groups of a ResNet that the paper regularizes, and the part of the rate that each gets."""

@@ -1,0 +1,136 @@
+"""Where the residual branches of other people's blocks end.
+
+A block is known by what is in it, not by its class's name, so that the many that are written alike are one rule. Each
+rule gives the names, within the block, of the last layer of each of its branches: none if the block has no branch (an
+EfficientNet block that changes the resolution), and None if it is no block of that kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from hookdrop.layers import Layer, walk
+
+Ends = tuple[str, ...]
+
+
+def blocks(model: nn.Module) -> Iterator[tuple[Layer, Ends]]:
+    """The residual blocks of a model in `named_modules()` order, and where their branches end."""
+    for layer in walk(model):
+        ends = branch_ends(layer.module)
+        if ends is not None:
+            yield layer, ends
+
+
+def branch_ends(module: nn.Module) -> Ends | None:
+    """The names of the last layers of a block's residual branches; None if it is no block that is known."""
+    return next((ends for rule in _RULES if (ends := rule(module)) is not None), None)
+
+
+def decoder_ends(module: nn.Module) -> Ends | None:
+    """The same for the layers of decoder-only transformers alone."""
+    return next((ends for rule in _DECODERS if (ends := rule(module)) is not None), None)
+
+
+def _torchvision(block: nn.Module) -> Ends | None:
+    """ConvNeXt, EfficientNet, Swin, MaxViT: one module, called for each branch."""
+    names = [name for name in ("stochastic_depth", "stochastic_dropout") if has(block, name)]
+    if not names:
+        return None
+    return tuple(names) if getattr(block, "use_res_connect", True) else ()
+
+
+def _timm(block: nn.Module) -> Ends | None:
+    """`drop_path`, `drop_path1`, ...: an Identity while the rate is 0; None in ResNets."""
+    names = [name for name in (*block._modules, *vars(block)) if re.fullmatch(r"drop_path\d*", name)]
+    if not names:
+        return None
+    if not getattr(block, "has_skip", True):
+        return ()
+    if getattr(block, names[0]) is None:
+        return _last(block, "se", "bn3", "bn2")
+    return tuple(name for name in names if has(block, name))
+
+
+def _torchvision_resnet(block: nn.Module) -> Ends | None:
+    return _last(block, "bn3", "bn2") if has(block, "conv1", "bn1", "conv2", "bn2") else None
+
+
+def _torchvision_vit(block: nn.Module) -> Ends | None:
+    return ("dropout", "mlp") if has(block, "ln_1", "self_attention", "dropout", "ln_2", "mlp") else None
+
+
+def _bert(block: nn.Module) -> Ends | None:
+    """BERT, RoBERTa, ELECTRA, and the ViTs that are written like them."""
+    ends = ("attention.output.dropout", "output.dropout")
+    return ends if has(block, *ends) else None
+
+
+def _transformers_vit(block: nn.Module) -> Ends | None:
+    """One dropout, called at the end of each branch."""
+    return ("dropout",) if has(block, "layernorm_before", "attention", "layernorm_after", "mlp", "dropout") else None
+
+
+def _t5(block: nn.Module) -> Ends | None:
+    inner = any(has(block, name) for name in ("SelfAttention", "EncDecAttention", "DenseReluDense"))
+    return ("dropout",) if inner and has(block, "dropout") else None
+
+
+def _norms_after(block: nn.Module) -> Ends | None:
+    """Gemma 2, OLMo 2: the branch ends with a norm."""
+    for ends in (
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+        ("post_self_attn_layernorm", "post_mlp_layernorm"),
+    ):
+        if has(block, "self_attn", "mlp", *ends):
+            return ends
+    return None
+
+
+def _llama(block: nn.Module) -> Ends | None:
+    """LLaMA, Mistral, Qwen, Phi, and all that are written like them."""
+    return ("self_attn", "mlp") if has(block, "self_attn", "mlp", "input_layernorm") else None
+
+
+def _gpt(block: nn.Module) -> Ends | None:
+    """GPT-2 and GPT-Neo; GPT-NeoX and Bloom."""
+    for ends, norm in ((("attn", "mlp"), "ln_1"), (("attention", "mlp"), "input_layernorm")):
+        if has(block, *ends, norm):
+            return ends
+    return None
+
+
+def _last(block: nn.Module, *names: str) -> Ends | None:
+    return next(((name,) for name in names if has(block, name)), None)
+
+
+def has(module: nn.Module, *names: str) -> bool:
+    """Whether all of these are modules inside `module`."""
+    return all(_submodule(module, name) is not None for name in names)
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module | None:
+    for part in name.split("."):
+        found = module._modules.get(part)
+        if found is None:
+            return None
+        module = found
+    return module
+
+
+_Rule = Callable[[nn.Module], Ends | None]
+_DECODERS: tuple[_Rule, ...] = (_norms_after, _llama, _gpt)
+# The first that fits: what a library says of its own blocks goes before what they are made of.
+_RULES: tuple[_Rule, ...] = (
+    _torchvision,
+    _timm,
+    _torchvision_resnet,
+    _torchvision_vit,
+    _bert,
+    _transformers_vit,
+    _t5,
+    *_DECODERS,
+)
