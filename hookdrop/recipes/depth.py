@@ -90,6 +90,6 @@ def _must_be_off(ends: Sequence[tuple[str, nn.Module]]) -> None:
         if rate and not isinstance(module, nn.Dropout):
             raise InjectionError(
                 f"stochastic_depth: the model has it on already: {name!r} is a {kind} at {rate:g}.\n"
-                "  build it without (timm: drop_path_rate=0., torchvision: stochastic_depth_prob=0.), or change what it "
-                "has: hookdrop.recipes.set_dropout(model, drop_path=...)"
+                "  build it without (timm: drop_path_rate=0., torchvision: stochastic_depth_prob=0.), or change its "
+                "rate: hookdrop.recipes.set_dropout(model, drop_path=...)"
             )

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from hookdrop.errors import InjectionError
 from hookdrop.layers import Layer, walk
 from hookdrop.plan import Plan
+from hookdrop.recipes.branches import has
 from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places
 from hookdrop.regularizers import DropBlock
-from hookdrop.schedules import LinearSchedule
+from hookdrop.schedules import LinearSchedule, Schedule
 
 _GROUPS = {"layer3": 0.25, "layer4": 1.0}
 """The groups of a ResNet that the paper regularizes, and the part of the rate that each gets."""
 _TIMM = {-2: (5, 0.25), -1: (3, 1.0)}
 """timm's block size and gamma scale for the last two stages of a ResNet."""
+_KERNELS = ("SplitAttn", "SelectiveKernel")
 
 
 @Recipe
@@ -74,6 +77,98 @@ def dropblock_resnet(
         on_existing=on_existing,
         example_input=example_input,
     )
+
+
+@Recipe
+def timm_dropblock(
+    model: nn.Module,
+    p: float = 0.1,
+    regularizer: Factory | None = None,
+    *,
+    schedule: Schedule | None = None,
+    name: str = "timm_dropblock",
+    on_existing: str = "error",
+    example_input: Any = None,
+) -> Plan:
+    """DropBlock at the places, with the block sizes and at the rates of `timm.create_model(..., drop_block_rate=p)`.
+
+    Once in each block of the last two stages: blocks of 5 at a quarter of the rate, then blocks of 3.
+
+    Args:
+        model: one of timm's that takes `drop_block_rate` (ResNet, ResNeXt, SE- and ECA-ResNet, Res2Net, ResNeSt, SKNet,
+            and most that are made of its byobnet), built without it.
+        p: timm's `drop_block_rate`, the rate of the last stage.
+        regularizer: called with `p=`, `block_size=` and `gamma_scale=` for each site; `DropBlock` at p * gamma_scale
+            if None. timm's own: `lambda p, block_size, gamma_scale: DropBlock2d(p, block_size, gamma_scale)`.
+        schedule, name, on_existing, example_input: as of `inject`.
+
+    Raises:
+        LayerError: the model has no such place.
+        InjectionError: the model was built with `drop_block_rate`.
+
+    Example:
+        >>> drop = timm_dropblock(timm.create_model("resnet18"), p=0.1)
+        >>> [(site.name, site.p) for site in drop.sites]  # doctest: +NORMALIZE_WHITESPACE
+        [('layer3.0.drop_block', 0.025), ('layer3.1.drop_block', 0.025),
+         ('layer4.0.drop_block', 0.1), ('layer4.1.drop_block', 0.1)]
+    """
+    places = [
+        Place(site, {"block_size": block_size, "gamma_scale": gamma_scale})
+        for site, block_size, gamma_scale in _timm_sites(model)
+    ]
+    if not places:
+        raise nothing_to_do("timm_dropblock", model, "the places that timm's drop_block_rate fills")
+    return plan_places(
+        model,
+        places,
+        _scaled if regularizer is None else regularizer,
+        p,
+        schedule=schedule,
+        name=name,
+        on_existing=on_existing,
+        example_input=example_input,
+    )
+
+
+def _scaled(p: float, block_size: int, gamma_scale: float) -> DropBlock:
+    return DropBlock(p * gamma_scale, block_size)
+
+
+def _timm_sites(model: nn.Module) -> Iterator[tuple[str, int, float]]:
+    """(name, block size, gamma scale) of each place that `drop_block_rate` fills, an Identity without it."""
+    layers = {layer.name: layer.module for layer in walk(model)}
+    for name, block in layers.items():
+        stage, _, index = name.rpartition(".")
+        settings = _TIMM.get(_from_the_end(stage, layers)) if index.isdigit() else None
+        for place in _timm_parts(block) if settings is not None else ():
+            if type(block.get_submodule(place)).__name__ == "DropBlock2d":
+                raise InjectionError(
+                    f"timm_dropblock: the model has it on already: {name}.{place} is a DropBlock2d.\n"
+                    "  build it with drop_block_rate=0."
+                )
+            assert settings is not None
+            yield f"{name}.{place}", *settings
+
+
+def _from_the_end(stage: str, layers: Mapping[str, nn.Module]) -> int:
+    """-1 for the last stage of a ResNet of timm, -2 for the one before it; 0 for what is none."""
+    parent, _, last = stage.rpartition(".")
+    if last in ("layer3", "layer4"):
+        return int(last[-1]) - 5
+    return int(last) - len(layers[parent]) if parent.endswith("stages") and last.isdigit() else 0  # type: ignore[arg-type]
+
+
+def _timm_parts(block: nn.Module) -> Iterator[str]:
+    """In one block: split attention and selective kernels have places of their own."""
+    kernels = {name: part for name, part in block.named_modules() if type(part).__name__ in _KERNELS}
+    for name, part in kernels.items():
+        if has(part, "drop"):
+            yield f"{name}.drop"
+        for path in getattr(part, "paths", nn.ModuleList()).named_children():
+            yield f"{name}.paths.{path[0]}.bn.drop"
+    if not kernels:
+        places = ("drop_block", "conv2_kxk.bn.drop", "conv1_kxk.bn.drop", "conv_kxk.bn.drop")
+        yield from [place for place in places if has(block, place)][:1]
 
 
 def _paper_parts(block: nn.Module) -> Iterator[tuple[str, str, str]]:

@@ -109,5 +109,6 @@ def nothing_to_do(recipe: str, model: nn.Module, wanted: str) -> LayerError:
     """The error of a recipe that finds no place."""
     return LayerError(
         f"{recipe} finds nothing to do in {type(model).__name__}: it looks for {wanted}.\n"
-        '  choose the layers yourself: inject(model, ..., layers=...); see all: print(hookdrop.plan(model, layers="**"))'
+        "  choose the layers yourself: inject(model, ..., layers=...)\n"
+        '  see all:                    print(hookdrop.plan(model, layers="**"))'
     )
