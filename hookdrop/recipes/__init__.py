@@ -1,7 +1,22 @@
-"""Named placements from papers: each takes a model, places, and returns one injection."""
+"""Named placements from papers: each takes a model, places, and returns one injection.
+
+Besides, `set_dropout` and `report_dropout` are for the dropout that a model came with.
+"""
 
 from hookdrop.recipes.depth import stochastic_depth
 from hookdrop.recipes.dropblock import dropblock_resnet, timm_dropblock
+from hookdrop.recipes.existing import DropoutChange, DropoutReport, report_dropout, set_dropout
 from hookdrop.recipes.recipe import Recipe
+from hookdrop.recipes.residual import residual_dropout
 
-__all__ = ["Recipe", "dropblock_resnet", "stochastic_depth", "timm_dropblock"]
+__all__ = [
+    "DropoutChange",
+    "DropoutReport",
+    "Recipe",
+    "dropblock_resnet",
+    "report_dropout",
+    "residual_dropout",
+    "set_dropout",
+    "stochastic_depth",
+    "timm_dropblock",
+]

@@ -96,7 +96,7 @@ def _llama(block: nn.Module) -> Ends | None:
 
 
 def _gpt(block: nn.Module) -> Ends | None:
-    """GPT-2 and GPT-Neo; GPT-NeoX and Bloom."""
+    """GPT-2 and GPT-Neo; GPT-NeoX."""
     for ends, norm in ((("attn", "mlp"), "ln_1"), (("attention", "mlp"), "input_layernorm")):
         if has(block, *ends, norm):
             return ends

@@ -91,5 +91,5 @@ def _must_be_off(ends: Sequence[tuple[str, nn.Module]]) -> None:
             raise InjectionError(
                 f"stochastic_depth: the model has it on already: {name!r} is a {kind} at {rate:g}.\n"
                 "  build it without (timm: drop_path_rate=0., torchvision: stochastic_depth_prob=0.), or change its "
-                "rate: hookdrop.recipes.set_dropout(model, drop_path=...)"
+                "rate: hookdrop.recipes.set_dropout(model, {name: p})"
             )

@@ -1,0 +1,179 @@
+"""The dropout that a model came with: what is there, and at other rates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeAlias
+
+from torch import nn
+
+from hookdrop.arguments import rate as valid_rate
+from hookdrop.errors import LayerError, nearest, nothing_placed, warn
+from hookdrop.globs import glob_expression
+from hookdrop.recipes.rates import Rate, out_of_reach, rates
+from hookdrop.tables import counted, html_table, some, text_table
+
+Rates: TypeAlias = float | Callable[[str, float], float]
+_HEADER = ("name", "type", "rate")
+
+
+def set_dropout(model: nn.Module, p: Rates | Mapping[str | re.Pattern[str], Rates]) -> DropoutChange:
+    """Change the rates of the dropout that a model has by itself, until the handle is removed.
+
+    Dropout modules of PyTorch, timm (`drop`, `attn_drop`, `drop_path`) and torchvision (`StochasticDepth`), and what a
+    forward reads at each call: `attention_dropout` of transformers, `dropout` of `nn.LSTM`. The names are those of
+    `report_dropout`. `model.config` is left as it is. Nothing is added: a layer that was built without dropout has
+    none, or an `Identity`; `inject` puts one there.
+
+    Args:
+        model: any; wrapped or not.
+        p: one rate in [0, 1] for all, a function of (name, rate) that gives a rate, or a mapping of names, globs and
+            compiled expressions to these; what none of them matches is left alone.
+
+    Returns:
+        The handle: `remove()` sets the old rates again, as does the end of a `with` block.
+
+    Raises:
+        LayerError: there is nothing to change, or a pattern matches nothing, or two match one name.
+        ValueError: a rate is out of range. After any error all rates are as they were.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+        >>> with set_dropout(model, 0.5) as change:
+        ...     print(change, model[1].p)
+        <1 rate changed: '1' 0.1 -> 0.5> 0.5
+        >>> model[1].p
+        0.1
+        >>> halved = set_dropout(model, {"1": lambda name, rate: rate / 2})
+    """
+    with nothing_placed():
+        found = rates(model)
+        if not found:
+            raise LayerError(
+                f"set_dropout finds no dropout in {type(model).__name__} that could be changed: report_dropout(model) "
+                "says what it looks at.\n  put some there: inject(model, Dropout(p=...), layers=...)"
+            )
+        wanted = _wanted(found, p)
+    return DropoutChange([(rate, value) for rate, value in zip(found, wanted, strict=True) if value is not None])
+
+
+def report_dropout(model: nn.Module) -> DropoutReport:
+    """The dropout that a model has by itself: each rate by name, and what can't be seen or changed.
+
+    Hooks are not listed: `hookdrop.find(model)` has them.
+
+    Example:
+        >>> print(report_dropout(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.LSTM(4, 4, 2, dropout=0.2))))
+        2 rates of dropout in Sequential
+        name       type     rate
+        ---------  -------  ----
+        1          Dropout   0.1
+        2.dropout  LSTM      0.2
+        read from the source of forward and of the methods that it calls; not seen: what other functions draw
+    """
+    return DropoutReport(type(model).__name__, rates(model), out_of_reach(model))
+
+
+@dataclass(frozen=True)
+class DropoutReport:
+    """What `report_dropout` found; `print` it."""
+
+    model: str
+    rates: Sequence[Rate]
+    """Each has `name`, `module`, `attribute` and `value`, which is read when it is asked for."""
+    out_of_reach: Mapping[str, Sequence[str]]
+    """Dropout that `set_dropout` can't change: a line about the code, and the names of the modules that run it."""
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        lines = [self._title(), *([text_table(_HEADER, rows)] if rows else [])]
+        lines += [f"out of reach: {what} ({some(list(names))})" for what, names in self.out_of_reach.items()]
+        lines.append(
+            "read from the source of forward and of the methods that it calls; not seen: what other functions draw"
+        )
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEADER, self._rows(), "\n".join([self._title(), *self.out_of_reach]))
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        return [(rate.name or "(the model)", type(rate.module).__name__, f"{rate.value:g}") for rate in self.rates]
+
+    def _title(self) -> str:
+        return f"{counted(len(self.rates), 'rate')} of dropout in {self.model}"
+
+
+class DropoutChange:
+    """The handle of `set_dropout`: it knows the rates before. Copies of the model keep the changed ones."""
+
+    def __init__(self, wanted: Sequence[tuple[Rate, float]]) -> None:
+        self._before = [(rate, getattr(rate.module, rate.attribute), value) for rate, value in wanted]
+        self.rates = {rate.name: (float(before), value) for rate, before, value in self._before}
+        """By name: the rate before, and the rate that was set."""
+        for rate, value in wanted:
+            setattr(rate.module, rate.attribute, value)
+
+    def remove(self) -> None:
+        """Set the rates that were there before; a second time does nothing."""
+        touched = [rate.name for rate, _, value in self._before if rate.value != value]
+        for rate, before, value in self._before:
+            if rate.value == value:
+                setattr(rate.module, rate.attribute, before)
+        self._before = []
+        if touched:
+            warn(
+                f"set_dropout: {counted(len(touched), 'rate')} changed again since, and left so: {some(touched)}.\n"
+                "  undo changes in the opposite order."
+            )
+
+    def __enter__(self) -> DropoutChange:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        changes = [f"{name!r} {before:g} -> {after:g}" for name, (before, after) in self.rates.items()]
+        more = f", and {len(changes) - 4} more" if len(changes) > 4 else ""
+        return f"<{counted(len(changes), 'rate')} changed: {', '.join(changes[:4])}{more}>"
+
+
+def _wanted(found: Sequence[Rate], p: Rates | Mapping[str | re.Pattern[str], Rates]) -> list[float | None]:
+    """For each rate the one to set; None to leave it."""
+    if not isinstance(p, Mapping):
+        return [_new(rate, p) for rate in found]
+    chosen: dict[str, tuple[object, float]] = {}
+    for pattern, value in p.items():
+        for rate in _matching(found, pattern):
+            if rate.name in chosen:
+                raise LayerError(
+                    f"set_dropout: {rate.name!r} is under two patterns, {chosen[rate.name][0]!r} and {pattern!r}."
+                )
+            chosen[rate.name] = pattern, _new(rate, value)
+    return [chosen[rate.name][1] if rate.name in chosen else None for rate in found]
+
+
+def _matching(found: Sequence[Rate], pattern: str | re.Pattern[str]) -> list[Rate]:
+    if not isinstance(pattern, str | re.Pattern):
+        raise TypeError(f"set_dropout: a key must be a name, a glob or a compiled expression, got {pattern!r}.")
+    exact = [rate for rate in found if rate.name == pattern]
+    expression = glob_expression(pattern) if isinstance(pattern, str) else pattern
+    matching = exact or [rate for rate in found if expression.fullmatch(rate.name)]
+    if not matching:
+        names = [rate.name for rate in found]
+        near = nearest(pattern, names) if isinstance(pattern, str) else []
+        raise LayerError(
+            f"set_dropout: {pattern!r} matches none of the {len(names)} rates of dropout.\n"
+            f"  they are: {some(near or names)}\n  see all:  print(hookdrop.recipes.report_dropout(model))"
+        )
+    return matching
+
+
+def _new(rate: Rate, value: Rates) -> float:
+    given = value(rate.name, rate.value) if callable(value) else value
+    return valid_rate(given, f"the rate of {rate.name!r}", "set_dropout")
