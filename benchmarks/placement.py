@@ -28,7 +28,11 @@ from hookdrop.recipes import stochastic_depth, timm_dropblock
 P = 0.1
 CLOSE = 1e-6
 """timm rounds its rates to float32."""
-SCALES: dict[str, Any] = {"i / (n - 1)": "depth_from_zero", "i / n": lambda name, index, count: index / count}
+SCALES: dict[str, Any] = {
+    "i / (n - 1)": "depth_from_zero",
+    "i / n": lambda name, index, count: index / count,
+    "p everywhere": None,
+}
 Rates = dict[str, tuple[float, ...]]
 
 
@@ -45,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.out.write_text(json.dumps({"timm": timm.__version__, "found": found}, indent=1) + "\n")
     for recipe in ("stochastic_depth", "timm_dropblock"):
         print(recipe)
-        for what, count in Counter(re.sub(r" .*", "", result[recipe]) for result in found.values()).most_common():
+        for what, count in Counter(re.sub("[:,].*", "", result[recipe]) for result in found.values()).most_common():
             print(f"  {count:5} {what}")
     for name, result in found.items():
         for recipe, what in result.items():
-            if what.startswith(("differ", "refused")):
+            if not what.startswith(("equal", "unused", "untaken")):
                 print(f"{name}, {recipe}: {what}")
 
 
@@ -59,7 +63,9 @@ def depth(name: str) -> str:
     clean = build(name, drop_path_rate=0.0)
     if native is None or clean is None:
         return "untaken"
-    wanted = {site: (module.drop_prob,) for site, module in native.named_modules() if isinstance(module, DropPath)}
+    ran = called(native)
+    places = {site for site in ran if re.search(r"drop_path\d*$", site)}
+    wanted = {site: (native.get_submodule(site).drop_prob,) for site in places if is_on(native.get_submodule(site))}
     if not wanted:
         return "unused"
     reasons = []
@@ -71,8 +77,10 @@ def depth(name: str) -> str:
         got = {site.name: (site.p,) for site in plan.sites if site.p}
         reasons.append(difference(clean, got, wanted))
         if not reasons[-1]:
-            return f"equal at {formula}"
-    return f"differ: {reasons[0]}"
+            return f"equal, {formula}"
+    extra = {site.name for site in plan.sites} - places
+    missing = set(wanted) - {site.name for site in plan.sites}
+    return f"{'places equal' if not extra and not missing else 'places differ'}: {reasons[0]}"
 
 
 def dropblock(name: str) -> str:
@@ -115,7 +123,6 @@ def difference(clean: nn.Module, got: Rates, wanted: Rates) -> str:
     """What is not the same, in a few words; empty if nothing is."""
     if not all(exists(clean, site) for site in wanted):
         got, wanted = ({site.rpartition(".")[0]: rates for site, rates in one.items()} for one in (got, wanted))
-        got = {site.removesuffix(".se"): rates for site, rates in got.items()}
     for extra, what in ((set(got) - set(wanted), "not in timm"), (set(wanted) - set(got), "only in timm")):
         if extra:
             return f"{len(extra)} of {len(got)} sites are {what}: {min(extra)}"
@@ -123,6 +130,24 @@ def difference(clean: nn.Module, got: Rates, wanted: Rates) -> str:
         if any(abs(a - b) > CLOSE for a, b in zip(got[site], wanted[site], strict=True)):
             return f"the rate of {site} is {got[site]}, timm's {wanted[site]}"
     return ""
+
+
+def is_on(module: nn.Module) -> bool:
+    """Whether it drops paths."""
+    return isinstance(module, DropPath) and module.drop_prob > 0.0
+
+
+def called(model: nn.Module) -> set[str]:
+    """The modules that a forward calls; all of them if it can't be run on the meta device."""
+    seen: set[str] = set()
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda module, args, name=name: seen.add(name))
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model.eval()(torch.empty(2, *model.default_cfg["input_size"]))
+    except Exception:
+        return {name for name, _ in model.named_modules()}
+    return seen
 
 
 def exists(model: nn.Module, name: str) -> bool:

@@ -73,7 +73,8 @@ def forward_names(module: nn.Module) -> tuple[str, ...]:
     if "forward" in vars(module):  # patched on this very module
         return _names_of(module.forward)
     cls: Any = type(module)
-    return _forward_names(cls)
+    # The compiler looks through a cache, and warns that it does.
+    return _names_of(cls.forward)[1:] if torch.compiler.is_compiling() else _forward_names(cls)
 
 
 @lru_cache(maxsize=1024)

@@ -366,6 +366,65 @@ def test_schedule_steps_must_be_some(refused: Any) -> None:
     assert "steps must be at least 1" in refused(*argv)
 
 
+# plan --recipe
+
+
+def test_a_recipe_shows_its_places_and_the_line_of_python(run: Any) -> None:
+    told = run("plan", "torchvision:resnet18", "--recipe", "dropblock_resnet(block_size=3)", "--schedule-steps", "10")
+    assert told[1] == "DropBlock(p=0.1, block_size=3) on 12 sites of ResNet, LinearSchedule(steps=10)"
+    assert any(line.startswith("layer4.1, its skip") for line in told)
+    assert told[-1] == "in Python: drop = recipes.dropblock_resnet(model, block_size=3, steps=10).follow(optimizer)"
+
+
+def test_a_recipe_whose_settings_differ_shows_them_all(run: Any) -> None:
+    told = run("plan", "resnet18", "--recipe", "timm_dropblock", "--schedule-steps", "10")
+    assert told[1].startswith("timm_dropblock on 4 sites")
+    assert [line.split("  ")[-1] for line in told if line.startswith("layer")] == [
+        "DropBlock(p=0.025, block_size=5)",
+        "DropBlock(p=0.025, block_size=5)",
+        "DropBlock(p=0.1, block_size=3)",
+        "DropBlock(p=0.1, block_size=3)",
+    ]
+    assert "schedule=LinearSchedule(steps=10)).follow(optimizer)" in told[-1]
+
+
+def test_the_line_of_python_of_a_recipe_does_what_was_planned(run: Any) -> None:
+    argv = ("plan", "resnet18", "--recipe", "stochastic_depth(p=0.2, mode='batch')", "--json")
+    told = json.loads("\n".join(run(*argv)))
+    scope = {"model": zoo.load("resnet18").model, "recipes": hookdrop.recipes}
+    exec(told["code"], scope)
+    assert [(site.name, site.p) for site in scope["drop"].sites] == [(s["name"], s["p"]) for s in told["sites"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dropblock_resnt", "did you mean: dropblock_resnet"),
+        ("stochastic_depth(q=0.2)", "unexpected keyword argument 'q'"),
+        ("set_dropout", "is not a recipe"),
+        ("stochastic_depth(p=open('x'))", "not a literal"),
+        ("recipes.stochastic_depth", "can't read"),
+    ],
+)
+def test_a_slip_in_a_recipe_is_told_before_a_model_is_built(
+    refused: Any, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.setattr(zoo, "load", lambda *_: pytest.fail("a model was built"))
+    assert message in refused("plan", "resnet18", "--recipe", text)
+
+
+def test_a_recipe_that_finds_nothing_says_so(refused: Any) -> None:
+    assert "finds nothing to do in VGG" in refused("plan", "vgg11", "--recipe", "stochastic_depth")
+
+
+@pytest.mark.parametrize("option", [["--layers", "fc"], ["--regularizer", "Dropout(0.1)"], ["--at", "input"]])
+def test_a_recipe_takes_no_layers_besides(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "resnet18", "--recipe", "stochastic_depth", *option])
+    assert end.value.code == 2
+    assert f"leave out {option[0]}" in capsys.readouterr().err
+
+
 # programs
 
 
@@ -401,6 +460,7 @@ def test_json_of_a_plan(run: Any) -> None:
             {
                 "name": "layer4.1",
                 "type": "BasicBlock",
+                "at": "output",
                 "shape": [1, 512, 7, 7],
                 "calls": 1,
                 "reading": "C=512 H=7 W=7",

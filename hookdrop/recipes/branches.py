@@ -44,15 +44,28 @@ def _torchvision(block: nn.Module) -> Ends | None:
 
 
 def _timm(block: nn.Module) -> Ends | None:
-    """`drop_path`, `drop_path1`, ...: an Identity while the rate is 0; None in ResNets."""
+    """`drop_path`, `drop_path1`, ...: an Identity while the rate is 0; None in ResNets and some others."""
     names = [name for name in (*block._modules, *vars(block)) if re.fullmatch(r"drop_path\d*", name)]
     if not names:
         return None
-    if not getattr(block, "has_skip", True):
+    if not _timm_adds(block):
         return ()
     if getattr(block, names[0]) is None:
-        return _last(block, "se", "bn3", "bn2")
+        return _last(block, *_TIMM_ENDS)
     return tuple(name for name in names if has(block, name))
+
+
+_TIMM_ENDS = ("se", "bn3", "bn2", "conv3", "conv2", "conv_pwl", "stack", "attn", "conv_concat")
+"""The last layer of a branch without `drop_path`, the first that is there: ResNet, SKNet, ReXNet, Xception, VoVNet."""
+
+
+def _timm_adds(block: nn.Module) -> bool:
+    """Whether a skip goes around the block; one that changes the shape may have none."""
+    if any(getattr(block, flag, True) is False for flag in ("has_skip", "use_shortcut", "add_identity", "residual")):
+        return False
+    if hasattr(block, "no_skip"):  # Xception, where no `shortcut` means that the skip is the identity
+        return not block.no_skip
+    return all(getattr(block, name, block) is not None for name in ("shortcut", "identity"))
 
 
 def _torchvision_resnet(block: nn.Module) -> Ends | None:

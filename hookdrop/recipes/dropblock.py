@@ -166,7 +166,7 @@ def _timm_parts(block: nn.Module) -> Iterator[str]:
             yield f"{name}.drop"
         for path in getattr(part, "paths", nn.ModuleList()).named_children():
             yield f"{name}.paths.{path[0]}.bn.drop"
-    if not kernels:
+    if not kernels and not has(block, "transformer"):  # MobileViT's convolutions around a transformer have none
         places = ("drop_block", "conv2_kxk.bn.drop", "conv1_kxk.bn.drop", "conv_kxk.bn.drop")
         yield from [place for place in places if has(block, place)][:1]
 

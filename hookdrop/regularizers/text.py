@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-
-from hookdrop.errors import nearest
+from hookdrop.calls import Kind, read_call, signature_of
 from hookdrop.regularizers.alpha import AlphaDropout, FeatureAlphaDropout
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.regularizers.dropblock import DropBlock
@@ -28,6 +25,7 @@ REGULARIZERS: dict[str, type[Regularizer]] = {
         DropPath,
     )
 }
+_KIND = Kind("parse", "regularizer", REGULARIZERS, "DropBlock(p=0.1, block_size=7)")
 
 
 def parse(text: str) -> Regularizer:
@@ -44,45 +42,8 @@ def parse(text: str) -> Regularizer:
         >>> parse("DropBlock(p=0.2, block_size=5)")
         DropBlock(p=0.2, block_size=5)
     """
-    if not isinstance(text, str):
-        raise TypeError(f"parse: text must be a str, got {text!r} ({type(text).__name__}).")
+    call = read_call(text, _KIND)
     try:
-        call = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise _unreadable(text) from None
-    if isinstance(call, ast.Name) and call.id in REGULARIZERS:
-        raise ValueError(f"parse: {text!r} has no settings: write '{call.id}(...)'.{_signature(call.id)}")
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-        raise _unreadable(text)
-    name = call.func.id
-    if name not in REGULARIZERS:
-        raise ValueError(
-            f"parse: {name!r} is not a regularizer of hookdrop.\n"
-            f"  did you mean: {', '.join(nearest(name, REGULARIZERS)) or 'one of these?'}\n"
-            f"  there are:    {', '.join(REGULARIZERS)}"
-        )
-    try:
-        args = [ast.literal_eval(arg) for arg in call.args]
-        kwargs = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        raise ValueError(f"parse: {text!r} has something in it that is not a literal; it is not run.") from None
-    if len(kwargs) != len(call.keywords):
-        raise _unreadable(text)
-    try:
-        return REGULARIZERS[name](*args, **kwargs)
+        return REGULARIZERS[call.name](*call.args, **dict(call.kwargs))
     except TypeError as error:
-        raise TypeError(f"parse: {text!r}: {error}{_signature(name)}") from None
-
-
-def _unreadable(text: str) -> ValueError:
-    return ValueError(
-        f"parse: can't read {text!r}.\n  write one name with literal settings and no prefix: "
-        f"'DropBlock(p=0.1, block_size=7)'\n  there are: {', '.join(REGULARIZERS)}"
-    )
-
-
-def _signature(name: str) -> str:
-    """What the regularizer takes, without the types, which only a checker reads."""
-    signature = inspect.signature(REGULARIZERS[name])
-    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-    return f"\n  it takes: {name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
+        raise TypeError(f"parse: {text!r}: {error}{signature_of(call.name, _KIND)}") from None

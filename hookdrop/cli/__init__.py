@@ -1,0 +1,79 @@
+"""The command line: `hookdrop layers MODEL` to choose layers, `hookdrop plan MODEL ...` to see what would happen."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+import hookdrop
+from hookdrop.cli.layers import list_layers
+from hookdrop.cli.plan import RECIPES, show_plan
+from hookdrop.errors import HookdropError, HookdropWarning, LayerError
+from hookdrop.ops import kernel
+
+_ENTRY = "a full name, a quoted glob ('layer3.*', '**.bn[12]', '**'), or a class (type:BatchNorm2d)"
+_RECIPE = f"instead of layers and a regularizer: {', '.join(RECIPES)}; with settings: 'stochastic_depth(p=0.2)'"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 if it could be done, 2 if not."""
+    args = _parser().parse_args(argv)
+    try:
+        with warnings.catch_warnings():
+            # What libraries and models warn of is not what was asked.
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("default", HookdropWarning)
+            args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has left, as `head` does. Python flushes once more at exit, to where nobody minds.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (HookdropError, ValueError, TypeError) as error:
+        see = f"\nin a shell: hookdrop layers {args.model}; a class is written type:BatchNorm2d"
+        print(f"hookdrop: error: {error}{see if isinstance(error, LayerError) else ''}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _version() -> str:
+    return f"hookdrop {hookdrop.__version__} (compiled loops: {'yes' if kernel.available() else 'no'})"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hookdrop", description=hookdrop.__doc__)
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    what = "list the layers of a model: type, output shape, calls per forward"
+    layers = commands.add_parser("layers", help=what, description=what)
+    _add_common(layers)
+    layers.add_argument("--match", action="append", metavar="ENTRY", help=f"only these: {_ENTRY}")
+    layers.set_defaults(run=list_layers)
+
+    what = "show what an injection would do, with warnings"
+    plan = commands.add_parser("plan", help=what, description=what)
+    _add_common(plan)
+    plan.add_argument("--recipe", metavar="NAME", help=_RECIPE)
+    plan.add_argument("--layers", nargs="+", action="extend", default=[], metavar="ENTRY", help=_ENTRY)
+    plan.add_argument("--exclude", nargs="+", action="extend", default=[], metavar="ENTRY", help="what to leave out")
+    plan.add_argument("--regularizer", metavar="TEXT", help="such as 'DropBlock(p=0.1, block_size=7)'")
+    plan.add_argument("--at", choices=("output", "input"), help="which side of the layers; the output if not given")
+    plan.add_argument("--tensor", type=_key, metavar="KEY", help="which tensor of several: an index, a key or 'all'")
+    plan.add_argument("--p-scale", choices=("depth", "depth_from_zero"), help="a rate that grows with the depth")
+    plan.add_argument("--schedule-steps", type=int, metavar="N", help="reach the rate linearly in N optimizer steps")
+    plan.set_defaults(run=show_plan, refuse=plan.error)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a name of timm or torchvision: resnet50, torchvision:resnet50")
+    parser.add_argument("--input-size", default="", metavar="SIZE", help="such as 320, 320x256, 3x320x320")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _key(text: str) -> int | str:
+    return int(text) if text.removeprefix("-").isdecimal() else text

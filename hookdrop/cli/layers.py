@@ -1,0 +1,81 @@
+"""`hookdrop layers MODEL`: choose layers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from hookdrop import zoo
+from hookdrop.cli.console import ROOT, make_console, say, show_table
+from hookdrop.dryrun import dry_run
+from hookdrop.errors import ShapeError
+from hookdrop.globs import glob_expression
+from hookdrop.layers import select, walk
+from hookdrop.regularizers import Regularizer, parse
+from hookdrop.tables import counted, shape_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_HEADER = ("name", "type", "output shape", "calls")
+
+# What is proposed to plan next: the first that suits the shapes.
+_TRIALS = ("DropBlock(p=0.1, block_size=7)", "DropBlock(p=0.1, block_size=3)", "Dropout(p=0.1)")
+
+
+def list_layers(args: argparse.Namespace) -> None:
+    console = None if args.json else make_console()
+    found = zoo.load(args.model, args.input_size)
+    # The model itself is left out: it has no name to choose it by.
+    chosen = select(found.model, found.entries(args.match)).layers if args.match else walk(found.model)[1:]
+    seen = dry_run(found.model, [layer.module for layer in chosen], found.example_input)
+    rows = [
+        {"name": layer.name, "type": type(layer.module).__name__, "shape": what.shape, "calls": what.calls}
+        for layer, what in zip(chosen, seen, strict=True)
+    ]
+    if console is None:
+        print(json.dumps({**found.about(), "layers": rows}, indent=2))
+    else:
+        _show(console, args, found, rows)
+
+
+def _show(console: Console, args: argparse.Namespace, found: zoo.Specimen, rows: list[dict[str, Any]]) -> None:
+    say(console, str(found))
+    cells = [(row["name"] or ROOT, row["type"], _output(row), row["calls"]) for row in rows]
+    show_table(console, _HEADER, cells, dim=[row["shape"] is None for row in rows])
+    never = sum(not row["calls"] for row in rows)
+    mute = sum(row["shape"] is None for row in rows) - never
+    parts = [f"{counted(len(rows), 'module')}: {len(rows) - never - mute} hookable"]
+    parts += [f"{never} never called in an eval forward (a hook there never fires)"] * bool(never)
+    parts += [f"{mute} with no tensor to regularize"] * bool(mute)
+    say(console, ", ".join(parts))
+    if never + mute < len(rows):
+        say(console, f"next: {_next_command(args, rows)}")
+
+
+def _output(row: dict[str, Any]) -> str:
+    return shape_text(row["shape"]) if row["shape"] else "no tensor" if row["calls"] else "never called"
+
+
+def _next_command(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
+    """A `plan` of the same layers, or of a row of outer blocks in the second half of the model."""
+    hookable = {row["name"]: row["shape"] for row in rows if row["shape"]}
+    parents = [name.rpartition(".")[0] for name in hookable if name.rpartition(".")[2].isdigit()]
+    outer = [parent for parent in parents if parent and parent.count(".") == min(p.count(".") for p in parents if p)]
+    block = f"{outer[len(outer) * 2 // 3]}.*" if outer else list(hookable)[-1]
+    shapes = [shape for name, shape in hookable.items() if args.match or glob_expression(block).fullmatch(name)]
+    text = next(text for text in _TRIALS if _suits(parse(text), shapes))
+    size = ["--input-size", args.input_size] if args.input_size else []
+    layers = args.match or [block]
+    return shlex.join(["hookdrop", "plan", args.model, *size, "--layers", *layers, "--regularizer", text])
+
+
+def _suits(regularizer: Regularizer, shapes: list[tuple[int, ...]]) -> bool:
+    try:
+        for shape in shapes:
+            regularizer.check(shape)
+    except ShapeError:
+        return False
+    return not any(map(regularizer.doubts, shapes))

@@ -1,0 +1,158 @@
+"""`hookdrop plan MODEL ...`: see what an injection would do."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+import hookdrop
+from hookdrop import recipes, zoo
+from hookdrop.calls import Kind, read_call, signature_of
+from hookdrop.cli.console import ROOT, make_console, say, show_table
+from hookdrop.layers import Entry, entry_text
+from hookdrop.recipes import Recipe
+from hookdrop.regularizers import parse
+from hookdrop.schedules import LinearSchedule
+from hookdrop.tables import counted, shape_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hookdrop.plan import Plan
+
+RECIPES: dict[str, Recipe[...]] = {
+    name: recipe for name in recipes.__all__ if isinstance(recipe := getattr(recipes, name), Recipe)
+}
+_KIND = Kind("--recipe", "recipe", RECIPES, "dropblock_resnet(p=0.1, block_size=5)", bare=True)
+_OWN = ("layers", "exclude", "regularizer", "at", "tensor", "p_scale")
+"""Options of a plan by layers that a recipe has no use for."""
+_HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
+
+
+@dataclass
+class _Planned:
+    """A plan with what is told beside it."""
+
+    plan: Plan
+    model: zoo.Specimen
+    code: str
+    """The line of Python that does it."""
+    counts: dict[str, int]
+    """By the entries as they were typed."""
+
+
+def show_plan(args: argparse.Namespace) -> None:
+    """Print what an injection, or a recipe, would do."""
+    if args.recipe is None and (not args.layers or args.regularizer is None):
+        args.refuse("--layers and --regularizer are required, or --recipe")
+    own = [name for name in _OWN if getattr(args, name) not in (None, [])]
+    if args.recipe is not None and own:
+        args.refuse(f"--recipe chooses by itself; leave out --{', --'.join(own).replace('_', '-')}")
+    console = None if args.json else make_console()
+    planned = _by_layers(args) if args.recipe is None else _by_recipe(args)
+    if console is None:
+        print(json.dumps(_object(planned), indent=2))
+    else:
+        _show(console, planned)
+
+
+def _by_layers(args: argparse.Namespace) -> _Planned:
+    parse(args.regularizer)  # A slip in it is told before a model is built.
+    schedule = None if args.schedule_steps is None else LinearSchedule(steps=args.schedule_steps)
+    found = zoo.load(args.model, args.input_size)
+    entries = found.entries(args.layers)
+    options = {
+        "layers": entries,
+        "exclude": found.entries(args.exclude),
+        "at": args.at,
+        "tensor": args.tensor,
+        "p_scale": args.p_scale,
+        "schedule": schedule,
+    }
+    given = {name: value for name, value in options.items() if value not in (None, [])}
+    plan = hookdrop.plan(found.model, args.regularizer, example_input=found.example_input, **given)
+    counts = {e if isinstance(e, str) else f"type:{entry_text(e)}": plan.counts[entry_text(e)] for e in entries}
+    return _Planned(plan, found, _code(args.regularizer, given), counts)
+
+
+def _by_recipe(args: argparse.Namespace) -> _Planned:
+    call = read_call(args.recipe, _KIND)
+    recipe, settings = RECIPES[call.name], dict(call.kwargs)
+    if args.schedule_steps is not None:
+        if "schedule" in inspect.signature(recipe).parameters:
+            settings["schedule"] = LinearSchedule(steps=args.schedule_steps)
+        else:
+            settings.setdefault("steps", args.schedule_steps)
+    try:
+        inspect.signature(recipe).bind(None, *call.args, **settings)
+    except TypeError as error:
+        raise TypeError(f"--recipe: {args.recipe!r}: {error}{signature_of(call.name, _KIND)}") from None
+    found = zoo.load(args.model, args.input_size)
+    plan = recipe.plan(found.model, *call.args, example_input=found.example_input, **settings)
+    said = ["model", *map(repr, call.args), *(f"{name}={value!r}" for name, value in settings.items())]
+    follow = "" if plan.schedule is None else ".follow(optimizer)"
+    return _Planned(plan, found, f"drop = recipes.{call.name}({', '.join(said)}){follow}", plan.counts)
+
+
+def _object(planned: _Planned) -> dict[str, Any]:
+    plan = planned.plan
+    sites = [
+        {"name": s.name, "type": s.type, "at": s.at, "shape": s.shape, "calls": s.calls, "reading": s.reading, "p": s.p}
+        | {"regularizer": repr(s.regularizer)}
+        for s in plan.sites
+    ]
+    how = {"at": plan.at, "schedule": None if plan.schedule is None else repr(plan.schedule)}
+    told = {"counts": planned.counts, "warnings": plan.warnings, "code": planned.code}
+    return {**planned.model.about(), **how, "sites": sites, **told}
+
+
+def _show(console: Console, planned: _Planned) -> None:
+    plan = planned.plan
+    say(console, str(planned.model))
+    regularizers = {repr(site.regularizer) for site in plan.sites}
+    what = regularizers.copy().pop() if len(regularizers) == 1 else plan.name
+    say(console, f"{what} on {str(plan).partition(chr(10))[0]}")
+    rows = [
+        (
+            (s.name or ROOT) + (", its skip" if s.at == "skip" else ""),
+            s.type,
+            shape_text(s.shape),
+            s.reading,
+            s.calls,
+            s.p,
+            "" if len(regularizers) == 1 else repr(s.regularizer),
+        )
+        for s in plan.sites
+    ]
+    show_table(console, _HEADER, rows, dim=[s.calls == 0 for s in plan.sites])
+    for entry, count in plan.counts.items():
+        say(console, f"{entry}: {counted(count, 'layer')}")
+    for text in plan.warnings:
+        say(console, f"warning: {text}", style="bold yellow")
+    say(console, f"in Python: {planned.code}")
+
+
+def _code(regularizer: str, options: dict[str, Any]) -> str:
+    """The line of Python that does what was planned."""
+    parts = ["model", repr(parse(regularizer))]
+    for name, value in options.items():
+        code = f"[{', '.join(map(_entry_code, value))}]" if isinstance(value, list) else _quoted(value)
+        parts.append(f"{name}={code}")
+    follow = ".follow(optimizer)" if "schedule" in options else ""
+    return f"drop = inject({', '.join(parts)}){follow}"
+
+
+def _entry_code(entry: Entry) -> str:
+    if not isinstance(entry, type):
+        return _quoted(entry)
+    name = entry.__name__
+    return f"nn.{name}" if getattr(nn, name, None) is entry else f"{entry.__module__}.{name}"
+
+
+def _quoted(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
