@@ -55,8 +55,8 @@ def _timm(block: nn.Module) -> Ends | None:
     return tuple(name for name in names if has(block, name))
 
 
-_TIMM_ENDS = ("se", "bn3", "bn2", "conv3", "conv2", "conv_pwl", "stack", "attn", "conv_concat")
-"""The last layer of a branch without `drop_path`, the first that is there: ResNet, SKNet, ReXNet, Xception, VoVNet."""
+_TIMM_ENDS = ("conv_pwl", "se", "bn3", "bn2", "conv3", "conv2", "stack", "attn", "conv_concat")
+"""The last layer of a branch without `drop_path`, the first that is there: ReXNet, ResNet, SKNet, Xception, VoVNet."""
 
 
 def _timm_adds(block: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from hookdrop.layers import walk
+from hookdrop.regularizers import Regularizer
 
 _OTHER_NAMES = ("p", "prob", "rate")
 """What modules whose class says that they drop call their rate, if not by a name with "drop" in it."""
@@ -59,8 +60,7 @@ def rates(model: nn.Module) -> list[Rate]:
     return [
         Rate(_rate_name(layer.name, layer.module, attribute), layer.module, attribute)
         for layer in walk(model)
-        for attribute in _reading_of(layer.module).attributes
-        if _is_rate(layer.module, attribute)
+        for attribute in _attributes(layer.module)
     ]
 
 
@@ -77,6 +77,12 @@ def out_of_reach(model: nn.Module) -> dict[str, list[str]]:
             if isinstance(getattr(getattr(layer.module, "config", None), name, None), int | float):
                 found.setdefault(f"{forward} reads config.{name}", []).append(layer.name)
     return found
+
+
+def _attributes(module: nn.Module) -> list[str]:
+    if isinstance(module, Regularizer):
+        return [module.rate_name] if module.drops and module.rate_name is not None else []
+    return [attribute for attribute in _reading_of(module).attributes if _is_rate(module, attribute)]
 
 
 def _is_rate(module: nn.Module, attribute: str) -> bool:

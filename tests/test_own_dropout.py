@@ -1,0 +1,367 @@
+"""The dropout that models come with: found, changed, given back; and residual dropout for those that have none."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hookdrop
+from hookdrop import HookdropWarning, InjectionError, LayerError
+from hookdrop.recipes import report_dropout, residual_dropout, set_dropout
+
+timm = pytest.importorskip("timm")
+torchvision = pytest.importorskip("torchvision")
+transformers = pytest.importorskip("transformers")
+
+SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TOKENS = {"input_ids": torch.arange(8)[None]}
+
+
+class Functional(nn.Module):
+    """Dropout in every way but as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.dropout_rate = 0.2
+        self.dropped_so_far = 0.5  # a number with "drop" in its name that no forward reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.linear(x), self.dropout_rate, self.training)
+        return self.head(F.dropout(x, 0.25, training=self.training))
+
+    def head(self, x: Tensor) -> Tensor:
+        return F.dropout(x, p=self.dropout_rate if self.training else 0.0)
+
+
+def bert() -> nn.Module:
+    return transformers.BertModel(transformers.BertConfig(**SIZE, vocab_size=50))
+
+
+def llama(**settings: Any) -> nn.Module:
+    return transformers.LlamaModel(transformers.LlamaConfig(**SIZE, num_key_value_heads=2, vocab_size=50, **settings))
+
+
+def gpt2(**settings: Any) -> nn.Module:
+    return transformers.GPT2Model(transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, **settings))
+
+
+def bart() -> nn.Module:
+    size = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return transformers.BartModel(transformers.BartConfig(**size, **heads, vocab_size=50, activation_dropout=0.1))
+
+
+def resnet(**rates: float) -> nn.Module:
+    return timm.create_model("resnet18", zero_init_last=False, num_classes=5, **rates)
+
+
+def vit() -> nn.Module:
+    rates = {"proj_drop_rate": 0.1, "attn_drop_rate": 0.1, "drop_path_rate": 0.2, "drop_rate": 0.1}
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=5, **rates)
+
+
+IMAGE = (torch.randn(2, 3, 32, 32),)
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "a stack of LSTMs": (lambda: nn.LSTM(16, 16, 2, dropout=0.3), (torch.randn(4, 2, 16),)),
+    "a transformer layer": (lambda: nn.TransformerEncoderLayer(16, 2, 16, 0.2), (torch.randn(2, 4, 16),)),
+    "attention": (lambda: nn.MultiheadAttention(16, 2, dropout=0.3), (torch.randn(4, 2, 16),) * 3),
+    "timm's ViT": (vit, IMAGE),
+    "timm's ResNet": (
+        lambda: resnet(drop_rate=0.2, drop_path_rate=0.2, drop_block_rate=0.1),
+        (torch.randn(2, 3, 96, 96),),
+    ),
+    "torchvision's ConvNeXt": (lambda: torchvision.models.convnext_tiny(stochastic_depth_prob=0.3), IMAGE),
+    "torchvision's ViT": (
+        lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 32, 0.1, 0.1).encoder,
+        (torch.randn(2, 17, 16),),
+    ),
+    "BERT": (bert, TOKENS),
+    "GPT-2": (gpt2, TOKENS),
+    "BART": (bart, TOKENS),
+    "LLaMA": (lambda: llama(attention_dropout=0.3), TOKENS),
+}
+
+
+def outputs(model: nn.Module, given: Any, seed: int) -> list[Tensor]:
+    """What a forward in training mode puts out, batch norms as in eval mode."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        out = model(**given) if isinstance(given, dict) else model(*given)
+    return hookdrop.values.tensors(out) if not isinstance(out, Tensor) else [out]
+
+
+def alike(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+class TestEveryModel:
+    @pytest.fixture
+    def model(self, name: str) -> nn.Module:
+        torch.manual_seed(0)
+        return MODELS[name][0]()
+
+    @pytest.fixture
+    def given(self, name: str) -> Any:
+        return MODELS[name][1]
+
+    def test_all_of_it_is_found(self, model: nn.Module, given: Any) -> None:
+        """With every rate that is reported at 0, nothing random is left."""
+        assert not alike(outputs(model, given, 0), outputs(model, given, 1))
+        with set_dropout(model, 0.0):
+            assert alike(outputs(model, given, 0), outputs(model, given, 1))
+
+    def test_each_rate_is_read_by_the_forward(self, model: nn.Module, given: Any) -> None:
+        """With all others at 0, each one alone makes the outputs random."""
+        for rate in report_dropout(model).rates:
+            if "layerdrop" in rate.name:
+                continue  # whole layers, of which there is one
+            with (
+                set_dropout(model, 0.0),
+                set_dropout(model, lambda name, p, rate=rate: 0.6 if name == rate.name else p),
+            ):
+                assert any(not alike(outputs(model, given, 0), outputs(model, given, seed)) for seed in (1, 2, 3)), rate
+
+    def test_is_given_back(self, model: nn.Module, given: Any) -> None:
+        before = outputs(model, given, 0)
+        rates = [rate.value for rate in report_dropout(model).rates]
+        change = set_dropout(model, 0.9)
+        assert not alike(outputs(model, given, 0), before)
+        change.remove()
+        assert [rate.value for rate in report_dropout(model).rates] == rates
+        assert alike(outputs(model, given, 0), before)
+
+
+class TestTheReport:
+    def test_names_modules_and_attributes_with_their_rates(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.LSTM(4, 4, 2, dropout=0.2), nn.AlphaDropout(0.3))
+        assert [(rate.name, rate.value) for rate in report_dropout(model).rates] == [
+            ("1", 0.1),
+            ("2.dropout", 0.2),
+            ("3", 0.3),
+        ]
+
+    def test_finds_functional_dropout_whose_rate_is_an_attribute(self) -> None:
+        assert [rate.name for rate in report_dropout(Functional()).rates] == ["dropout_rate"]
+
+    def test_says_which_functional_dropout_is_out_of_reach(self) -> None:
+        report = report_dropout(nn.Sequential(Functional(), Functional()))
+        assert report.out_of_reach == {
+            "Functional.forward calls F.dropout(x, 0.25, training=self.training)": ["0", "1"]
+        }
+        assert "out of reach: Functional.forward calls F.dropout" in str(report)
+
+    def test_says_what_is_read_from_the_configuration(self) -> None:
+        config = transformers.Wav2Vec2Config(**SIZE, conv_dim=(16,), conv_stride=(2,), conv_kernel=(2,), layerdrop=0.1)
+        report = report_dropout(transformers.Wav2Vec2Model(config))
+        assert report.out_of_reach == {"Wav2Vec2Encoder.forward reads config.layerdrop": ["encoder"]}
+
+    def test_says_which_source_it_can_not_read(self) -> None:
+        code = (
+            "import torch\nfrom hookdrop.recipes import report_dropout\n"
+            "class Net(torch.nn.Module):\n    def forward(self, x): return x\n"
+            "print(report_dropout(Net()))"
+        )
+        told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        assert "the source of Net.forward can't be read" in told
+
+    def test_finds_hookdrops_own_regularizers_as_layers(self) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 3, 3), hookdrop.DropBlock(0.2, 3), hookdrop.GaussianNoise(0.1))
+        assert [(rate.name, rate.value) for rate in report_dropout(model).rates] == [("1", 0.2)]
+        with set_dropout(model, 0.5):
+            assert model[1].p == 0.5
+        assert model[1].p == 0.2
+
+    def test_of_a_model_without_any_says_so(self) -> None:
+        report = report_dropout(nn.Linear(2, 2))
+        assert (list(report.rates), report.out_of_reach) == ([], {})
+        assert str(report).startswith("0 rates of dropout in Linear")
+
+    def test_lists_a_shared_module_once(self) -> None:
+        shared = nn.Dropout(0.1)
+        assert [rate.name for rate in report_dropout(nn.Sequential(shared, nn.ReLU(), shared)).rates] == ["0"]
+
+    def test_looks_through_wrappers(self) -> None:
+        model = nn.DataParallel(nn.Sequential(nn.Dropout(0.1)))
+        assert [rate.name for rate in report_dropout(model).rates] == ["0"]
+
+    def test_is_a_table_in_a_notebook(self) -> None:
+        assert "<td>0.1</td>" in report_dropout(nn.Sequential(nn.Dropout(0.1)))._repr_html_()
+
+
+class TestSetting:
+    @pytest.fixture
+    def model(self) -> Any:
+        return nn.Sequential(nn.Dropout(0.1), nn.LSTM(4, 4, 2, dropout=0.2), nn.Sequential(nn.Dropout(0.3)))
+
+    @staticmethod
+    def rates(model: nn.Module) -> list[float]:
+        return [rate.value for rate in report_dropout(model).rates]
+
+    def test_one_rate_is_for_all(self, model: Any) -> None:
+        set_dropout(model, 0.5)
+        assert self.rates(model) == [0.5, 0.5, 0.5]
+
+    def test_a_function_gives_each_its_own(self, model: Any) -> None:
+        set_dropout(model, lambda name, rate: rate / 2)
+        assert self.rates(model) == pytest.approx([0.05, 0.1, 0.15])
+
+    @pytest.mark.parametrize("pattern", ["1.dropout", "*.dropout", "**.dropout", re.compile(r".*dropout")])
+    def test_patterns_leave_the_others_alone(self, model: Any, pattern: Any) -> None:
+        set_dropout(model, {pattern: 0.5})
+        assert self.rates(model) == [0.1, 0.5, 0.3]
+
+    def test_an_exact_name_wins_over_a_glob(self) -> None:
+        model = nn.ModuleDict({"a[1]": nn.Dropout(0.1), "a1": nn.Dropout(0.1)})
+        set_dropout(model, {"a[1]": 0.5})
+        assert self.rates(model) == [0.5, 0.1]
+
+    def test_a_pattern_that_matches_nothing_says_what_is_there(self, model: Any) -> None:
+        with pytest.raises(LayerError, match=r"'1.dropot' matches none of the 3 rates") as told:
+            set_dropout(model, {"0": 0.5, "1.dropot": 0.5})
+        assert "they are: '1.dropout'" in str(told.value)
+        assert self.rates(model) == [0.1, 0.2, 0.3]
+
+    def test_two_patterns_for_one_rate_are_an_error(self, model: Any) -> None:
+        with pytest.raises(LayerError, match=r"'0' is under two patterns"):
+            set_dropout(model, {"0": 0.5, "**": 0.4})
+
+    @pytest.mark.parametrize("p", [1.5, -0.1, float("nan")])
+    def test_a_rate_out_of_range_changes_nothing(self, model: Any, p: float) -> None:
+        with pytest.raises(ValueError, match="the rate of '2.0'"):
+            set_dropout(model, {"0": 0.5, "2.0": p})
+        assert self.rates(model) == [0.1, 0.2, 0.3]
+
+    @pytest.mark.parametrize("p", ["0.1", None, True, [0.1]])
+    def test_what_is_no_rate_is_an_error(self, model: Any, p: Any) -> None:
+        with pytest.raises(TypeError, match="must be a number"):
+            set_dropout(model, p)
+
+    def test_a_model_without_dropout_is_an_error(self) -> None:
+        with pytest.raises(LayerError, match="finds no dropout in Linear"):
+            set_dropout(nn.Linear(2, 2), 0.1)
+
+    def test_comes_undone_after_an_exception(self, model: Any) -> None:
+        with pytest.raises(KeyError), set_dropout(model, 0.5):
+            raise KeyError
+        assert self.rates(model) == [0.1, 0.2, 0.3]
+
+    def test_nested_changes_come_undone_one_by_one(self, model: Any) -> None:
+        with set_dropout(model, 0.5):
+            with set_dropout(model, {"0": 0.6}):
+                assert self.rates(model) == [0.6, 0.5, 0.5]
+            assert self.rates(model) == [0.5, 0.5, 0.5]
+        assert self.rates(model) == [0.1, 0.2, 0.3]
+
+    def test_what_somebody_else_changed_since_is_left_and_told(self, model: Any) -> None:
+        change = set_dropout(model, 0.5)
+        model[0].p = 0.7
+        with pytest.warns(HookdropWarning, match=r"1 rate changed again since, and left so: '0'"):
+            change.remove()
+        assert self.rates(model) == [0.7, 0.2, 0.3]
+        change.remove()
+
+    def test_the_handle_shows_before_and_after(self, model: Any) -> None:
+        change = set_dropout(model, {"0": 0.5})
+        assert repr(change) == "<1 rate changed: '0' 0.1 -> 0.5>"
+        assert change.rates == {"0": (0.1, 0.5)}
+
+    def test_copies_keep_the_changed_rates(self, model: Any) -> None:
+        with set_dropout(model, 0.5):
+            twin = copy.deepcopy(model)
+        assert self.rates(twin) == [0.5, 0.5, 0.5]
+
+    def test_changes_no_state_dict_and_no_configuration(self) -> None:
+        model = llama(attention_dropout=0.3)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        set_dropout(model, 0.5)
+        assert model.config.attention_dropout == 0.3
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_compiled_code_follows(self) -> None:
+        torch.compiler.reset()
+        model = nn.Sequential(nn.Dropout(0.5)).train()
+        compiled = torch.compile(model, backend="aot_eager")
+        x = torch.ones(4096)
+        assert 0.4 < (compiled(x) == 0).float().mean() < 0.6
+        with set_dropout(model, 0.0):
+            assert torch.equal(compiled(x), x)
+        assert 0.4 < (compiled(x) == 0).float().mean() < 0.6
+        torch.compiler.reset()
+
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2},
+    "Mistral": {"num_key_value_heads": 2},
+    "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 2},
+    "Qwen2": {"num_key_value_heads": 2},
+    "Gemma2": {"num_key_value_heads": 2, "head_dim": 8},
+    "Olmo2": {"num_key_value_heads": 2},
+    "Phi": {},
+    "GPTNeoX": {},
+    "Cohere": {"num_key_value_heads": 2},
+}
+
+
+class TestResidualDropout:
+    @pytest.mark.parametrize("name", DECODERS)
+    @pytest.mark.filterwarnings("ignore:.*token_id")
+    def test_all_that_a_layer_adds_is_dropped_at_rate_1_and_nothing_else(self, name: str) -> None:
+        config = getattr(transformers, f"{name}Config")(**SIZE, vocab_size=50, pad_token_id=0, **DECODERS[name])
+        model = getattr(transformers, f"{name}Model")(config).train()
+        drop = residual_dropout(model, p=1.0)
+        states = model(**TOKENS, output_hidden_states=True).hidden_states
+        assert len(drop.sites) == 4
+        assert torch.equal(states[1], states[0])
+        drop.remove()
+        states = model(**TOKENS, output_hidden_states=True).hidden_states
+        assert not torch.equal(states[1], states[0])
+
+    def test_drops_p_of_the_hidden_states(self) -> None:
+        model = llama().train()
+        drop = residual_dropout(model, p=0.3)
+        measured = drop.probe(torch.randint(0, 50, (8, 64)))
+        assert measured.dropped == pytest.approx(0.3, abs=0.01)  # of 65,536 elements: 5 standard errors
+
+    @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+    def test_is_found_inside_a_language_model_and_under_peft(self) -> None:
+        peft = pytest.importorskip("peft")
+        config = transformers.LlamaConfig(**SIZE, num_key_value_heads=2, vocab_size=50)
+        model = transformers.LlamaForCausalLM(config)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+        assert residual_dropout(adapted).sites[0].name.endswith("layers.0.self_attn")
+
+    def test_a_model_that_ships_with_it_on_is_refused(self) -> None:
+        with pytest.raises(InjectionError, match=r"dropout of its own: h\.0\.attn\.resid_dropout is 0\.1") as told:
+            residual_dropout(gpt2())
+        assert "set_dropout" in str(told.value)
+
+    def test_a_model_that_ships_with_it_off_is_taken(self) -> None:
+        assert len(residual_dropout(gpt2(resid_pdrop=0.0, embd_pdrop=0.0)).sites) == 4
+
+    def test_attention_dropout_is_another_thing(self) -> None:
+        assert residual_dropout(llama(attention_dropout=0.1)).sites
+
+    def test_an_encoder_is_none(self) -> None:
+        with pytest.raises(LayerError, match="finds nothing to do in BertModel"):
+            residual_dropout(bert())
+
+
+def test_the_example_of_the_docstring_is_of_transformers(tmp_path: Path) -> None:
+    drop = residual_dropout(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, vocab_size=50)), p=0.1)
+    assert [site.name for site in drop.sites][:2] == ["model.layers.0.self_attn", "model.layers.0.mlp"]
