@@ -230,6 +230,18 @@ def test_blocks_that_only_change_the_resolution_have_nothing_to_drop() -> None:
         stochastic_depth(timm.create_model("mobilenetv1_100"))
 
 
+def test_two_convolutions_in_a_row_are_no_branch() -> None:
+    """As in a U-Net: to drop their output is to drop all there is."""
+    layers = {
+        "conv1": nn.Conv2d(3, 3, 3),
+        "bn1": nn.BatchNorm2d(3),
+        "conv2": nn.Conv2d(3, 3, 3),
+        "bn2": nn.BatchNorm2d(3),
+    }
+    with pytest.raises(LayerError, match="finds nothing to do"):
+        stochastic_depth(nn.ModuleDict({"double": nn.ModuleDict(layers)}))
+
+
 def test_a_block_that_owns_its_model_is_found_within_a_wrapper() -> None:
     model = torch.nn.DataParallel(torchvision.models.resnet18())
     assert stochastic_depth(model).sites[0].name == "layer1.0.bn2"

@@ -69,7 +69,9 @@ def _timm_adds(block: nn.Module) -> bool:
 
 
 def _torchvision_resnet(block: nn.Module) -> Ends | None:
-    return _last(block, "bn3", "bn2") if has(block, "conv1", "bn1", "conv2", "bn2") else None
+    """Convolutions with norms are a branch only where something is made for the skip, if only None."""
+    adds = any(hasattr(block, name) for name in ("downsample", "shortcut"))
+    return _last(block, "bn3", "bn2") if adds and has(block, "conv1", "bn1", "conv2", "bn2") else None
 
 
 def _torchvision_vit(block: nn.Module) -> Ends | None:
