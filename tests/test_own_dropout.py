@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -360,8 +359,3 @@ class TestResidualDropout:
     def test_an_encoder_is_none(self) -> None:
         with pytest.raises(LayerError, match="finds nothing to do in BertModel"):
             residual_dropout(bert())
-
-
-def test_the_example_of_the_docstring_is_of_transformers(tmp_path: Path) -> None:
-    drop = residual_dropout(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, vocab_size=50)), p=0.1)
-    assert [site.name for site in drop.sites][:2] == ["model.layers.0.self_attn", "model.layers.0.mlp"]

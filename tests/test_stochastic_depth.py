@@ -239,7 +239,7 @@ def test_two_convolutions_in_a_row_are_no_branch() -> None:
         "bn2": nn.BatchNorm2d(3),
     }
     with pytest.raises(LayerError, match="finds nothing to do"):
-        stochastic_depth(nn.ModuleDict({"double": nn.ModuleDict(layers)}))
+        stochastic_depth(nn.ModuleDict({"pair": nn.ModuleDict(layers)}))
 
 
 def test_a_block_that_owns_its_model_is_found_within_a_wrapper() -> None:

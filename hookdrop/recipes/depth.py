@@ -52,7 +52,9 @@ def stochastic_depth(
         InjectionError: the model has stochastic depth on already.
 
     Example:
-        >>> drop = stochastic_depth(torchvision.models.resnet18(), p=0.2)
+        >>> import torchvision
+        >>> model = torchvision.models.resnet18()
+        >>> drop = stochastic_depth(model, p=0.2)
         >>> [(site.name, round(site.p, 3)) for site in drop.sites][-2:]
         [('layer4.0.bn2', 0.171), ('layer4.1.bn2', 0.2)]
     """

@@ -52,6 +52,7 @@ def dropblock_resnet(
         LayerError: no such ResNet is there.
 
     Example:
+        >>> import torchvision
         >>> model = torchvision.models.resnet18()
         >>> drop = dropblock_resnet(model, p=0.1, block_size=3, steps=100)
         >>> drop
@@ -107,7 +108,9 @@ def timm_dropblock(
         InjectionError: the model was built with `drop_block_rate`.
 
     Example:
-        >>> drop = timm_dropblock(timm.create_model("resnet18"), p=0.1)
+        >>> import timm
+        >>> model = timm.create_model("resnet18")
+        >>> drop = timm_dropblock(model, p=0.1)
         >>> [(site.name, site.p) for site in drop.sites]  # doctest: +NORMALIZE_WHITESPACE
         [('layer3.0.drop_block', 0.025), ('layer3.1.drop_block', 0.025),
          ('layer4.0.drop_block', 0.1), ('layer4.1.drop_block', 0.1)]

@@ -47,7 +47,10 @@ def residual_dropout(
         InjectionError: they have such a dropout on already.
 
     Example:
-        >>> drop = residual_dropout(LlamaForCausalLM(config), p=0.1)
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> size = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2, vocab_size=9)
+        >>> model = LlamaForCausalLM(LlamaConfig(**size, num_key_value_heads=2))
+        >>> drop = residual_dropout(model, p=0.1)
         >>> [site.name for site in drop.sites][:2]
         ['model.layers.0.self_attn', 'model.layers.0.mlp']
     """
