@@ -136,13 +136,16 @@ class TestWhereTheLibraryHasNone:
         x = torch.randn(3, 17, 16)
         assert torch.equal(model.encoder.layers(x), x)
 
-    @pytest.mark.parametrize("kind", ["ViT", "BERT", "T5", "LLaMA", "GPT-2"])
+    @pytest.mark.parametrize("kind", ["ViT", "CLIP", "BERT", "T5", "LLaMA", "GPT-2"])
     def test_transformers_layers_are_their_skips(self, kind: str) -> None:
         transformers = pytest.importorskip("transformers")
         size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
         tokens = {"input_ids": torch.arange(6)[None]}
         if kind == "ViT":
             model = transformers.ViTModel(transformers.ViTConfig(**size, image_size=32, patch_size=8))
+            tokens = {"pixel_values": torch.randn(1, 3, 32, 32)}
+        elif kind == "CLIP":
+            model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**size, image_size=32, patch_size=8))
             tokens = {"pixel_values": torch.randn(1, 3, 32, 32)}
         elif kind == "BERT":
             model = transformers.BertModel(transformers.BertConfig(**size, vocab_size=50, hidden_dropout_prob=0.0))

@@ -89,6 +89,10 @@ def _transformers_vit(block: nn.Module) -> Ends | None:
     return ("dropout",) if has(block, "layernorm_before", "attention", "layernorm_after", "mlp", "dropout") else None
 
 
+def _clip(block: nn.Module) -> Ends | None:
+    return ("self_attn", "mlp") if has(block, "layer_norm1", "self_attn", "layer_norm2", "mlp") else None
+
+
 def _t5(block: nn.Module) -> Ends | None:
     inner = any(has(block, name) for name in ("SelfAttention", "EncDecAttention", "DenseReluDense"))
     return ("dropout",) if inner and has(block, "dropout") else None
@@ -146,6 +150,7 @@ _RULES: tuple[_Rule, ...] = (
     _torchvision_vit,
     _bert,
     _transformers_vit,
+    _clip,
     _t5,
     *_DECODERS,
 )

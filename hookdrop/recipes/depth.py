@@ -39,7 +39,7 @@ def stochastic_depth(
 
     Args:
         model: with residual blocks as in ResNet, ConvNeXt, EfficientNet, Swin or ViT of torchvision, in timm's models,
-            in BERT, ViT, T5, GPT or LLaMA of transformers, and in what is written like them.
+            in BERT, ViT, CLIP, T5, GPT or LLaMA of transformers, and in what is written like them.
         p: the rate of the last block.
         mode: `"row"` for each sample by itself, `"batch"` for all together.
         p_scale: of the blocks, as of `inject`: `"depth_from_zero"` as in timm and most of torchvision, `"depth"` as in
@@ -92,6 +92,6 @@ def _must_be_off(ends: Sequence[tuple[str, nn.Module]]) -> None:
         if rate and not isinstance(module, nn.Dropout):
             raise InjectionError(
                 f"stochastic_depth: the model has it on already: {name!r} is a {kind} at {rate:g}.\n"
-                "  build it without (timm: drop_path_rate=0., torchvision: stochastic_depth_prob=0.), or change its "
+                "  build it without (drop_path_rate=0.; in torchvision stochastic_depth_prob=0.), or change its "
                 "rate: hookdrop.recipes.set_dropout(model, {name: p})"
             )
