@@ -52,8 +52,8 @@ def take_off(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
 @contextmanager
 def hidden(model: nn.Module) -> Iterator[None]:
     """None of hookdrop's hooks is on `model` inside; their order and ids are what they were after."""
-    modules = [module for module in model.modules() if _entries(module)]
     states = {hook.state for _, hook in hooks_of(model)}
+    modules = [module for module in model.modules() if _entries(module)]
     taken = [_hide(module) for module in modules]
     hidden_modules.update(modules)
     for state in states:
