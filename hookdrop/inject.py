@@ -133,11 +133,8 @@ def plan(
         if isinstance(model, Regularizer):
             raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
         one_of(at, "at", "inject", ("output", "input"))
-        one_of(on_existing, "on_existing", "inject", ("error", "replace", "stack"))
         if isinstance(tensor, bool) or not isinstance(tensor, int | str | None):
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {tensor!r}.")
-        if schedule is not None:
-            _must_be_a_schedule(schedule)
         resolved = resolve(model, regularizer, layers, exclude, schedule, p_scale, at)
         return make_plan(
             model,
@@ -240,14 +237,3 @@ def _resolved(
         planned.at = one_of(sites[planned.name].get("at", at), "at", "from_config", ("output", "input", "skip"))
         planned.branch = sites[planned.name].get("branch", "")
     return resolved
-
-
-def _must_be_a_schedule(schedule: object) -> None:
-    if isinstance(schedule, Schedule):
-        return
-    name = getattr(schedule, "__name__", "fn")
-    if isinstance(schedule, type):
-        write = f"{name}(steps=N)"
-    else:
-        write = f"LambdaSchedule({name})" if callable(schedule) else "LinearSchedule(steps=N)"
-    raise TypeError(f"inject: schedule must be a hookdrop schedule, got {schedule!r}.\n  write: schedule={write}")

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from hookdrop import compiling
+from hookdrop.arguments import one_of
 from hookdrop.errors import InjectionError, nothing_placed, warn
 from hookdrop.hooks import InputHook, SiteHook
 from hookdrop.injection import Injection
@@ -27,6 +28,9 @@ from hookdrop.watch import watch
 from hookdrop.wrappers import unwrapped
 
 
+_HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
+
+
 def make_plan(
     model: nn.Module,
     resolved: Resolved,
@@ -38,6 +42,7 @@ def make_plan(
     example_input: Any = None,
 ) -> Plan:
     """The plan of sites that are chosen, once they have been looked at; arguments as of `inject`."""
+    one_of(on_existing, "on_existing", "inject", ("error", "replace", "stack"))
     inspect_sites(model, resolved, tensor, example_input)
     return Plan(
         model,
@@ -50,9 +55,6 @@ def make_plan(
         on_existing,
         resolved.told,
     )
-
-
-_HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 
 
 @dataclass

@@ -74,6 +74,8 @@ def resolve(
     at: str = "output",
 ) -> Resolved:
     """Choose the layers and give each its regularizer; nothing is placed."""
+    if schedule is not None:
+        _must_be_a_schedule(schedule)
     regularizers, entries = _regularizers_and_entries(regularizer, layers)
     selection = select(model, entries, exclude)
     warnings = _useless_excludes(selection)
@@ -243,3 +245,14 @@ def _check_rates(sites: list[PlannedSite], schedule: Schedule | None, p_scale: P
         except ValueError as error:
             times = f" x schedule {rate / (target * site.p_scale):g}" if math.isfinite(rate) and rate else ""
             raise ValueError(f"{error}\n  at {site.name!r}: p {target:g} x p_scale {site.p_scale:g}{times}.") from None
+
+
+def _must_be_a_schedule(schedule: object) -> None:
+    if isinstance(schedule, Schedule):
+        return
+    name = getattr(schedule, "__name__", "fn")
+    if isinstance(schedule, type):
+        write = f"{name}(steps=N)"
+    else:
+        write = f"LambdaSchedule({name})" if callable(schedule) else "LinearSchedule(steps=N)"
+    raise TypeError(f"inject: schedule must be a hookdrop schedule, got {schedule!r}.\n  write: schedule={write}")

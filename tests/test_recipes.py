@@ -208,6 +208,27 @@ class TestEveryRecipe:
         assert "regularizer=lambda p, block_size: Dropout2d(...)" in str(told.value)
         assert len(find(model)) == 0
 
+    @pytest.mark.parametrize(
+        ("given", "error", "message"),
+        [
+            ({"p": 20}, ValueError, "write p=0.2"),
+            ({"p": DropBlock(0.1)}, TypeError, "p must be a number, got DropBlock"),
+            ({"schedule": 10}, TypeError, "schedule must be a hookdrop schedule, got 10"),
+            ({"on_existing": "keep"}, ValueError, "on_existing must be one of 'error', 'replace', 'stack'"),
+            ({"mode": "col"}, ValueError, "mode must be one of 'row', 'batch'"),
+            ({"name": ""}, InjectionError, "name must be a text"),
+            ({"layers": "layer4"}, TypeError, "unexpected keyword argument 'layers'"),
+        ],
+    )
+    def test_a_slip_is_an_error_that_leaves_the_model_as_it_was(
+        self, given: dict[str, Any], error: type[Exception], message: str
+    ) -> None:
+        model = torchvision.models.resnet18()
+        with pytest.raises(error, match=message) as told:
+            stochastic_depth(model, **given)
+        assert "No hook was placed" in str(told.value)
+        assert len(find(model)) == 0
+
     def test_a_rerun_cell_is_refused_and_replaced(self) -> None:
         model = torchvision.models.resnet18()
         dropblock_resnet(model)
