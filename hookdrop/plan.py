@@ -27,7 +27,6 @@ from hookdrop.values import TensorKey
 from hookdrop.watch import watch
 from hookdrop.wrappers import unwrapped
 
-
 _HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 
 
