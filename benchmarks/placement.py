@@ -64,7 +64,7 @@ def depth(name: str) -> str:
     if native is None or clean is None:
         return "untaken"
     ran = called(native)
-    places = {site for site in ran if re.search(r"drop_path\d*$", site)}
+    places = {site for site in ran if re.search(r"drop_path\d*$", site)}  # rate 0 included: an Identity
     wanted = {site: (native.get_submodule(site).drop_prob,) for site in places if is_on(native.get_submodule(site))}
     if not wanted:
         return "unused"

@@ -45,7 +45,7 @@ def _torchvision(block: nn.Module) -> Ends | None:
 
 def _timm(block: nn.Module) -> Ends | None:
     """`drop_path`, `drop_path1`, ...: an Identity while the rate is 0; None in ResNets and some others."""
-    names = [name for name in (*block._modules, *vars(block)) if re.fullmatch(r"drop_path\d*", name)]
+    names = [name for name in (*block._modules, *vars(block)) if re.fullmatch(r"(\w+_)?drop_path\d*", name)]
     if not names:
         return None
     if not _timm_adds(block):
@@ -65,7 +65,9 @@ def _timm_adds(block: nn.Module) -> bool:
         return False
     if hasattr(block, "no_skip"):  # Xception, where no `shortcut` means that the skip is the identity
         return not block.no_skip
-    return all(getattr(block, name, block) is not None for name in ("shortcut", "identity"))
+    # RegNet's identity skip is an Identity; ResNet's, which has no place for `drop_path`, is no module.
+    downsample = ("downsample",) if isinstance(getattr(block, "drop_path", None), nn.Identity) else ()
+    return all(getattr(block, name, block) is not None for name in ("shortcut", "identity", *downsample))
 
 
 def _torchvision_resnet(block: nn.Module) -> Ends | None:
