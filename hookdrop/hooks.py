@@ -7,7 +7,6 @@ sits on, and the copies of one injection's hooks share a copy of its state.
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hookdrop import replay
 from hookdrop.distributed import alike
 from hookdrop.errors import InjectionError, ShapeError
+from hookdrop.graph_breaks import MEASURING, outside_of_graphs, prepare_for_compiling
 from hookdrop.judge import Judge
 from hookdrop.meter import measured
 from hookdrop.regularizers import Regularizer, like
@@ -72,7 +72,7 @@ class SiteHook:
         self.handle: RemovableHandle | None = None
         state.join(self)
         self.refresh()
-        _prepare_for_compiling(self.graph_break)
+        prepare_for_compiling(_regularize, self.graph_break)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -80,7 +80,7 @@ class SiteHook:
         self.state.join(self)
         # The original's rate may be a context's; the copy's is what is set.
         self.refresh()
-        _prepare_for_compiling(self.graph_break)
+        prepare_for_compiling(_regularize, self.graph_break)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) and is_symbolic(output):
@@ -174,9 +174,9 @@ class SiteHook:
         if not is_compiling():
             return _regularize(self, x)
         if self.state.meters:
-            return _outside_of_graphs[_MEASURING](self, x)
+            return outside_of_graphs[MEASURING](self, x)
         if self.graph_break:
-            return _outside_of_graphs[self.graph_break](self, x)
+            return outside_of_graphs[self.graph_break](self, x)
         return _regularize_in_graph(self, x)
 
     def rate_at(self, multiplier: float) -> float | None:
@@ -319,26 +319,3 @@ def _look_at(hook: SiteHook, x: Tensor) -> None:
         hook.tell_doubts()
     # The ranks of a job know of one another's seeds from the first mask on, whoever of them asks.
     alike(x.device)
-
-
-_MEASURING = "measuring() looks at every tensor.\n  measure the model uncompiled, or use probe(x), which does that."
-
-_outside_of_graphs: dict[str, Callable[[SiteHook, Tensor], Tensor]] = {}
-"""`_regularize`, kept out of compiled graphs; PyTorch names the reason where it may not leave a graph."""
-
-
-def _prepare_for_compiling(reason: str) -> None:
-    """Called with every hook, never while one is traced; not at import, as it loads the compiler."""
-    if not _outside_of_graphs:
-        # Or compiled code of a model without hooks is taken for a like one with them, which then drops nothing.
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
-        _outside_of_graphs[_MEASURING] = _disabled(_MEASURING)
-        torch.compiler.assume_constant_result(tell_of_export)  # type: ignore[no-untyped-call]
-    if reason and reason not in _outside_of_graphs:
-        _outside_of_graphs[reason] = _disabled(reason)
-
-
-def _disabled(reason: str) -> Callable[[SiteHook, Tensor], Tensor]:
-    if "reason" not in inspect.signature(torch.compiler.disable).parameters:  # before PyTorch 2.8
-        return torch.compiler.disable(_regularize)  # type: ignore[no-any-return, no-untyped-call]
-    return torch.compiler.disable(_regularize, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
