@@ -67,7 +67,7 @@ class SiteHook:
         self.on = self.sampling = False
         """Whether the hook works in training mode, and in eval mode."""
         self.idle = False
-        """Whether the rate is 0: a bool of its own, for compiled code would compile anew for every rate it reads."""
+        """Whether the rate does nothing: a bool, for compiled code would compile anew for every rate that it reads."""
         self.graph_break = regularizer.graph_break
         self.handle: RemovableHandle | None = None
         state.join(self)
@@ -126,7 +126,7 @@ class SiteHook:
             raise InjectionError(traced_text(self.where))
         if (training or on) and replay.may_run_again():
             state.forwards.note((self.site, training, replay.random_state(value)), (on, self.regularizer.rate))
-        # At rate 0 only the first tensor is looked at, for its shape.
+        # At a rate that does nothing only the first tensor is looked at, for its shape.
         return on and (not self.idle or not self.looked_at)
 
     def _is_on_in_graph(self, module: nn.Module) -> bool:
@@ -148,9 +148,10 @@ class SiteHook:
         random_state = replay.random_state(value)
         forward = self.state.forwards.rate_of((self.site, training, random_state))
         # What `refresh` set, for another thread may be running a forward again just now.
-        now = _Again(self.in_force, self.in_force == 0.0, None if forward else (random_state, value))
+        neutral = self.regularizer.neutral
+        now = _Again(self.in_force, self.in_force == neutral, None if forward else (random_state, value))
         on, rate = forward or (on, now.rate)
-        if not on or rate == 0.0:
+        if not on or rate == neutral:
             return False
         self.again = now
         if rate is not None:
@@ -200,7 +201,7 @@ class SiteHook:
                 # A number, whatever the mode that it is made in: not one of inference, nor a fake one.
                 with torch.inference_mode(False), torch._C._DisableTorchDispatch():
                     self.rate = torch.tensor(rate, dtype=torch.float64, device="cpu")
-        self.in_force, self.idle = rate, rate == 0.0
+        self.in_force, self.idle = rate, rate == self.regularizer.neutral
         self.switch()
 
     def switch(self) -> None:
@@ -235,8 +236,8 @@ class SiteHook:
 
     @property
     def p(self) -> float | None:
-        """The rate in force."""
-        return self.regularizer.rate if self.state.on or self.regularizer.rate is None else 0.0
+        """The rate in force; while it is off, the one that does nothing."""
+        return self.regularizer.rate if self.state.on or self.regularizer.rate is None else self.regularizer.neutral
 
     def __getattr__(self, name: str) -> Any:
         # What torch.jit.script asks of a hook first.
@@ -310,7 +311,7 @@ def _drawn_anew_text(name: str, site: str) -> str:
 
 
 def _look_at(hook: SiteHook, x: Tensor) -> None:
-    """Check the first tensor's shape, also at rate 0: better than at step 1,000 of a ramp."""
+    """Check the first tensor's shape, also while idle: better than at step 1,000 of a ramp."""
     hook.regularizer.check(x.shape)
     hook.looked_at = True
     # A symbol (make_fx) holds the trace that it is of, which can be neither copied nor pickled.

@@ -86,11 +86,12 @@ def _note(state: State, hooks: Sequence[SiteHook], result: Measurement) -> str:
         return f"{state.name!r} is disabled: drop.enable()"
     if result.calls:
         return ""
-    if state.schedule(state.step_count) == 0.0:
+    if state.schedule(state.step_count) == 0.0 and any(hook.idle for hook in hooks):
         return (
             f"nothing was dropped: the rate is 0 at step {state.step_count} of {state.schedule}; "
             "probe(x, step=...) looks further along"
         )
     if not any(hook.judge.trained for hook in hooks):
         return "nothing was dropped: no site was called in training mode (never called, or kept in eval)"
-    return "nothing was dropped: the rate is 0"
+    neutral = {f"{hook.regularizer.neutral:g}" for hook in hooks}
+    return f"nothing was dropped: the rate is {' or '.join(sorted(neutral))}"

@@ -38,6 +38,12 @@ class Regularizer(nn.Module):
     open_end: ClassVar[bool] = False
     """Whether `max_rate` itself is out of range."""
 
+    neutral: ClassVar[float] = 0.0
+    """The rate at which it does nothing."""
+
+    probability: ClassVar[bool] = True
+    """Whether the rate is a probability, so that 1 - rate means something."""
+
     drops: ClassVar[bool] = True
     """Whether elements of the output stop depending on the input; noise does not do that."""
 
@@ -57,8 +63,8 @@ class Regularizer(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Regularize in training mode; in eval mode and at rate 0 `x` itself comes back."""
-        return self.regularize(x) if self.training and self.rate != 0.0 else x
+        """Regularize in training mode; in eval mode and at the neutral rate `x` itself comes back."""
+        return self.regularize(x) if self.training and self.rate != self.neutral else x
 
     @property
     def graph_break(self) -> str:

@@ -53,6 +53,7 @@ class GaussianNoise(Regularizer):
 
     rate_name: ClassVar[str | None] = "std"
     max_rate: ClassVar[float] = math.inf
+    probability: ClassVar[bool] = False
     drops: ClassVar[bool] = False
 
     def __init__(self, std: float = 0.1) -> None:
