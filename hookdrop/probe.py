@@ -84,6 +84,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _note(state: State, hooks: Sequence[SiteHook], result: Measurement) -> str:
     if not state.on:
         return f"{state.name!r} is disabled: drop.enable()"
+    if result.calls and all(hook.regularizer.in_backward for hook in hooks):
+        return f"{state.name!r} edits gradients, in the backward pass: in these forwards it changes nothing"
     if result.calls:
         return ""
     if state.schedule(state.step_count) == 0.0 and any(hook.idle for hook in hooks):

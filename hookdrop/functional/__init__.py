@@ -9,11 +9,23 @@ from hookdrop.dropblock import drop_block
 from hookdrop.functional.alpha import alpha_dropout, feature_alpha_dropout
 from hookdrop.functional.channels import dropout1d, dropout2d, dropout3d
 from hookdrop.functional.elements import dropout
-from hookdrop.functional.noise import gaussian_dropout, gaussian_noise
+from hookdrop.functional.gradients import (
+    clamp_activation_grad,
+    clip_activation_grad,
+    noise_activation_grad,
+    scale_activation_grad,
+)
+from hookdrop.functional.mixing import mix_style
+from hookdrop.functional.noise import gaussian_dropout, gaussian_noise, uniform_noise
 from hookdrop.functional.path import drop_path
+from hookdrop.functional.square import cutout
+from hookdrop.functional.tokens import locked_dropout, token_dropout
 
 __all__ = [
     "alpha_dropout",
+    "clamp_activation_grad",
+    "clip_activation_grad",
+    "cutout",
     "drop_block",
     "drop_path",
     "dropout",
@@ -23,4 +35,10 @@ __all__ = [
     "feature_alpha_dropout",
     "gaussian_dropout",
     "gaussian_noise",
+    "locked_dropout",
+    "mix_style",
+    "noise_activation_grad",
+    "scale_activation_grad",
+    "token_dropout",
+    "uniform_noise",
 ]

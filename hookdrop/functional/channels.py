@@ -32,7 +32,7 @@ def check_channels(shape: torch.Size | tuple[int, ...], owner: str, rank: int | 
         return
     use = {4: "use Dropout2d(p=...)", 5: "use Dropout3d(p=...)"}.get(len(shape), "use Dropout(p=...)")
     if len(shape) == 3:
-        use = "for tokens (N, L, C) use Dropout(p=...), for a sequence (N, C, L) Dropout1d(p=...)"
+        use = "for tokens (N, L, C) use TokenDropout(p=...), for a sequence (N, C, L) Dropout1d(p=...)"
     wanted = {3: "(N, C, L)", 4: "(N, C, H, W)", 5: "(N, C, D, H, W)", None: "(N, C, ...)"}[rank]
     raise ShapeError(f"got {tuple(shape)}: {owner} drops channels of {wanted}.\n  {use} there.")
 

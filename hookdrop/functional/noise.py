@@ -38,3 +38,22 @@ def gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Ten
     if isinstance(std, Tensor):
         return in_graph.gaussian_noise(x, std) if training else x
     return x + torch.randn_like(x).mul_(std) if training and std > 0.0 else x
+
+
+def uniform_noise(x: Tensor, beta: float | Tensor = 0.1, training: bool = True) -> Tensor:
+    """Multiply by 1 + r, r ~ U[-beta, beta] for each element: the mean is kept, the variance all but kept.
+
+    Args:
+        x: any shape, floating point.
+        beta: in [0, 1].
+        training: False returns `x` itself.
+
+    Reference: Li et al. 2019, arXiv:1801.05134, section 5 (Uout).
+    """
+    floating(x, "uniform_noise")
+    beta = checked_rate(beta, "beta", "uniform_noise")
+    if not training or (not isinstance(beta, Tensor) and beta == 0.0):
+        return x
+    # In low precision the random numbers would be few, and their mean not 1/2: only the product is rounded.
+    r = torch.rand_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    return (x * (1.0 + (2.0 * r - 1.0) * beta)).to(x.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.arguments import rate
+from hookdrop.arguments import number, rate
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -17,3 +17,14 @@ def checked_rate(p: float | Tensor, *args: Any, **kwargs: Any) -> float | Tensor
     if not torch.compiler.is_compiling():
         return rate(p, *args, **kwargs)
     return p if isinstance(p, Tensor) else torch.tensor(rate(p, *args, **kwargs), dtype=torch.float64, device="cpu")
+
+
+def checked_number(value: float | Tensor, name: str, owner: str) -> float | Tensor:
+    """The same for a rate that may be any finite number."""
+    if not torch.compiler.is_compiling():
+        return number(value, name, owner)
+    return (
+        value
+        if isinstance(value, Tensor)
+        else torch.tensor(number(value, name, owner), dtype=torch.float64, device="cpu")
+    )

@@ -47,6 +47,9 @@ class Regularizer(nn.Module):
     drops: ClassVar[bool] = True
     """Whether elements of the output stop depending on the input; noise does not do that."""
 
+    in_backward: ClassVar[bool] = False
+    """Whether it edits the gradient alone, so that a forward shows nothing of it."""
+
     def regularize(self, x: Tensor) -> Tensor:
         """Regularize `x` now, whatever the mode. Nothing is written in place."""
         rate = self.rate
