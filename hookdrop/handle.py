@@ -95,8 +95,14 @@ class Handle:
 
     @property
     def _target(self) -> float | None:
-        """The largest target rate."""
-        return max((hook.target for hook in self._state.members if hook.target is not None), default=None)
+        """The largest target rate, whatever its sign."""
+        return max((hook.target for hook in self._state.members if hook.target is not None), key=abs, default=None)
+
+    @property
+    def _neutral(self) -> float:
+        """The rate at which nothing is done, if the sites have one in common; else 0."""
+        found = {hook.regularizer.neutral for hook in self._state.members}
+        return found.pop() if len(found) == 1 else 0.0
 
     @property
     def _multiplier(self) -> float:

@@ -7,7 +7,6 @@ sits on, and the copies of one injection's hooks share a copy of its state.
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hookdrop import replay
 from hookdrop.distributed import alike
 from hookdrop.errors import InjectionError, ShapeError
+from hookdrop.graph_breaks import MEASURING, outside_of_graphs, prepare_for_compiling
 from hookdrop.judge import Judge
 from hookdrop.meter import measured
 from hookdrop.regularizers import Regularizer, like
@@ -67,12 +67,12 @@ class SiteHook:
         self.on = self.sampling = False
         """Whether the hook works in training mode, and in eval mode."""
         self.idle = False
-        """Whether the rate is 0: a bool of its own, for compiled code would compile anew for every rate it reads."""
+        """Whether the rate does nothing: a bool, for compiled code would compile anew for every rate that it reads."""
         self.graph_break = regularizer.graph_break
         self.handle: RemovableHandle | None = None
         state.join(self)
         self.refresh()
-        _prepare_for_compiling(self.graph_break)
+        prepare_for_compiling(_regularize, self.graph_break)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -80,7 +80,7 @@ class SiteHook:
         self.state.join(self)
         # The original's rate may be a context's; the copy's is what is set.
         self.refresh()
-        _prepare_for_compiling(self.graph_break)
+        prepare_for_compiling(_regularize, self.graph_break)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) and is_symbolic(output):
@@ -126,7 +126,7 @@ class SiteHook:
             raise InjectionError(traced_text(self.where))
         if (training or on) and replay.may_run_again():
             state.forwards.note((self.site, training, replay.random_state(value)), (on, self.regularizer.rate))
-        # At rate 0 only the first tensor is looked at, for its shape.
+        # At a rate that does nothing only the first tensor is looked at, for its shape.
         return on and (not self.idle or not self.looked_at)
 
     def _is_on_in_graph(self, module: nn.Module) -> bool:
@@ -148,9 +148,10 @@ class SiteHook:
         random_state = replay.random_state(value)
         forward = self.state.forwards.rate_of((self.site, training, random_state))
         # What `refresh` set, for another thread may be running a forward again just now.
-        now = _Again(self.in_force, self.in_force == 0.0, None if forward else (random_state, value))
+        neutral = self.regularizer.neutral
+        now = _Again(self.in_force, self.in_force == neutral, None if forward else (random_state, value))
         on, rate = forward or (on, now.rate)
-        if not on or rate == 0.0:
+        if not on or rate == neutral:
             return False
         self.again = now
         if rate is not None:
@@ -174,9 +175,9 @@ class SiteHook:
         if not is_compiling():
             return _regularize(self, x)
         if self.state.meters:
-            return _outside_of_graphs[_MEASURING](self, x)
+            return outside_of_graphs[MEASURING](self, x)
         if self.graph_break:
-            return _outside_of_graphs[self.graph_break](self, x)
+            return outside_of_graphs[self.graph_break](self, x)
         return _regularize_in_graph(self, x)
 
     def rate_at(self, multiplier: float) -> float | None:
@@ -200,7 +201,7 @@ class SiteHook:
                 # A number, whatever the mode that it is made in: not one of inference, nor a fake one.
                 with torch.inference_mode(False), torch._C._DisableTorchDispatch():
                     self.rate = torch.tensor(rate, dtype=torch.float64, device="cpu")
-        self.in_force, self.idle = rate, rate == 0.0
+        self.in_force, self.idle = rate, rate == self.regularizer.neutral
         self.switch()
 
     def switch(self) -> None:
@@ -235,8 +236,8 @@ class SiteHook:
 
     @property
     def p(self) -> float | None:
-        """The rate in force."""
-        return self.regularizer.rate if self.state.on or self.regularizer.rate is None else 0.0
+        """The rate in force; while it is off, the one that does nothing."""
+        return self.regularizer.rate if self.state.on or self.regularizer.rate is None else self.regularizer.neutral
 
     def __getattr__(self, name: str) -> Any:
         # What torch.jit.script asks of a hook first.
@@ -310,7 +311,7 @@ def _drawn_anew_text(name: str, site: str) -> str:
 
 
 def _look_at(hook: SiteHook, x: Tensor) -> None:
-    """Check the first tensor's shape, also at rate 0: better than at step 1,000 of a ramp."""
+    """Check the first tensor's shape, also while idle: better than at step 1,000 of a ramp."""
     hook.regularizer.check(x.shape)
     hook.looked_at = True
     # A symbol (make_fx) holds the trace that it is of, which can be neither copied nor pickled.
@@ -319,26 +320,3 @@ def _look_at(hook: SiteHook, x: Tensor) -> None:
         hook.tell_doubts()
     # The ranks of a job know of one another's seeds from the first mask on, whoever of them asks.
     alike(x.device)
-
-
-_MEASURING = "measuring() looks at every tensor.\n  measure the model uncompiled, or use probe(x), which does that."
-
-_outside_of_graphs: dict[str, Callable[[SiteHook, Tensor], Tensor]] = {}
-"""`_regularize`, kept out of compiled graphs; PyTorch names the reason where it may not leave a graph."""
-
-
-def _prepare_for_compiling(reason: str) -> None:
-    """Called with every hook, never while one is traced; not at import, as it loads the compiler."""
-    if not _outside_of_graphs:
-        # Or compiled code of a model without hooks is taken for a like one with them, which then drops nothing.
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
-        _outside_of_graphs[_MEASURING] = _disabled(_MEASURING)
-        torch.compiler.assume_constant_result(tell_of_export)  # type: ignore[no-untyped-call]
-    if reason and reason not in _outside_of_graphs:
-        _outside_of_graphs[reason] = _disabled(reason)
-
-
-def _disabled(reason: str) -> Callable[[SiteHook, Tensor], Tensor]:
-    if "reason" not in inspect.signature(torch.compiler.disable).parameters:  # before PyTorch 2.8
-        return torch.compiler.disable(_regularize)  # type: ignore[no-any-return, no-untyped-call]
-    return torch.compiler.disable(_regularize, reason=reason)  # type: ignore[no-any-return, no-untyped-call]

@@ -26,6 +26,11 @@ def slice_dropout(x: Tensor, p: Tensor, shape: Sequence[int]) -> Tensor:
     return x * _kept(x, p, shape) * _of_the_rest(p)
 
 
+def slice_factor(x: Tensor, p: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What slices of `x` are to be multiplied by."""
+    return _kept(x, p, shape).to(dtype) * _of_the_rest(p)
+
+
 def alpha_dropout(x: Tensor, p: Tensor) -> Tensor:
     """Elements, set to SELU's saturation."""
     return _saturated(x, (~_dropped(x, p)).to(x.dtype), p)

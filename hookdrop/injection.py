@@ -68,12 +68,15 @@ class Injection(Handle):
 
     @property
     def p(self) -> float | None:
-        """The rate in force before `p_scale` (0 while disabled): the largest, where sites differ."""
+        """The rate in force before `p_scale`: the largest, where sites differ.
+
+        While disabled it is the one that does nothing: 0, of a factor 1.
+        """
         if self.target_p is None:
             return None
         override = self._state.override
         if not self._state.on:
-            return 0.0
+            return self._neutral
         if override is not None and override.p is not None:
             return override.p
         return self.target_p * self._multiplier
@@ -85,7 +88,7 @@ class Injection(Handle):
     @property
     def keep_prob(self) -> float | None:
         """1 - p; None where the rate is no probability (`std`)."""
-        return None if self.p is None or self._rate_name == "std" else 1.0 - self.p
+        return None if self.p is None or self._rate_name != "p" else 1.0 - self.p
 
     @keep_prob.setter
     def keep_prob(self, value: float) -> None:
@@ -110,7 +113,7 @@ class Injection(Handle):
             )
         value = number(value, "target_p", self.name)
         base = [hook.declared if largest == 0 else hook.target for hook in self._state.members]
-        most = max((target for target in base if target is not None), default=0.0)
+        most = max((target for target in base if target is not None), key=abs, default=0.0)
         with self._changing():
             for hook, target in zip(self._state.members, base, strict=True):
                 if target is not None:
@@ -198,18 +201,21 @@ class Injection(Handle):
             p: the rate inside, before `p_scale`; None is the rate in force.
 
         Raises:
-            InjectionError: the rate in force is 0, so that all samples would be equal.
+            InjectionError: the rate in force does nothing, so that all samples would be equal.
         """
         self._must_be_there("sampling()")
         if p is not None:
             if self.target_p is None:
                 raise InjectionError(f"{self.name!r} has no rate that p={p} could set.")
             p = self._hooks[0].regularizer.valid_rate(p)
-        if p == 0 or (p is None and self.target_p is not None and self.target_p * self._multiplier == 0):
+        rate, nothing = p, self._neutral
+        if p is None and self.target_p is not None:
+            rate = self.target_p * self._multiplier
+        if rate == nothing:
             raise InjectionError(
-                f"sampling at rate 0 gives the same output each time: {self.name!r} is at step {self.step_count} of "
-                f"{self.schedule}.\n  give the rate: sampling(p={self.target_p or 0.1:g})   or seek the step of the "
-                "training (a copy, such as an EMA, has a count of its own)."
+                f"sampling at rate {nothing:g} gives the same output each time: {self.name!r} is at step "
+                f"{self.step_count} of {self.schedule}.\n  give the rate: sampling(p={self.target_p or 0.1:g})   or "
+                "seek the step of the training (a copy, such as an EMA, has a count of its own)."
             )
         with self._overriding(Override(sampling=True, p=p)):
             yield self
@@ -332,8 +338,10 @@ class Injection(Handle):
 
     @property
     def _rate_name(self) -> str:
-        """`std` for noise; `p` for all that has a probability, whatever its class calls it."""
-        return "std" if all(hook.regularizer.rate_name == "std" for hook in self._hooks) else "p"
+        """`std` for noise, `factor` ...; `p` for all that has a probability, whatever its class calls it."""
+        names = {hook.regularizer.rate_name for hook in self._hooks if not hook.regularizer.probability}
+        probable = any(hook.regularizer.probability for hook in self._hooks)
+        return "p" if probable or len(names) != 1 else str(names.pop())
 
     def _rows(self) -> list[tuple[str, float | None, float, str, str]]:
         return [(s.name, s.p, s.p_scale, "yes" if s.fired else "no", s.regularizer) for s in self.sites]

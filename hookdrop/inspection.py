@@ -88,7 +88,8 @@ def _nested(sites: list[PlannedSite]) -> list[str]:
     longest = max(chains, key=len)
     kept = 1.0
     for site in longest:
-        kept *= 1.0 - min(site.p or 0.0, 1.0)
+        drops = site.regularizer is not None and site.regularizer.drops
+        kept *= 1.0 - min(site.p or 0.0, 1.0) if drops else 1.0
     comes_to = f", which comes to a rate of {1 - kept:.2g} there" if 1 - kept > 0 else ""
     path = " > ".join(repr(site.name) for site in longest)
     return [

@@ -88,8 +88,9 @@ class Measurement:
         site = self.sites[name]
         site.calls += 1
         site.elements += x.numel()
-        site.zeroed += _total(dropped)
         site.drops = regularizer.drops
+        # A gradient that is stopped is no element that was dropped.
+        site.zeroed += _total(dropped) if site.drops else 0.0
         if site.asked_sum is not None:
             site.asked_sum = None if regularizer.rate is None else site.asked_sum + regularizer.rate
         site.magnitude_in += _total(x.detach().abs().sum(dtype=torch.float64))

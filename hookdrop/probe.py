@@ -84,13 +84,16 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _note(state: State, hooks: Sequence[SiteHook], result: Measurement) -> str:
     if not state.on:
         return f"{state.name!r} is disabled: drop.enable()"
+    if result.calls and all(hook.regularizer.in_backward for hook in hooks):
+        return f"{state.name!r} edits gradients, in the backward pass: in these forwards it changes nothing"
     if result.calls:
         return ""
-    if state.schedule(state.step_count) == 0.0:
+    if state.schedule(state.step_count) == 0.0 and any(hook.idle for hook in hooks):
         return (
             f"nothing was dropped: the rate is 0 at step {state.step_count} of {state.schedule}; "
             "probe(x, step=...) looks further along"
         )
     if not any(hook.judge.trained for hook in hooks):
         return "nothing was dropped: no site was called in training mode (never called, or kept in eval)"
-    return "nothing was dropped: the rate is 0"
+    neutral = {f"{hook.regularizer.neutral:g}" for hook in hooks}
+    return f"nothing was dropped: the rate is {' or '.join(sorted(neutral))}"

@@ -235,7 +235,8 @@ def _check_rates(sites: list[PlannedSite], schedule: Schedule | None, p_scale: P
         if target is None:
             if schedule is not None:
                 raise InjectionError(
-                    f"the schedule has no rate to drive: {site.regularizer!r} has none of p, drop_prob, drop_rate."
+                    f"the schedule has no rate to drive: {site.regularizer!r} has none of p, drop_prob, drop_rate.\n"
+                    "  leave out schedule=, or hook what has one."
                 )
             continue
         peak = 1.0 if schedule is None else schedule.peak

@@ -13,6 +13,9 @@ from torch import nn
 import hookdrop
 from hookdrop import (
     AlphaDropout,
+    ClampActivationGrad,
+    ClipActivationGrad,
+    Cutout,
     DropBlock,
     Dropout,
     Dropout1d,
@@ -22,7 +25,13 @@ from hookdrop import (
     FeatureAlphaDropout,
     GaussianDropout,
     GaussianNoise,
+    LockedDropout,
+    MixStyle,
+    NoiseActivationGrad,
     Regularizer,
+    ScaleActivationGrad,
+    TokenDropout,
+    UniformNoise,
 )
 
 
@@ -44,6 +53,18 @@ class Case:
 
     regularizer: nn.Module
     shape: tuple[int, ...] = (4, 6, 8, 8)
+    derives: bool = True
+    """Whether the gradient is the derivative of the output, as it is not where parts of it are constants, or edited."""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether it edits gradients, so that nothing is drawn in a forward and its output is its input."""
+        return getattr(self.regularizer, "in_backward", False)
+
+    @property
+    def has_a_rate(self) -> bool:
+        """Whether a schedule can drive it."""
+        return getattr(self.regularizer, "rate_name", "p") is not None
 
     def input(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(self.shape, dtype=dtype)
@@ -72,8 +93,29 @@ EVERY = {
     "DropBlock in 3d": Case(DropBlock(0.3, 3, normalize="expected"), (4, 6, 5, 6, 7)),
     "DropPath": Case(DropPath(0.3)),
     "DropPath of batches": Case(DropPath(0.3, "batch")),
+    "UniformNoise": Case(UniformNoise(0.3)),
+    "Cutout": Case(Cutout(3)),
+    "TokenDropout": Case(TokenDropout(0.3), (4, 6, 8)),
+    "LockedDropout": Case(LockedDropout(0.3), (4, 6, 8)),
+    "MixStyle": Case(MixStyle(0.9), derives=False),
+    "ClipActivationGrad": Case(ClipActivationGrad(max_norm=0.1), derives=False),
+    "ClipActivationGrad of samples": Case(ClipActivationGrad(max_norm=0.1, per_sample=True), derives=False),
+    "ClipActivationGrad by value": Case(ClipActivationGrad(max_value=0.1), derives=False),
+    "ClampActivationGrad": Case(ClampActivationGrad(max=0.1), derives=False),
+    "ScaleActivationGrad": Case(ScaleActivationGrad(-0.5), derives=False),
+    "NoiseActivationGrad": Case(NoiseActivationGrad(0.3), derives=False),
     "somebody else's": Case(nn.Dropout2d(0.3)),
 }
+FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
+"""Those that draw in a forward, so that their output is not their input."""
+
+OF_ONE = {name: case for name, case in FORWARD.items() if not isinstance(case.regularizer, MixStyle)}
+"""Those of them that can do something to a single sample."""
+
+DERIVING = {name: case for name, case in EVERY.items() if case.derives}
+"""Those whose gradient is the derivative of their output."""
+
+WITH_A_RATE = {name: case for name, case in EVERY.items() if case.has_a_rate}
 
 
 def of_hookdrop() -> set[type[Regularizer]]:

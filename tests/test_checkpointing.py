@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from every import EVERY, SITES, Case, same
+from every import EVERY, FORWARD, SITES, WITH_A_RATE, Case, same
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointError,
@@ -187,7 +187,7 @@ class TestRateChangedBetweenForwardAndBackward:
 
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-    @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+    @pytest.mark.parametrize("case", WITH_A_RATE.values(), ids=WITH_A_RATE)
     def test_gradients_are_those_of_the_forward(
         self, case: Case, change: Callable[[Injection], object], mode: Forward
     ) -> None:
@@ -270,7 +270,7 @@ class TestRandomStateNotKept:
     """`preserve_rng_state=False`: another mask in the recomputation, wrong gradients, and from PyTorch not a word."""
 
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("name", EVERY)
+    @pytest.mark.parametrize("name", FORWARD)
     def test_it_is_told_once(self, name: str, mode: Forward) -> None:
         model, x = EVERY[name].model(), EVERY[name].input()
         inject(model, EVERY[name].regularizer, layers=SITES)

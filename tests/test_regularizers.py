@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -11,6 +12,9 @@ from torch import nn
 import hookdrop
 from hookdrop import (
     AlphaDropout,
+    ClampActivationGrad,
+    ClipActivationGrad,
+    Cutout,
     DropBlock,
     Dropout,
     Dropout1d,
@@ -20,14 +24,21 @@ from hookdrop import (
     FeatureAlphaDropout,
     GaussianDropout,
     GaussianNoise,
+    LockedDropout,
+    MixStyle,
+    NoiseActivationGrad,
     Regularizer,
+    ScaleActivationGrad,
     ShapeError,
+    TokenDropout,
+    UniformNoise,
     functional,
     parse,
 )
 from hookdrop.regularizers import REGULARIZERS
 
-SHAPES = {Dropout1d: (8, 6, 5), Dropout3d: (8, 6, 3, 4, 5)}
+TOKENS = (8, 6, 5)
+SHAPES = {Dropout1d: TOKENS, Dropout3d: (8, 6, 3, 4, 5), TokenDropout: TOKENS, LockedDropout: TOKENS}
 ALL = [
     Dropout(0.3),
     Dropout1d(0.3),
@@ -40,6 +51,21 @@ ALL = [
     DropBlock(0.3, 3),
     DropPath(0.3),
     DropPath(0.3, "batch"),
+    UniformNoise(0.3),
+    Cutout(2),
+    TokenDropout(0.3),
+    LockedDropout(0.3),
+    MixStyle(0.5),
+]
+IN_BACKWARD = [
+    ClipActivationGrad(max_norm=0.5),
+    ClipActivationGrad(max_value=0.5, per_sample=False),
+    ClipActivationGrad(0.5, per_sample=True),
+    ClampActivationGrad(-0.5, 0.25),
+    ClampActivationGrad(max=0.25),
+    ScaleActivationGrad(-1),
+    ScaleActivationGrad(0),
+    NoiseActivationGrad(0.3),
 ]
 
 
@@ -47,19 +73,21 @@ def example(regularizer: Regularizer, **kwargs: object) -> torch.Tensor:
     return torch.randn(SHAPES.get(type(regularizer), (8, 6, 5, 5)), **kwargs)
 
 
-@pytest.mark.parametrize("regularizer", ALL, ids=repr)
+@pytest.mark.parametrize("regularizer", [*ALL, *IN_BACKWARD], ids=repr)
 class TestEvery:
-    def test_changes_something_in_training_mode_only(self, regularizer: Regularizer) -> None:
-        x = example(regularizer)
-        regularizer.train()
-        assert not all(torch.equal(regularizer(x), x) for _ in range(20))
+    def test_works_in_training_mode_only(self, regularizer: Regularizer) -> None:
+        x = example(regularizer).requires_grad_()
+        assert not any(regularizer(x) is x for _ in range(20))
         assert regularizer.eval()(x) is x
         regularizer.train()
 
-    def test_rate_zero_returns_the_input_itself(self, regularizer: Regularizer) -> None:
-        x, before = example(regularizer), regularizer.rate
-        regularizer.set_rate(0.0)
+    def test_the_neutral_rate_returns_the_input_itself(self, regularizer: Regularizer) -> None:
+        x, before = example(regularizer).requires_grad_(), regularizer.rate
+        if before is None:
+            return
+        regularizer.set_rate(regularizer.neutral)
         assert regularizer(x) is x
+        assert regularizer.regularize(x) is x
         regularizer.set_rate(before)
 
     def test_writes_nothing_in_place(self, regularizer: Regularizer) -> None:
@@ -85,9 +113,33 @@ class TestEvery:
         regularizer(x).sum().backward()
         assert x.grad is not None
 
+    def test_global_seed_fixes_what_is_drawn(self, regularizer: Regularizer) -> None:
+        x = example(regularizer).requires_grad_()
+
+        def drawn() -> list[torch.Tensor]:
+            torch.manual_seed(5)
+            y = regularizer(x)
+            return [y, torch.autograd.grad(y.square().sum(), x)[0]]
+
+        assert all(map(torch.equal, drawn(), drawn()))
+
+    def test_parse_reads_its_repr(self, regularizer: Regularizer) -> None:
+        assert repr(parse(repr(regularizer))) == repr(regularizer)
+        assert parse(repr(regularizer)).settings() == regularizer.settings()
+
+    def test_does_not_refuse_a_missing_setting(self, regularizer: Regularizer) -> None:
+        assert type(regularizer)(**regularizer.settings()).settings() == regularizer.settings()
+
+
+@pytest.mark.parametrize("regularizer", ALL, ids=repr)
+class TestThoseThatDraw:
+    def test_changes_something(self, regularizer: Regularizer) -> None:
+        x = example(regularizer)
+        assert not all(torch.equal(regularizer(x), x) for _ in range(20))
+
     def test_a_fully_dropped_graph_stays_connected(self, regularizer: Regularizer) -> None:
-        if regularizer.open_end or not math.isfinite(regularizer.max_rate):
-            return
+        if not regularizer.drops or isinstance(regularizer, Cutout | TokenDropout):
+            return  # something is always left
         before = regularizer.rate
         regularizer.set_rate(1.0)
         x = example(regularizer).requires_grad_()
@@ -97,26 +149,13 @@ class TestEvery:
         assert torch.equal(x.grad, torch.zeros_like(x))
         assert y.isfinite().all()
 
-    def test_global_seed_fixes_the_mask(self, regularizer: Regularizer) -> None:
-        x = example(regularizer)
-        torch.manual_seed(5)
-        first = regularizer(x)
-        torch.manual_seed(5)
-        assert torch.equal(regularizer(x), first)
-
     def test_the_mean_is_kept(self, regularizer: Regularizer) -> None:
         """Over 2,000 draws, within 5 standard errors of the mean of |x| + 1."""
-        if isinstance(regularizer, AlphaDropout | FeatureAlphaDropout):
-            return  # they keep mean 0 and variance 1, tested below
+        if isinstance(regularizer, AlphaDropout | FeatureAlphaDropout | Cutout):
+            return  # the first keep mean 0 and variance 1, tested below; Cutout's paper does not scale
         x = example(regularizer).abs() + 1
         ratios = torch.stack([regularizer(x).mean() / x.mean() for _ in range(2000)])
         assert abs(ratios.mean() - 1) < 5 * ratios.std() / math.sqrt(2000) + 1e-6
-
-    def test_parse_reads_its_repr(self, regularizer: Regularizer) -> None:
-        assert repr(parse(repr(regularizer))) == repr(regularizer)
-
-    def test_does_not_refuse_a_missing_setting(self, regularizer: Regularizer) -> None:
-        assert type(regularizer)(**regularizer.settings()).settings() == regularizer.settings()
 
 
 UNITS = {
@@ -223,7 +262,7 @@ def test_drop_path_of_a_0d_tensor_is_refused() -> None:
         DropPath(0.1)(torch.tensor(1.0))
 
 
-ZEROING = [cls for name, cls in REGULARIZERS.items() if name != "GaussianNoise"]
+ZEROING = [cls for cls in REGULARIZERS.values() if "keep_prob" in inspect.signature(cls).parameters]
 
 
 @pytest.mark.parametrize("cls", ZEROING, ids=lambda cls: cls.__name__)
@@ -300,21 +339,39 @@ def test_drop_path_modes() -> None:
         DropPath(0.1, "col")
 
 
+SHAPE_OF = {
+    "dropout1d": (2, 3, 4),
+    "dropout3d": (2, 3, 4, 4, 4),
+    "token_dropout": (2, 3, 4),
+    "locked_dropout": (2, 3, 4),
+}
+ONES = {name: torch.ones(SHAPE_OF.get(name, (2, 3, 4, 4)), requires_grad=True) for name in functional.__all__}
+BAD = {
+    "cutout": ((3, -0.5), "p must lie in"),
+    "clip_activation_grad": ((-0.5,), "max_norm must be above 0, got -0.5"),
+    "clamp_activation_grad": ((0.5, -0.5), "min must not be above max, got min=0.5 and max=-0.5"),
+    "scale_activation_grad": ((math.inf,), "factor must be finite"),
+}
+
+
 @pytest.mark.parametrize("name", functional.__all__)
 def test_functions_check_their_rate_too(name: str) -> None:
-    with pytest.raises(ValueError, match="must lie in"):
-        getattr(functional, name)(torch.ones(2, 3, 4, 4), -0.5)
+    args, says = BAD.get(name, ((-0.5,), f"{name}: .* must lie in"))
+    with pytest.raises(ValueError, match=says):
+        getattr(functional, name)(ONES[name], *args)
 
 
 @pytest.mark.parametrize("name", functional.__all__)
 def test_functions_return_the_input_when_not_training(name: str) -> None:
-    shape = {"dropout1d": (2, 3, 4), "dropout3d": (2, 3, 4, 4, 4)}.get(name, (2, 3, 4, 4))
-    x = torch.ones(shape)
-    assert getattr(functional, name)(x, 0.5, training=False) is x
+    args = (3, 0.5) if name == "cutout" else (0.5,)
+    assert getattr(functional, name)(ONES[name], *args, training=False) is ONES[name]
+    assert getattr(functional, name)(ONES[name], *args) is not ONES[name]
 
 
 def test_tokens_given_to_dropout2d_are_told_apart_from_sequences() -> None:
-    with pytest.raises(ShapeError, match=r"for tokens \(N, L, C\) use Dropout\(p=...\), for a sequence \(N, C, L\)"):
+    with pytest.raises(
+        ShapeError, match=r"for tokens \(N, L, C\) use TokenDropout\(p=...\), for a sequence \(N, C, L\)"
+    ):
         Dropout2d(0.1)(torch.ones(8, 197, 384))
 
 

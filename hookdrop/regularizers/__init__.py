@@ -2,16 +2,28 @@
 
 from hookdrop.regularizers.alpha import AlphaDropout, FeatureAlphaDropout
 from hookdrop.regularizers.base import Regularizer
+from hookdrop.regularizers.cutout import Cutout
 from hookdrop.regularizers.dropblock import DropBlock
 from hookdrop.regularizers.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d
 from hookdrop.regularizers.droppath import DropPath
 from hookdrop.regularizers.foreign import ForeignFunction, ForeignModule, as_regularizer, like, must_pickle
-from hookdrop.regularizers.gaussian import GaussianDropout, GaussianNoise
+from hookdrop.regularizers.gradients import (
+    ClampActivationGrad,
+    ClipActivationGrad,
+    NoiseActivationGrad,
+    ScaleActivationGrad,
+)
+from hookdrop.regularizers.mixstyle import MixStyle
+from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, UniformNoise
 from hookdrop.regularizers.text import REGULARIZERS, parse
+from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
 
 __all__ = [
     "REGULARIZERS",
     "AlphaDropout",
+    "ClampActivationGrad",
+    "ClipActivationGrad",
+    "Cutout",
     "DropBlock",
     "DropPath",
     "Dropout",
@@ -23,7 +35,13 @@ __all__ = [
     "ForeignModule",
     "GaussianDropout",
     "GaussianNoise",
+    "LockedDropout",
+    "MixStyle",
+    "NoiseActivationGrad",
     "Regularizer",
+    "ScaleActivationGrad",
+    "TokenDropout",
+    "UniformNoise",
     "as_regularizer",
     "like",
     "must_pickle",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hookdrop import functional
+from hookdrop.functional.channels import check_channels
 from hookdrop.regularizers.base import map_reading
 from hookdrop.regularizers.dropout import Dropout
 
@@ -31,7 +32,7 @@ class FeatureAlphaDropout(Dropout):
     """`AlphaDropout` of whole channels of (N, C, ...)."""
 
     def check(self, shape: Sequence[int]) -> None:
-        functional.check_channels(tuple(shape), self.title)
+        check_channels(tuple(shape), self.title)
 
     def reading(self, shape: Sequence[int]) -> str:
         return map_reading(shape, 1)

@@ -38,8 +38,17 @@ class Regularizer(nn.Module):
     open_end: ClassVar[bool] = False
     """Whether `max_rate` itself is out of range."""
 
+    neutral: ClassVar[float] = 0.0
+    """The rate at which it does nothing."""
+
+    probability: ClassVar[bool] = True
+    """Whether the rate is a probability, so that 1 - rate means something."""
+
     drops: ClassVar[bool] = True
     """Whether elements of the output stop depending on the input; noise does not do that."""
+
+    in_backward: ClassVar[bool] = False
+    """Whether it edits the gradient alone, so that a forward shows nothing of it."""
 
     def regularize(self, x: Tensor) -> Tensor:
         """Regularize `x` now, whatever the mode. Nothing is written in place."""
@@ -57,8 +66,8 @@ class Regularizer(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Regularize in training mode; in eval mode and at rate 0 `x` itself comes back."""
-        return self.regularize(x) if self.training and self.rate != 0.0 else x
+        """Regularize in training mode; in eval mode and at the neutral rate `x` itself comes back."""
+        return self.regularize(x) if self.training and self.rate != self.neutral else x
 
     @property
     def graph_break(self) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hookdrop import functional
 from hookdrop.arguments import drop_rate
+from hookdrop.functional.channels import check_channels
 from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
 
 
@@ -41,7 +42,7 @@ class _ChannelDropout(Dropout):
     rank: ClassVar[int]
 
     def check(self, shape: Sequence[int]) -> None:
-        functional.check_channels(tuple(shape), self.title, self.rank)
+        check_channels(tuple(shape), self.title, self.rank)
 
     def reading(self, shape: Sequence[int]) -> str:
         return map_reading(shape, 1)

@@ -5,10 +5,19 @@ from __future__ import annotations
 from hookdrop.calls import Kind, read_call, signature_of
 from hookdrop.regularizers.alpha import AlphaDropout, FeatureAlphaDropout
 from hookdrop.regularizers.base import Regularizer
+from hookdrop.regularizers.cutout import Cutout
 from hookdrop.regularizers.dropblock import DropBlock
 from hookdrop.regularizers.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d
 from hookdrop.regularizers.droppath import DropPath
-from hookdrop.regularizers.gaussian import GaussianDropout, GaussianNoise
+from hookdrop.regularizers.gradients import (
+    ClampActivationGrad,
+    ClipActivationGrad,
+    NoiseActivationGrad,
+    ScaleActivationGrad,
+)
+from hookdrop.regularizers.mixstyle import MixStyle
+from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, UniformNoise
+from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
 
 REGULARIZERS: dict[str, type[Regularizer]] = {
     cls.__name__: cls
@@ -21,8 +30,17 @@ REGULARIZERS: dict[str, type[Regularizer]] = {
         FeatureAlphaDropout,
         GaussianDropout,
         GaussianNoise,
+        UniformNoise,
         DropBlock,
         DropPath,
+        Cutout,
+        TokenDropout,
+        LockedDropout,
+        MixStyle,
+        ClipActivationGrad,
+        ClampActivationGrad,
+        ScaleActivationGrad,
+        NoiseActivationGrad,
     )
 }
 _KIND = Kind("parse", "regularizer", REGULARIZERS, "DropBlock(p=0.1, block_size=7)")

@@ -1,4 +1,4 @@
-"""Gaussian noise, multiplied in or added."""
+"""Noise, multiplied in or added."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class GaussianNoise(Regularizer):
 
     rate_name: ClassVar[str | None] = "std"
     max_rate: ClassVar[float] = math.inf
+    probability: ClassVar[bool] = False
     drops: ClassVar[bool] = False
 
     def __init__(self, std: float = 0.1) -> None:
@@ -61,3 +62,36 @@ class GaussianNoise(Regularizer):
 
     def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
         return functional.gaussian_noise(x, rate)
+
+
+class UniformNoise(Regularizer):
+    """Multiply by 1 + r, r ~ U[-beta, beta] for each element: Uout. A schedule drives `beta`.
+
+    It was made for networks with batch norm: the mean is kept, and the variance grows by beta^2 / 3 of the mean
+    square only, where dropout's grows by p / (1 - p) of it.
+
+    Args:
+        beta: the largest part of an element that is added or taken away, in [0, 1].
+
+    Shape: any.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> y = UniformNoise(beta=0.5)(torch.ones(10_000))
+        >>> y.amin().round(decimals=2), y.amax().round(decimals=2)
+        (tensor(0.5000), tensor(1.5000))
+
+    Reference: Li et al. 2019, "Understanding the disharmony between dropout and batch normalization by variance
+    shift", arXiv:1801.05134, section 5.
+    """
+
+    rate_name: ClassVar[str | None] = "beta"
+    probability: ClassVar[bool] = False
+    drops: ClassVar[bool] = False
+
+    def __init__(self, beta: float = 0.1) -> None:
+        super().__init__()
+        self.beta = self.valid_rate(beta)
+
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return functional.uniform_noise(x, rate)
