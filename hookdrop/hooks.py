@@ -321,7 +321,7 @@ def _look_at(hook: SiteHook, x: Tensor) -> None:
     alike(x.device)
 
 
-_MEASURING = "measuring() looks at every tensor.\n  measure the model uncompiled, or use probe(x), which does that."
+_MEASURING = "measuring() and recording() see tensors.\n  measure the model uncompiled, or use probe(x), which does so."
 
 _outside_of_graphs: dict[str, Callable[[SiteHook, Tensor], Tensor]] = {}
 """`_regularize`, kept out of compiled graphs; PyTorch names the reason where it may not leave a graph."""
