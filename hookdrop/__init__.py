@@ -1,5 +1,6 @@
 """Put regularizers on the layers of any PyTorch model with one line, and take them off again."""
 
+from hookdrop import observe
 from hookdrop.distributed import seed_per_rank
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.inject import eject, find, from_config, inject, plan, without_hooks
@@ -68,6 +69,7 @@ __all__ = [
     "find",
     "from_config",
     "inject",
+    "observe",
     "parse",
     "plan",
     "seed_per_rank",
