@@ -1,5 +1,6 @@
 """Put regularizers on the layers of any PyTorch model with one line, and take them off again."""
 
+from hookdrop import observe as observe
 from hookdrop import recipes as recipes
 from hookdrop.distributed import seed_per_rank
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
@@ -87,6 +88,7 @@ __all__ = [
     "find",
     "from_config",
     "inject",
+    "observe",
     "parse",
     "plan",
     "seed_per_rank",

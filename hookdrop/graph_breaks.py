@@ -14,7 +14,7 @@ from hookdrop.tracing import tell_of_export
 Work = Callable[[Any, Tensor], Tensor]
 """What a hook, the first argument, does with a tensor."""
 
-MEASURING = "measuring() looks at every tensor.\n  measure the model uncompiled, or use probe(x), which does that."
+MEASURING = "measuring() and recording() see tensors.\n  measure the model uncompiled, or use probe(x), which does so."
 
 outside_of_graphs: dict[str, Work] = {}
 """A hook's work by the reason for which it is kept out of graphs."""

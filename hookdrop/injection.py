@@ -14,8 +14,10 @@ from hookdrop import compiling, config, follow, problems, snapshot
 from hookdrop.arguments import count, number
 from hookdrop.errors import InjectionError
 from hookdrop.handle import Handle
+from hookdrop.kept import Place
 from hookdrop.meter import Measurement
 from hookdrop.probe import empty_measurement, measured_into, probe
+from hookdrop.recording import Recording, recorded
 from hookdrop.schedules import Schedule
 from hookdrop.state import Override
 from hookdrop.tables import counted, html_table, text_table
@@ -251,6 +253,28 @@ class Injection(Handle):
         self._must_be_there("measuring()")
         with measured_into(self._state, empty_measurement(self._hooks)) as measurement:
             yield measurement
+
+    @contextmanager
+    def recording(self, last: int = 1, to: Place = None) -> Iterator[Recording]:
+        """Keep what the real forwards inside do: `r["layer4.0"].before`, `.mask`, `.after`, and pictures of them.
+
+        Each regularizer runs twice; masks and results do not change. Compiled code leaves its graph for it.
+
+        Args:
+            last: how many calls of each site to keep; `r.calls("layer4.0")` lists them.
+            to: the device of what is kept, such as `"cpu"`; None is where the tensors are.
+
+        Example:
+            >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+            >>> drop = inject(model, DropBlock(p=0.2, block_size=3), layers="1")
+            >>> with drop.recording() as r:
+            ...     _ = model(torch.randn(2, 3, 16, 16))
+            >>> r["1"].before.shape, r["1"].mask.dtype, bool((r["1"].after[~r["1"].mask] == 0).all())
+            (torch.Size([2, 8, 14, 14]), torch.bool, True)
+        """
+        self._must_be_there("recording()")
+        with recorded(self._state, self._hooks, last, to) as recording:
+            yield recording
 
     def check(self) -> list[str]:
         """Problems now: lost sites, sites that never ran (so far) or only in eval, a schedule that nobody drives."""

@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 from hookdrop.errors import InjectionError, StateError
 from hookdrop.hooks import SiteHook
 from hookdrop.injection import Injection
+from hookdrop.kept import Place
 from hookdrop.placement import hooks_of
+from hookdrop.recording import Recording
 from hookdrop.state import State
 from hookdrop.tables import html_table
 
@@ -104,6 +106,13 @@ class Injections(tuple[Injection, ...]):
             for injection in self:
                 stack.enter_context(injection.sampling(p))
             yield self
+
+    @contextmanager
+    def recording(self, last: int = 1, to: Place = None) -> Iterator[dict[str, Recording]]:
+        """All recorded inside, by the injection's name."""
+        with ExitStack() as stack:
+            named = self._by_name().items()
+            yield {name: stack.enter_context(injection.recording(last, to)) for name, injection in named}
 
     def remove(self) -> None:
         """Take all hooks off."""

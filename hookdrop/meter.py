@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,21 @@ from hookdrop.regularizers import Regularizer, like
 from hookdrop.tables import html_table, text_table
 
 HEADER = ("site", "asked", "dropped", "mean ratio", "calls")
+
+
+class Meter(Protocol):
+    """What is told of every tensor that a regularizer works on."""
+
+    def record(self, name: str, regularizer: Regularizer, x: Tensor, y: Tensor, dropped: Tensor) -> None:
+        """Note one call.
+
+        Args:
+            name: the site.
+            regularizer: what worked, at the rate of the call.
+            x: what it was given.
+            y: what it made of it.
+            dropped: bool, of the shape of `x`: where `y` does not depend on it.
+        """
 
 
 @dataclass
@@ -84,13 +100,13 @@ class Measurement:
         return sum(site.magnitude_out for site in self.sites.values()) / before if before else 1.0
 
     def record(self, name: str, regularizer: Regularizer, x: Tensor, y: Tensor, dropped: Tensor) -> None:
-        """Add one call."""
+        """Add one call, as `Meter` says."""
         site = self.sites[name]
         site.calls += 1
         site.elements += x.numel()
         site.drops = regularizer.drops
         # A gradient that is stopped is no element that was dropped.
-        site.zeroed += _total(dropped) if site.drops else 0.0
+        site.zeroed += _total(dropped.sum()) if site.drops else 0.0
         if site.asked_sum is not None:
             site.asked_sum = None if regularizer.rate is None else site.asked_sum + regularizer.rate
         site.magnitude_in += _total(x.detach().abs().sum(dtype=torch.float64))
@@ -132,7 +148,7 @@ def _row(name: str, what: SiteMeasurement | Measurement) -> tuple[str, str, str,
     return name, asked, f"{what.dropped:.3f}" if what.drops else "-", f"{what.mean_ratio:.3f}", what.calls
 
 
-def measured(regularizer: Regularizer, x: Tensor, name: str, into: Sequence[Measurement]) -> Tensor:
+def measured(regularizer: Regularizer, x: Tensor, name: str, into: Sequence[Meter]) -> Tensor:
     """`regularizer.regularize(x)`, recorded.
 
     What is dropped is read from the derivative, which is zero just there, whatever the values are and whoever
@@ -146,10 +162,10 @@ def measured(regularizer: Regularizer, x: Tensor, name: str, into: Sequence[Meas
         twin = x.detach().clone().requires_grad_()
         out = like(twin, copy.deepcopy(regularizer).regularize(twin))
         grad = torch.autograd.grad(out.sum(), twin, allow_unused=True)[0] if out.requires_grad else None
-    dropped = torch.tensor(x.numel()) if grad is None else (grad == 0).sum()
+    dropped = torch.ones_like(x, dtype=torch.bool) if grad is None else grad == 0
     y = like(x, regularizer.regularize(x))
-    for measurement in into:
-        measurement.record(name, regularizer, x, y, dropped)
+    for meter in into:
+        meter.record(name, regularizer, x, y, dropped)
     return y
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hookdrop.arguments import count
 from hookdrop.hooks import SiteHook
-from hookdrop.meter import Measurement, SiteMeasurement, must_have_values
+from hookdrop.meter import Measurement, Meter, SiteMeasurement, must_have_values
 from hookdrop.placement import hidden, unmarked
 from hookdrop.preserve import call, preserved
 from hookdrop.state import State
 from hookdrop.values import tensors
 from hookdrop.wrappers import unwrapped
+
+M = TypeVar("M", bound=Meter)
 
 
 def probe(model: nn.Module, state: State, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:
@@ -44,7 +46,7 @@ def empty_measurement(hooks: Sequence[SiteHook]) -> Measurement:
 
 
 @contextmanager
-def measured_into(state: State, result: Measurement) -> Iterator[Measurement]:
+def measured_into(state: State, result: M) -> Iterator[M]:
     """The forwards inside are recorded in `result`."""
     state.meters.append(result)
     try:

@@ -14,7 +14,7 @@ from torch import nn
 
 from hookdrop.errors import warn
 from hookdrop.follow import Follower
-from hookdrop.meter import Measurement
+from hookdrop.meter import Meter
 from hookdrop.replay import Forwards
 from hookdrop.schedules import Schedule, needs_driving
 
@@ -83,7 +83,7 @@ class State:
     """What is in force instead of `enabled`: the last one."""
     contexts: list[Override] = field(default_factory=list)
     """All contexts that have not ended."""
-    meters: list[Measurement] = field(default_factory=list)
+    meters: list[Meter] = field(default_factory=list)
     forwards: Forwards = field(default_factory=Forwards)
     """What a backward pass may run again."""
     members: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)

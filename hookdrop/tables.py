@@ -53,4 +53,5 @@ def _cell(value: object) -> str:
 
 
 def _is_number(text: str) -> bool:
-    return text == "-" or text.replace(".", "", 1).replace("e-", "", 1).isdigit()
+    digits = text.removeprefix("-").replace(".", "", 1).replace("e-", "", 1).replace("e+", "", 1)
+    return digits.isdigit() or text in ("-", "nan", "inf", "-inf")

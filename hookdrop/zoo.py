@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from hookdrop.dryrun import dry_run
 from hookdrop.errors import HookdropError, LayerError, nearest
+from hookdrop.extras import needs
 from hookdrop.layers import Entry
 from hookdrop.tables import shape_text
 from hookdrop.values import tensors
@@ -61,15 +62,9 @@ class Specimen:
         return entries
 
 
-@contextmanager
-def extra() -> Iterator[None]:
+def extra() -> AbstractContextManager[None]:
     """An import inside that fails says which extra to install."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise HookdropError(
-            f"{(error.name or 'a package').partition('.')[0]} is not installed.\n  pip install 'hookdrop[cli]'"
-        ) from None
+    return needs("cli")
 
 
 def load(text: str, size: str = "") -> Specimen:

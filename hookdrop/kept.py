@@ -1,0 +1,23 @@
+"""What is kept of the tensors that pass: copies that nobody else writes to, found by the layer's name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hookdrop.errors import LayerError
+
+Place = torch.device | str | None
+"""Where copies go; None is where the tensor is."""
+
+
+class NotKept(LayerError, KeyError):
+    """A layer was asked for of which nothing was kept: a `KeyError` as a dict's is, with a text that can be read."""
+
+    __str__ = Exception.__str__
+
+
+def copied(x: Tensor, to: Place = None) -> Tensor:
+    """`x` without its graph, in memory of its own: an in-place operation that follows must not change it."""
+    with torch.inference_mode(False), torch.no_grad():
+        return x.detach().to(device=x.device if to is None else to, copy=True)

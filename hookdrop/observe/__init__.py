@@ -1,0 +1,36 @@
+"""Seeing what goes through a model: what the regularizers do, and what its layers and gradients look like.
+
+Nothing here needs more than PyTorch, but pictures, class activation maps and TensorBoard:
+`pip install 'hookdrop[observe]'`.
+"""
+
+from hookdrop.observe.cam import grad_cam
+from hookdrop.observe.capture import Captured, capture
+from hookdrop.observe.compare import CamComparison, compare_cam, plot_cam
+from hookdrop.observe.layer_stats import LayerStats
+from hookdrop.observe.parameter_gradients import GradientEdit, clamp, edit_parameter_gradients, scale, zero
+from hookdrop.observe.plots import plot_features, plot_masks, plot_schedule
+from hookdrop.observe.stats import Stats, stats
+from hookdrop.recording import Record, Recording
+
+__all__ = [
+    "CamComparison",
+    "Captured",
+    "GradientEdit",
+    "LayerStats",
+    "Record",
+    "Recording",
+    "Stats",
+    "capture",
+    "clamp",
+    "compare_cam",
+    "edit_parameter_gradients",
+    "grad_cam",
+    "plot_cam",
+    "plot_features",
+    "plot_masks",
+    "plot_schedule",
+    "scale",
+    "stats",
+    "zero",
+]

@@ -1,0 +1,184 @@
+"""Pictures of schedules, of captured tensors, and of numbers by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hookdrop.arguments import count
+from hookdrop.errors import LayerError
+from hookdrop.injection import Injection
+from hookdrop.observe.layer_stats import LayerStats
+from hookdrop.pictures import MOST_BLOCKS, Block, Row, blank, blocks_figure
+from hookdrop.recording import Recording
+from hookdrop.schedules import Schedule
+from hookdrop.tables import counted, shape_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, ORANGE = "#2166ac", "#d6604d"
+MOST_POINTS = 2000
+
+
+def plot_features(
+    what: Tensor | Mapping[str, Sequence[Any]] | Recording,
+    *,
+    sample: int = 0,
+    channels: int = 8,
+    channel_dim: int | None = None,
+    figure: Any = None,
+) -> Figure:
+    """The channels of a layer's output as images, one colour scale a layer.
+
+    Args:
+        what: a tensor; what `capture` gave (the last call of each layer, at most 6 layers), or its `inputs` or
+            `gradients`; or a recording, whose own `plot_features` it is.
+        sample: which of the batch.
+        channels: how many channels of a map at most. Tokens (N, L, C) are one image, features (N, C) too.
+        channel_dim: the axis of the channels of a map; None is axis 1, or the last of what is square before it.
+        figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
+
+    Raises:
+        HookdropError: matplotlib is not installed.
+        ShapeError: a tensor that can't be shown as images, or no such sample.
+        LayerError: nothing was captured.
+    """
+    if isinstance(what, Recording):
+        return what.plot_features(sample=sample, channels=channels, figure=figure)
+    tensors = {"": what} if isinstance(what, Tensor) else {name: calls[-1] for name, calls in what.items()}
+    shown = {name: x for name, x in tensors.items() if x is not None}
+    if not shown:
+        raise LayerError("nothing was captured, so there is nothing to show.")
+    blocks = [
+        Block(", ".join(filter(None, (name, shape_text(x.shape)))), [Row("", x)])
+        for name, x in list(shown.items())[:MOST_BLOCKS]
+    ]
+    return blocks_figure(
+        blocks, sample=sample, channels=channels, channel_dim=channel_dim, figure=figure, there_are=len(shown)
+    )
+
+
+def plot_masks(
+    recording: Recording,
+    layers: str | Sequence[str] | None = None,
+    *,
+    sample: int = 0,
+    channels: int = 8,
+    figure: Any = None,
+) -> Figure:
+    """`recording.plot_masks(...)`: what was kept and what was dropped."""
+    return recording.plot_masks(layers, sample, channels, figure)
+
+
+def plot_schedule(what: Schedule | Injection, steps: int, *, figure: Any = None) -> Figure:
+    """How a rate moves over the optimizer's steps.
+
+    Args:
+        what: a schedule: its multiplier. Or an injection: each different rate of its sites, with keep_prob = 1 - p to
+            the right where the rate is a probability, and a line at the step where it stands.
+        steps: from step 0 to this one, at least 1.
+        figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
+
+    Raises:
+        HookdropError: matplotlib is not installed.
+        TypeError: it is neither.
+    """
+    steps = count(steps, "steps", "plot_schedule")
+    schedule = what.schedule if isinstance(what, Injection) else what
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"plot_schedule takes a schedule or an injection, got {type(what).__name__}.")
+    multipliers = schedule.simulate(steps + 1)
+    # Of very many steps some, and the last one.
+    at = sorted({*range(0, steps + 1, max(1, steps // MOST_POINTS)), steps})
+    figure = blank(figure, 5.5, 3.2)
+    axes = figure.subplots()
+    axes.set_xlabel("optimizer steps", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0)
+    axes.set_title(repr(schedule), fontsize=9)
+    if isinstance(what, Injection):
+        _draw_rates(axes, what, at, multipliers)
+    else:
+        axes.plot(at, [multipliers[i] for i in at], color=BLUE)
+        axes.set_ylabel("multiplier of the target rate", fontsize=9)
+    axes.set_ylim(bottom=0)
+    return figure  # type: ignore[no-any-return]
+
+
+def _draw_rates(axes: Axes, injection: Injection, at: list[int], multipliers: list[float]) -> None:
+    targets: dict[float, list[str]] = {}
+    for hook in injection._hooks:
+        if (target := hook.rate_at(1.0)) is not None:
+            targets.setdefault(target, []).append(hook.site)
+    if not targets:
+        raise LayerError(f"{injection.name!r} has no rate that a schedule moves.")
+    for target, sites in sorted(targets.items(), reverse=True):
+        label = sites[0] if len(sites) == 1 else counted(len(sites), "site")
+        axes.plot(at, [target * multipliers[i] for i in at], label=f"{target:.3g} at the target: {label}")
+    if len(targets) > 1:
+        axes.legend(fontsize=8, frameon=False)
+    probability = injection.keep_prob is not None
+    axes.set_ylabel("p" if probability else "rate", fontsize=9)
+    if 0 < injection.step_count <= at[-1]:
+        axes.axvline(injection.step_count, color="grey", linewidth=1, linestyle=":")
+        place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "va": "bottom", "ha": "right", "rotation": 90}
+        axes.text(injection.step_count, 0.02, f"step {injection.step_count}", fontsize=8, color="grey", **place)
+    if probability:
+        axes.spines["right"].set_visible(True)
+        right = axes.secondary_yaxis("right", functions=(_other, _other))
+        right.set_ylabel("keep_prob = 1 - p", fontsize=9)
+        right.tick_params(labelsize=8)
+
+
+def _other(p: Any) -> Any:
+    return 1 - p
+
+
+def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
+    """Three columns of points, a line for each layer."""
+    if not layers:
+        raise LayerError("no layer was called, so there is nothing to plot.")
+    figure = blank(figure, 9.0, 1.2 + 0.22 * len(layers))
+    first, second, third = figure.subplots(1, 3, sharey=True)
+    lines = range(len(layers))
+    for axes, title, values in (
+        (first, "variance of the output", [one.variance for one in layers]),
+        (second, "norm of the gradient", [one.gradient_norm for one in layers]),
+    ):
+        axes.plot([value if value > 0 else math.nan for value in values], lines, "o-", color=BLUE, markersize=4)
+        _set_decades(axes, [value for value in values if 0 < value < math.inf])
+        axes.set_xlabel(title, fontsize=9)
+    _draw_fractions(third, [one.dead for one in layers], "o", ORANGE, "dead channels")
+    _draw_fractions(third, [one.saturated for one in layers], "s", BLUE, "saturated elements")
+    third.set_xlim(-0.03, 1.03)
+    third.set_xlabel("fraction", fontsize=9)
+    if third.lines:
+        third.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    first.set_yticks(lines, [f"{one.name or 'the model'} ({one.kind})" for one in layers])
+    first.invert_yaxis()
+    for axes in (first, second, third):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#eeeeee")
+        axes.tick_params(labelsize=8)
+    return figure  # type: ignore[no-any-return]
+
+
+def _set_decades(axes: Axes, values: list[float]) -> None:
+    """A logarithmic axis from one power of ten to another."""
+    if values:
+        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        axes.set_xscale("log")
+        axes.set_xlim(10.0**low * 0.8, 10.0 ** max(high, low + 1) * 1.25)
+        axes.minorticks_off()
+
+
+def _draw_fractions(axes: Axes, values: Sequence[float | None], marker: str, colour: str, label: str) -> None:
+    known = {line: value for line, value in enumerate(values) if value is not None}
+    if known:
+        axes.plot(list(known.values()), list(known), marker, color=colour, label=label, markersize=4)

@@ -1,0 +1,170 @@
+"""Numbers of every layer's output and of its gradient: where signals vanish, explode, die or saturate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hookdrop.errors import nearest, warn
+from hookdrop.kept import NotKept
+from hookdrop.layers import Entries, walk
+from hookdrop.observe.layer_stats import LayerStats
+from hookdrop.observe.plots import stats_figure
+from hookdrop.observe.taps import chosen_layers, tapped
+from hookdrop.pictures import pixels
+from hookdrop.tables import html_table, some, text_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
+
+
+@contextmanager
+def stats(
+    model: nn.Module, layers: Entries | None = None, *, channel_dim: int | None = None, exclude: Entries = ()
+) -> Iterator[Stats]:
+    """Gather numbers of the forwards and backward passes inside, in memory that does not grow with them.
+
+    Args:
+        model: any module, wrapped or not.
+        layers: which, as `inject` takes them; None is every module that has no others in it.
+        channel_dim: the axis of the channels or units, for `dead`; None is the layer's own, where its class says it
+            (convolutions, norms, linear layers), else axis 1 of maps and the last one of tokens and features.
+        exclude: layers to leave out.
+
+    Yields:
+        A read-only dict from the layers that were called, in the order of their first calls, to `LayerStats`; `print`
+        it, `plot` it, and ask it for `doubts`. Layers that give no floating-point tensor are not in it.
+
+    Raises:
+        LayerError: an entry matches no layer; or a layer is asked for that was not looked at or never called.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid())
+        >>> with stats(model) as seen:
+        ...     for _ in range(5):
+        ...         model(torch.randn(2, 3)).sum().backward()
+        >>> seen["1"].calls, 0 < seen["1"].mean < 1, seen["1"].dead
+        (5, True, 0.0)
+    """
+    which = [layer.module for layer in walk(model) if not layer.module._modules] if layers is None else layers
+    called: list[LayerStats] = []
+    watched = [LayerStats(layer, channel_dim, called) for layer in chosen_layers(model, which, exclude, "stats()")]
+    try:
+        with tapped([(one.module, one.look) for one in watched]):
+            yield Stats(called, watched)
+    finally:
+        for one in watched:
+            one.let_go()
+    never = [one.name for one in watched if not one.calls]
+    if never and (layers is not None or not called):
+        warn(f"never called while gathering numbers, or without a floating-point tensor: {some(never)}.")
+
+
+class Stats(Mapping[str, LayerStats]):
+    """Layers by name, in the order of their first calls; `print` it."""
+
+    def __init__(self, called: list[LayerStats], watched: list[LayerStats]) -> None:
+        self._called, self._watched = called, watched
+
+    def __getitem__(self, name: str) -> LayerStats:
+        for one in self._called:
+            if name in one.names:
+                return one
+        there = some([one.name for one in self._called]) or "none"
+        if any(name in one.names for one in self._watched):
+            raise NotKept(f"{name!r} was not called, or gave no floating-point tensor.\n  called: {there}")
+        near = nearest(name, [one.name for one in self._watched])
+        hint = f"\n  did you mean: {', '.join(map(repr, near))}" if near else ""
+        raise NotKept(f"{name!r} is none of the layers that were looked at.{hint}\n  called: {there}")
+
+    def __iter__(self) -> Iterator[str]:
+        return (one.name for one in self._called)
+
+    def __len__(self) -> int:
+        return len(self._called)
+
+    def doubts(
+        self, vanishing: float = 1e-3, exploding: float = 1e3, dead: float = 0.5, saturated: float = 0.5
+    ) -> list[str]:
+        """What is probably wrong, one text for each finding.
+
+        Signals come from the first layer that was called, gradients from the last one that has any: a layer's output
+        (root mean square) is held against that of the first, its gradient (norm) against that of the last.
+
+        Args:
+            vanishing: below this part of it a signal has vanished.
+            exploding: above this multiple of it a signal has exploded; so it has where it is not finite.
+            dead: the fraction of dead channels from which on they are too many.
+            saturated: the fraction of saturated elements from which on they are too many.
+        """
+        found = []
+        first, last = self._called[:1], [one for one in self._called if one.gradient.count][-1:]
+        for one in self._called:
+            for other in first:
+                found += _drift(one, "output", vanishing, exploding, one.activation.rms, other, other.activation.rms)
+            for other in last if one.gradient.count else ():
+                found += _drift(one, "gradient", vanishing, exploding, one.gradient_norm, other, other.gradient_norm)
+            if one.dead is not None and one.dead >= dead:
+                found.append(f"{_name(one)}: {one.dead:.0%} of its channels are dead, 0 in all that was seen")
+            if one.saturated is not None and one.saturated >= saturated:
+                found.append(f"{_name(one)}: {one.saturated:.0%} of its output is saturated, within 5 % of an end")
+        return found
+
+    def rows(self) -> list[tuple[object, ...]]:
+        """One row a layer; a dash where there is nothing to say."""
+        return [(one.name, one.kind, one.calls, *_numbers(one).values()) for one in self._called]
+
+    def plot(self, figure: Any = None) -> Figure:
+        """Variance of the outputs, norm of the gradients, dead and saturated parts: one line a layer, top to bottom.
+
+        Args:
+            figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
+        """
+        return stats_figure(self._called, figure)
+
+    def log_tensorboard(self, writer: Any, step: int) -> None:
+        """Write every number of every layer, and the picture.
+
+        Args:
+            writer: a `torch.utils.tensorboard.SummaryWriter`, or what has its `add_scalar` and `add_image`.
+            step: the step to write them at.
+        """
+        for one in self._called:
+            for key, value in _numbers(one).items():
+                if value is not None:
+                    writer.add_scalar(f"hookdrop/stats/{one.name or 'model'}/{key.replace(' ', '_')}", value, step)
+        writer.add_image("hookdrop/stats", pixels(self.plot()), step, dataformats="HWC")
+
+    def __repr__(self) -> str:
+        return "\n".join([text_table(HEADER, self.rows()), *self.doubts()]) if self else "<no layer was called>"
+
+    def _repr_html_(self) -> str:
+        return html_table(HEADER, self.rows(), "; ".join(self.doubts()) or "outputs and gradients by layer")
+
+
+def _numbers(one: LayerStats) -> dict[str, float | None]:
+    gradient = (one.gradient_mean, one.gradient_variance, one.gradient_norm) if one.gradient.count else (None,) * 3
+    values = (one.mean, one.variance, *gradient, one.dead, one.saturated)
+    return dict(zip(HEADER[3:], values, strict=True))
+
+
+def _name(one: LayerStats) -> str:
+    return repr(one.name) if one.name else "the model itself"
+
+
+def _drift(
+    one: LayerStats, what: str, vanishing: float, exploding: float, size: float, other: LayerStats, others: float
+) -> list[str]:
+    """Whether a signal of this size has vanished or exploded on its way from another layer."""
+    if not math.isfinite(size):
+        return [f"{_name(one)}: its {what} is not finite"]
+    against = f"({size:.2g}; at {_name(other)} {others:.2g})"
+    if size == 0.0 or size < vanishing * others:
+        return [f"{_name(one)}: its {what} vanishes {against}"]
+    return [f"{_name(one)}: its {what} explodes {against}"] if size > exploding * others else []
