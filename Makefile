@@ -1,10 +1,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types imports tests clean
+.PHONY: demo gallery test lint types imports tests clean
 
 demo: .venv/installed
 	$(BIN)/python benchmarks/demo.py
+
+gallery: .venv/installed
+	$(BIN)/python examples/gallery.py --out docs
 
 test: lint types imports tests
 
