@@ -109,10 +109,10 @@ def test_without_a_gradient_the_tensor_itself_comes_back(regularizer: Regularize
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_noise_has_its_std_and_no_mean(dtype: torch.dtype) -> None:
-    """Within 4 standard errors over a million elements."""
+    """Within 4 standard errors over a million elements; low precision rounds them."""
     noise = (gradient(NoiseActivationGrad(0.5), torch.ones(1000, 1000, dtype=dtype)).double() - 1) / 0.5
     assert abs(noise.mean()) < 4 / 1000
-    assert noise.std().item() == pytest.approx(1, abs=4 / math.sqrt(2e6) + 1e-3)
+    assert noise.std().item() == pytest.approx(1, abs=4 / math.sqrt(2e6) if dtype == torch.float32 else 0.01)
     assert abs((noise.clamp(-1, 1) == noise).double().mean() - 0.6827) < 0.005  # a normal one's share within 1
     assert abs((noise[1:] * noise[:-1]).mean()) < 4 / 1000
 
@@ -448,6 +448,10 @@ def test_the_factor_is_that_of_the_forward(cls: type[Regularizer], use_reentrant
 
 
 COMPILED = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+# PyTorch's own: of 2.13 and older, whose compiler makes an instance of each autograd function, and of 2.6's inductor.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*Function.*should not be instantiated:DeprecationWarning", "ignore:Skipping serialization:UserWarning"
+)
 
 
 @COMPILED

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from every import EVERY, Case
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from hookdrop.dropblock import drop_block
@@ -68,6 +69,17 @@ def test_dropout_does_not_wait() -> None:
             x = torch.empty(64, 1024, device=device)
             assert dropout(x, 0.1).device == x.device
             assert dropout(x.to(torch.bfloat16), 0.1).dtype == torch.bfloat16
+
+
+@fake_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+def test_no_regularizer_waits(case: Case, dtype: torch.dtype) -> None:
+    for device in ("cuda", "cpu"):
+        with FakeTensorMode(allow_non_fake_inputs=False):
+            x = torch.empty(case.shape, dtype=dtype, device=device)
+            y = case.regularizer(x)
+            assert (y.shape, y.dtype, y.device.type) == (x.shape, dtype, device)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -186,4 +186,6 @@ def _scaled(grad: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def _noisy(grad: Tensor, std: float | Tensor) -> Tensor:
-    return grad + torch.randn_like(grad) * std
+    # PyTorch 2.6 draws normal numbers in bfloat16 from uniform ones in bfloat16, of which there are few.
+    noise = torch.randn_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return (grad + noise * std).to(grad.dtype)

@@ -44,7 +44,8 @@ def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: 
     n = x.shape[0]
     mixed = torch.rand((), dtype=torch.float32, device=x.device) < p
     own_N111 = symmetric_beta(alpha, (n, 1, 1, 1), x.device)
-    partner_N = torch.randperm(n, device=x.device)
+    # Not `randperm`, which the compiler of PyTorch 2.13 has a pattern for that fails here.
+    partner_N = torch.rand(n, dtype=torch.float32, device=x.device).argsort()
     mean, std = _style(x)
     own = own_N111.to(mean.dtype)
     # What is not mixed is x - 0 times 1 plus 0: `x` to the last bit, though nobody waits for `mixed`.
