@@ -12,6 +12,7 @@ import torch
 from conftest import Small
 from torch import nn
 from torch.nn.functional import interpolate
+from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, HookdropError, HookdropWarning, LayerError, ShapeError, find, inject
 from hookdrop.maps import as_map
@@ -193,6 +194,16 @@ class TestNothingIsLeft:
         expected = grad_cam(model, images, "layer2")
         with context():
             assert torch.equal(grad_cam(model, images.clone(), "layer2"), expected)
+
+    def test_a_model_with_activation_checkpoints(self, images: torch.Tensor) -> None:
+        class Checkpointed(Strided):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = self.layer1(self.conv1(x))
+                return self.fc(checkpoint(self.layer2, x, use_reentrant=False).mean((2, 3)))
+
+        model, plain = Checkpointed(), Strided()
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(grad_cam(model, images, "layer2.0", 1), grad_cam(plain, images, "layer2.0", 1))
 
     def test_the_pictures_are_left_alone(self, images: torch.Tensor) -> None:
         model = nn.Sequential(nn.ReLU(inplace=True), Small())

@@ -150,10 +150,10 @@ class TestMemory:
         with capture(model, "0", to="meta") as seen:
             model(torch.ones(1, 3, device="meta"))
         assert seen["0"][0].device.type == "meta"
+        plain = nn.Sequential(nn.Identity())
         x = torch.ones(3)
-        with capture(nn.Sequential(nn.Identity()), nn.Identity, to="cpu") as seen:
-            seen_module = seen._watched[0].module
-            seen_module(x)
+        with capture(plain, "0", to="cpu") as seen:
+            plain(x)
         assert seen["0"][0].data_ptr() != x.data_ptr()
 
     def test_no_graph_is_kept_alive(self) -> None:
@@ -232,6 +232,12 @@ class TestNothingIsLeft:
             twin(torch.ones(1, 3))
             model(torch.ones(1, 3)).sum().backward()
         assert len(seen["0"]) == 1
+
+    def test_nor_does_it_carry_what_was_captured(self) -> None:
+        model = nn.Sequential(nn.Identity())
+        with capture(model, "0", inputs=True):
+            model(torch.ones(100_000))
+            assert len(pickle.dumps(model)) < 10_000
 
 
 class TestModelsThatRunInOtherWays:
@@ -324,6 +330,16 @@ class TestMistakes:
         with pytest.raises(ShapeError, match="'0' gave str: there is no tensor in it.\n  leave it out: exclude="):
             with capture(model, "0"):
                 model(torch.ones(1))
+
+    def test_a_layer_that_is_given_no_tensor(self) -> None:
+        class Fixed(nn.Module):
+            def forward(self, text: str) -> torch.Tensor:
+                return torch.ones(1)
+
+        model = nn.Sequential(Fixed())
+        with pytest.raises(ShapeError, match="'0' was called without a tensor"), capture(model, "0", inputs=True):
+            model("text")
+        assert hooks(model) == 0
 
     def test_settings(self, model: Small) -> None:
         with pytest.raises(ValueError, match="capture: last must be at least 1, got 0"), capture(model, "fc", last=0):

@@ -220,6 +220,9 @@ class TestSchedules:
         assert line.get_ydata()[-1] == 1.0
 
     def test_mistakes(self) -> None:
+        drop = inject(nn.Sequential(nn.Identity()), nn.Softmax(-1), layers="0")
+        with pytest.raises(LayerError, match="'softmax' has no rate that a schedule moves"):
+            plot_schedule(drop, 5)
         with pytest.raises(TypeError, match="takes a schedule or an injection, got Dropout"):
             plot_schedule(Dropout(0.1), 5)
         with pytest.raises(ValueError, match="steps must be at least 1"):

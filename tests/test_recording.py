@@ -139,6 +139,32 @@ def test_what_drops_nothing_keeps_all(regularizer: Regularizer) -> None:
     assert r["0"].dropped == pytest.approx(0.3 if regularizer.drops else 0, abs=0.02)
 
 
+class Constant(Regularizer):
+    """Its output depends on nothing that came in."""
+
+    rate_name = None
+
+    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(x, 3)
+
+
+class Unchanging(Constant):
+    """The same, and dropping is not what it does."""
+
+    drops = False
+
+
+@pytest.mark.parametrize("regularizer", [Constant(), Unchanging()], ids=repr)
+def test_where_nothing_is_left_of_what_came_in_the_mask_says_what_was_meant(regularizer: Regularizer) -> None:
+    model = nn.Sequential(nn.Identity())
+    drop = inject(model, regularizer, layers="0")
+    with drop.recording() as r, drop.measuring() as m:
+        model(X)
+    assert torch.equal(r["0"].mask, torch.full(X.shape, not regularizer.drops))
+    assert r["0"].p is None
+    assert m.dropped == 1
+
+
 def test_everything_dropped_is_a_mask_of_false() -> None:
     model, drop = layer(1.0)
     with drop.recording() as r, drop.measuring() as m:
@@ -196,6 +222,7 @@ def test_a_compiled_model_is_recorded_and_runs_compiled_again_after() -> None:
     assert (fast(X) == 0).any()
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="PyTorch names no reason")
 @pytest.mark.usefixtures("compiler")
 def test_under_fullgraph_the_error_says_that_recording_is_why() -> None:
     model, drop = layer()

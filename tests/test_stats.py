@@ -116,6 +116,7 @@ class TestDeadAndSaturated:
             assert seen["0"].dead == 1
             x[7, 1] = 1
             model(x)
+            model(-x.abs())
         assert seen["0"].dead == 0.5
 
     @pytest.mark.parametrize(
@@ -217,6 +218,14 @@ class TestDoubts:
         with stats(model) as seen:
             model(torch.randn(16, 32))
         assert any("'15': its output vanishes" in doubt for doubt in seen.doubts())
+
+    def test_where_nothing_flows(self, model: Small, images: torch.Tensor) -> None:
+        nn.init.zeros_(model.layer2[1].bn2.weight)  # as residual branches are often started
+        with stats(model) as seen:
+            backward(model, images)
+        assert "'layer2.1.bn2': its output is 0 (as it is for one step around layers that start at 0)" in seen.doubts()
+        assert any(doubt.startswith("'layer2.1.conv1': its gradient is 0") for doubt in seen.doubts())
+        assert seen["layer1.0.conv1"].gradient_norm > 0
 
     def test_a_healthy_one_is_not_doubted(self, model: Small, images: torch.Tensor) -> None:
         with stats(model) as seen:

@@ -161,7 +161,7 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
     if third.lines:
         third.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     first.set_yticks(lines, [f"{one.name or 'the model'} ({one.kind})" for one in layers])
-    first.invert_yaxis()
+    first.set_ylim(len(layers) - 0.5, -0.5)
     for axes in (first, second, third):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#eeeeee")

@@ -164,7 +164,9 @@ def _drift(
     """Whether a signal of this size has vanished or exploded on its way from another layer."""
     if not math.isfinite(size):
         return [f"{_name(one)}: its {what} is not finite"]
+    if size == 0.0:
+        return [f"{_name(one)}: its {what} is 0 (as it is for one step around layers that start at 0)"]
     against = f"({size:.2g}; at {_name(other)} {others:.2g})"
-    if size == 0.0 or size < vanishing * others:
+    if size < vanishing * others:
         return [f"{_name(one)}: its {what} vanishes {against}"]
     return [f"{_name(one)}: its {what} explodes {against}"] if size > exploding * others else []
