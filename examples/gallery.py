@@ -115,7 +115,8 @@ def main(argv: list[str] | None = None) -> list[Path]:
         if figure is not None:
             save(figure, folder / f"{name}.png")
         written.append(folder / f"{name}.png")
-        page.append(f"{text}\n\n![{text.splitlines()[0].strip('# ')}](gallery/{name}.png)\n")
+        heading = [line for line in text.splitlines() if line.startswith("#")][-1].strip("# ")
+        page.append(f"{text}\n\n![{heading}](gallery/{name}.png)\n")
     (options.out / "gallery.md").write_text("\n".join(page))
     return written
 
@@ -139,12 +140,13 @@ def everything(folder: Path) -> Iterator[tuple[str, str, Figure | None]]:
     title = "## Regularizers\n\n"
     for name, (text, view) in SHOWN_AS.items():
         others = [other for other, same in SAME_PICTURE.items() if same == name]
-        head = f"{title}### {', '.join([name, *others])}\n\n`{text}` on {view.note}."
+        head = f"{title}### {', '.join([name, *others])}\n\n{summary(text)}\n\n`{text}` on {view.note}."
         yield slug(name), head, before_and_after(parse(text), images, view)
         title = ""
     title = "## Of gradients\n\nThe tensor passes as it is; these act on its gradient, in the backward pass.\n\n"
     for name, texts in GRADIENTS.items():
-        yield slug(name), f"{title}### {name}\n\n{' and '.join(f'`{text}`' for text in texts)}", gradients(texts)
+        calls = " and ".join(f"`{text}`" for text in texts)
+        yield slug(name), f"{title}### {name}\n\n{summary(texts[0])}\n\n{calls}.", gradients(texts)
         title = ""
     yield "schedules", "## Schedules\n\nThe part of the rate in force; steps are the optimizer's.", ramps()
     yield from recipes_shown(images)
@@ -159,6 +161,11 @@ SEE = """## Seeing
 
 `examples/see.py`: a schedule, what DropBlock did in a training step (`drop.recording()`), numbers of each layer
 (`observe.stats`), and Grad-CAM of two trainings (`observe.compare_cam`)."""
+
+
+def summary(text: str) -> str:
+    """The first line of the docstring of what `text` spells."""
+    return (parse(text).__doc__ or "").splitlines()[0]
 
 
 def slug(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ for _needed in ("matplotlib", "sklearn", "torchvision"):
 def gallery() -> Any:
     spec = importlib.util.spec_from_file_location("gallery", ROOT / "examples" / "gallery.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules["gallery"] = module
     spec.loader.exec_module(module)
     return module
 
