@@ -190,7 +190,7 @@ def before_and_after(regularizer: Regularizer, images: Tensor, view: View) -> Fi
 def strips(rows: dict[str, Tensor]) -> Figure:
     figure = Figure(figsize=(SHOWN * 1.2 + 0.4, len(rows) * 1.2), layout="constrained")
     for axes, (label, image) in zip(grid(figure, len(rows)), picture_cells(rows), strict=True):
-        axes.imshow(image.permute(1, 2, 0), interpolation="nearest")
+        axes.imshow(image.detach().permute(1, 2, 0).numpy(), interpolation="nearest")
         axes.set_ylabel(label)
     return figure
 
@@ -220,7 +220,7 @@ def gradients(texts: tuple[str, ...]) -> Figure:
     figure = Figure(figsize=(SHOWN * 1.2 + 1.2, len(rows) * 1.2), layout="constrained")
     cells = grid(figure, len(rows))
     for axes, (label, image) in zip(cells, picture_cells(rows), strict=True):
-        drawn = axes.imshow(image[0].detach(), cmap="RdBu_r", norm=TwoSlopeNorm(0.0, -3.0, 3.0))
+        drawn = axes.imshow(image[0].detach().numpy(), cmap="RdBu_r", norm=TwoSlopeNorm(0.0, -3.0, 3.0))
         axes.set_ylabel(label)
     figure.colorbar(drawn, ax=cells, label="gradient", fraction=0.02)
     return figure
