@@ -102,7 +102,7 @@ def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
         if rank == 3:
             raise ShapeError(
                 f"got {tuple(shape)}: tokens have no map.\n"
-                "  use Dropout(p=0.1) or DropPath(p=0.1), hook a layer with a 4-D output (such as "
+                "  use TokenDropout(p=0.1) or DropPath(p=0.1), hook a layer with a 4-D output (such as "
                 "'patch_embed.proj'),\n  or say where the channels of a sequence are: DropBlock(..., "
                 "channel_dim=1) for (N, C, L), channel_dim=-1 for (N, L, C)."
             )

@@ -346,7 +346,7 @@ class TestShapes:
         with pytest.raises(ShapeError) as error:
             inject(model, DropBlock(0.1, 7), layers="blocks.*", example_input=x)
         assert str(error.value).startswith(
-            "DropBlock at 'blocks.0' got (2, 196, 8): tokens have no map.\n  use Dropout"
+            "DropBlock at 'blocks.0' got (2, 196, 8): tokens have no map.\n  use TokenDropout"
         )
         assert str(error.value).endswith(UNCHANGED)
         assert find(model) == ()
@@ -592,10 +592,14 @@ class TestLater:
     def test_a_thousand_rounds_leave_nothing_behind(self, model: Small) -> None:
         from hookdrop.hooks import SiteHook
 
+        def alive() -> int:  # other tests may have left some to a compiler's caches
+            gc.collect()
+            return sum(type(thing) is SiteHook for thing in gc.get_objects())
+
+        before = alive()
         for _ in range(1000):
             inject(model, Dropout(0.1), layers="fc").remove()
-        gc.collect()
-        assert not any(type(thing) is SiteHook for thing in gc.get_objects())
+        assert alive() == before
 
 
 def no_rate(x: torch.Tensor) -> torch.Tensor:
