@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hookdrop.errors import ShapeError
 from hookdrop.placement import unmarked
 from hookdrop.preserve import call, preserved
-from hookdrop.values import TensorKey, change, change_arguments, fits, forward_names, tensors
+from hookdrop.values import TensorKey, change, change_arguments, fits, tensors
 from hookdrop.wrappers import unwrapped
 
 
@@ -94,8 +94,7 @@ class _Recorder:
             self.made[id(args[0])][1].feeds_norm = True
 
     def _on_input(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        names = forward_names(module)
-        self._note(module, lambda look: change_arguments(names, args, kwargs, self.tensor, look))
+        self._note(module, lambda look: change_arguments(module, args, kwargs, self.tensor, look))
 
     def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
         seen = self._note(module, lambda look: change(output, self.tensor, look))

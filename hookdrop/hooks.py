@@ -25,7 +25,7 @@ from hookdrop.meter import measured
 from hookdrop.regularizers import Regularizer, like
 from hookdrop.state import State
 from hookdrop.tracing import is_exporting, is_symbolic, left_behind_text, tell_of_export, traced_text
-from hookdrop.values import TensorKey, change, change_arguments, forward_names
+from hookdrop.values import TensorKey, change, change_arguments
 
 _tracing_state = torch._C._get_tracing_state
 
@@ -271,8 +271,7 @@ class InputHook(SiteHook):
             return self.state.tell("symbolic", left_behind_text(self.where))
         if not self.is_on(module, (args, kwargs)):
             return None
-        names = forward_names(module)
-        changed = self._edited(lambda: change_arguments(names, args, kwargs or {}, self.tensor, self.regularize))
+        changed = self._edited(lambda: change_arguments(module, args, kwargs or {}, self.tensor, self.regularize))
         # Registered anew by somebody else it may be called without the keywords, and must then return none.
         return changed[0] if kwargs is None else changed
 

@@ -52,33 +52,34 @@ def change(value: Any, which: TensorKey, fn: Change) -> Any:
 
 
 def change_arguments(
-    forward_names: tuple[str, ...],
+    module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     which: TensorKey,
     fn: Change,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`change` for the arguments of a call, taken in the order of the signature."""
+    """`change` for the arguments of a call of `module`, taken in the order of its signature."""
     if len(args) == 1 and not kwargs and which is None and fits(args[0]):
         return (fn(args[0]),), kwargs
-    positional = [forward_names[i] if i < len(forward_names) else f"*{i}" for i in range(len(args))]
+    names = _forward_names(module)
+    positional = [names[i] if i < len(names) else f"*{i}" for i in range(len(args))]
     bound = dict(zip(positional, args, strict=True))
-    bound |= {name: kwargs[name] for name in sorted(kwargs, key=_order(forward_names))}
+    bound |= {name: kwargs[name] for name in sorted(kwargs, key=_order(names))}
     changed = change(bound, which, fn)
     return tuple(changed[name] for name in positional), {name: changed[name] for name in kwargs}
 
 
-def forward_names(module: nn.Module) -> tuple[str, ...]:
+def _forward_names(module: nn.Module) -> tuple[str, ...]:
     """The named parameters of a module's forward, without self."""
     if "forward" in vars(module):  # patched on this very module
         return _names_of(module.forward)
     cls: Any = type(module)
     # The compiler looks through a cache, and warns that it does.
-    return _names_of(cls.forward)[1:] if torch.compiler.is_compiling() else _forward_names(cls)
+    return _names_of(cls.forward)[1:] if torch.compiler.is_compiling() else _forward_names_of(cls)
 
 
 @lru_cache(maxsize=1024)
-def _forward_names(cls: Any) -> tuple[str, ...]:
+def _forward_names_of(cls: Any) -> tuple[str, ...]:
     return _names_of(cls.forward)[1:]
 
 
