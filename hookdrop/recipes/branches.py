@@ -65,9 +65,10 @@ def _timm_adds(block: nn.Module) -> bool:
         return False
     if hasattr(block, "no_skip"):  # Xception, where no `shortcut` means that the skip is the identity
         return not block.no_skip
-    # RegNet's identity skip is an Identity; ResNet's, which has no place for `drop_path`, is no module.
-    downsample = ("downsample",) if isinstance(getattr(block, "drop_path", None), nn.Identity) else ()
-    return all(getattr(block, name, block) is not None for name in ("shortcut", "identity", *downsample))
+    # In RegNet an identity skip is an Identity, and no module is no skip; everywhere else no module is the identity.
+    regnet = has(block, "conv3.bn", "act3") and isinstance(getattr(block, "drop_path", None), nn.Identity)
+    flags = ("shortcut", "identity", "downsample") if regnet else ("shortcut", "identity")
+    return all(getattr(block, name, block) is not None for name in flags)
 
 
 def _torchvision_resnet(block: nn.Module) -> Ends | None:
