@@ -89,8 +89,9 @@ class Injection(Handle):
 
     @property
     def keep_prob(self) -> float | None:
-        """1 - p; None where the rate is no probability (`std`)."""
-        return None if self.p is None or self._rate_name != "p" else 1.0 - self.p
+        """1 - p; None where p is not what is dropped (noise, `Cutout`)."""
+        probable = any(hook.regularizer.probability for hook in self._hooks)
+        return 1.0 - self.p if probable and self.p is not None else None
 
     @keep_prob.setter
     def keep_prob(self, value: float) -> None:
@@ -258,7 +259,8 @@ class Injection(Handle):
     def recording(self, last: int = 1, to: Place = None) -> Iterator[Recording]:
         """Keep what the real forwards inside do: `r["layer4.0"].before`, `.mask`, `.after`, and pictures of them.
 
-        Each regularizer runs twice; masks and results do not change. Compiled code leaves its graph for it.
+        Each regularizer runs twice; masks and results do not change. Compiled code leaves its graph for it, which under
+        `fullgraph=True` is PyTorch's error: record the model uncompiled there.
 
         Args:
             last: how many calls of each site to keep; `r.calls("layer4.0")` lists them.

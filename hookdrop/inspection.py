@@ -9,7 +9,7 @@ from torch import nn
 
 from hookdrop.dryrun import Seen, dry_run
 from hookdrop.errors import LayerError, ShapeError
-from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout
+from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, LockedDropout
 from hookdrop.resolve import PlannedSite, Resolved
 from hookdrop.tables import counted, some
 from hookdrop.values import TensorKey
@@ -25,7 +25,7 @@ def inspect_sites(model: nn.Module, resolved: Resolved, tensor: TensorKey, examp
         ShapeError: the regularizer can't work on what a site gives.
         LayerError: a layer that is named in full is never called.
     """
-    resolved.warnings += [*_nested(resolved.sites), *_fused(model, resolved.sites)]
+    resolved.warnings += [*_nested(resolved.sites), *_fused(model, resolved.sites), *_sequences(resolved.sites)]
     if example is None:
         return
     modules, at = [site.module for site in resolved.sites], [site.at for site in resolved.sites]
@@ -88,7 +88,7 @@ def _nested(sites: list[PlannedSite]) -> list[str]:
     longest = max(chains, key=len)
     kept = 1.0
     for site in longest:
-        drops = site.regularizer is not None and site.regularizer.drops
+        drops = site.regularizer is not None and site.regularizer.drops and site.regularizer.probability
         kept *= 1.0 - min(site.p or 0.0, 1.0) if drops else 1.0
     comes_to = f", which comes to a rate of {1 - kept:.2g} there" if 1 - kept > 0 else ""
     path = " > ".join(repr(site.name) for site in longest)
@@ -108,6 +108,21 @@ def _fused(model: nn.Module, sites: list[PlannedSite]) -> list[str]:
         "TransformerEncoderLayer leaves its fused eval path while a module in it is hooked: eval output agrees with "
         "the unhooked model's within rounding, not bit for bit."
     ]
+
+
+def _sequences(sites: list[PlannedSite]) -> list[str]:
+    """Recurrent layers whose axis of time is another than the regularizer's."""
+    found = []
+    for site in sites:
+        if isinstance(site.module, nn.RNNBase) and isinstance(site.regularizer, LockedDropout):
+            batch_first = site.module.batch_first
+            if site.regularizer.time_dim % 3 != int(batch_first):
+                shape = "(N, T, C)" if batch_first else "(T, N, C)"
+                found.append(
+                    f"LockedDropout at {site.name!r}: an {site.type} with batch_first={batch_first} works on {shape}, "
+                    f"and time_dim={site.regularizer.time_dim} is not T there.\n  write time_dim={int(batch_first)}"
+                )
+    return found
 
 
 def _never_called(resolved: Resolved) -> list[str]:

@@ -108,7 +108,9 @@ class Measurement:
         # A gradient that is stopped is no element that was dropped.
         site.zeroed += _total(dropped.sum()) if site.drops else 0.0
         if site.asked_sum is not None:
-            site.asked_sum = None if regularizer.rate is None else site.asked_sum + regularizer.rate
+            # Of `Cutout` the fraction that was dropped is not what its p asks for.
+            asks = regularizer.rate is not None and (regularizer.probability or not regularizer.drops)
+            site.asked_sum = None if not asks else site.asked_sum + (regularizer.rate or 0.0)
         site.magnitude_in += _total(x.detach().abs().sum(dtype=torch.float64))
         site.magnitude_out += _total(y.detach().abs().sum(dtype=torch.float64))
 

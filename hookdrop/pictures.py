@@ -24,6 +24,13 @@ MOST_BLOCKS = 6
 """Layers in one picture, unless more are asked for by name."""
 
 
+def spread(names: Sequence[str]) -> list[str]:
+    """At most `MOST_BLOCKS` of them, from the first to the last."""
+    if len(names) <= MOST_BLOCKS:
+        return list(names)
+    return [names[round(i * (len(names) - 1) / (MOST_BLOCKS - 1))] for i in range(MOST_BLOCKS)]
+
+
 @dataclass
 class Row:
     """One tensor, shown sample by channel."""
@@ -108,12 +115,12 @@ def blocks_figure(
     channels = count(channels, "channels", "pictures")
     shown = [[panels(row.tensor, sample, channels, channel_dim) for row in block.rows] for block in blocks]
     heights = [_height(rows) for rows in shown]
-    figure = blank(figure, max(_width(rows) for rows in shown), sum(heights))
+    figure = blank(figure, max(5.0, *(_width(rows) for rows in shown)), sum(heights))
     parts = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, block, rows in zip(parts, blocks, shown, strict=True):
         _draw_block(part, block, rows)
     if there_are > len(blocks):
-        parts[0].suptitle(f"the first {len(blocks)} of {there_are} layers\n{blocks[0].title}", fontsize=10)
+        parts[0].suptitle(f"{len(blocks)} of {there_are} layers\n{blocks[0].title}", fontsize=10)
     masked = [part for part, block in zip(parts, blocks, strict=True) if any(map(_is_mask, block.rows))]
     for part in masked[-1:]:
         _legend(part)
@@ -190,7 +197,9 @@ def limits(values: Sequence[Tensor]) -> tuple[float, float]:
     found = [v for v in finite if v.numel()]
     if not found:
         return 0.0, 1.0
-    return min(float(v.min()) for v in found), max(float(v.max()) for v in found)
+    low, high = min(float(v.min()) for v in found), max(float(v.max()) for v in found)
+    # Of one number alone matplotlib would give each image a scale of its own.
+    return (low, high) if low < high else (low - 0.5, high + 0.5)
 
 
 def as_pictures(x: Tensor) -> Tensor:

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from hookdrop.arguments import count
 from hookdrop.errors import nearest
+from hookdrop.globs import glob_expression
 from hookdrop.hooks import SiteHook
 from hookdrop.kept import NotKept, Place, copied
-from hookdrop.pictures import MOST_BLOCKS, Block, Row, blocks_figure, pixels
+from hookdrop.pictures import Block, Row, blocks_figure, pixels, spread
 from hookdrop.probe import measured_into
 from hookdrop.regularizers import Regularizer
 from hookdrop.replay import running_again
 from hookdrop.state import State
-from hookdrop.tables import html_table, some, text_table
+from hookdrop.tables import html_table, shape_text, some, text_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,12 +42,18 @@ class Record:
     p: float | None
     """The rate in force; None for a regularizer without a rate."""
     regularizer: str
+    drops: bool = True
+    """Whether dropping is what the regularizer does."""
 
     @property
     def dropped(self) -> float:
-        """The fraction that was dropped."""
+        """The fraction that was dropped; 0 of what drops nothing."""
         mask = self.mask.full_tensor() if hasattr(self.mask, "full_tensor") else self.mask
         return 1.0 - float(mask.float().mean()) if mask.numel() else 0.0
+
+    def __repr__(self) -> str:
+        dropped = f", dropped {self.dropped:.3f}" if self.drops else ""
+        return f"<Record of {self.regularizer} on {shape_text(self.before.shape)}{dropped}>"
 
 
 class Recording(Mapping[str, Record]):
@@ -65,7 +72,9 @@ class Recording(Mapping[str, Record]):
         if running_again():
             return
         mask = ~copied(dropped, self._to) if regularizer.drops else torch.ones_like(copied(dropped, self._to))
-        record = Record(copied(x, self._to), mask, copied(y, self._to), regularizer.rate, repr(regularizer))
+        record = Record(
+            copied(x, self._to), mask, copied(y, self._to), regularizer.rate, repr(regularizer), regularizer.drops
+        )
         self._records[name].append(record)
         self._counts[name] += 1
 
@@ -105,8 +114,10 @@ class Recording(Mapping[str, Record]):
     ) -> Figure:
         """Before, mask and after of the last call of each site, one colour scale a site.
 
+        Of what drops nothing, such as noise, the change is shown instead of a mask.
+
         Args:
-            layers: which sites, by name; None is all that were recorded, at most 6.
+            layers: which sites, by name or glob; None is all that were recorded, or 6 of them from first to last.
             sample: which of the batch.
             channels: how many channels of a map at most. Tokens are one image (tokens x channels), features another
                 (samples x units).
@@ -119,10 +130,14 @@ class Recording(Mapping[str, Record]):
             HookdropError: matplotlib is not installed.
             LayerError: a site that was not recorded, or nothing was.
         """
-        blocks = [
-            Block(self._title(name), [Row("before", r.before), Row("mask", r.mask), Row("after", r.after)])
-            for name, r in self._chosen(layers).items()
-        ]
+        blocks = []
+        for name, r in self._chosen(layers).items():
+            mask = [Row("mask", r.mask)] if r.drops else []
+            blocks.append(Block(self._title(name), [Row("before", r.before), *mask, Row("after", r.after)]))
+            if not r.drops:
+                blocks.append(
+                    Block(f"{name or 'the model'}: what was added", [Row("after - before", r.after - r.before)])
+                )
         return self._drawn(blocks, layers, sample, channels, figure)
 
     def plot_masks(
@@ -154,18 +169,25 @@ class Recording(Mapping[str, Record]):
     def _chosen(self, layers: str | Sequence[str] | None) -> dict[str, Record]:
         if layers is None and not len(self):
             raise NotKept(self._missing(next(iter(self._records), "")))
-        names = list(self)[:MOST_BLOCKS] if layers is None else [layers] if isinstance(layers, str) else layers
-        return {name: self[name] for name in names}
+        names = spread(list(self)) if layers is None else [layers] if isinstance(layers, str) else layers
+        return {name: self[name] for entry in names for name in self._matching(entry)}
+
+    def _matching(self, entry: str) -> list[str]:
+        """The sites that were recorded under this name or glob."""
+        fitting = [] if entry in self._records else list(filter(glob_expression(entry).fullmatch, self))
+        return fitting or [entry]
 
     def _title(self, name: str) -> str:
         r = self[name]
-        return f"{name or 'the model'}: {r.regularizer} dropped {r.dropped:.3f}"
+        rate = "" if r.p is None else f" at {r.p:.3g}"
+        dropped = f", dropped {r.dropped:.3f}" if r.drops else ""
+        return f"{name or 'the model'}: {r.regularizer.partition('(')[0]}{rate}{dropped}"
 
     # --- text
 
     def _rows(self) -> list[tuple[object, ...]]:
         return [
-            (name, self._counts[name], "x".join(map(str, r.before.shape)), r.p, f"{r.dropped:.3f}")
+            (name, self._counts[name], shape_text(r.before.shape), r.p, f"{r.dropped:.3f}" if r.drops else "-")
             for name, r in self.items()
         ]
 

@@ -242,7 +242,7 @@ class TestSetting:
 
     @pytest.mark.parametrize("p", [1.5, -0.1, float("nan")])
     def test_a_rate_out_of_range_changes_nothing(self, model: Any, p: float) -> None:
-        with pytest.raises(ValueError, match="the rate of '2.0'"):
+        with pytest.raises(ValueError, match="set_dropout, '2.0': p must"):
             set_dropout(model, {"0": 0.5, "2.0": p})
         assert self.rates(model) == [0.1, 0.2, 0.3]
 

@@ -70,7 +70,7 @@ class TestRecordings:
             model(images)
         figure = r.plot_features(sample=2, channels=5)
         assert titles(figure) == [
-            f"layer1.{i}: DropBlock(p=0.3, block_size=3) dropped {r[f'layer1.{i}'].dropped:.3f}" for i in (0, 1)
+            f"layer1.{i}: DropBlock at 0.3, dropped {r[f'layer1.{i}'].dropped:.3f}" for i in (0, 1)
         ]
         for part, site in zip(figure.subfigs, r.values(), strict=True):
             shown = images_of(part)
@@ -125,7 +125,7 @@ class TestRecordings:
             model(torch.randn(2, 3, 4, 4))
         figure = r.plot_masks()
         assert len(titles(figure)) == 6
-        assert titles(figure)[0].startswith("the first 6 of 9 layers\n0: Dropout(p=0.5) dropped")
+        assert titles(figure)[0].startswith("6 of 9 layers\n0: Dropout at 0.5, dropped")
         figure = r.plot_masks(list(r))
         assert len(titles(figure)) == 9
         assert titles(figure)[0].startswith("0: Dropout")

@@ -162,7 +162,7 @@ def test_where_nothing_is_left_of_what_came_in_the_mask_says_what_was_meant(regu
         model(X)
     assert torch.equal(r["0"].mask, torch.full(X.shape, not regularizer.drops))
     assert r["0"].p is None
-    assert m.dropped == 1
+    assert m.dropped == float(regularizer.drops)
 
 
 def test_everything_dropped_is_a_mask_of_false() -> None:

@@ -45,6 +45,13 @@ class LayerStats:
         self._saturated: Tensor | int = 0
         self._handles: list[RemovableHandle] = []
 
+    def __repr__(self) -> str:
+        gradient = f", gradient norm {self.gradient_norm:.3g}" if self.gradient.count else ""
+        return (
+            f"<LayerStats {self.name or 'the model'} ({self.kind}): {self.calls} calls, mean {self.mean:.3g}, "
+            f"variance {self.variance:.3g}{gradient}>"
+        )
+
     # --- what it says
 
     @property

@@ -12,7 +12,7 @@ from hookdrop.arguments import count
 from hookdrop.errors import LayerError
 from hookdrop.injection import Injection
 from hookdrop.observe.layer_stats import LayerStats
-from hookdrop.pictures import MOST_BLOCKS, Block, Row, blank, blocks_figure
+from hookdrop.pictures import Block, Row, blank, blocks_figure, spread
 from hookdrop.recording import Recording
 from hookdrop.schedules import Schedule
 from hookdrop.tables import counted, shape_text
@@ -36,8 +36,8 @@ def plot_features(
     """The channels of a layer's output as images, one colour scale a layer.
 
     Args:
-        what: a tensor; what `capture` gave (the last call of each layer, at most 6 layers), or its `inputs` or
-            `gradients`; or a recording, whose own `plot_features` it is.
+        what: a tensor; what `capture` gave (the last call of each layer, 6 layers at most, from first to last), or its
+            `inputs` or `gradients`; or a recording, whose own `plot_features` it is.
         sample: which of the batch.
         channels: how many channels of a map at most. Tokens (N, L, C) are one image, features (N, C) too.
         channel_dim: the axis of the channels of a map; None is axis 1, or the last of what is square before it.
@@ -50,13 +50,21 @@ def plot_features(
     """
     if isinstance(what, Recording):
         return what.plot_features(sample=sample, channels=channels, figure=figure)
-    tensors = {"": what} if isinstance(what, Tensor) else {name: calls[-1] for name, calls in what.items()}
+    if isinstance(what, list) and what and isinstance(what[-1], Tensor):
+        what = what[-1]
+    if not isinstance(what, Tensor | Mapping):
+        raise TypeError(
+            f"plot_features: give a tensor, what capture() gave, or a recording, got {type(what).__name__}.\n"
+            "  with capture(model, layers) as seen: model(x)   then plot_features(seen)"
+        )
+    calls: Mapping[str, Any] = {"": [what]} if isinstance(what, Tensor) else what
+    tensors = {name: of_layer[-1] for name, of_layer in calls.items()}
     shown = {name: x for name, x in tensors.items() if x is not None}
     if not shown:
         raise LayerError("nothing was captured, so there is nothing to show.")
     blocks = [
         Block(", ".join(filter(None, (name, shape_text(x.shape)))), [Row("", x)])
-        for name, x in list(shown.items())[:MOST_BLOCKS]
+        for name, x in ((name, shown[name]) for name in spread(list(shown)))
     ]
     return blocks_figure(
         blocks, sample=sample, channels=channels, channel_dim=channel_dim, figure=figure, there_are=len(shown)
@@ -144,7 +152,7 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
     """Three columns of points, a line for each layer."""
     if not layers:
         raise LayerError("no layer was called, so there is nothing to plot.")
-    figure = blank(figure, 9.0, 1.2 + 0.22 * len(layers))
+    figure = blank(figure, 9.0, 1.2 + min(0.22, 16 / len(layers)) * len(layers))
     first, second, third = figure.subplots(1, 3, sharey=True)
     lines = range(len(layers))
     for axes, title, values in (
@@ -162,10 +170,11 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
         third.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     first.set_yticks(lines, [f"{one.name or 'the model'} ({one.kind})" for one in layers])
     first.set_ylim(len(layers) - 0.5, -0.5)
+    first.tick_params(axis="y", labelsize=min(8.0, 8.0 * 16 / (0.22 * len(layers))))
     for axes in (first, second, third):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#eeeeee")
-        axes.tick_params(labelsize=8)
+        axes.tick_params(axis="x", labelsize=8)
     return figure  # type: ignore[no-any-return]
 
 

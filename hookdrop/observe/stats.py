@@ -21,6 +21,7 @@ from hookdrop.tables import html_table, some, text_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MOST_DOUBTS = 8
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
 
@@ -142,7 +143,11 @@ class Stats(Mapping[str, LayerStats]):
         writer.add_image("hookdrop/stats", pixels(self.plot()), step, dataformats="HWC")
 
     def __repr__(self) -> str:
-        return "\n".join([text_table(HEADER, self.rows()), *self.doubts()]) if self else "<no layer was called>"
+        if not self:
+            return "<no layer was called>"
+        doubts = self.doubts()
+        more = [f"and {len(doubts) - MOST_DOUBTS} more: .doubts()"] if len(doubts) > MOST_DOUBTS else []
+        return "\n".join([text_table(HEADER, self.rows()), *doubts[:MOST_DOUBTS], *more])
 
     def _repr_html_(self) -> str:
         return html_table(HEADER, self.rows(), "; ".join(self.doubts()) or "outputs and gradients by layer")

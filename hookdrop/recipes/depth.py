@@ -93,5 +93,5 @@ def _must_be_off(ends: Sequence[tuple[str, nn.Module]]) -> None:
             raise InjectionError(
                 f"stochastic_depth: the model has it on already: {name!r} is a {kind} at {rate:g}.\n"
                 "  build it without (drop_path_rate=0.; in torchvision stochastic_depth_prob=0.), or change its "
-                "rate: hookdrop.recipes.set_dropout(model, {name: p})"
+                f"rate: hookdrop.recipes.set_dropout(model, {{'**.{name.rpartition('.')[2]}': p}})"
             )

@@ -57,7 +57,8 @@ def set_dropout(model: nn.Module, p: Rates | Mapping[str | re.Pattern[str], Rate
                 "says what it looks at.\n  put some there: inject(model, Dropout(p=...), layers=...)"
             )
         wanted = _wanted(found, p)
-    return DropoutChange([(rate, value) for rate, value in zip(found, wanted, strict=True) if value is not None])
+    changes = zip(found, wanted, strict=True)
+    return DropoutChange([(rate, value) for rate, value in changes if value is not None and value != rate.value])
 
 
 def report_dropout(model: nn.Module) -> DropoutReport:
@@ -90,7 +91,10 @@ class DropoutReport:
     def __str__(self) -> str:
         rows = self._rows()
         lines = [self._title(), *([text_table(_HEADER, rows)] if rows else [])]
-        lines += [f"out of reach: {what} ({some(list(names))})" for what, names in self.out_of_reach.items()]
+        lines += [
+            f"out of reach: {what} ({some([name or 'the model' for name in names])})"
+            for what, names in self.out_of_reach.items()
+        ]
         lines.append(
             "read from the source of forward and of the methods that it calls; not seen: what other functions draw"
         )
@@ -176,4 +180,4 @@ def _matching(found: Sequence[Rate], pattern: str | re.Pattern[str]) -> list[Rat
 
 def _new(rate: Rate, value: Rates) -> float:
     given = value(rate.name, rate.value) if callable(value) else value
-    return valid_rate(given, f"the rate of {rate.name!r}", "set_dropout")
+    return valid_rate(given, "p", f"set_dropout, {rate.name!r}" if rate.name else "set_dropout")

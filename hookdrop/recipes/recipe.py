@@ -46,7 +46,16 @@ class Recipe(Generic[P]):
         """What calling the recipe with the same arguments would do; nothing is touched."""
         with nothing_placed():
             compiling.not_while_tracing(f"recipes.{self._make.__name__}()")
+            self._must_take(args, kwargs)
             return self._make(*args, **kwargs)
+
+    def _must_take(self, args: Any, kwargs: Any) -> None:
+        signature = inspect.signature(self)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            names = ", ".join(signature.parameters)
+            raise TypeError(f"{self._make.__name__}: {error}.\n  it takes: {names}") from None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Injection:
         return self.plan(*args, **kwargs).apply()

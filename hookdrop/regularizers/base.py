@@ -42,7 +42,7 @@ class Regularizer(nn.Module):
     """The rate at which it does nothing."""
 
     probability: ClassVar[bool] = True
-    """Whether the rate is a probability, so that 1 - rate means something."""
+    """Whether the rate is the part that is dropped in expectation, so that 1 - rate is what is kept."""
 
     drops: ClassVar[bool] = True
     """Whether elements of the output stop depending on the input; noise does not do that."""

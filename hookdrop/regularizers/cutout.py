@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -40,6 +41,8 @@ class Cutout(Regularizer):
     Reference: DeVries & Taylor 2017, "Improved regularization of convolutional neural networks with Cutout",
     arXiv:1708.04552.
     """
+
+    probability: ClassVar[bool] = False
 
     def __init__(self, size: int | tuple[int, int], p: float = 1.0) -> None:
         super().__init__()

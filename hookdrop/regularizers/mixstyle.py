@@ -31,6 +31,7 @@ class MixStyle(Regularizer):
     shuffling).
     """
 
+    probability: ClassVar[bool] = False
     drops: ClassVar[bool] = False
 
     def __init__(self, p: float = 0.5, alpha: float = 0.1) -> None:

@@ -88,5 +88,16 @@ class LockedDropout(Regularizer):
     def reading(self, shape: Sequence[int]) -> str:
         return f"T={shape[time_axis(shape, self.time_dim, self.title)]}"
 
+    def doubts(self, shape: Sequence[int]) -> list[str]:
+        if time_axis(shape, self.time_dim, self.title) == len(shape) - 1:
+            return [
+                f"reads the last axis of {tuple(shape)} as time, and so drops whole steps; features are the last axis."
+            ]
+        if len(shape) == 4:
+            return [
+                f"reads {tuple(shape)} as {self.reading(shape)}; if that is a map, use Dropout2d: it drops channels."
+            ]
+        return []
+
     def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
         return functional.locked_dropout(x, rate, self.time_dim)
