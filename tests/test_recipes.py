@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import pickle
 import subprocess
 import sys
@@ -16,7 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hookdrop
-from hookdrop import DropBlock, HookdropWarning, InjectionError, LayerError, LinearSchedule, find, functional, recipes
+from hookdrop import (
+    DropBlock,
+    HookdropWarning,
+    InjectionError,
+    LayerError,
+    LinearSchedule,
+    find,
+    functional,
+    inject,
+    recipes,
+)
 from hookdrop.recipes import dropblock_resnet, stochastic_depth, timm_dropblock
 
 timm = pytest.importorskip("timm")
@@ -278,6 +289,31 @@ class TestEveryRecipe:
         assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
+class KeywordBlock(nn.Module):
+    """A basic block that calls its first convolution by keyword."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.block
+        return F.relu(b.bn2(b.conv2(F.relu(b.bn1(b.conv1(input=x))))) + x)
+
+
+class CheckpointedBlock(nn.Module):
+    """A basic block with its branch and the addition inside of a checkpoint, as in mmdetection."""
+
+    def __init__(self, block: Any, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.block
+        inner = lambda x: b.bn2(b.conv2(F.relu(b.bn1(b.conv1(x))))) + x  # noqa: E731
+        return F.relu(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=self.reentrant))
+
+
 @pytest.fixture
 def compiler() -> Any:
     """Nothing compiled before or after."""
@@ -400,6 +436,113 @@ class TestTheSkip:
         assert torch.equal(block(x), alone)
         assert inner
         handle.remove()
+
+    def test_is_given_back_where_the_branch_is_called_by_keyword(self, model: Any) -> None:
+        self.only_skips(model, p=1.0)
+        block = model.train().layer4[1]
+        x = torch.rand(2, 512, 4, 4)
+        wanted = block(x)
+        by_keyword = KeywordBlock(block).train()
+        self.move_hooks(block, by_keyword)
+        assert torch.equal(by_keyword(x), wanted)
+
+    @staticmethod
+    def move_hooks(block: nn.Module, other: nn.Module) -> None:
+        for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+            setattr(other, name, getattr(block, name))
+
+    @pytest.mark.parametrize("compiled", ["conv1", "forward", "block"])
+    @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
+    def test_is_right_where_one_of_the_two_is_compiled_alone(self, model: Any, compiler: Any, compiled: str) -> None:
+        self.only_skips(model, p=1.0)
+        block = model.train().layer4[1]
+        x = torch.rand(2, 512, 4, 4)
+        wanted = block(x)
+        if compiled == "conv1":
+            block.conv1.compile(backend="eager")
+        elif compiled == "forward":
+            block.forward = torch.compile(block.forward, backend="eager")
+        else:
+            block.compile(backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(block(x), wanted)
+
+    @pytest.mark.parametrize(
+        "other", ["a hook of somebody else", "an injection at the block's input", "the block itself"]
+    )
+    def test_another_tensor_on_the_way_to_the_branch_is_an_error(self, model: Any, other: str) -> None:
+        """It would be given D(x) in silence."""
+        self.only_skips(model)
+        block = model.train().layer4[1]
+        if other == "a hook of somebody else":
+            block.register_forward_pre_hook(lambda module, args: (args[0].clone(),))
+        elif other == "an injection at the block's input":
+            inject(model, hookdrop.Dropout(0.1), layers="layer4.1", at="input", on_existing="stack")
+        else:
+            block.conv1.register_forward_pre_hook(lambda module, args: (args[0].clone(),), prepend=True)
+        with pytest.raises(InjectionError, match="as another tensor than it left this hook"):
+            block(torch.rand(2, 512, 4, 4))
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_a_checkpoint_inside_of_the_block(self, model: Any, reentrant: bool) -> None:
+        """Without re-entry the gradients are right; with it the branch's input is lost, which is told."""
+        self.only_skips(model)
+        twin = copy.deepcopy(model)
+        block, plain = CheckpointedBlock(model.layer4[1], reentrant).train(), twin.train().layer4[1]
+        self.move_hooks(model.layer4[1], block)
+        x = torch.rand(2, 512, 4, 4, requires_grad=True)
+        torch.manual_seed(2)
+        wanted = torch.autograd.grad(plain(x).sum(), [x, plain.conv1.weight])
+        torch.manual_seed(2)
+        out = block(x)
+        if reentrant:
+            with pytest.raises(InjectionError, match="a checkpoint inside of the block"):
+                out.sum().backward()
+        else:
+            assert equal(list(torch.autograd.grad(out.sum(), [x, block.block.conv1.weight])), list(wanted))
+
+    def test_a_frozen_block_keeps_its_own_input(self, model: Any) -> None:
+        """Although the block before it gave out what it had made of its input."""
+        self.only_skips(model)
+        first, second = model.train().layer3[1], model.layer4[1].eval()
+        x = torch.rand(2, 512, 4, 4)
+        hook = next(iter(model.layer4[1]._forward_pre_hooks.values()))
+        other = next(iter(first._forward_pre_hooks.values()))
+        lent = other.regularize(x)
+        assert lent is not x
+        seen: list[Tensor] = []
+        second.conv1.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+        second(lent)
+        assert seen[0] is lent
+        assert hook is not other
+
+    def test_copies_and_pickles_of_what_goes_out_have_no_input_with_them(self, model: Any) -> None:
+        self.only_skips(model)
+        hook = next(iter(model.layer4[1]._forward_pre_hooks.values()))
+        x = torch.rand(2, 512, 4, 4)
+        lent = hook.regularize(x)
+        saved = io.BytesIO()
+        torch.save(lent, saved)
+        assert saved.tell() < 1.5 * x.numel() * 4
+        assert copy.deepcopy(lent)._hookdrop_skipped is None
+
+    def test_a_chain_of_blocks_that_add_in_place_keeps_one_input_alone(self, model: Any) -> None:
+        self.only_skips(model)
+        hooks = [next(iter(model.get_submodule(name)._forward_pre_hooks.values())) for name in ("layer3.1", "layer4.1")]
+        x = torch.rand(2, 512, 4, 4)
+        middle = hooks[0].regularize(x)
+        last = hooks[1].regularize(middle)
+        assert last._hookdrop_skipped.x is middle
+        assert not hasattr(middle, "_hookdrop_skipped")
+
+    def test_a_block_that_begins_with_its_norm_is_no_block_of_the_recipe(self) -> None:
+        block = torchvision.models.resnet18().layer4[1]
+        parts = dict(block.named_children())
+        block._modules.clear()
+        block._modules.update({name: parts[name] for name in ("bn1", "conv1", "bn2", "conv2", "relu")})
+        model = nn.ModuleDict({"layer4": nn.Sequential(block)})
+        with pytest.raises(LayerError, match="finds nothing to do"):
+            dropblock_resnet(model)
 
     def test_says_in_the_plan_that_it_is_a_skip(self, model: Any) -> None:
         plan = dropblock_resnet.plan(model)

@@ -256,3 +256,76 @@ def test_one_block_alone_can_not_grow() -> None:
     with pytest.raises(ValueError, match="depth_from_zero"):
         stochastic_depth(model)
     assert stochastic_depth(model, p_scale="depth").sites[0].p == pytest.approx(0.1)
+
+
+class TestBlocksOfOthers:
+    """What people write themselves: a place is the end of a branch, or there is none."""
+
+    @staticmethod
+    def block(*extra: str, downsample: bool = True) -> nn.Module:
+        parts = {
+            "conv1": nn.Conv2d(4, 4, 1),
+            "bn1": nn.BatchNorm2d(4),
+            "conv2": nn.Conv2d(4, 4, 1),
+            "bn2": nn.BatchNorm2d(4),
+        }
+        parts |= {name: nn.Identity() for name in extra}
+        module = nn.Module()
+        for name, part in parts.items():
+            module.add_module(name, part)
+        if downsample:
+            module.downsample = None
+        return module
+
+    def test_a_gate_ends_the_branch(self) -> None:
+        model = nn.ModuleList([self.block("se"), self.block("se")])
+        assert [site.name for site in stochastic_depth.plan(model).sites] == ["0.se", "1.se"]
+
+    def test_a_block_that_begins_with_its_norm_is_not_known(self) -> None:
+        block = self.block()
+        names = ("bn1", "conv1", "bn2", "conv2")
+        parts = dict(block.named_children())
+        block._modules.clear()
+        block._modules.update({name: parts[name] for name in names})
+        assert branch_ends(block) is None
+
+    def test_a_number_called_drop_path_is_no_place(self) -> None:
+        """It would count as a block, and shift the rates of all others."""
+        stages = [nn.Sequential(self.block(), self.block()), nn.Sequential(self.block())]
+        for stage in stages:
+            stage.drop_path = 0.0
+        rates = [site.p for site in stochastic_depth.plan(nn.Sequential(*stages), p=0.2).sites]
+        assert rates == pytest.approx([0.0, 0.1, 0.2])
+
+    def test_a_number_called_drop_path_above_zero_is_stochastic_depth(self) -> None:
+        block = self.block()
+        block.drop_path = 0.2
+        with pytest.raises(InjectionError, match=r"on already: 1\.drop_path is 0\.2"):
+            stochastic_depth(nn.Sequential(self.block(), block))
+
+    def test_a_shared_place_can_not_have_two_rates(self) -> None:
+        blocks, shared = [self.block(), self.block()], nn.Identity()
+        for block in blocks:
+            block.drop_path = shared
+        with pytest.raises(LayerError, match=r"'0\.drop_path' and '1\.drop_path' are one module"):
+            stochastic_depth(nn.Sequential(*blocks))
+
+    def test_layers_of_unknown_kind_among_known_ones_are_told(self) -> None:
+        other = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        plan = stochastic_depth.plan(nn.ModuleDict({"layers": nn.ModuleList([self.block(), other, self.block()])}))
+        assert plan.warnings == [
+            "1 of the 3 layers of 'layers' are of a kind that the recipe does not know, and get nothing: 'layers.1'."
+        ]
+
+    @pytest.mark.parametrize("library", ["BERT", "GPT-2"])
+    def test_cross_attention_is_a_branch(self, library: str) -> None:
+        transformers = pytest.importorskip("transformers")
+        if library == "BERT":
+            size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+            config = transformers.BertConfig(**size, vocab_size=50, is_decoder=True, add_cross_attention=True)
+            names = [site.name for site in stochastic_depth.plan(transformers.BertModel(config)).sites]
+        else:
+            config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, add_cross_attention=True)
+            names = [site.name for site in stochastic_depth.plan(transformers.GPT2Model(config)).sites]
+        assert len(names) == 6
+        assert sum("crossattention" in name for name in names) == 2

@@ -8,11 +8,12 @@ EfficientNet block that changes the resolution), and None if it is no block of t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 
 from hookdrop.layers import Layer, walk
+from hookdrop.tables import some
 
 Ends = tuple[str, ...]
 
@@ -35,6 +36,28 @@ def decoder_ends(module: nn.Module) -> Ends | None:
     return next((ends for rule in _DECODERS if (ends := rule(module)) is not None), None)
 
 
+def _transformers_swin(block: nn.Module) -> Ends | None:
+    """`drop_path` for attention; the MLP's branch is added as it is."""
+    found = hasattr(block, "shift_size") and has(block, "drop_path", "intermediate", "output", "layernorm_after")
+    return ("drop_path", "output") if found else None
+
+
+def left_out(model: nn.Module, known: Collection[str]) -> list[str]:
+    """A warning for each list of layers in which some are known and others are not."""
+    found = []
+    for layer in walk(model):
+        if not isinstance(layer.module, nn.ModuleList):
+            continue
+        names = {f"{layer.name}.{name}": child for name, child in layer.module.named_children()}
+        others = [name for name, child in names.items() if name not in known and any(child.children())]
+        if len(others) < len(names) and any(name in known for name in names) and others:
+            found.append(
+                f"{len(others)} of the {len(names)} layers of {layer.name!r} are of a kind that the recipe does not "
+                f"know, and get nothing: {some(others)}."
+            )
+    return found
+
+
 def _torchvision(block: nn.Module) -> Ends | None:
     """ConvNeXt, EfficientNet, Swin, MaxViT: one module, called for each branch."""
     names = [name for name in ("stochastic_depth", "stochastic_dropout") if has(block, name)]
@@ -45,7 +68,8 @@ def _torchvision(block: nn.Module) -> Ends | None:
 
 def _timm(block: nn.Module) -> Ends | None:
     """`drop_path`, `drop_path1`, ...: an Identity while the rate is 0; None in ResNets and some others."""
-    names = [name for name in (*block._modules, *vars(block)) if re.fullmatch(r"(\w+_)?drop_path\d*", name)]
+    unset = [name for name, value in vars(block).items() if value is None]
+    names = [name for name in (*block._modules, *unset) if re.fullmatch(r"(\w+_)?drop_path\d*", name)]
     if not names:
         return None
     if not _timm_adds(block):
@@ -74,7 +98,20 @@ def _timm_adds(block: nn.Module) -> bool:
 def _torchvision_resnet(block: nn.Module) -> Ends | None:
     """Convolutions with norms are a branch only where something is made for the skip, if only None."""
     adds = any(hasattr(block, name) for name in ("downsample", "shortcut"))
-    return _last(block, "bn3", "bn2") if adds and has(block, "conv1", "bn1", "conv2", "bn2") else None
+    if not adds or not has(block, "conv1", "bn1", "conv2", "bn2") or not norms_follow(block):
+        return None
+    return _last(block, *_GATES, "bn3", "bn2")
+
+
+_GATES = ("se", "cbam", "attention", "attn", "eca")
+"""What comes between the last norm of a branch and the addition."""
+
+
+def norms_follow(block: nn.Module) -> bool:
+    """Whether each convolution comes before its norm; if not, the block begins with a norm and ends otherwise."""
+    names = list(block._modules)
+    pairs = [(f"conv{i}", f"bn{i}") for i in (1, 2, 3) if has(block, f"conv{i}", f"bn{i}")]
+    return all(names.index(conv) < names.index(norm) for conv, norm in pairs)
 
 
 def _torchvision_vit(block: nn.Module) -> Ends | None:
@@ -84,12 +121,14 @@ def _torchvision_vit(block: nn.Module) -> Ends | None:
 def _bert(block: nn.Module) -> Ends | None:
     """BERT, RoBERTa, ELECTRA, and the ViTs that are written like them."""
     ends = ("attention.output.dropout", "output.dropout")
-    return ends if has(block, *ends) else None
+    across = ("crossattention.output.dropout",) if has(block, "crossattention.output.dropout") else ()
+    return (ends[0], *across, ends[1]) if has(block, *ends) else None
 
 
 def _transformers_vit(block: nn.Module) -> Ends | None:
     """One dropout, called at the end of each branch."""
-    return ("dropout",) if has(block, "layernorm_before", "attention", "layernorm_after", "mlp", "dropout") else None
+    known = has(block, "layernorm_before", "attention", "layernorm_after", "mlp", "dropout")
+    return ("dropout",) if known and not hasattr(block, "lambda_1") else None  # InternVL calls it for one of the two
 
 
 def _clip(block: nn.Module) -> Ends | None:
@@ -107,21 +146,23 @@ def _norms_after(block: nn.Module) -> Ends | None:
         ("post_attention_layernorm", "post_feedforward_layernorm"),
         ("post_self_attn_layernorm", "post_mlp_layernorm"),
     ):
-        if has(block, "self_attn", "mlp", *ends):
+        if has(block, "self_attn", "mlp", *ends) and not has(block, "altup"):
             return ends
     return None
 
 
 def _llama(block: nn.Module) -> Ends | None:
     """LLaMA, Mistral, Qwen, Phi, and all that are written like them."""
-    return ("self_attn", "mlp") if has(block, "self_attn", "mlp", "input_layernorm") else None
+    mixer = _last(block, "self_attn", "linear_attn", "cross_attn")
+    known = mixer is not None and has(block, "mlp", "input_layernorm") and not has(block, "altup")  # Gemma 3n adds more
+    return (*mixer, "mlp") if mixer is not None and known else None
 
 
 def _gpt(block: nn.Module) -> Ends | None:
     """GPT-2 and GPT-Neo; GPT-NeoX."""
     for ends, norm in ((("attn", "mlp"), "ln_1"), (("attention", "mlp"), "input_layernorm")):
         if has(block, *ends, norm):
-            return ends
+            return (ends[0], "crossattention", ends[1]) if has(block, "crossattention") else ends
     return None
 
 
@@ -147,6 +188,7 @@ _Rule = Callable[[nn.Module], Ends | None]
 _DECODERS: tuple[_Rule, ...] = (_norms_after, _llama, _gpt)
 # The first that fits: what a library says of its own blocks goes before what they are made of.
 _RULES: tuple[_Rule, ...] = (
+    _transformers_swin,
     _torchvision,
     _timm,
     _torchvision_resnet,

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.errors import InjectionError
-from hookdrop.layers import Layer
+from hookdrop.errors import InjectionError, LayerError
+from hookdrop.layers import Layer, walk
 from hookdrop.plan import Plan
-from hookdrop.recipes.branches import blocks
+from hookdrop.recipes.branches import blocks, left_out
 from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places
 from hookdrop.regularizers import DropPath
 from hookdrop.resolve import PScale, factors
@@ -63,7 +63,9 @@ def stochastic_depth(
     found = list(blocks(model))
     if not any(ends for _, ends in found):
         raise nothing_to_do("stochastic_depth", model, "residual blocks of a kind that it knows")
-    _must_be_off([(f"{block.name}.{end}", block.module.get_submodule(end)) for block, ends in found for end in ends])
+    ends = [(f"{block.name}.{end}", block.module.get_submodule(end)) for block, ends in found for end in ends]
+    _must_be_off(model, ends)
+    _must_be_own(ends)
     places = [
         Place(f"{block.name}.{end}", p_scale=factor)
         for (block, ends), factor in zip(found, _factors([block for block, _ in found], p_scale), strict=True)
@@ -78,6 +80,7 @@ def stochastic_depth(
         name=name,
         on_existing=on_existing,
         example_input=example_input,
+        warnings=left_out(model, {block.name for block, _ in found}),
     )
 
 
@@ -85,13 +88,29 @@ def _factors(layers: Sequence[Layer], p_scale: PScale | None) -> Sequence[float]
     return [1.0] * len(layers) if p_scale is None else factors(list(layers), p_scale)
 
 
-def _must_be_off(ends: Sequence[tuple[str, nn.Module]]) -> None:
+def _must_be_off(model: nn.Module, ends: Sequence[tuple[str, nn.Module]]) -> None:
     for name, module in ends:
-        kind = type(module).__name__
         rate = next((getattr(module, rate) for rate in _RATES if hasattr(module, rate)), 0.0)
         if rate and not isinstance(module, nn.Dropout):
             raise InjectionError(
-                f"stochastic_depth: the model has it on already: {name!r} is a {kind} at {rate:g}.\n"
+                f"stochastic_depth: the model has it on already: {name!r} is a {type(module).__name__} at {rate:g}.\n"
                 "  build it without (drop_path_rate=0.; in torchvision stochastic_depth_prob=0.), or change its "
                 f"rate: hookdrop.recipes.set_dropout(model, {{'**.{name.rpartition('.')[2]}': p}})"
+            )
+    for layer in walk(model):
+        rate = vars(layer.module).get("drop_path")
+        if isinstance(rate, float) and rate:
+            raise InjectionError(
+                f"stochastic_depth: the model has it on already: {layer.name}.drop_path is {rate:g}.\n"
+                "  build it without, or set that to 0."
+            )
+
+
+def _must_be_own(ends: Sequence[tuple[str, nn.Module]]) -> None:
+    first: dict[int, str] = {}
+    for name, module in ends:
+        if first.setdefault(id(module), name) != name:
+            raise LayerError(
+                f"stochastic_depth: {first[id(module)]!r} and {name!r} are one module, which can't have two rates.\n"
+                "  give each block one of its own."
             )

@@ -10,7 +10,7 @@ from torch import nn
 from hookdrop.errors import InjectionError
 from hookdrop.layers import Layer, walk
 from hookdrop.plan import Plan
-from hookdrop.recipes.branches import has
+from hookdrop.recipes.branches import has, norms_follow
 from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places
 from hookdrop.regularizers import DropBlock
 from hookdrop.schedules import LinearSchedule, Schedule
@@ -195,6 +195,4 @@ def _resnet_blocks(model: nn.Module) -> Iterator[tuple[Layer, str]]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    return hasattr(module, "downsample") and all(
-        isinstance(getattr(module, name, None), nn.Module) for name in ("conv1", "bn1", "conv2", "bn2")
-    )
+    return hasattr(module, "downsample") and has(module, "conv1", "bn1", "conv2", "bn2") and norms_follow(module)

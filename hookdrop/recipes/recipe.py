@@ -74,6 +74,7 @@ def plan_places(
     name: str,
     on_existing: str,
     example_input: Any,
+    warnings: Sequence[str] = (),
 ) -> Plan:
     """The plan of a recipe's places, each with a regularizer of its own made by the factory."""
     regularizers: dict[Any, Any] = {
@@ -85,6 +86,7 @@ def plan_places(
     for site in resolved.sites:
         site.at, site.branch = by_name[site.name].at, by_name[site.name].branch
     resolved.counts = {name: len(resolved.sites)}
+    resolved.warnings += warnings
     return make_plan(
         model, resolved, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
     )

@@ -9,7 +9,7 @@ from torch import nn
 from hookdrop.errors import InjectionError
 from hookdrop.layers import Layer, walk
 from hookdrop.plan import Plan
-from hookdrop.recipes.branches import decoder_ends
+from hookdrop.recipes.branches import decoder_ends, left_out
 from hookdrop.recipes.rates import rates
 from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places
 from hookdrop.regularizers import Dropout
@@ -71,6 +71,7 @@ def residual_dropout(
         name=name,
         on_existing=on_existing,
         example_input=example_input,
+        warnings=left_out(model, {layer.name for layer, _ in found}),
     )
 
 
