@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import dropout as forget
 
 import hookdrop
 from hookdrop import HookdropWarning, InjectionError, LayerError
@@ -98,7 +100,7 @@ class AnyName(nn.Module):
         x = x + F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=p)[0]
         return self.head(x, self.chance)
 
-    def head(self, x: Tensor, q: float) -> Tensor:
+    def head(self, x: Tensor, q: float = 0.9) -> Tensor:
         return torchvision.ops.stochastic_depth(x, q, "row", self.training)
 
 
@@ -387,6 +389,45 @@ class MadeInForward(Holder):
         return nn.Dropout(0.3)(x)
 
 
+class InAClassMethod(Holder):
+    @classmethod
+    def head(cls, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+class InAProperty(Holder):
+    @property
+    def weight(self) -> Tensor:
+        return F.dropout(self.kept, 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class GivenByAnother(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return partial(self.head, p=0.3)(x)
+
+    def head(self, x: Tensor, p: float) -> Tensor:
+        return F.dropout(x, p)
+
+
+class InAFunctionInside(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        def head(x: Tensor, p: float) -> Tensor:
+            return F.dropout(x, p)
+
+        return head(x, 0.3)
+
+
+class ByAnotherName(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return forget(x, 0.3)
+
+
 UNREACHED: dict[str, tuple[nn.Module, str]] = {
     "an object of settings": (
         OfSettings(cfg=SimpleNamespace(dropout=0.3)),
@@ -410,6 +451,11 @@ UNREACHED: dict[str, tuple[nn.Module, str]] = {
     "a default": (OfADefault(), "OfADefault.forward calls F.dropout(x, p, self.training)"),
     "a loop": (OfALoop(rates=[0.3]), "OfALoop.forward calls F.dropout(x, p, self.training)"),
     "a module made at each call": (MadeInForward(), "MadeInForward.forward calls nn.Dropout(0.3)"),
+    "a class method": (InAClassMethod(), "InAClassMethod.forward calls F.dropout(x, 0.3)"),
+    "a property": (InAProperty(), "InAProperty.forward calls F.dropout(self.kept, 0.3)"),
+    "an argument that another gives": (GivenByAnother(), "GivenByAnother.forward calls F.dropout(x, p)"),
+    "a function inside": (InAFunctionInside(), "InAFunctionInside.forward calls F.dropout(x, p)"),
+    "dropout by another name": (ByAnotherName(), "ByAnotherName.forward calls forget(x, 0.3)"),
     "a tensor": (Base(), "Base.forward reads rate, a Tensor"),
 }
 UNREACHED["a tensor"][0].rate = torch.tensor(0.3)

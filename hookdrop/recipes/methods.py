@@ -22,18 +22,23 @@ class Method:
     function: FunctionType
     tree: ast.FunctionDef
     nodes: list[ast.AST] = field(default_factory=list)
-    calls: list[tuple[ast.Call, Method]] = field(default_factory=list)
-    """Of it, by the methods that do so."""
+    calls: list[tuple[ast.Call | None, Method]] = field(default_factory=list)
+    """Of it, by the methods that do so; None where one only mentions it."""
     local: dict[str, list[ast.expr | None]] = field(default_factory=dict)
     """What is assigned to a name; None if that takes more than reading."""
 
     def __post_init__(self) -> None:
         given = [*self.tree.args.posonlyargs, *self.tree.args.args]
-        static = isinstance(inspect.getattr_static(self.owner, self.tree.name, None), staticmethod)
-        self.me = given[0].arg if given and not static else ""
+        kept = inspect.getattr_static(self.owner, self.tree.name, None)
+        self.me = given[0].arg if given and not isinstance(kept, staticmethod) else ""
+        self.is_property = isinstance(kept, property)
         self.given = [argument.arg for argument in given if argument.arg != self.me]
         self.nodes = sorted(ast.walk(self.tree), key=_place)
-        self.parameters = {node.arg for node in self.nodes if isinstance(node, ast.arg)} - {self.me}
+        own = {node.arg for node in ast.walk(self.tree.args) if isinstance(node, ast.arg)}
+        self.parameters = own - {self.me}
+        for node in self.nodes:
+            if isinstance(node, ast.arg) and node.arg not in own:  # of a function inside
+                self.local[node.arg] = [None]
         for node in self.nodes:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 self.local.setdefault(node.id, [])
@@ -81,7 +86,8 @@ def methods_that_run(cls: type) -> tuple[list[Method], list[str]]:
         name, start, call, caller = waiting.pop(0)
         owner = next((parent for parent in cls.__mro__[start:] if name in vars(parent)), None)
         function = None if owner is None else vars(owner)[name]
-        function = function.__func__ if isinstance(function, staticmethod) else function
+        if isinstance(function, staticmethod | classmethod | property):
+            function = function.fget if isinstance(function, property) else function.__func__
         if owner is None or (name != "forward" and not inspect.isfunction(function)):
             continue
         if (owner, name) not in found:
@@ -89,10 +95,11 @@ def methods_that_run(cls: type) -> tuple[list[Method], list[str]]:
             if method is not None:
                 waiting += _called(cls, method)
         method = found[owner, name]
-        if method is not None and call is not None and caller is not None:
+        if method is not None and caller is not None:
             method.calls.append((call, caller))
+    unread = [name for (owner, name), method in found.items() if method is None]
     return [method for method in found.values() if method is not None], [
-        name for (_, name), method in found.items() if method is None
+        name for name in unread if not isinstance(inspect.getattr_static(cls, name, None), property)
     ]
 
 

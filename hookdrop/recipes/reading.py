@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,11 +53,12 @@ def read(cls: Any) -> Reading:
     for method in methods:
         for node in method.nodes:
             path = path_of(node) or ()
-            if path[:1] == (method.me,) and len(path) == 2 and isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
-                attributes[path[1]] = None
+            if path[:1] == (method.me,) and len(path) == 2:
+                if isinstance(getattr(node, "ctx", ast.Load()), ast.Load) and not method.is_property:
+                    attributes[path[1]] = None
             elif path[:2] == (method.me, "config") and len(path) == 3 and "drop" in path[2]:
                 from_config[path[2]] = None
-            elif isinstance(node, ast.Call) and (rate := _rate_of(node, method.me)) is not None:
+            elif isinstance(node, ast.Call) and (rate := _rate_of(node, method)) is not None:
                 found = set(_sources(rate, method, ()))
                 paths = tuple(sorted(path for path in found if path is not None))
                 if found:
@@ -66,24 +66,28 @@ def read(cls: Any) -> Reading:
     return Reading(tuple(attributes), tuple(from_config), tuple(calls), tuple(unread))
 
 
-def _rate_of(call: ast.Call, me: str) -> ast.expr | None:
+def _rate_of(call: ast.Call, method: Method) -> ast.expr | None:
     """The argument that is the rate, if this is a call of functional dropout, or of attention with dropout."""
     path = path_of(call.func)
-    if path is None or path[0] == me:
+    if path is None or path[0] == method.me:
         return None
-    made = _CLASSES.fullmatch(path[-1]) is not None
-    if not made and not _FUNCTIONS.fullmatch(path[-1]):
+    name = path[-1] if _is_drop(path[-1]) else getattr(_outside(path, method), "__name__", "")
+    if not _is_drop(name):
         return None
     given = {keyword.arg: keyword.value for keyword in call.keywords}
-    position = 0 if made else _POSITIONS.get(path[-1], None if "attention" in path[-1] else 1)
-    if (named := next((given[name] for name in _ARGUMENTS if name in given), None)) is not None:
+    position = 0 if _CLASSES.fullmatch(name) else _POSITIONS.get(name, None if "attention" in name else 1)
+    if (named := next((given[word] for word in _ARGUMENTS if word in given), None)) is not None:
         return named
     starred = any(isinstance(argument, ast.Starred) for argument in call.args)
     if position is not None and (len(call.args) > position or starred):
         return call if starred else call.args[position]
-    if "dropout" in path[-1].lower():
+    if "dropout" in name.lower():
         return call if None in given else ast.Constant(0.5)  # torch's default
     return None
+
+
+def _is_drop(name: str) -> bool:
+    return bool(_CLASSES.fullmatch(name) or _FUNCTIONS.fullmatch(name))
 
 
 def _sources(node: ast.expr | None, method: Method, seen: tuple[object, ...]) -> Iterator[Path | None]:
@@ -147,24 +151,36 @@ def _below(node: ast.expr | None, rest: Path, method: Method, seen: tuple[object
 
 
 def _given(name: str, rest: Path, method: Method, seen: tuple[object, ...]) -> Iterator[Path | None]:
-    """The sources of a parameter: its default, and what the other methods give it."""
-    if name in method.defaults:
-        yield from _below(method.defaults[name], rest, method, seen)
+    """The sources of a parameter: what the other methods give it, or else its default."""
     for call, caller in method.calls:
+        if call is None:
+            yield None
+            continue
         by_name = {keyword.arg: keyword.value for keyword in call.keywords}
         by_place = dict(zip(method.given, call.args, strict=False))
-        value = by_name.get(name, by_place.get(name))
+        value = by_name.get(name, by_place.get(name, by_name.get(None)))
         if value is not None:
             yield from _below(value, rest, caller, seen)
+        elif name in method.defaults:
+            yield from _below(method.defaults[name], rest, method, seen)
+    if not method.calls and name in method.defaults:
+        yield from _below(method.defaults[name], rest, method, seen)
 
 
 def _global(path: Path, method: Method) -> bool:
     """Whether a name from outside of the method may stand for a rate that is not 0."""
+    value = _outside(path, method)
+    return not isinstance(value, int | float) or bool(value)
+
+
+def _outside(path: Path, method: Method) -> Any:
+    """What a name stands for outside of the method; None if that is not known."""
+    code, cells = method.function.__code__, method.function.__closure__ or ()
+    around = dict(zip(code.co_freevars, cells, strict=True))
     try:
-        outside = inspect.getclosurevars(method.function)
-    except (TypeError, ValueError):
-        return True
-    value: Any = {**outside.globals, **outside.nonlocals}.get(path[0])
+        value: Any = around[path[0]].cell_contents if path[0] in around else method.function.__globals__.get(path[0])
+    except ValueError:  # A name that has no value yet.
+        return None
     for name in path[1:]:
         value = getattr(value, name, None)
-    return not isinstance(value, int | float) or bool(value)
+    return value
