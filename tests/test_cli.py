@@ -404,6 +404,8 @@ def test_the_line_of_python_of_a_recipe_does_what_was_planned(run: Any) -> None:
         ("set_dropout", "is not a recipe"),
         ("stochastic_depth(p=open('x'))", "not a literal"),
         ("recipes.stochastic_depth", "can't read"),
+        ("stochastic_depth(example_input=1)", "example_input is made by the command line"),
+        ("stochastic_depth(name=[])", "name must be a text, got []"),
     ],
 )
 def test_a_slip_in_a_recipe_is_told_before_a_model_is_built(
@@ -411,6 +413,17 @@ def test_a_slip_in_a_recipe_is_told_before_a_model_is_built(
 ) -> None:
     monkeypatch.setattr(zoo, "load", lambda *_: pytest.fail("a model was built"))
     assert message in refused("plan", "resnet18", "--recipe", text)
+
+
+@pytest.mark.parametrize("text", ["dropblock_resnet(steps=10)", "dropblock_resnet(0.1, 7, 10)"])
+def test_steps_of_a_recipe_are_given_once(refused: Any, text: str) -> None:
+    told = refused("plan", "resnet18", "--recipe", text, "--schedule-steps", "100")
+    assert "has steps=10, and --schedule-steps 100 is given too" in told
+
+
+def test_a_schedule_of_a_recipe_is_given_once(refused: Any) -> None:
+    told = refused("plan", "resnet18", "--recipe", "stochastic_depth(schedule=None)", "--schedule-steps", "100")
+    assert "has schedule=None, and --schedule-steps 100 is given too" in told
 
 
 def test_a_recipe_that_finds_nothing_says_so(refused: Any) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import dropout as forget
 
 import hookdrop
 from hookdrop import HookdropWarning, InjectionError, LayerError
@@ -43,6 +47,102 @@ class Functional(nn.Module):
         return F.dropout(x, p=self.dropout_rate if self.training else 0.0)
 
 
+RATE = 0.4
+OFF = 0.0
+
+
+class Inherited(nn.Dropout):
+    """The rate is read in a parent's forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class InheritedTwice(Inherited):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+    def head(self, x: Tensor) -> Tensor:
+        return Inherited.forward(self, x)
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rate = nn.Linear(16, 16), 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.linear(x))
+
+    def head(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.rate, self.training)
+
+
+class Heir(Base):
+    """What the parent's forward calls is this class's, which calls the parent's."""
+
+    def head(self, x: Tensor) -> Tensor:
+        return super().head(x).relu()
+
+
+class AnyName(nn.Module):
+    """Rates with names that say nothing, one by way of a local variable, one of a method's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.p, self.prob, self.noise, self.chance = 0.2, 0.3, 0.4, 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.linear(x), self.p, self.training)
+        x = F.dropout1d(x, p=float(self.prob) if self.training else 0.0)
+        p = self.noise if self.training else 0.0
+        x = x + F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=p)[0]
+        return self.head(x, self.chance)
+
+    def head(self, x: Tensor, q: float = 0.9) -> Tensor:
+        return torchvision.ops.stochastic_depth(x, q, "row", self.training)
+
+
+class OfAModule(nn.Module):
+    """The rate of a submodule, which is never called, and a constant that is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn_drop = nn.Dropout(0.3)
+
+    def forward(this, x: Tensor) -> Tensor:
+        x = F.dropout(x, OFF)
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=this.attn_drop.p if this.training else 0.0)
+
+
+class NotSelf(nn.Module):
+    """The module has another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.drop_rate = 0.3, 0.2
+
+    def forward(net, x: Tensor) -> Tensor:
+        x = F.dropout(x, net.rate, net.training)
+        return F.dropout(x, getattr(net, "drop_rate"), net.training)  # noqa: B009
+
+
+class TwoRates(nn.Module):
+    """Drops at two rates, and does nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.rate2 = 0.3, 0.2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(F.dropout(x, self.rate, self.training), self.rate2, self.training)
+
+
+class TwoDropouts(TwoRates):
+    """By its name it is dropout."""
+
+
 def bert() -> nn.Module:
     return transformers.BertModel(transformers.BertConfig(**SIZE, vocab_size=50))
 
@@ -71,7 +171,15 @@ def vit() -> nn.Module:
 
 
 IMAGE = (torch.randn(2, 3, 32, 32),)
+ROWS = (torch.randn(8, 16),)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "a Dropout whose forward is its parent's": (lambda: nn.Sequential(Inherited(0.3)), ROWS),
+    "a Dropout two classes away": (lambda: InheritedTwice(0.3), ROWS),
+    "a method of a parent": (Heir, ROWS),
+    "rates of any name": (AnyName, ROWS),
+    "the rate of a submodule": (OfAModule, (torch.randn(2, 4, 16),)),
+    "a forward without self": (NotSelf, ROWS),
+    "two rates in one dropout": (TwoDropouts, ROWS),
     "a stack of LSTMs": (lambda: nn.LSTM(16, 16, 2, dropout=0.3), (torch.randn(4, 2, 16),)),
     "a transformer layer": (lambda: nn.TransformerEncoderLayer(16, 2, 16, 0.2), (torch.randn(2, 4, 16),)),
     "attention": (lambda: nn.MultiheadAttention(16, 2, dropout=0.3), (torch.randn(4, 2, 16),) * 3),
@@ -203,6 +311,281 @@ class TestTheReport:
         assert "<td>0.1</td>" in report_dropout(nn.Sequential(nn.Dropout(0.1)))._repr_html_()
 
 
+def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator without functools.wraps."""
+
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+class Holder(nn.Module):
+    """What the models below read their rates from."""
+
+    rates: Any
+
+    def __init__(self, **kept: Any) -> None:
+        super().__init__()
+        for name, value in kept.items():
+            setattr(self, name, value)
+
+
+class OfSettings(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.cfg.dropout, self.training)
+
+
+class OfSettingsByALocalName(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        args = self.args
+        return F.dropout(x, args.p if self.training else 0.0)
+
+
+class OfADictionary(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.rates["first"], self.training)
+
+
+class OfAModuleThatDoesNotDrop(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.place.p, self.training)
+
+
+class OfAConstant(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, RATE, self.training)
+
+
+class OfAClosure(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, OfAClosure.RATE, self.training)
+
+    RATE = 0.3
+
+
+class OfArithmetic(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 1 - self.keep, self.training)
+
+
+class OfADefault(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+    def head(self, x: Tensor, p: float = 0.3) -> Tensor:
+        return F.dropout(x, p, self.training)
+
+
+class OfALoop(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        for p in self.rates:
+            x = F.dropout(x, p, self.training)
+        return x
+
+
+class MadeInForward(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Dropout(0.3)(x)
+
+
+class InAClassMethod(Holder):
+    @classmethod
+    def head(cls, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+class InAProperty(Holder):
+    @property
+    def weight(self) -> Tensor:
+        return F.dropout(self.kept, 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class GivenByAnother(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return partial(self.head, p=0.3)(x)
+
+    def head(self, x: Tensor, p: float) -> Tensor:
+        return F.dropout(x, p)
+
+
+class InAFunctionInside(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        def head(x: Tensor, p: float) -> Tensor:
+            return F.dropout(x, p)
+
+        return head(x, 0.3)
+
+
+class ByAnotherName(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return forget(x, 0.3)
+
+
+UNREACHED: dict[str, tuple[nn.Module, str]] = {
+    "an object of settings": (
+        OfSettings(cfg=SimpleNamespace(dropout=0.3)),
+        "OfSettings.forward calls F.dropout(x, self.cfg.dropout, self.training)",
+    ),
+    "an object of settings by a local name": (
+        OfSettingsByALocalName(args=SimpleNamespace(p=0.3)),
+        "OfSettingsByALocalName.forward calls F.dropout(x, args.p if self.training else 0.0)",
+    ),
+    "a dictionary": (
+        OfADictionary(rates={"first": 0.3}),
+        "OfADictionary.forward calls F.dropout(x, self.rates['first'], self.training)",
+    ),
+    "a module that does not read it": (
+        OfAModuleThatDoesNotDrop(place=Holder(p=0.3)),
+        "OfAModuleThatDoesNotDrop.forward calls F.dropout(x, self.place.p, self.training)",
+    ),
+    "a constant": (OfAConstant(), "OfAConstant.forward calls F.dropout(x, RATE, self.training)"),
+    "a constant of a class": (OfAClosure(), "OfAClosure.forward calls F.dropout(x, OfAClosure.RATE, self.training)"),
+    "arithmetic": (OfArithmetic(keep=0.9), "OfArithmetic.forward calls F.dropout(x, 1 - self.keep, self.training)"),
+    "a default": (OfADefault(), "OfADefault.forward calls F.dropout(x, p, self.training)"),
+    "a loop": (OfALoop(rates=[0.3]), "OfALoop.forward calls F.dropout(x, p, self.training)"),
+    "a module made at each call": (MadeInForward(), "MadeInForward.forward calls nn.Dropout(0.3)"),
+    "a class method": (InAClassMethod(), "InAClassMethod.forward calls F.dropout(x, 0.3)"),
+    "a property": (InAProperty(), "InAProperty.forward calls F.dropout(self.kept, 0.3)"),
+    "an argument that another gives": (GivenByAnother(), "GivenByAnother.forward calls F.dropout(x, p)"),
+    "a function inside": (InAFunctionInside(), "InAFunctionInside.forward calls F.dropout(x, p)"),
+    "dropout by another name": (ByAnotherName(), "ByAnotherName.forward calls forget(x, 0.3)"),
+    "a tensor": (Base(), "Base.forward reads rate, a Tensor"),
+}
+UNREACHED["a tensor"][0].rate = torch.tensor(0.3)
+
+
+class Flags(Holder):
+    """Numbers that are no rates, though "drop" is in their names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.drop_first + self.num_dropped + self.drop_count + self.drop_rate_id else x * self.training
+
+
+class Kept(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.bernoulli(torch.full_like(x, self.drop_keep_prob))
+
+
+class Fixed(nn.Module):
+    """A rate that can be read, not set."""
+
+    @property
+    def drop_rate(self) -> float:
+        return 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.drop_rate, self.training)
+
+
+class Refusing(Fixed):
+    @property
+    def drop_rate(self) -> float:
+        return 0.3
+
+    @drop_rate.setter
+    def drop_rate(self, value: float) -> None:
+        raise KeyError("not today")
+
+
+class TestWhatIsRead:
+    @pytest.mark.parametrize("name", UNREACHED)
+    def test_a_rate_that_is_kept_elsewhere_is_out_of_reach(self, name: str) -> None:
+        model, line = UNREACHED[name]
+        report = report_dropout(nn.Sequential(model))
+        assert report.out_of_reach == {line: ["0"]}
+        assert [rate.name for rate in report.rates] == []
+
+    @pytest.mark.parametrize("model", [AnyName(), OfAModule(), NotSelf(), Heir(), Inherited(0.1), TwoRates()])
+    def test_what_is_in_reach_is_not_told_as_out_of_it(self, model: nn.Module) -> None:
+        assert report_dropout(model).out_of_reach == {}
+
+    def test_the_rate_of_a_submodule_is_the_submodules(self) -> None:
+        assert [rate.name for rate in report_dropout(OfAModule()).rates] == ["attn_drop"]
+
+    def test_a_forward_under_a_decorator_that_hides_it_can_not_be_read(self) -> None:
+        class Net(nn.Module):
+            @undecorated
+            def forward(self, x: Tensor) -> Tensor:
+                return F.dropout(self.head(x), 0.3)
+
+        assert report_dropout(Net()).out_of_reach == {"the source of Net.forward can't be read": [""]}
+
+    def test_nor_can_a_method_under_one(self) -> None:
+        class Net(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(x)
+
+            @undecorated
+            def head(self, x: Tensor) -> Tensor:
+                return F.dropout(x, 0.3)
+
+        assert report_dropout(Net()).out_of_reach == {"the source of Net.head can't be read": [""]}
+
+    def test_a_forward_that_one_module_alone_has_is_told(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].forward = lambda x: F.dropout(x, 0.3)
+        assert report_dropout(model).out_of_reach == {"the forward of this Linear is another than its class has": ["1"]}
+
+    def test_flags_and_counts_are_no_rates(self) -> None:
+        report = report_dropout(Flags(drop_first=1, num_dropped=0, drop_count=0, drop_rate_id=3))
+        assert (list(report.rates), report.out_of_reach) == ([], {})
+
+    def test_a_keep_probability_is_no_rate_but_told(self) -> None:
+        report = report_dropout(Kept(drop_keep_prob=0.9))
+        assert list(report.rates) == []
+        assert report.out_of_reach == {"Kept.forward reads drop_keep_prob, which may be a drop rate": [""]}
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "dropout",
+            "attention_dropout",
+            "hidden_dropout_prob",
+            "attn_pdrop",
+            "layerdrop",
+            "drop_path_prob",
+            "patch_drop_rate",
+            "dropout_prob",
+            "dropout_p",
+            "dropout1",
+            "drop_connect_rate",
+            "_drop_prob",
+        ],
+    )
+    def test_the_names_of_rates_are_known(self, name: str) -> None:
+        scope: dict[str, Any] = {"Holder": Holder}
+        source = f"class Net(Holder):\n    def forward(self, x):\n        return draw(x, self.{name})\n"
+        linecache.cache["<net>"] = (len(source), None, source.splitlines(True), "<net>")
+        exec(compile(source, "<net>", "exec"), scope)
+        scope["Net"].__module__ = __name__
+        assert [rate.name for rate in report_dropout(scope["Net"](**{name: 0.1})).rates] == [name]
+
+    def test_one_recurrent_layer_has_no_dropout(self) -> None:
+        with pytest.warns(UserWarning, match="num_layers greater than 1"):
+            model = nn.Sequential(nn.LSTM(4, 4, 1, dropout=0.2), nn.GRU(4, 4, 2, dropout=0.2))
+        report = report_dropout(model)
+        assert ([rate.name for rate in report.rates], report.out_of_reach) == (["1.dropout"], {})
+
+    def test_two_rates_of_one_dropout_have_two_names(self) -> None:
+        model = nn.Sequential(TwoDropouts())
+        assert [rate.name for rate in report_dropout(model).rates] == ["0", "0.rate2"]
+        set_dropout(model, {"0.rate2": 0.9})
+        assert (model[0].rate, model[0].rate2) == (0.3, 0.9)
+
+    def test_a_property_without_a_setter_is_out_of_reach(self) -> None:
+        model = nn.Sequential(nn.Dropout(0.3), Fixed())
+        report = report_dropout(model)
+        assert [rate.name for rate in report.rates] == ["0"]
+        assert report.out_of_reach == {"Fixed.forward reads drop_rate, a property without a setter": ["1"]}
+
+
 class TestSetting:
     @pytest.fixture
     def model(self) -> Any:
@@ -254,6 +637,25 @@ class TestSetting:
     def test_a_model_without_dropout_is_an_error(self) -> None:
         with pytest.raises(LayerError, match="finds no dropout in Linear"):
             set_dropout(nn.Linear(2, 2), 0.1)
+
+    def test_a_rate_that_can_not_be_set_changes_nothing(self) -> None:
+        model = nn.Sequential(nn.Dropout(0.3), Refusing(), nn.Dropout(0.3))
+        with pytest.raises(
+            LayerError, match=r"'1.drop_rate' can't be set to 0.5: Refusing raised KeyError: 'not today'"
+        ):
+            set_dropout(model, 0.5)
+        assert [rate.value for rate in report_dropout(model).rates] == [0.3, 0.3, 0.3]
+
+    def test_what_has_no_setter_is_left_out(self) -> None:
+        model = nn.Sequential(nn.Dropout(0.3), Fixed())
+        with set_dropout(model, 0.5):
+            assert model[0].p == 0.5
+        assert model[0].p == 0.3
+
+    def test_an_empty_mapping_is_an_error(self, model: Any) -> None:
+        with pytest.raises(LayerError, match="the mapping is empty") as told:
+            set_dropout(model, {})
+        assert "'1.dropout'" in str(told.value)
 
     def test_comes_undone_after_an_exception(self, model: Any) -> None:
         with pytest.raises(KeyError), set_dropout(model, 0.5):

@@ -12,7 +12,7 @@ from torch import nn
 
 import hookdrop
 from hookdrop import recipes, zoo
-from hookdrop.calls import Kind, read_call, signature_of
+from hookdrop.calls import Call, Kind, read_call, signature_of
 from hookdrop.cli.console import ROOT, make_console, say, show_table
 from hookdrop.layers import Entry, entry_text
 from hookdrop.recipes import Recipe
@@ -82,21 +82,43 @@ def _by_layers(args: argparse.Namespace) -> _Planned:
 
 def _by_recipe(args: argparse.Namespace) -> _Planned:
     call = read_call(args.recipe, _KIND)
-    recipe, settings = RECIPES[call.name], dict(call.kwargs)
-    if args.schedule_steps is not None:
-        if "schedule" in inspect.signature(recipe).parameters:
-            settings["schedule"] = LinearSchedule(steps=args.schedule_steps)
-        else:
-            settings.setdefault("steps", args.schedule_steps)
-    try:
-        inspect.signature(recipe).bind(None, *call.args, **settings)
-    except TypeError as error:
-        raise TypeError(f"--recipe: {args.recipe!r}: {error}{signature_of(call.name, _KIND)}") from None
+    recipe, settings = RECIPES[call.name], _settings(args, call)
     found = zoo.load(args.model, args.input_size)
     plan = recipe.plan(found.model, *call.args, example_input=found.example_input, **settings)
     said = ["model", *map(repr, call.args), *(f"{name}={value!r}" for name, value in settings.items())]
     follow = "" if plan.schedule is None else ".follow(optimizer)"
     return _Planned(plan, found, f"drop = recipes.{call.name}({', '.join(said)}){follow}", plan.counts)
+
+
+def _settings(args: argparse.Namespace, call: Call) -> dict[str, Any]:
+    """What a recipe is called with by name: what was spelled, and the schedule.
+
+    Raises:
+        TypeError: the recipe does not take it.
+        ValueError: it is for the command line to say, or was said twice.
+    """
+    settings, said = dict(call.kwargs), f"--recipe: {args.recipe!r}"
+    signature = inspect.signature(RECIPES[call.name])
+    try:
+        spelled = signature.bind(None, *call.args, **settings).arguments
+    except TypeError as error:
+        raise TypeError(f"{said}: {error}{signature_of(call.name, _KIND)}") from None
+    if "example_input" in spelled:
+        raise ValueError(
+            f"{said}: example_input is made by the command line; leave it out.\n  its size: --input-size 224"
+        )
+    if not isinstance(spelled.get("name", ""), str):
+        raise TypeError(f"{said}: name must be a text, got {spelled['name']!r}.\n  write: name='mine'")
+    if args.schedule_steps is None:
+        return settings
+    schedule = "schedule" if "schedule" in signature.parameters else "steps"
+    if schedule in spelled:
+        raise ValueError(
+            f"{said} has {schedule}={spelled[schedule]!r}, and --schedule-steps {args.schedule_steps} is given too.\n"
+            "  leave out one of them."
+        )
+    steps = args.schedule_steps
+    return {**settings, schedule: LinearSchedule(steps=steps) if schedule == "schedule" else steps}
 
 
 def _object(planned: _Planned) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
@@ -117,8 +118,23 @@ class DropoutChange:
         self._before = [(rate, getattr(rate.module, rate.attribute), value) for rate, value in wanted]
         self.rates = {rate.name: (float(before), value) for rate, before, value in self._before}
         """By name: the rate before, and the rate that was set."""
-        for rate, value in wanted:
-            setattr(rate.module, rate.attribute, value)
+        with nothing_placed():
+            self._set(wanted)
+
+    def _set(self, wanted: Sequence[tuple[Rate, float]]) -> None:
+        """All of them or, where a module refuses one, none."""
+        for done, (rate, value) in enumerate(wanted):
+            try:
+                setattr(rate.module, rate.attribute, value)
+            except Exception as error:
+                for earlier, before, _ in self._before[: done + 1]:
+                    with suppress(Exception):
+                        setattr(earlier.module, earlier.attribute, before)
+                raise LayerError(
+                    f"set_dropout: {rate.name!r} can't be set to {value:g}: {type(rate.module).__name__} raised "
+                    f"{type(error).__name__}: {error}.\n  All rates are as they were; leave this one out: "
+                    "set_dropout(model, {name: p, ...})"
+                ) from error
 
     def remove(self) -> None:
         """Set the rates that were there before; a second time does nothing."""
@@ -151,6 +167,11 @@ def _wanted(found: Sequence[Rate], p: Rates | Mapping[str | re.Pattern[str], Rat
     """For each rate the one to set; None to leave it."""
     if not isinstance(p, Mapping):
         return [_new(rate, p) for rate in found]
+    if not p:
+        raise LayerError(
+            "set_dropout: the mapping is empty, so that no rate would be changed.\n"
+            f"  the rates are: {some([rate.name for rate in found])}\n  all of them:   set_dropout(model, p)"
+        )
     chosen: dict[str, tuple[object, float]] = {}
     for pattern, value in p.items():
         for rate in _matching(found, pattern):
