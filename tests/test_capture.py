@@ -217,26 +217,26 @@ class TestNothingIsLeft:
         assert all(torch.equal(x * 2, y) for x, y in zip(seen.inputs["0"], seen["0"], strict=True))
 
     def test_inputs_are_those_of_the_same_thread(self) -> None:
-        entered, done = threading.Event(), threading.Event()
+        """The first of two calls ends while the second is going on."""
+        second_is_in, first_is_out = threading.Event(), threading.Event()
 
         class Waiting(nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 if x > 0:
-                    entered.set()
-                    assert done.wait(20)
+                    other.start()
+                    assert second_is_in.wait(20)
+                else:
+                    second_is_in.set()
+                    assert first_is_out.wait(20)
                 return x * 2
 
         model = nn.Sequential(Waiting())
+        other = threading.Thread(target=model, args=(-torch.ones(1),))
         with capture(model, "0", inputs=True) as seen:
-            other = threading.Thread(target=model, args=(torch.ones(1),))
-            other.start()
-            assert entered.wait(20)
-            pair = threading.Thread(target=lambda: (model(-torch.ones(1)), done.set()))
-            for thread in (pair, other):
-                if thread is pair:
-                    thread.start()
-                thread.join()
-        assert [(x.item(), y.item()) for x, y in zip(seen.inputs["0"], seen["0"], strict=True)] == [(-1, -2), (1, 2)]
+            model(torch.ones(1))
+            first_is_out.set()
+            other.join()
+        assert [(x.item(), y.item()) for x, y in zip(seen.inputs["0"], seen["0"], strict=True)] == [(1, 2), (-1, -2)]
 
     def test_nested_ones_see_the_same(self, model: Small, images: torch.Tensor) -> None:
         with capture(model, "fc", gradients=True) as outer:
