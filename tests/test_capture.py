@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, HookdropWarning, InjectionError, LayerError, ShapeError, inject
-from hookdrop.observe import capture
+from hookdrop.observe import capture, stats
 
 
 @pytest.fixture
@@ -382,6 +382,17 @@ class TestMistakes:
         with pytest.raises(ShapeError, match="'0' was called without a tensor"), capture(model, "0", inputs=True):
             model("text")
         assert hooks(model) == 0
+
+    def test_a_with_that_was_forgotten(self, model: Small) -> None:
+        drop = inject(model, Dropout(0.5), layers="fc")
+        with pytest.raises(TypeError, match="nothing before a forward.\n  write: with capture") as told:
+            capture(model, "fc")["fc"]
+        assert "as seen: model(x)" in str(told.value)
+        with pytest.raises(AttributeError, match="no 'doubts' yet: .*\n  write: with stats"):
+            stats(model).doubts()
+        with pytest.raises(AttributeError, match=r"no 'plot_features' yet: .*\n  write: with drop.recording\(\) as r"):
+            drop.recording().plot_features()
+        assert not hasattr(capture(model, "fc"), "__len__")
 
     def test_torch_func_is_refused(self) -> None:
         """Its wrappers would be kept beyond their end."""

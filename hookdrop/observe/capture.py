@@ -6,7 +6,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from hookdrop.observe.taps import chosen_layers, chosen_tensor, first_tensor, ta
 from hookdrop.replay import running_again
 from hookdrop.tables import counted, some
 from hookdrop.values import TensorKey
+from hookdrop.within import within
 
 
-@contextmanager
+@within("with capture(model, layers) as seen: model(x)   then seen[name]")
 def capture(
     model: nn.Module,
     layers: Entries,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,6 +18,7 @@ from hookdrop.observe.plots import stats_figure
 from hookdrop.observe.taps import chosen_layers, tapped
 from hookdrop.pictures import pixels
 from hookdrop.tables import html_table, some, text_table
+from hookdrop.within import within
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ LEAST_AXIS = 8
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
 
-@contextmanager
+@within("with stats(model) as seen: model(x)   then seen[name]")
 def stats(
     model: nn.Module, layers: Entries | None = None, *, channel_dim: int | None = None, exclude: Entries = ()
 ) -> Iterator[Stats]:
