@@ -22,6 +22,7 @@ import torch
 import torchvision
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import Tensor
@@ -139,8 +140,9 @@ def everything(folder: Path) -> Iterator[tuple[str, str, Figure | None]]:
     images = photographs()
     title = "## Regularizers\n\n"
     for name, (text, view) in SHOWN_AS.items():
-        others = [other for other, same in SAME_PICTURE.items() if same == name]
-        head = f"{title}### {', '.join([name, *others])}\n\n{summary(text)}\n\n`{text}` on {view.note}."
+        others = [other for other, shown in SAME_PICTURE.items() if shown == name]
+        same = f" {' and '.join(others)} are the same on (N, C, L) and (N, C, D, H, W)." if others else ""
+        head = f"{title}### {', '.join([name, *others])}\n\n{summary(text)}\n\n`{text}` on {view.note}.{same}"
         yield slug(name), head, before_and_after(parse(text), images, view)
         title = ""
     title = "## Of gradients\n\nThe tensor passes as it is; these act on its gradient, in the backward pass.\n\n"
@@ -221,7 +223,7 @@ def gradients(texts: tuple[str, ...]) -> Figure:
     cells = grid(figure, len(rows))
     for axes, (label, image) in zip(cells, picture_cells(rows), strict=True):
         drawn = axes.imshow(image[0].detach().numpy(), cmap="RdBu_r", norm=TwoSlopeNorm(0.0, -3.0, 3.0))
-        axes.set_ylabel(label)
+        axes.set_ylabel(label.replace("=", "\n= "))  # as high as a row, not higher
     figure.colorbar(drawn, ax=cells, label="gradient", fraction=0.02)
     return figure
 
@@ -229,7 +231,8 @@ def gradients(texts: tuple[str, ...]) -> Figure:
 def ramps() -> Figure:
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     for axes, schedule in zip(figure.subplots(2, 4, sharex=True, sharey=True).flatten(), SCHEDULES, strict=True):
-        axes.plot(schedule.simulate(121), color="#2166ac")
+        at_once = isinstance(schedule, EarlySchedule | LateSchedule)
+        axes.plot(schedule.simulate(121), color="#2166ac", drawstyle="steps-post" if at_once else "default")
         axes.set_title(type(schedule).__name__ + (", delay" if getattr(schedule, "delay", 0) else ""), fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("steps", fontsize=9)
@@ -266,6 +269,7 @@ def rates_by_depth() -> Figure:
         sites = recipes.stochastic_depth.plan(model, p=0.2).sites
         axes.bar(range(len(sites)), [site.p for site in sites], color="#2166ac")
         axes.set(title=name, xlabel="branch, from the input on")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("p")
     return figure

@@ -21,6 +21,7 @@ from hookdrop.recording import Recording, recorded
 from hookdrop.schedules import Schedule
 from hookdrop.state import Override
 from hookdrop.tables import counted, html_table, text_table
+from hookdrop.within import within
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ class Injection(Handle):
         with measured_into(self._state, empty_measurement(self._hooks)) as measurement:
             yield measurement
 
-    @contextmanager
+    @within("with drop.recording() as r: model(x)   then r[site], r.plot_features()")
     def recording(self, last: int = 1, to: Place = None) -> Iterator[Recording]:
         """Keep what the real forwards inside do: `r["layer4.0"].before`, `.mask`, `.after`, and pictures of them.
 

@@ -17,6 +17,23 @@ class NotKept(LayerError, KeyError):
     __str__ = Exception.__str__
 
 
+def place(to: Place, owner: str) -> Place:
+    """`to`, if it is a device that there is.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    if to is not None:
+        try:
+            torch.empty(0, device=to)
+        except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f'{owner}: to must be a device such as "cpu" or "cuda:0", or None, got {to!r}.\n  PyTorch: {reason}'
+            ) from None
+    return to
+
+
 def copied(x: Tensor, to: Place = None) -> Tensor:
     """`x` without its graph, in memory of its own: an in-place operation that follows must not change it."""
     with torch.inference_mode(False), torch.no_grad():

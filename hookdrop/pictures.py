@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.arguments import count
-from hookdrop.errors import ShapeError
+from hookdrop.errors import LayerError, ShapeError
 from hookdrop.extras import needs
 from hookdrop.maps import channel_axis
 
@@ -87,7 +88,10 @@ def panels(x: Tensor, sample: int, channels: int, channel_dim: int | None = None
         raise ShapeError(f"got {tuple(x.shape)}, which has no sample={sample}: it has {len(x)}.")
     if x.dim() == 3:
         return [Panel("", x[sample], ("channel", "token"))]
-    maps = x.movedim(channel_axis(x.shape) if channel_dim is None else channel_dim, 1)[sample]
+    axis = channel_axis(x.shape) if channel_dim is None else count(channel_dim, "channel_dim", "pictures", -5)
+    if not -x.dim() <= axis < x.dim():
+        raise ShapeError(f"got {tuple(x.shape)}: channel_dim={axis} is not one of its axes 1 to {x.dim() - 1}.")
+    maps = x.movedim(axis, 1)[sample]
     if maps.dim() == 4:
         maps = maps[:, maps.shape[1] // 2]
     return [Panel(f"channel {index}", one) for index, one in enumerate(maps[:channels])]
@@ -112,7 +116,9 @@ def blocks_figure(
         figure: to draw in, instead of a new one.
         there_are: how many blocks there would be, if not all are given: a line says so.
     """
-    channels = count(channels, "channels", "pictures")
+    channels, sample = count(channels, "channels", "pictures"), count(sample, "sample", "pictures", -sys.maxsize)
+    if not blocks:
+        raise LayerError("no layer is named, so there is nothing to show.\n  leave out `layers` for all, or name some")
     shown = [[panels(row.tensor, sample, channels, channel_dim) for row in block.rows] for block in blocks]
     heights = [_height(rows) for rows in shown]
     figure = blank(figure, max(5.0, *(_width(rows) for rows in shown)), sum(heights))

@@ -15,7 +15,7 @@ from hookdrop.arguments import count
 from hookdrop.errors import nearest
 from hookdrop.globs import glob_expression
 from hookdrop.hooks import SiteHook
-from hookdrop.kept import NotKept, Place, copied
+from hookdrop.kept import NotKept, Place, copied, place
 from hookdrop.pictures import Block, Row, blocks_figure, pixels, spread
 from hookdrop.probe import measured_into
 from hookdrop.regularizers import Regularizer
@@ -63,7 +63,7 @@ class Recording(Mapping[str, Record]):
         self.name = name
         self.reasons: dict[str, str] = {}
         """Why nothing was recorded, by site; known when the recording is over."""
-        self._last, self._to = count(last, "last", "recording"), to
+        self._last, self._to = count(last, "last", "recording"), place(to, "recording")
         self._records: dict[str, deque[Record]] = {site: deque(maxlen=self._last) for site in sites}
         self._counts = dict.fromkeys(sites, 0)
 

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[Regularizer, Tensor]] = {
 }
 ALL = pytest.mark.parametrize(("regularizer", "expected"), CASES.values(), ids=CASES)
 EDITS = [case[0] for case in CASES.values()] + [NoiseActivationGrad(0.5)]
+COMPILED = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 EVERY = pytest.mark.parametrize("regularizer", EDITS, ids=repr)
 
 
@@ -149,6 +150,54 @@ def test_norms_that_float16_can_not_hold(per_sample: bool) -> None:
     found = gradient(ClipActivationGrad(max_norm=1.0, per_sample=per_sample), g).double()
     expected = 1 / math.sqrt(10_000 if per_sample else 20_000)
     torch.testing.assert_close(found, torch.full_like(found, expected), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("per_sample", [True, False])
+@pytest.mark.parametrize("size", [3e30, 3e38, 1e-30], ids=repr)
+def test_norms_that_float32_can_not_hold(size: float, per_sample: bool) -> None:
+    """Squares that overflow or vanish, and at 3e38 the norm itself."""
+    g = torch.randn(4, 100).clamp(-1, 1) * size
+    limit = size / 100 if size < 1 else 1.0
+    found = gradient(ClipActivationGrad(max_norm=limit, per_sample=per_sample), g).double()
+    true = g.double()
+    expected = limit * true / true.norm(dim=(1,) if per_sample else (0, 1), keepdim=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+@COMPILED
+def test_compiled_norms_that_float32_can_not_hold(backend: str, fresh_compiler: None) -> None:
+    model = Net()
+    inject(model, ClipActivationGrad(max_norm=1.0), layers="inner")
+    fast = torch.compile(model, backend=backend, fullgraph=True)
+    assert gradient(fast, torch.full((4, 4), 3e30)).norm().item() == pytest.approx(2)
+    assert gradient(fast, torch.full((4, 4), math.inf)).isnan().all()
+
+
+def test_a_gradient_of_nothing_is_clipped_to_nothing() -> None:
+    assert gradient(ClipActivationGrad(max_norm=1.0), torch.ones(0, 3)).shape == (0, 3)
+
+
+WILD = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
+
+
+@pytest.mark.parametrize("factor", [0.0, -0.0], ids=repr)
+def test_0_stops_what_is_not_finite_too(factor: float) -> None:
+    assert torch.equal(gradient(ScaleActivationGrad(factor), WILD), torch.zeros(4))
+    assert gradient(ScaleActivationGrad(-1), WILD).isfinite().tolist() == [False, False, False, True]
+    found = vmap(grad(lambda x, g: (ScaleActivationGrad(factor)(x * 2) * g).sum()))(torch.ones(1, 4), WILD[None])
+    assert torch.equal(found, torch.zeros(1, 4))
+
+
+@COMPILED
+def test_compiled_0_stops_what_is_not_finite_too(backend: str, fresh_compiler: None) -> None:
+    """The first step of a ramp."""
+    model = Net()
+    drop = inject(model, ScaleActivationGrad(-1), layers="inner", schedule=LinearSchedule(4))
+    fast = torch.compile(model, backend=backend, fullgraph=True)
+    assert torch.equal(gradient(fast, WILD), torch.zeros(4))
+    drop.seek(4)
+    torch.testing.assert_close(gradient(fast, WILD), -2 * WILD, equal_nan=True)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -447,7 +496,6 @@ def test_the_factor_is_that_of_the_forward(cls: type[Regularizer], use_reentrant
     assert size.item() == pytest.approx(500, rel=0.1)
 
 
-COMPILED = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 # PyTorch's own: of 2.13 and older, whose compiler makes an instance of each autograd function, and of 2.6's inductor.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Function.*should not be instantiated:DeprecationWarning", "ignore:Skipping serialization:UserWarning"

@@ -87,6 +87,17 @@ class TestAgainstThePapers:
         assert maps.min() >= 0
         assert torch.allclose(maps.amax((1, 2)), torch.ones(4), atol=1e-3)
 
+    @pytest.mark.parametrize("size", [1e-4, 1e-12, 1e-25])
+    def test_the_largest_value_is_1_however_small_the_gradients(self, size: float) -> None:
+        model, x = Strided(), torch.randn(3, 3, 32, 32)
+        plain = grad_cam(model, x, "layer2", 1)
+        with torch.no_grad():
+            model.fc.weight *= size
+            model.fc.bias *= size
+        maps = grad_cam(model, x, "layer2", 1)
+        assert maps.amax((1, 2)).tolist() == [1, 1, 1]
+        assert torch.allclose(maps, plain, atol=1e-5)
+
     def test_it_finds_what_the_class_is_read_from(self) -> None:
         """The one class is bright on the left, the other on the right."""
         model = nn.Sequential(nn.Identity(), Halves())
@@ -131,6 +142,17 @@ class TestTargets:
             grad_cam(model, images, "layer2", sum, "cam")
         with pytest.raises(ValueError, match="did you mean: 'gradcam'"):
             grad_cam(model, images, "layer2", method="grad_cam")
+        for strange in (None, ["gradcam"]):
+            with pytest.raises(ValueError, match="there is no method .*\n  there are: 'gradcam'"):
+                grad_cam(model, images, "layer2", method=strange)
+
+    def test_what_a_function_returns(self, model: Small, images: torch.Tensor) -> None:
+        with pytest.raises(TypeError, match=r"a tensor of one number, got 0.5 \(float\).\n.*without .item\(\)"):
+            grad_cam(model, images, "layer2", lambda output: 0.5)
+        with pytest.raises(ShapeError, match=r"one number, got \(2,\) float32 of an output \(classes,\)"):
+            grad_cam(model, images, "layer2", lambda output: output[:2])
+        one = grad_cam(model, images, "layer2", lambda output: output[3:4])
+        assert torch.equal(one, grad_cam(model, images, "layer2", 3))
 
 
 class TestNothingIsLeft:
@@ -337,6 +359,49 @@ class TestMistakes:
         with pytest.raises(LayerError, match="no gradient flows through 'layer1'"):
             grad_cam(Detached(), images, "layer1")
 
+    def test_the_model_comes_first(self, model: Small, images: torch.Tensor) -> None:
+        with pytest.raises(TypeError, match=r"grad_cam: the model comes first, got \(4, 3, 16, 16\) float32"):
+            grad_cam(images, model, "layer2")
+        with pytest.raises(TypeError, match=r"write compare_cam\(before, after, x, layer\)"):
+            compare_cam(model, images, model, "layer2")
+
+    def test_pictures_of_bytes(self, model: Small, images: torch.Tensor) -> None:
+        with pytest.raises(TypeError, match=r"grad_cam: x must be real floating-point.*uint8.\n  pass x.float\(\)"):
+            grad_cam(model, images.byte(), "layer2")
+
+    @pytest.mark.parametrize(
+        ("grid", "error", "said"),
+        [
+            (4, ValueError, r"must be \(rows, columns\), got 4"),
+            ((4,), ValueError, r"must be \(rows, columns\), got \(4,\)"),
+            ("44", ValueError, r"must be \(rows, columns\), got '44'"),
+            ((4, "a"), TypeError, "grid's columns must be a whole number"),
+            ((0, 4), ValueError, "grid's rows must be at least 1"),
+        ],
+    )
+    def test_grids(self, model: Small, images: torch.Tensor, grid: object, error: type[Exception], said: str) -> None:
+        with pytest.raises(error, match=said):
+            grad_cam(model, images, "layer2", grid=grid)
+
+    def test_what_is_not_finite_is_told(self, model: Small, images: torch.Tensor) -> None:
+        bad = images.clone()
+        bad[2, 0, 3, 3] = torch.nan
+        with pytest.warns(HookdropWarning, match="1 map of 4 is NaN: x is not finite there.\n  pictures: 2$"):
+            maps = grad_cam(model, bad, "layer2", 1)
+        assert maps[2].isnan().all()
+        assert torch.equal(maps[[0, 1, 3]], grad_cam(model, images, "layer2", 1)[[0, 1, 3]])
+        with torch.no_grad():
+            model.layer2[0].bn1.bias.fill_(torch.inf)
+        with pytest.warns(HookdropWarning, match="4 maps of 4 are NaN: what the model computes, or its gradient"):
+            grad_cam(model, images, "layer2", 1)
+
+    def test_a_map_of_nothing_is_told_in_words_of_its_model(self, model: Small, images: torch.Tensor) -> None:
+        with torch.no_grad():
+            model.fc.weight[1] = 0
+        with pytest.warns(HookdropWarning, match="0 everywhere.*\n  take another layer, or another class") as told:
+            assert not grad_cam(model, images, "layer2", 1).any()
+        assert "transformer" not in str(told[0].message)
+
     def test_what_is_no_picture_and_what_is_no_classifier(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(ShapeError, match=r"pictures \(N, C, H, W\), got \(3, 16, 16\)"):
             grad_cam(model, images[0], "layer2")
@@ -364,6 +429,13 @@ class TestComparing:
         assert torch.equal(result.after, grad_cam(after, images, "layer2", said))
         assert before.training
         assert after.training
+
+    def test_which_of_the_two_lacks_the_layer(self, model: Small, images: torch.Tensor) -> None:
+        other = nn.Sequential(copy.deepcopy(model))
+        with pytest.raises(LayerError, match="of the model `after`: .*\n.*'layer2'"):
+            compare_cam(model, other, images, "layer2")
+        with pytest.raises(LayerError, match="of the model `before`: .*\n.*'layer2'"):
+            compare_cam(other, model, images, "layer2")
 
     def test_width_is_the_part_above_half(self, model: Small, images: torch.Tensor) -> None:
         result = compare_cam(model, model, images, "layer2", 1)

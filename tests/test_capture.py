@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +17,8 @@ from conftest import Small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import Dropout, HookdropWarning, LayerError, ShapeError, inject
-from hookdrop.observe import capture
+from hookdrop import Dropout, HookdropWarning, InjectionError, LayerError, ShapeError, inject
+from hookdrop.observe import capture, stats
 
 
 @pytest.fixture
@@ -196,6 +198,46 @@ class TestNothingIsLeft:
             model(torch.ones(1, 3))
         assert [x.shape for x in seen.inputs["0"]] == [(1, 3)]
 
+    def test_and_after_one_that_was_made_inside_of_another(self) -> None:
+        """A layer that calls itself, and goes on where that fails."""
+
+        class Trying(nn.Module):
+            def forward(self, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
+                if depth == 0:
+                    raise ValueError
+                with contextlib.suppress(ValueError):
+                    self(x + 100, depth - 1)
+                return x * 2
+
+        model = nn.Sequential(Trying())
+        with capture(model, "0", inputs=True) as seen:
+            for i in range(3):
+                model(torch.full((1,), float(i)))
+        assert len(seen["0"]) == 9
+        assert all(torch.equal(x * 2, y) for x, y in zip(seen.inputs["0"], seen["0"], strict=True))
+
+    def test_inputs_are_those_of_the_same_thread(self) -> None:
+        """The first of two calls ends while the second is going on."""
+        second_is_in, first_is_out = threading.Event(), threading.Event()
+
+        class Waiting(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if x > 0:
+                    other.start()
+                    assert second_is_in.wait(20)
+                else:
+                    second_is_in.set()
+                    assert first_is_out.wait(20)
+                return x * 2
+
+        model = nn.Sequential(Waiting())
+        other = threading.Thread(target=model, args=(-torch.ones(1),))
+        with capture(model, "0", inputs=True) as seen:
+            model(torch.ones(1))
+            first_is_out.set()
+            other.join()
+        assert [(x.item(), y.item()) for x, y in zip(seen.inputs["0"], seen["0"], strict=True)] == [(1, 2), (-1, -2)]
+
     def test_nested_ones_see_the_same(self, model: Small, images: torch.Tensor) -> None:
         with capture(model, "fc", gradients=True) as outer:
             with capture(model, "fc", gradients=True) as inner:
@@ -340,6 +382,36 @@ class TestMistakes:
         with pytest.raises(ShapeError, match="'0' was called without a tensor"), capture(model, "0", inputs=True):
             model("text")
         assert hooks(model) == 0
+
+    def test_a_with_that_was_forgotten(self, model: Small) -> None:
+        drop = inject(model, Dropout(0.5), layers="fc")
+        with pytest.raises(TypeError, match="nothing before a forward.\n  write: with capture") as told:
+            capture(model, "fc")["fc"]
+        assert "as seen: model(x)" in str(told.value)
+        with pytest.raises(AttributeError, match="no 'doubts' yet: .*\n  write: with stats"):
+            stats(model).doubts()
+        with pytest.raises(AttributeError, match=r"no 'plot_features' yet: .*\n  write: with drop.recording\(\) as r"):
+            drop.recording().plot_features()
+        assert not hasattr(capture(model, "fc"), "__len__")
+
+    def test_torch_func_is_refused(self) -> None:
+        """Its wrappers would be kept beyond their end."""
+        model = nn.Sequential(nn.Linear(3, 3))
+        for inputs in (False, True):
+            with pytest.raises(InjectionError, match=r"can't look into torch.func \(vmap, grad, ...\)"):
+                with capture(model, "0", inputs=inputs):
+                    torch.func.vmap(model)(torch.ones(2, 3))
+        with pytest.raises(InjectionError, match="can't look into torch.func"), capture(model, "0"):
+            torch.func.grad(lambda x: model(x).sum())(torch.ones(3))
+
+    @pytest.mark.parametrize("to", ["nope", "cuda:99", 1.5], ids=repr)
+    def test_a_device_that_there_is_not(self, model: Small, to: Any) -> None:
+        with pytest.raises(ValueError, match='capture: to must be a device such as "cpu"'), capture(model, "fc", to=to):
+            pass
+        drop = inject(model, Dropout(0.5), layers="fc")
+        with pytest.raises(ValueError, match='recording: to must be a device such as "cpu"'), drop.recording(to=to):
+            pass
+        assert hooks(model) == 1
 
     def test_settings(self, model: Small) -> None:
         with pytest.raises(ValueError, match="capture: last must be at least 1, got 0"), capture(model, "fc", last=0):

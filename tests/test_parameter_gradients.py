@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from conftest import Small
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hookdrop import HookdropWarning, InjectionError, LayerError, ShapeError
 from hookdrop.observe import capture, clamp, edit_parameter_gradients, scale, zero
@@ -105,6 +106,15 @@ def test_two_edits_of_one_parameter_come_in_their_order(model: Small, images: to
     assert "removed" in repr(second)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_parameter_in_two_checkpoints_is_edited_in_parts_if_they_are_reentrant(reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    x = torch.full((1, 1), 3.0, requires_grad=True)
+    with edit_parameter_gradients(model, "0.weight", clamp(-4, 4)):
+        sum(checkpoint(model, x, use_reentrant=reentrant) for _ in range(2)).backward()
+    assert model[0].weight.grad.item() == (6 if reentrant else 4)
+
+
 def test_after_an_exception_it_is_off(model: Small, images: torch.Tensor) -> None:
     plain, attributes = gradients(model, images), set(vars(model))
     with pytest.raises(ZeroDivisionError), edit_parameter_gradients(model, "**", zero):
@@ -157,6 +167,9 @@ class TestMistakes:
         [
             ("fc.biass", "asked for:    'fc.biass'\n  did you mean: 'fc.bias'"),
             ("bn1.bias", "did you mean: '**.bn1.bias'"),
+            ("fc", "did you mean: 'fc.\\*'"),
+            ("layer1", "did you mean: 'layer1.**'"),
+            ("bn1", "did you mean: '**.bn1.\\*'"),
             (re.compile("fc.baias"), r"asked for:    re.compile\('fc.baias'\)\n  did you mean: 'fc.bias'"),
             (["fc.bias", "nothing*"], "asked for:    'nothing\\*'\n  see all: "),
         ],
@@ -176,10 +189,29 @@ class TestMistakes:
     def test_nothing_at_all(self, model: Small) -> None:
         with pytest.raises(LayerError, match="`params` is empty"):
             edit_parameter_gradients(model, [], zero)
-        with pytest.raises(TypeError, match="names, globs or compiled expressions, got Linear"):
+        with pytest.raises(TypeError, match="names, globs or compiled expressions, got Linear itself"):
             edit_parameter_gradients(model, [model.fc], zero)
+        for params, got in (
+            (model.fc, "Linear itself"),
+            (model.layer1, "Sequential itself"),
+            (model.parameters(), "Parameter itself"),
+            (model.fc.weight, "Parameter itself"),
+            (nn.Linear, "the class Linear"),
+            (3, r"3 \(int\)"),
+        ):
+            with pytest.raises(
+                TypeError, match=f"compiled expressions, got {got}.\n  write their names: 'fc.weight', "
+            ):
+                edit_parameter_gradients(model, params, zero)
+
+    def test_what_is_no_function_of_a_gradient(self, model: Small) -> None:
         with pytest.raises(TypeError, match="fn must be a function"):
             edit_parameter_gradients(model, "fc.*", 0)
+        with pytest.raises(TypeError, match=r"call it: clamp\(min, max\)"):
+            edit_parameter_gradients(model, "fc.*", clamp)
+        with pytest.raises(TypeError, match=r"call it: scale\(factor\)"):
+            edit_parameter_gradients(model, "fc.*", scale)
+        assert not any(p._backward_hooks for p in model.parameters())
 
     def test_what_fn_returns(self, model: Small, images: torch.Tensor) -> None:
         with edit_parameter_gradients(model, "fc.bias", lambda g: g.sum()):

@@ -180,6 +180,14 @@ class TestFeatures:
             plot_features({})
         with pytest.raises(ValueError, match="channels must be at least 1"):
             plot_features(torch.ones(4, 3, 5, 5), channels=0)
+        with pytest.raises(TypeError, match="sample must be a whole number, got 'a'"):
+            plot_features(torch.ones(4, 3, 5, 5), sample="a")
+        with pytest.raises(TypeError, match="channel_dim must be a whole number, got 'a'"):
+            plot_features(torch.ones(4, 3, 5, 5), channel_dim="a")
+        with pytest.raises(ShapeError, match=r"got \(4, 3, 5, 5\): channel_dim=4 is not one of its axes 1 to 3"):
+            plot_features(torch.ones(4, 3, 5, 5), channel_dim=4)
+        with pytest.raises(LayerError, match="no layer is named.*\n  leave out `layers`"):
+            recorded(nn.Identity(), Dropout(0.5), torch.ones(4, 2)).plot_features(layers=[])
 
 
 def injected(**settings: object) -> Injection:
@@ -276,6 +284,13 @@ class TestClassActivationMaps:
         assert np.array_equal(axes[3].images[1].get_array(), before[1])
         assert axes[3].images[1].get_clim() == (0, 1)
         assert len(all_axes(plot_cam(x, before))) == 6
+
+    def test_a_picture_stands_above_its_maps(self) -> None:
+        figure = CamComparison(torch.rand(3, 1, 8, 8), [1, 2, 3], torch.rand(3, 8, 8), torch.rand(3, 8, 8)).plot()
+        pixels(figure)  # only what is drawn is laid out
+        left = np.array([axes.get_position().x0 for axes in all_axes(figure)]).reshape(3, 3)
+        assert np.allclose(left, left[0], atol=1e-3)
+        assert left[0, 0] < left[0, 1] < left[0, 2]
 
     def test_pictures_of_three_channels_are_in_colour_others_grey(self) -> None:
         x = torch.randn(2, 3, 4, 4)

@@ -11,7 +11,7 @@ from conftest import Small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import HookdropWarning, LayerError
+from hookdrop import HookdropWarning, InjectionError, LayerError, ShapeError
 from hookdrop.observe import Stats, capture, stats
 from hookdrop.observe.moments import Moments
 
@@ -97,6 +97,13 @@ class TestNumbers:
         assert [one.gradient_norm for one in seen.values()] == [one.gradient_norm for one in plain.values()]
 
 
+class MapNorm(nn.LayerNorm):
+    """As ConvNeXt's: the map is turned round, and back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
 class TestDeadAndSaturated:
     def test_dead_units_are_found_exactly(self) -> None:
         model = nn.Sequential(nn.Linear(4, 10), nn.ReLU())
@@ -147,6 +154,11 @@ class TestDeadAndSaturated:
             (nn.GroupNorm(6, 6), (5, 6, 6, 9)),
             (nn.Linear(3, 6), (5, 2, 7, 3)),
             (nn.LayerNorm(6), (5, 2, 7, 6)),
+            (nn.Conv1d(3, 6, 1), (3, 9)),
+            (nn.Conv2d(3, 6, 1), (3, 7, 9)),
+            (nn.Conv3d(3, 6, 1), (3, 2, 7, 9)),
+            (MapNorm(6), (5, 6, 7, 9)),
+            (nn.InstanceNorm2d(6, affine=True), (6, 7, 9)),
         ],
         ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
     )
@@ -158,6 +170,49 @@ class TestDeadAndSaturated:
         with stats(model) as seen:
             model(torch.randn(shape))
         assert seen["0"].dead == pytest.approx(1 / 6)
+
+    @pytest.mark.parametrize(
+        ("layers", "shape", "channels"),
+        [
+            ([nn.Conv2d(3, 64, 1), nn.ReLU()], (2, 3, 64, 8), 64),
+            ([nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU()], (2, 3, 8, 5), 8),
+            ([nn.Conv2d(3, 7, 1), nn.ReLU()], (3, 4, 5), 7),
+            ([nn.Conv1d(3, 7, 1), nn.ReLU()], (2, 3, 5), 7),
+            ([nn.Linear(3, 7), nn.ReLU()], (2, 4, 5, 3), 7),
+        ],
+        ids=str,
+    )
+    def test_an_activation_has_them_where_the_layer_before_it_has(
+        self, layers: list[nn.Module], shape: tuple[int, ...], channels: int
+    ) -> None:
+        """Of (2, 64, 64, 8) the shape alone says NHWC. Whether that layer is looked at makes no difference."""
+        with torch.no_grad():
+            for layer in layers[:-1]:
+                layer.weight[1] = 0
+                layer.bias[:] = 1
+                layer.bias[1] = -1
+        model = nn.Sequential(*layers)
+        for which in (None, nn.ReLU):
+            with stats(model, which) as seen:
+                model(torch.rand(shape).mul_(1e-3))
+            assert seen[str(len(layers) - 1)].dead == pytest.approx(1 / channels)
+
+    def test_what_is_said_wins_over_the_layers(self) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+        with torch.no_grad():
+            model[0].weight[1] = model[0].bias[1] = 0
+        with stats(model, channel_dim=-1) as seen:
+            model(torch.randn(2, 3, 5, 6))
+        assert [one.dead for one in seen.values()] == [0, 0]
+
+    def test_axes_that_there_are_not(self) -> None:
+        model = nn.Sequential(nn.Linear(3, 4))
+        with pytest.raises(TypeError, match="stats: channel_dim must be a whole number, got 'a'"):
+            with stats(model, channel_dim="a"):
+                pass
+        with pytest.raises(ShapeError, match=r"'0' gave \(2, 4\): channel_dim=3 is not one of its axes 0 to 1"):
+            with stats(model, channel_dim=3):
+                model(torch.ones(2, 3))
 
     def test_of_a_changing_number_of_channels_there_is_no_fraction(self) -> None:
         model = nn.Sequential(nn.Identity())
@@ -287,6 +342,15 @@ class TestWhichLayers:
         with pytest.warns(HookdropWarning, match="never called"), stats(model) as seen:
             pass
         assert repr(seen) == "<no layer was called>"
+
+    def test_torch_func_is_refused(self) -> None:
+        """What a vmap shows is one slice, in a wrapper that ends with it."""
+        model = nn.Sequential(nn.Linear(3, 4))
+        with stats(model) as seen:
+            with pytest.raises(InjectionError, match="can't look into torch.func"):
+                torch.func.vmap(model)(torch.ones(2, 3))
+            model(torch.ones(2, 3))
+        assert seen["0"].calls == 1
 
     def test_nothing_is_left_and_nothing_changes(self, model: Small, images: torch.Tensor) -> None:
         twin = copy.deepcopy(model)

@@ -169,12 +169,19 @@ class _Transformed(torch.autograd.Function):
 
 
 def _shortened(grad: Tensor, max_norm: float, per_sample: bool) -> Tensor:
-    wide = torch.float32 if grad.dtype in HALF else grad.dtype
+    if not grad.numel():
+        return grad
+    wide = grad.to(torch.float32) if grad.dtype in HALF else grad
     # Another axis at the end: given none to sum over, PyTorch would sum over all.
     axes = list(range(1 if per_sample else 0, grad.dim() + 1))
-    norm: Tensor = torch.linalg.vector_norm(grad.unsqueeze(-1), dim=axes, keepdim=True, dtype=wide).squeeze(-1)
-    # 1 where the norm is small enough, and never a division by 0, whose derivative would be no number.
-    return (grad * (max_norm / norm.clamp(min=max_norm))).to(grad.dtype)
+    # The squares of large numbers overflow, and their sum may: held against the largest of them none does.
+    largest = wide.detach().abs().unsqueeze(-1).amax(axes, keepdim=True).squeeze(-1)
+    # Never a division by 0, whose derivative would be no number.
+    largest = torch.where(largest == 0.0, 1.0, largest)
+    part = wide / largest
+    norm: Tensor = torch.linalg.vector_norm(part.unsqueeze(-1), dim=axes, keepdim=True).squeeze(-1)
+    short = norm * largest <= max_norm  # not so where an overflow made it no number
+    return torch.where(short, wide, part * (max_norm / torch.where(short, 1.0, norm))).to(grad.dtype)
 
 
 def _clamped(grad: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -182,7 +189,10 @@ def _clamped(grad: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def _scaled(grad: Tensor, factor: float | Tensor) -> Tensor:
-    return grad * factor
+    if not isinstance(factor, Tensor) and factor != 0.0:
+        return grad * factor
+    # 0 stops what is infinite too. Compared on the gradient's device, which `factor` may not be on.
+    return torch.where(grad.new_zeros(()) == factor, 0.0, grad * factor)
 
 
 def _noisy(grad: Tensor, std: float | Tensor) -> Tensor:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop import compiling
-from hookdrop.arguments import count
+from hookdrop.arguments import count, floating
 from hookdrop.errors import LayerError, ShapeError, nearest, warn
 from hookdrop.kept import copied
 from hookdrop.layers import Entries, Layer, select
 from hookdrop.observe.cam_methods import METHODS, Logits, Spot, library_class
 from hookdrop.placement import unmarked
 from hookdrop.preserve import preserved
-from hookdrop.tables import some
+from hookdrop.tables import counted, some
 from hookdrop.values import describe
 from hookdrop.wrappers import unwrapped
 
@@ -54,13 +54,15 @@ def grad_cam(
             tokens are the picture's; those before (class, distillation, registers) are left out.
 
     Returns:
-        (N, H, W), float32, on the CPU: each picture's map from 0 to 1; 0 everywhere where nothing speaks for the class.
+        (N, H, W), float32, on the CPU: each picture's map from 0 to 1; 0 everywhere where nothing speaks for the class,
+        and NaN, with a warning, where the model's numbers are not finite.
 
     Raises:
         HookdropError: grad-cam is not installed.
         LayerError: no such layer, more than one, or one that is not called just once.
         ShapeError: the layer gives neither a map nor tokens of a known grid; or the model gives no (N, classes).
-        ValueError: no such class, or no such method.
+        ValueError: no such class, no such method, or no such grid.
+        TypeError: an argument of another kind, such as pictures of bytes.
 
     Example:
         >>> model = timm.create_model("resnet18", pretrained=True)  # doctest: +SKIP
@@ -68,22 +70,42 @@ def grad_cam(
         torch.Size([8, 224, 224])
     """
     compiling.not_while_tracing("grad_cam()")
-    if method not in METHODS:
+    must_be_model(model, "grad_cam", "model, x, layer")
+    if not isinstance(method, str) or method not in METHODS:
         known = ", ".join(map(repr, METHODS))
         raise ValueError(f"there is no method {method!r}.\n  there are: {known}{_near(method)}")
-    if not isinstance(x, Tensor) or x.dim() != 4 or not len(x):
+    if not isinstance(x, Tensor) or x.dim() != 4 or not x.numel():
         raise ShapeError(f"x are pictures (N, C, H, W), got {describe(x)}.")
+    floating(x, "grad_cam")
+    grid = None if grid is None else _checked(grid)
     chosen = _one(model, layer)
     targets = _targets(target, len(x), method)
     spot = Spot(chosen, (x.shape[-2], x.shape[-1]), grid)
     method_class = library_class(method, spot)
     with _alone(model) as inner:
         maps = _run(method_class, inner, spot, x, targets)
-    _tell_of_empty(maps, chosen.name)
-    return maps
+    _tell_of_no_numbers(maps, x)
+    _tell_of_empty(maps, spot)
+    peaks = maps.amax((1, 2), keepdim=True)
+    # The library adds a small number to what it divides by, which matters where gradients are as small.
+    return maps / torch.where(peaks > 0.0, peaks, 1.0)
 
 
-def _near(method: str) -> str:
+def must_be_model(model: object, owner: str, order: str) -> None:
+    """Raise `TypeError` for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{owner}: the model comes first, got {describe(model)}.\n  write {owner}({order})")
+
+
+def _checked(grid: Any) -> tuple[int, int]:
+    if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
+        raise ValueError(f"grad_cam: grid must be (rows, columns), got {grid!r}.\n  as in grid=(14, 14)")
+    return count(grid[0], "grid's rows", "grad_cam"), count(grid[1], "grid's columns", "grad_cam")
+
+
+def _near(method: object) -> str:
+    if not isinstance(method, str):
+        return ""
     near = nearest(method, METHODS, 1)
     return f"\n  did you mean: {near[0]!r}" if near else ""
 
@@ -107,7 +129,7 @@ def _targets(target: Target, samples: int, method: str) -> list[_Class | Callabl
         raise ValueError(f"target: give one class, or one for each of the {samples} pictures, got {len(listed)}.")
     if method == "cam" and any(map(callable, listed)):
         raise TypeError('method="cam" reads the weights of a class: target is a class, not a function.')
-    return [one if callable(one) else _Class(count(one, "target", "grad_cam", 0)) for one in listed]
+    return [_Function(one) if callable(one) else _Class(count(one, "target", "grad_cam", 0)) for one in listed]
 
 
 class _Class:
@@ -120,6 +142,27 @@ class _Class:
         if self.category >= len(output):
             raise ValueError(f"target: the model has classes 0 to {len(output) - 1}, got {self.category}.")
         return output[self.category]
+
+
+class _Function:
+    """What somebody's function makes of an output."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, output: Tensor) -> Tensor:
+        value: Any = self._function(output)
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"target must return a tensor of one number, got {value!r} ({type(value).__name__}).\n"
+                "  as in target=lambda output: output[3] - output[5], without .item()"
+            )
+        if value.numel() != 1:
+            raise ShapeError(
+                f"target must return one number, got {describe(value)} of an output (classes,).\n"
+                "  as in target=lambda output: output[3] - output[5]"
+            )
+        return value.reshape(())
 
 
 @contextmanager
@@ -153,9 +196,20 @@ def _run(method_class: Any, model: nn.Module, spot: Spot, x: Tensor, targets: An
     return torch.from_numpy(maps)
 
 
-def _tell_of_empty(maps: Tensor, name: str) -> None:
+def _tell_of_no_numbers(maps: Tensor, x: Tensor) -> None:
+    which = maps.isnan().flatten(1).any(1).nonzero().flatten().tolist()
+    if which:
+        bad = not x[which].isfinite().all()
+        why = "x is not finite there" if bad else "what the model computes, or its gradient, is not finite"
+        warn(f"{counted(len(which), 'map')} of {len(maps)} {'is' if len(which) == 1 else 'are'} NaN: {why}.\n"
+             f"  pictures: {', '.join(map(str, which[:8]))}{', ...' if len(which) > 8 else ''}")  # fmt: skip
+
+
+def _tell_of_empty(maps: Tensor, spot: Spot) -> None:
     if not maps.any():
-        warn(
-            f"the maps at {name!r} are 0 everywhere: nothing there speaks for the class.\n"
-            "  of a vision transformer take a layer whose patch tokens are used after it, such as 'blocks.11.norm1'"
+        instead = (
+            "of a vision transformer take a layer whose patch tokens are used after it, such as 'blocks.11.norm1'"
+            if spot.of_tokens
+            else "take another layer, or another class: what speaks against one is not shown"
         )
+        warn(f"the maps at {spot.name!r} are 0 everywhere: nothing there speaks for the class.\n  {instead}")

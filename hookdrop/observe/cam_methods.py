@@ -55,6 +55,8 @@ class Spot:
         self.name, self.module = layer.name, layer.module
         self.tensor, self.calls = nn.Identity(), 0
         self._image, self._grid = image, grid
+        self.of_tokens = False
+        """Whether its output was (N, L, C)."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if running_again():
@@ -64,6 +66,7 @@ class Spot:
 
     def as_map(self, x: Tensor) -> Tensor:
         """(N, C, h, w) of an output, or of its gradient, which nobody writes to afterwards."""
+        self.of_tokens = x.dim() == 3
         try:
             return as_map(x, self._image, self._grid).detach().float().clone()
         except ShapeError as error:

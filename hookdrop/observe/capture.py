@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,15 +14,16 @@ from torch.utils.hooks import RemovableHandle
 
 from hookdrop.arguments import count
 from hookdrop.errors import LayerError, ShapeError, nearest, warn
-from hookdrop.kept import NotKept, Place, copied
+from hookdrop.kept import NotKept, Place, copied, place
 from hookdrop.layers import Entries, Layer
 from hookdrop.observe.taps import chosen_layers, chosen_tensor, first_tensor, tapped
 from hookdrop.replay import running_again
 from hookdrop.tables import counted, some
 from hookdrop.values import TensorKey
+from hookdrop.within import within
 
 
-@contextmanager
+@within("with capture(model, layers) as seen: model(x)   then seen[name]")
 def capture(
     model: nn.Module,
     layers: Entries,
@@ -57,6 +59,8 @@ def capture(
     Raises:
         LayerError: an entry matches no layer; or a layer is asked for that was not captured or never called.
         ShapeError: a layer gives no tensor.
+        ValueError: there is no such device, or `last` is below 1.
+        InjectionError: a forward inside runs under `torch.func`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
@@ -67,6 +71,7 @@ def capture(
     """
     if last is not None:
         last = count(last, "last", "capture")
+    to = place(to, "capture")
     if tensor == "all":
         raise LayerError('capture keeps one tensor of a call: tensor= is an index, a key or None, not "all".')
     watched = [
@@ -114,8 +119,8 @@ class _Watched:
         self.names = {layer.name, *layer.aliases, *layer.spellings}
         self.calls: deque[_Call] = deque()
         self._inputs, self._gradients, self._to, self._last, self._tensor = inputs, gradients, to, last, tensor
-        self._entered: list[Tensor] = []
-        """Inputs of calls that have not ended; more than one if the layer calls itself, or if a call has failed."""
+        self._entered: dict[int, list[tuple[int, Tensor]]] = {}
+        """By thread, the calls that have not ended and their inputs: several if the layer calls itself."""
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if running_again():
@@ -123,19 +128,32 @@ class _Watched:
         x = first_tensor((args, kwargs))
         if x is None:
             raise ShapeError(f"{self.name!r} was called without a tensor.\n  leave it out: exclude=...")
-        self._entered.append(copied(x, self._to))
+        entered = self._entered.setdefault(threading.get_ident(), [])
+        if entered:
+            running = _running()
+            entered[:] = [one for one in entered if one[0] in running]  # the others have failed
+        entered.append((_calling(), copied(x, self._to)))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         x = chosen_tensor(output, self._tensor, repr(self.name))
         if running_again():
             self._follow_again(x)
             return
-        call = _Call(copied(x, self._to), self._entered.pop() if self._entered else None, self._to)
+        call = _Call(copied(x, self._to), self._input_of(_calling()), self._to)
         if self._gradients and x.requires_grad:
             call.follow(x)
         if len(self.calls) == self._last:
             self.calls.popleft().let_go()
         self.calls.append(call)
+
+    def _input_of(self, call: int) -> Tensor | None:
+        """Above it lie those of calls inside that ended in an exception."""
+        entered = self._entered.get(threading.get_ident(), [])
+        while entered:
+            one, x = entered.pop()
+            if one == call:
+                return x
+        return None
 
     def _follow_again(self, x: Tensor) -> None:
         """A reentrant checkpoint has a graph only now: `x` is the output of the call that had the same values."""
@@ -150,6 +168,20 @@ class _Watched:
         self._entered.clear()
         for call in self.calls:
             call.let_go()
+
+
+def _calling() -> int:
+    """The call of the layer that `enter` and `leave` are called from: PyTorch calls both from one frame."""
+    return id(sys._getframe(3))  # behind this function, `enter` or `leave`, and `Tap`
+
+
+def _running() -> set[int]:
+    """All calls in which this one is, of whatever function."""
+    frame, found = sys._getframe(2), set()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        found.add(id(frame))
+    return found
 
 
 def _same(kept: Tensor, x: Tensor) -> bool:

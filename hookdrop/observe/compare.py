@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hookdrop.errors import LayerError
 from hookdrop.layers import Entries
-from hookdrop.observe.cam import Target, grad_cam
+from hookdrop.observe.cam import Target, grad_cam, must_be_model
 from hookdrop.observe.taps import first_tensor
 from hookdrop.pictures import SCALE, as_pictures, blank
 from hookdrop.preserve import call, preserved
@@ -48,15 +49,26 @@ def compare_cam(
     Returns:
         Both maps, how wide they are, and a picture; `print` it.
 
+    Raises:
+        LayerError: one of the models has no such layer; the text says which. All else as `grad_cam`.
+
     Reference: DropBlock's paper (arXiv:1810.12890, section 4.3) shows by such maps that a network trained with it looks
     at several regions, where one without is content with one.
     """
+    for model in (before, after):
+        must_be_model(model, "compare_cam", "before, after, x, layer")
     if target is None:
         with preserved(after), torch.no_grad():
             after.eval()
             said = first_tensor(call(after, x))
         target = None if said is None else said.argmax(-1)
-    maps = [grad_cam(model, x, layer, target, method, grid=grid) for model in (before, after)]
+    maps = []
+    for which, model in (("before", before), ("after", after)):
+        try:
+            maps.append(grad_cam(model, x, layer, target, method, grid=grid))
+        except LayerError as error:
+            error.args = (f"of the model `{which}`: {error}",)
+            raise
     listed = target.tolist() if isinstance(target, Tensor) else target
     targets = list(listed) if isinstance(listed, list | tuple) else [listed] * len(x)
     return CamComparison(x.detach().cpu(), targets, *maps)
@@ -148,7 +160,7 @@ def cams_figure(x: Tensor, targets: list[Any] | None, rows: list[_Line], figure:
     for axes in table.flat:
         axes.set_xticks([])
         axes.set_yticks([])
-    bar = figure.colorbar(drawn, ax=table[1:], shrink=0.8)
+    bar = figure.colorbar(drawn, ax=table, shrink=0.6)  # of the maps alone it would move them from under the pictures
     bar.set_label("what speaks for the class", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     return figure  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookdrop.layers import Layer
-from hookdrop.maps import channel_axis
+from hookdrop.observe.axes import Axes
 from hookdrop.observe.moments import Moments
 from hookdrop.observe.taps import first_tensor
 from hookdrop.replay import running_again
@@ -21,7 +21,6 @@ _ENDS: tuple[tuple[type[nn.Module], float | None, float | None], ...] = (
     (nn.Tanh, -1.0, 1.0),
     (nn.Softsign, -1.0, 1.0),
 )
-_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
 NEAR = 0.05
 """An output is saturated within this part of the range from an end of it."""
 
@@ -29,14 +28,14 @@ NEAR = 0.05
 class LayerStats:
     """Numbers of one layer."""
 
-    def __init__(self, layer: Layer, channel_dim: int | None, called: list[LayerStats]) -> None:
+    def __init__(self, layer: Layer, axes: Axes, called: list[LayerStats]) -> None:
         self.name, self.module, self.kind = layer.name, layer.module, type(layer.module).__name__
         self.names = {layer.name, *layer.aliases, *layer.spellings}
         self.calls = 0
         self._called = called
         """The layers that were called, in the order of their first calls."""
         self.activation, self.gradient = Moments(), Moments()
-        self._channel_dim = _own_axis(layer.module) if channel_dim is None else channel_dim
+        self._axes = axes
         self._alive: Tensor | None = None
         """bool, for each channel: whether it was ever not 0."""
         self._ragged = False
@@ -121,7 +120,7 @@ class LayerStats:
             self._saturated = self._saturated + ((x <= low) | (x >= high)).sum()
         if x.dim() < 2 or not x.numel():
             return
-        axis = channel_axis(x.shape) if self._channel_dim is None else self._channel_dim
+        axis = self._axes.of(self.name, self.module, x.shape)
         alive = (x != 0).movedim(axis, 0).flatten(1).any(1)
         if self._alive is None:
             self._alive = alive
@@ -138,13 +137,6 @@ class LayerStats:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _own_axis(module: nn.Module) -> int | None:
-    """The axis of the channels where a layer's class says it; None is where the shape of its output does."""
-    if isinstance(module, _FIRST):
-        return 1
-    return -1 if isinstance(module, nn.Linear | nn.LayerNorm) else None
 
 
 def _ends(module: nn.Module) -> tuple[float, float] | None:

@@ -53,12 +53,17 @@ def scale(factor: float) -> Edit:
     return lambda gradient: gradient * by
 
 
+_MAKERS: tuple[tuple[Any, str], ...] = ((clamp, "clamp(min, max)"), (scale, "scale(factor)"))
+
+
 def edit_parameter_gradients(model: nn.Module, params: Pattern | Iterable[Pattern], fn: Edit) -> GradientEdit:
     """Have `fn` applied to the gradients of these parameters in every backward pass, until `remove`.
 
     What is edited is what a backward pass adds to `.grad`: with accumulated gradients each part, under a GradScaler the
     scaled gradient, under DistributedDataParallel that of the rank before the ranks are averaged (0 and factors come to
-    the same; clamped parts do not). A parameter that is used twice is edited once.
+    the same; clamped parts do not). A parameter that is used twice is edited once; but under reentrant checkpoints
+    (`use_reentrant=True`) each is a backward pass of its own, and what comes of it is edited as a part: 0 and factors
+    come to the same, clamped parts do not.
 
     Parameter hooks follow no copy: neither `copy.deepcopy(model)` nor a pickle has them, and a warning says so when
     one is made. Edit the copy's gradients by another call.
@@ -88,7 +93,12 @@ def edit_parameter_gradients(model: nn.Module, params: Pattern | Iterable[Patter
         raise TypeError(
             f"fn must be a function from a gradient to a gradient, got {fn!r}.\n  observe.zero, clamp, scale"
         )
-    chosen = _chosen(model, [params] if isinstance(params, str | re.Pattern) else list(params))
+    for maker, call in _MAKERS:
+        if fn is maker:
+            raise TypeError(f"fn must be a function from a gradient to a gradient.\n  call it: {call}")
+    given: Any = params
+    several = isinstance(given, Iterable) and not isinstance(given, str | Tensor | nn.Module | type)
+    chosen = _chosen(model, list(given) if several else [given])
     _must_pass_hooks(model)
     return GradientEdit(unwrapped(model), chosen, fn)
 
@@ -178,9 +188,19 @@ def _chosen(model: nn.Module, patterns: list[Any]) -> dict[str, Parameter]:
 def _expression(pattern: Any) -> re.Pattern[str]:
     if not isinstance(pattern, str | re.Pattern):
         raise TypeError(
-            f"`params` are names, globs or compiled expressions, got {pattern!r} ({type(pattern).__name__})."
+            f"`params` are names, globs or compiled expressions, got {_brief(pattern)}.\n"
+            "  write their names: 'fc.weight', all of a module 'fc.**', all biases '**.bias'"
         )
     return glob_expression(pattern) if isinstance(pattern, str) else pattern
+
+
+def _brief(pattern: Any) -> str:
+    if isinstance(pattern, type):
+        return f"the class {pattern.__name__}"
+    kind = type(pattern).__name__
+    if isinstance(pattern, nn.Module | Tensor):
+        return f"{kind} itself"
+    return f"{pattern!r} ({kind})"
 
 
 def _parameters(model: nn.Module) -> list[tuple[list[str], Parameter]]:
@@ -207,8 +227,8 @@ def _nothing_found(
             "  parameter.requires_grad_(True) first. Nothing was placed."
         )
     names = [name for every, _ in known for name in every]
-    deep = f"**.{text}"
-    near = [deep] if isinstance(pattern, str) and any(map(glob_expression(deep).fullmatch, names)) else []
+    globs = (f"{text}.*", f"{text}.**", f"**.{text}", f"**.{text}.*") if isinstance(pattern, str) else ()
+    near = [glob for glob in globs if any(map(glob_expression(glob).fullmatch, names))][:1]
     hint = ", ".join(map(repr, near or nearest(text, names)))
     return (
         f"`params` names a parameter that {type(unwrapped(model)).__name__} does not have.\n"

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hookdrop.arguments import count
 from hookdrop.errors import nearest, warn
 from hookdrop.kept import NotKept
 from hookdrop.layers import Entries, walk
+from hookdrop.observe.axes import Axes
 from hookdrop.observe.layer_stats import LayerStats
 from hookdrop.observe.plots import stats_figure
 from hookdrop.observe.taps import chosen_layers, tapped
 from hookdrop.pictures import pixels
 from hookdrop.tables import html_table, some, text_table
+from hookdrop.within import within
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_DOUBTS = 8
+LEAST_AXIS = 8
+"""No layer gives more axes."""
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
 
-@contextmanager
+@within("with stats(model) as seen: model(x)   then seen[name]")
 def stats(
     model: nn.Module, layers: Entries | None = None, *, channel_dim: int | None = None, exclude: Entries = ()
 ) -> Iterator[Stats]:
@@ -35,7 +39,8 @@ def stats(
         model: any module, wrapped or not.
         layers: which, as `inject` takes them; None is every module that has no others in it.
         channel_dim: the axis of the channels or units, for `dead`; None is the layer's own, where its class says it
-            (convolutions, norms, linear layers), else axis 1 of maps and the last one of tokens and features.
+            (convolutions, norms, linear layers); else that of the last such layer whose output had this shape; else
+            axis 1 of maps and the last one of tokens and features.
         exclude: layers to leave out.
 
     Yields:
@@ -44,6 +49,8 @@ def stats(
 
     Raises:
         LayerError: an entry matches no layer; or a layer is asked for that was not looked at or never called.
+        ShapeError: `channel_dim` is no axis of an output; raised in the forward.
+        InjectionError: a forward inside runs under `torch.func`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid())
@@ -54,10 +61,11 @@ def stats(
         (5, True, 0.0)
     """
     which = [layer.module for layer in walk(model) if not layer.module._modules] if layers is None else layers
+    axes = Axes(None if channel_dim is None else count(channel_dim, "channel_dim", "stats", -LEAST_AXIS))
     called: list[LayerStats] = []
-    watched = [LayerStats(layer, channel_dim, called) for layer in chosen_layers(model, which, exclude, "stats()")]
+    watched = [LayerStats(layer, axes, called) for layer in chosen_layers(model, which, exclude, "stats()")]
     try:
-        with tapped([(one.module, one.look) for one in watched]):
+        with tapped([*axes.noting(model), *((one.module, one.look) for one in watched)]):
             yield Stats(called, watched)
     finally:
         for one in watched:

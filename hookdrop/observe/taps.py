@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookdrop import compiling
-from hookdrop.errors import ShapeError, nothing_placed
+from hookdrop.errors import InjectionError, ShapeError, nothing_placed
 from hookdrop.layers import Entries, Layer, select
 from hookdrop.values import TensorKey, change, describe, tensors
 
@@ -25,6 +25,11 @@ class Tap:
         self.look = look
 
     def __call__(self, *args: Any) -> None:
+        if self.look is not _nothing and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise InjectionError(
+                "capture() and stats() can't look into torch.func (vmap, grad, ...): its tensors end with it.\n"
+                "  run the model plainly inside the `with` block, or torch.func outside of it."
+            )
         self.look(*args)
 
     def __reduce__(self) -> Any:

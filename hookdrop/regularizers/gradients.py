@@ -91,8 +91,13 @@ class ClampActivationGrad(_ActivationGrad):
 class ScaleActivationGrad(_ActivationGrad):
     """Multiply the gradient of the activation by `factor`: 0 stops it, -1 reverses it, 1 does nothing.
 
-    A schedule drives the factor, and multiplies it: `LinearSchedule` on -1 goes from 0 (nothing passes) to -1, as in
-    the paper. While disabled it is 1. To scale the gradients of parameters give their group another learning rate.
+    A schedule drives the factor, and multiplies it: `LinearSchedule` on -1 goes from 0 (nothing passes) to -1. That
+    ramp is straight where the paper's is 2 / (1 + exp(-10 p)) - 1, p from 0 to 1:
+    `LambdaSchedule(lambda step: 2 / (1 + math.exp(-10 * min(1, step / steps))) - 1)`. While disabled the factor is 1.
+    To scale the gradients of parameters give their group another learning rate.
+
+    For domain-adversarial training hook the input of the domain head: at its output the head itself would be trained
+    backwards, to tell the domains worse.
 
     Args:
         factor: any number.
@@ -104,6 +109,29 @@ class ScaleActivationGrad(_ActivationGrad):
         >>> ScaleActivationGrad(-1)(x).sum().backward()
         >>> x.grad
         tensor([-1., -1.])
+
+        The features learn what tells the labels, and unlearn what tells the domains:
+
+        >>> from torch import nn
+        >>> from hookdrop import LinearSchedule, inject
+        >>> class Dann(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.features, self.label, self.domain = nn.Linear(8, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+        ...     def forward(self, x):
+        ...         features = self.features(x).relu()
+        ...         return self.label(features), self.domain(features)
+        >>> model = Dann()
+        >>> drop = inject(
+        ...     model, ScaleActivationGrad(-1.0), layers="domain", at="input", schedule=LinearSchedule(steps=100)
+        ... )
+        >>> optimizer, loss = torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss()
+        >>> for step in range(3):
+        ...     label, domain = model(torch.randn(6, 8))
+        ...     (loss(label, torch.arange(6) % 3) + loss(domain, torch.arange(6) % 2)).backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     drop.step()
 
     Reference: Ganin & Lempitsky 2015, "Unsupervised domain adaptation by backpropagation", arXiv:1409.7495 (the
     gradient reversal layer).
