@@ -209,13 +209,19 @@ def limits(values: Sequence[Tensor]) -> tuple[float, float]:
 
 
 def as_pictures(x: Tensor) -> Tensor:
-    """Images (N, C, H, W) for `imshow`: (N, H, W, 3) in [0, 1] of three channels, or (N, H, W), the mean of others."""
+    """Images (N, C, H, W) for `imshow`: (N, H, W, 3) in [0, 1] of three channels, or (N, H, W), the mean of others.
+
+    What is not finite is as dark as the darkest.
+    """
     x = _on_cpu(x)
     if x.dim() != 4:
         raise ShapeError(f"got {tuple(x.shape)}: pictures are (N, C, H, W).")
+    finite = x.isfinite()
+    low = x.where(finite, torch.inf).amin((1, 2, 3), keepdim=True).nan_to_num(0.0, 0.0)
+    x = x.where(finite, low)
     if x.shape[1] != 3:
         return x.mean(1)
-    low, high = x.amin((1, 2, 3), keepdim=True), x.amax((1, 2, 3), keepdim=True)
+    high = x.amax((1, 2, 3), keepdim=True)
     return ((x - low) / (high - low).clamp_min(1e-12)).movedim(1, -1)
 
 

@@ -301,6 +301,18 @@ class TestClassActivationMaps:
         with pytest.raises(ShapeError, match="pictures are"):
             as_pictures(x[0])
 
+    @pytest.mark.parametrize("channels", [1, 3])
+    def test_a_pixel_that_is_not_finite_does_not_take_the_picture(self, channels: int) -> None:
+        x = torch.rand(2, channels, 4, 4)
+        x[0, 0, 0, 0], x[0, 0, 3, 3] = 0.0, 1.0
+        expected = as_pictures(x)
+        x[0, 0, 0, 0], x[1] = torch.nan, torch.inf
+        shown = as_pictures(x)
+        darkest = x[0][x[0].isfinite()].min()
+        assert shown.isfinite().all()
+        assert torch.allclose(shown[0], expected[0], atol=2 * darkest)
+        assert shown[1].abs().max() == 0
+
 
 class TestFigures:
     def test_they_are_drawn_into_a_part_of_another_figure(self, model: Small, images: torch.Tensor) -> None:
