@@ -480,7 +480,7 @@ def test_measuring_leaves_the_graph_and_comes_back(text: str) -> None:
     fast(x)
     with drop.measuring() as m:
         fast(x)
-    assert m.asked == pytest.approx(0.4)
+    assert m.asked == pytest.approx(0.0 if text.startswith("Cutout") else 0.4)  # its p asks for no fraction
     assert realised(text, fast(x)) == pytest.approx(0.4, abs=bound(text))
     before = graphs()
     fast(x)
