@@ -10,6 +10,7 @@ needs `pip install 'hookdrop[observe]' scikit-learn timm torchvision`.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -154,7 +155,8 @@ def everything(folder: Path) -> Iterator[tuple[str, str, Figure | None]]:
     yield from recipes_shown(images)
     path = folder / "see.png"
     see = [sys.executable, str(Path(__file__).with_name("see.py")), "--out", str(path)]
-    subprocess.run(see, check=True, stdout=subprocess.DEVNULL)
+    # Sums on another number of threads end in other last bits, and so in another picture.
+    subprocess.run(see, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
     yield "see", SEE, None
 
