@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = timm.list_models(options.match)
     found = {name: {"stochastic_depth": depth(name), "timm_dropblock": dropblock(name)} for name in names}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"timm": timm.__version__, "found": found}, indent=1) + "\n")
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(result)}" for name, result in found.items())
+    options.out.write_text(f'{{"timm": {json.dumps(timm.__version__)}, "found": {{\n{lines}\n}}}}\n')
     for recipe in ("stochastic_depth", "timm_dropblock"):
         print(recipe)
         for what, count in Counter(re.sub("[:,].*", "", result[recipe]) for result in found.values()).most_common():
