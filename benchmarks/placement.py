@@ -127,7 +127,7 @@ def difference(clean: nn.Module, got: Rates, wanted: Rates) -> str:
     for extra, what in ((set(got) - set(wanted), "not in timm"), (set(wanted) - set(got), "only in timm")):
         if extra:
             return f"{len(extra)} of {len(got)} sites are {what}: {min(extra)}"
-    for site in wanted:
+    for site in sorted(wanted):
         if any(abs(a - b) > CLOSE for a, b in zip(got[site], wanted[site], strict=True)):
             return f"the rate of {site} is {got[site]}, timm's {wanted[site]}"
     return ""

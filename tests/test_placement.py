@@ -32,7 +32,7 @@ def test_it_says_what_was_committed(placement: Any, name: str) -> None:
 
 def test_another_rate_is_noticed(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "SCALES", {"i / n": placement.SCALES["i / n"]})
-    assert placement.depth("convnext_atto").startswith("places equal: the rate of stages.0")
+    assert placement.depth("convnext_atto").startswith("places equal: the rate of stages.")
 
 
 def test_the_numbers_of_the_documents_are_those_of_the_file() -> None:
