@@ -1,0 +1,1 @@
+"""What `compare.py` is made of: regularizers compared in paired training runs."""

@@ -1,0 +1,25 @@
+"""Which runs make an arm of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from comparison.schema import Tuning
+from comparison.spec import Arm, Run
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An arm in one cell, with the final run of each seed."""
+
+    cell: str
+    arm: Arm
+    runs: Mapping[int, Run]
+    """By the seed of the pair. The run's own seed is another one for the control that has other seeds."""
+    control: Literal["", "aa", "seeds"] = ""
+    """`aa`: p = 0 injected, has to be bit-equal to none. `seeds`: none again, with other seeds."""
+    tuning: Tuning | None = None
+    command: str = ""
+    """A shell command that makes these runs."""
