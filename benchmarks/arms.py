@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import digits
 from torch import nn
 from torch.optim import Optimizer
 
+import digits
 import hookdrop
 
 P = 0.1

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import peers
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
+
+import peers
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; hatches and markers say it again.
 OURS, BARE, THEIRS, LIMIT = "#D55E00", "#F0B48C", "#56B4E9", "#000000"

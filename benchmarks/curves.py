@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arms import NONE
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
+
+from arms import NONE
 from report import Interval, Pair, Runs
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; markers and dashes say it again.

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import peers
-from cost import Samples, Spread, disturbed, ratios
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+import peers
+from cost import Samples, Spread, disturbed, ratios
 from terminal import say
 
 

@@ -22,17 +22,17 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+
 import curves
 import digits
+import hookdrop
 import paired
 import report
 import timing
-import torch
 from arms import ARMS, NONE, Arm, P
-from rich.console import Console
 from terminal import make_console, progress, say
-
-import hookdrop
 
 BASELINE = 90.0
 # Run once more, to see that a seed fixes a run: the arm with the most elaborate masks.

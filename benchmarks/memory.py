@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import peers
 import torch
-from demands import BYTES_AIM, BYTES_MUST, new_table, word
 from rich.console import Console
 from rich.table import Table
-from terminal import make_console, say
 from torch import Tensor
+
+import peers
+from demands import BYTES_AIM, BYTES_MUST, new_table, word
+from terminal import make_console, say
 
 RATES = (0.01, 0.1, 0.3, 0.5)
 Numbers = dict[str, dict[str, float]]

@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import peers
 import torch
+from rich.table import Table
+
+import peers
 from demands import new_table
 from overhead_musts import Estimate
 from overhead_parts import PARTS
-from rich.table import Table
 from terminal import make_console, say
 
 ROUNDS, QUICK_ROUNDS, FEW = 200, 3, 20

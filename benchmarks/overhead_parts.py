@@ -12,12 +12,17 @@ from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
-import peers
 import timm
 import torch
 import torchvision
+from rich.console import Console
+from torch import Tensor, nn
+
+import hookdrop
+import peers
 from cost import Samples, measure, once
 from demands import beware
+from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule
 from overhead_musts import (
     CALL_MUST,
     FORWARD_MUST,
@@ -29,11 +34,6 @@ from overhead_musts import (
     milliseconds,
     ratio,
 )
-from rich.console import Console
-from torch import Tensor, nn
-
-import hookdrop
-from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule
 
 MODELS = {"torchvision": torchvision.models.resnet50, "timm": partial(timm.create_model, "resnet50")}
 BLOCKS = "layer?.*"

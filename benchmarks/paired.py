@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import digits
 import torch
 import unchanged
-from arms import Arm
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+import digits
 import hookdrop
+from arms import Arm
 
 # The rates of these last epochs are within 5 % of the target, and enough is drawn to tell the fraction.
 MEASURED_EPOCHS = 4

@@ -8,17 +8,17 @@ import os
 import time
 from typing import Any
 
-import bars
-import peers
 import torch
-from cost import Samples, Spread, digits, measure, ratios
-from demands import BLOCKS_MUST, COMPILED_MUST, STEP_MUST, beware, new_table, word
 from rich.console import Console
-from terminal import say
 from torch import Tensor, nn
 
+import bars
 import hookdrop
+import peers
+from cost import Samples, Spread, digits, measure, ratios
+from demands import BLOCKS_MUST, COMPILED_MUST, STEP_MUST, beware, new_table, word
 from hookdrop.ops.gamma import gamma_for
+from terminal import say
 
 SIZES = (7, 13, 21)
 GROWING = (peers.LIMIT, peers.BATCH, peers.TORCHVISION, peers.TIMM, peers.TORCH_DROPOUT)

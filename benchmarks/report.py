@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from arms import NONE, Arm, P
-from digits import STEPS_PER_EPOCH, TEST_IMAGES
-from paired import MEASURED_EPOCHS
 from rich import box
 from rich.table import Table
 from scipy.stats import t
+
+from arms import NONE, Arm, P
+from digits import STEPS_PER_EPOCH, TEST_IMAGES
+from paired import MEASURED_EPOCHS
 from timing import quartiles
 
 METRICS = {"accuracy": "Accuracy", "nll": "NLL (lower is better)"}

@@ -21,13 +21,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+
 import bars
 import parts
 import peers
-import torch
 from cost import Spread, disturbed, measure, ratios
 from demands import DEMANDS, Demand, beware, new_table, table
-from rich.console import Console
 from terminal import make_console, say
 
 ROUNDS, FEW, QUICK_ROUNDS = 25, 12, 3

@@ -6,8 +6,9 @@ import statistics
 import time
 from collections.abc import Sequence
 
-import digits
 import torch
+
+import digits
 from arms import NONE, Arm
 from paired import Trainee
 

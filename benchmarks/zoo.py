@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from torch import nn
+
 import zoo_models
 import zoo_report
-from rich.console import Console
 from terminal import make_console, say
-from torch import nn
 from zoo_check import Check, NotRunnable, trace
 from zoo_models import Name, Trial
 

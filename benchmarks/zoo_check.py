@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import hookdrop
 from zoo_models import Example
 from zoo_sites import BLOCK, Chooser, P, label, regularizers
 from zoo_state import differences, face, fingerprint, same, tensors
-
-import hookdrop
 
 RATE = 1e-3
 STANDARD_ERRORS = 5.0

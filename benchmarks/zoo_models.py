@@ -16,6 +16,7 @@ import torch
 import torchvision
 from timm.models import _registry
 from torch import Tensor, nn
+
 from zoo_weights import quick_weights
 
 BATCH = 2

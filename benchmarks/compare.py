@@ -1,0 +1,127 @@
+"""Regularizers compared in paired training runs: `python benchmarks/compare.py --config benchmarks/configs/quick.yaml`.
+
+Interrupt it whenever you like: started again with the same command, it makes only the runs that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+
+from comparison.engines.base import EngineError
+from comparison.progress import watch
+from comparison.store import StoreError
+from comparison.summary import About, summarise
+from comparison.table import table
+from rich.console import Console
+
+from comparison import checks, costs, engines, estimate, options, report
+from comparison.entries import Entry
+from comparison.errors import ConfigError
+from comparison.folder import Folder
+from comparison.lines import Lines
+from comparison.ranks import launched_rank, launched_world
+from comparison.schema import Controls, Spread, Summary
+from comparison.study import Laboratory, Study
+from terminal import make_console, say
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and report; 1 if runs failed or a control did not hold, 2 if what was asked for can't be done."""
+    asked = options.parse(argv, (__doc__ or "").partition(":")[0])
+    console = make_console() if launched_rank() == 0 else Console(quiet=True)
+    try:
+        return _compare(asked, console)
+    except (ConfigError, StoreError, EngineError) as error:
+        say(console, f"compare.py: {error}")
+        return 2
+    except KeyboardInterrupt:
+        say(console, f"\nInterrupted. What is finished is in {asked.out}; the same command goes on from there.")
+        return 130
+
+
+def _compare(asked: argparse.Namespace, console: Console) -> int:
+    started = time.perf_counter()
+    config, lines, text = options.config_of(asked)
+    study = Study(config, asked.only, launched_world(), asked.command)
+    _look(study, lines, console)
+    folder = Folder(asked.out)
+    if asked.dry_run:
+        console.print(estimate.table(estimate.batches(study, folder.store), asked.workers))
+        say(console, "Nothing was trained: this was a dry run.")
+        return 0
+    amendments = folder.claim(config, asked.amend)
+    with engines.make(asked) as engine:
+        laboratory = Laboratory(folder.store, engine, folder.checkpoints, partial(watch, console, store=folder.store))
+        entries = study.entries(laboratory.tune(study.searches()))
+        # Seed by seed: what is interrupted has whole pairs.
+        runs = [entry.runs[seed] for seed in entries[0].runs for entry in entries]
+        records = laboratory.demand(runs, "final runs")
+    if launched_rank() != 0:
+        return 0
+    spent, held = _costs(entries, folder, console, config.timing)
+    about = About(config.title, asked.command, text, config.seeds)
+    summary = summarise(entries, records, about, spent, held)
+    for cell in summary.cells:
+        cell.words += [f"Amended {amendment}" for amendment in amendments]
+    return _report(summary, folder, console, bool(asked.only), time.perf_counter() - started)
+
+
+def _look(study: Study, lines: Lines, console: Console) -> None:
+    """Say where the hooks will be, or what is wrong.
+
+    Raises:
+        ConfigError: something is.
+    """
+    found = checks.look(study, lines)
+    if found.errors:
+        raise ConfigError("\n\n".join([*found.errors, "Nothing was trained."]))
+    for name, planned in found.plans.items():
+        say(console, f"{name}: {planned}\n")
+    for note in found.notes:
+        say(console, f"Note: {note}")
+
+
+Costs = dict[tuple[str, str], Spread]
+
+
+def _costs(entries: Sequence[Entry], folder: Folder, console: Console, seconds: float) -> tuple[Costs, Costs]:
+    """Ratios of time and of memory by cell and arm, from a process of its own with nothing beside it."""
+    if not seconds:
+        return {}, {}
+    say(console, "Timing training steps, in one process with nothing beside it ...")
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        found = pool.submit(costs.measured, entries, seconds, folder.costs).result()
+    return {key: spent for key, (spent, _) in found.items()}, {key: held for key, (_, held) in found.items()}
+
+
+def _report(summary: Summary, folder: Folder, console: Console, part: bool, seconds: float) -> int:
+    """Print what was found and write the page; the exit status."""
+    for cell in summary.cells:
+        console.print(table(cell))
+        for sentence in cell.words:
+            say(console, sentence)
+        say(console, "")
+    for failure in summary.failures:
+        say(console, f"FAILED: {failure.cell}, {failure.arm}, seed {failure.seed}: {failure.kind}: {failure.message}")
+    # A part of the arms is not to take the place of the report of all.
+    page, numbers = (path.with_stem(f"{path.stem}-only") if part else path for path in (folder.report, folder.summary))
+    numbers.write_text(summary.model_dump_json(indent=1))
+    report.write(summary, page)
+    say(console, f"Total time: {seconds:.0f} s\nAll numbers: {numbers}\nReport: {page.resolve()}")
+    return 1 if summary.failures or not all(_sound(cell.controls) for cell in summary.cells) else 0
+
+
+def _sound(controls: Controls) -> bool:
+    """Whether what has to hold did; that none against none excludes 0 happens once in 20 times."""
+    equal = controls.aa_equal == controls.aa_seeds
+    return equal and controls.paired and controls.unchanged == controls.hooked
+
+
+if __name__ == "__main__":
+    sys.exit(main())

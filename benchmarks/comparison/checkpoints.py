@@ -1,0 +1,83 @@
+"""A run's own checkpoint: interrupted and resumed, the run ends as if it had never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comparison import ranks
+from comparison.trainee import Trainee
+
+SECONDS = 20.0
+"""Between checkpoints, at least."""
+
+
+class Checkpoint:
+    """The file of one run; with several processes, a file each."""
+
+    def __init__(self, trainee: Trainee, folder: Path) -> None:
+        """Nothing is written or read yet."""
+        suffix = f".{ranks.rank()}" if trainee.run.world > 1 else ""
+        self._path = folder / f"{trainee.run.key}{suffix}.pt"
+        self._trainee = trainee
+        self._last = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether the last one is long enough ago; the first process decides for all."""
+        return bool(ranks.agreed(self._trainee.run, time.monotonic() - self._last >= SECONDS)[0])
+
+    def save(self, epoch: int, history: Mapping[str, Any]) -> None:
+        """Write the state after an epoch; a file that is there is replaced at once or not at all."""
+        trainee = self._trainee
+        state = {
+            "epoch": epoch,
+            "history": dict(history),
+            "model": trainee.model.state_dict(),
+            "optimizer": trainee.optimizer.state_dict(),
+            "decay": trainee.decay.state_dict(),
+            "drop": trainee.drop.state_dict() if trainee.drop else None,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(trainee.device) if trainee.device.type == "cuda" else None,
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self._path)
+        self._last = time.monotonic()
+
+    def load(self) -> tuple[int, dict[str, Any]]:
+        """Put the trainee where it was; the epochs that are done, and the history. (0, {}) if there is none."""
+        state = self._read()
+        epochs = ranks.agreed(self._trainee.run, state["epoch"] if state else 0)
+        if state is None or len(set(epochs)) > 1:
+            return 0, {}
+        trainee = self._trainee
+        trainee.model.load_state_dict(state["model"])
+        trainee.optimizer.load_state_dict(state["optimizer"])
+        trainee.decay.load_state_dict(state["decay"])
+        if trainee.drop:
+            trainee.drop.load_state_dict(state["drop"])
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"], trainee.device)
+        return state["epoch"], state["history"]
+
+    def remove(self) -> None:
+        """The run is done."""
+        for path in (self._path, self._path.with_suffix(".partial")):
+            path.unlink(missing_ok=True)
+
+    def _read(self) -> dict[str, Any] | None:
+        if not self._path.exists():
+            return None
+        try:
+            state: dict[str, Any] = torch.load(self._path, weights_only=True, map_location="cpu")
+        except Exception:  # whatever is wrong with the file, the run can begin again
+            self._path.unlink(missing_ok=True)
+            return None
+        return state

@@ -1,0 +1,87 @@
+"""Everything that can be known to be wrong before the first run: data, models, layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+import hookdrop
+from comparison import arms, models
+from comparison.config import Config
+from comparison.data import DataError, load
+from comparison.errors import ConfigError
+from comparison.lines import Lines
+from comparison.spec import Data, Model
+from comparison.study import Study
+from comparison.trainee import steps_of
+
+WRONG = (DataError, ConfigError, hookdrop.HookdropError, ValueError, TypeError, ImportError)
+
+
+@dataclass
+class Findings:
+    """What a look at all cells and arms came to."""
+
+    errors: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is worth knowing, such as a block that covers its whole map, or images that are left out."""
+    plans: dict[str, str] = field(default_factory=dict)
+    """The table of sites by arm, in the first cell."""
+
+
+def look(study: Study, lines: Lines) -> Findings:
+    """Load every data set, make every model, and plan every arm on it; nothing is trained."""
+    found = Findings()
+    config = study.config
+    for data, model in config.cells():
+        where = lines.where(("data", _index(config.data, data)))
+        try:
+            _look_at_data(data, config, where, found)
+        except WRONG as error:
+            found.errors.append(_without_ending(f"{where}: {error}"))
+            continue
+        _look_at_model(study, data, model, lines, found)
+    return found
+
+
+def _look_at_data(data: Data, config: Config, where: str, found: Findings) -> None:
+    task = load(data)
+    if task.skipped:
+        found.notes.append(f"{data.name}: {len(task.skipped)} unreadable images are left out, first {task.skipped[0]}")
+    split = task.split(data.train_size, data.validation_size, config.first_seed)
+    if len(split.train) < config.batch_size:
+        found.notes.append(f"{where}: an epoch is one batch of {len(split.train)} images, not {config.batch_size}")
+
+
+def _look_at_model(study: Study, data: Data, model: Model, lines: Lines, found: Findings) -> None:
+    config, task = study.config, load(data)
+    where = lines.where(("models", config.models.index(model)))
+    split = task.split(data.train_size, data.validation_size, config.first_seed)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            built = models.build(model, task.classes, task.shape[0])
+        except WRONG as error:
+            found.errors.append(_without_ending(f"{where}: {error}"))
+            return
+        run = study.run(data, model, study.arms[0], 0)
+        example = torch.zeros(1, *task.shape)
+        for arm in study.arms[1:]:
+            at = lines.where(("arms", [one.name for one in config.all_arms()].index(arm.name)))
+            try:
+                planned = arms.plan(arm, built, steps_of(run, len(split.train)), example)
+            except WRONG as error:
+                found.errors.append(_without_ending(f"{at}, {arm.name} on {model.name}: {error}"))
+                continue
+            assert planned is not None
+            found.plans.setdefault(arm.name, str(planned))
+            found.notes += [f"{arm.name} on {model.name}: {warning}" for warning in planned.warnings]
+
+
+def _index(all_data: list[Data], data: Data) -> int:
+    return [one.name for one in all_data].index(data.name)
+
+
+def _without_ending(text: str) -> str:
+    """The end of a message that a list of messages has once."""
+    return text.removesuffix("\nNothing was trained.").removesuffix("\nNo hook was placed; the model is unchanged.")

@@ -1,0 +1,124 @@
+"""What a training step with each arm costs, against one without: measured apart, in turn, with nothing beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from comparison.entries import Entry
+from comparison.schema import Spread
+from comparison.spec import Run
+from comparison.trainee import Trainee, prepare
+from comparison.training import step
+
+STEPS_IN_TURN = 4
+FEWEST_ROUNDS = 5
+AT_THE_END = 10**12
+"""An optimizer step by which every ramp is over."""
+
+Costs = Mapping[str, tuple[Spread, Spread]]
+"""By arm: ratios of time and of memory to none's."""
+
+
+def measured(entries: Sequence[Entry], seconds: float, path: Path) -> dict[tuple[str, str], tuple[Spread, Spread]]:
+    """The costs of all cells; what was measured for the same runs before is read from `path`.
+
+    Call it when nothing else runs; a process of its own is best.
+    """
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    found: dict[tuple[str, str], tuple[Spread, Spread]] = {}
+    for cell in dict.fromkeys(entry.cell for entry in entries):
+        runs = {entry.arm.name: next(iter(entry.runs.values())) for entry in entries if entry.cell == cell}
+        key = hashlib.sha256("".join(run.key for run in runs.values()).encode()).hexdigest()[:16]
+        if key not in kept:
+            kept[key] = {name: [part.model_dump() for part in parts] for name, parts in of_cell(runs, seconds).items()}
+            path.write_text(json.dumps(kept))
+        for name, (spent, held) in kept[key].items():
+            found[cell, name] = Spread(**spent), Spread(**held)
+    return found
+
+
+def of_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
+    """Time and memory of training steps at the final rate over those of `none` in the same round.
+
+    The arms take turns, so that a machine that slows down or speeds up does so for all of them.
+
+    Args:
+        runs: of each arm, `none` among them.
+        seconds: start no further round after this.
+    """
+    torch.set_num_threads(1)
+    trainees = {name: _at_final_rate(run) for name, run in runs.items()}
+    batches = {name: batch_of(trainee) for name, trainee in trainees.items()}
+    held = {name: _memory(trainee, *batches[name]) for name, trainee in trainees.items()}
+    rounds: list[dict[str, float]] = []
+    started = time.perf_counter()
+    while len(rounds) < FEWEST_ROUNDS or time.perf_counter() - started < seconds:
+        rounds.append({name: _time(trainee, *batches[name]) for name, trainee in trainees.items()})
+    return {
+        name: (
+            _spread([times[name] / times["none"] for times in rounds]),
+            _spread([held[name] / held["none"]] * 2),
+        )
+        for name in runs
+    }
+
+
+def _at_final_rate(run: Run) -> Trainee:
+    trainee = prepare(run)
+    trainee.forward.train()
+    if trainee.drop and run.arm.p is not None:
+        trainee.drop.seek(AT_THE_END)
+    return trainee
+
+
+def batch_of(trainee: Trainee) -> tuple[Tensor, Tensor]:
+    """The first training images, in eval form."""
+    size = trainee.run.batch_size
+    images = trainee.task.images(trainee.split.train[:size])
+    return images.to(trainee.device), trainee.labels_N[:size].to(trainee.device)
+
+
+def _time(trainee: Trainee, x_BCHW: Tensor, y_B: Tensor) -> float:
+    _wait(trainee)
+    started = time.perf_counter()
+    for _ in range(STEPS_IN_TURN):
+        step(trainee, x_BCHW, y_B)
+    _wait(trainee)
+    return time.perf_counter() - started
+
+
+def _memory(trainee: Trainee, x_BCHW: Tensor, y_B: Tensor) -> float:
+    """Bytes: on CUDA the most that is allocated during a step, on a CPU what a forward keeps for its backward."""
+    step(trainee, x_BCHW, y_B)
+    if trainee.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(trainee.device)
+        step(trainee, x_BCHW, y_B)
+        return float(torch.cuda.max_memory_allocated(trainee.device))
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        # Held until all are counted: an address must not be used again meanwhile.
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        trainee.forward(x_BCHW)
+    return float(sum(storage.nbytes() for storage in storages.values()))
+
+
+def _wait(trainee: Trainee) -> None:
+    if trainee.device.type == "cuda":
+        torch.cuda.synchronize(trainee.device)
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(low=low, median=median, high=high)

@@ -1,0 +1,134 @@
+"""What a comparison will take: its runs, their seconds, and how long so many workers need for them."""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rich import box
+from rich.table import Table
+
+from comparison.costs import batch_of
+from comparison.scoring import logits_of
+from comparison.spec import Run
+from comparison.store import Store
+from comparison.study import Study
+from comparison.trainee import prepare, steps_of
+from comparison.training import CURVE_POINTS, step
+
+TIMED_STEPS = 3
+START_SECONDS = 8.0
+"""Of a worker: importing torch, timm and the rest; measured on two cores, seconds."""
+WORKERS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Runs that can be made side by side; the next batch needs their results."""
+
+    title: str
+    seconds: tuple[float, ...]
+    """Of each run that is missing."""
+    done: int = 0
+    """Runs that are in the store."""
+
+
+def batches(study: Study, store: Store) -> list[Batch]:
+    """The trials round by round, then the final runs, each with its measured or estimated seconds."""
+    searches = list(study.searches().values())
+    times = _Times(store)
+    found = []
+    if searches:
+        # Which settings are tried later depends on what the first ones score: their number does not.
+        first = [run for search in searches for run in search.ask()]
+        left = study.config.tuning.budget - 1 if study.config.tuning else 0
+        found.append(times.batch("trial 1 of each arm", first))
+        later = tuple(times.of(run) for run in first)
+        found += [Batch(f"trial {i + 2} of each arm", later) for i in range(left)]
+    finals = [run for entry in study.entries({}) for run in entry.runs.values()]
+    return [*found, times.batch("final runs", finals)]
+
+
+def makespan(jobs: Sequence[Batch], workers: int) -> tuple[float, float]:
+    """Seconds until all is done, and the fraction of the workers' time that is spent on runs."""
+    total = START_SECONDS
+    for batch in jobs:
+        ends = [0.0] * workers
+        for seconds in batch.seconds:
+            heapq.heapreplace(ends, ends[0] + seconds)
+        total += max(ends)
+    return total, sum(sum(batch.seconds) for batch in jobs) / (workers * total)
+
+
+def table(jobs: Sequence[Batch], workers: int) -> Table:
+    """What there is to do, and how long that takes on `workers` and on other numbers of workers."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    for column in ("", "runs to make", "in the store", "seconds each", "seconds in all"):
+        shown.add_column(column, justify="left" if not column else "right")
+    for batch in jobs:
+        each = f"{statistics.fmean(batch.seconds):.1f}" if batch.seconds else "-"
+        shown.add_row(batch.title, str(len(batch.seconds)), str(batch.done), each, f"{sum(batch.seconds):.0f}")
+    shown.add_section()
+    for count in sorted({workers, *WORKERS}):
+        seconds, busy = makespan(jobs, count)
+        mark = " (as asked for)" if count == workers else ""
+        shown.add_row(f"{count} workers{mark}", "", "", f"{100 * busy:.0f} % busy", f"{seconds:.0f}")
+    return shown
+
+
+class _Times:
+    """Seconds of runs: those that runs of the same arm took, or else those that a few steps without hooks take."""
+
+    def __init__(self, store: Store) -> None:
+        self._known = store.records()
+        self._of_arm: dict[tuple[str, str], list[float]] = {}
+        self._measured: dict[str, float] = {}
+        for record in self._known.values():
+            if record.done:
+                run = Run.model_validate(record.spec)
+                self._of_arm.setdefault(self._kind(run, run.arm.name), []).append(record.seconds)
+
+    def of(self, run: Run) -> float:
+        """Seconds of a run."""
+        if times := self._of_arm.get(self._kind(run, run.arm.name)):
+            return statistics.median(times)
+        kind = str(self._kind(run, "none"))
+        if kind not in self._measured:
+            bare = run.model_copy(
+                update={"arm": run.arm.model_copy(update={"kind": "none", "name": "none", "p": None})}
+            )
+            self._measured[kind] = seconds_of(bare.model_copy(update={"world": 1, "compile": False}))
+        return self._measured[kind]
+
+    def batch(self, title: str, runs: Sequence[Run]) -> Batch:
+        """Those of the runs that are missing."""
+        wanted = {run.key: run for run in runs}
+        missing = [run for key, run in wanted.items() if key not in self._known]
+        return Batch(title, tuple(self.of(run) for run in missing), len(wanted) - len(missing))
+
+    @staticmethod
+    def _kind(run: Run, arm: str) -> tuple[str, str]:
+        return f"{run.cell}, {run.epochs} epochs, {run.max_steps}", arm
+
+
+def seconds_of(run: Run) -> float:
+    """What a whole run would take, from the time of a few of its steps and of one validation."""
+    torch.set_num_threads(1)
+    trainee = prepare(run)
+    trainee.forward.train()
+    batch = batch_of(trainee)
+    step(trainee, *batch)
+    started = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        step(trainee, *batch)
+    stepped = time.perf_counter()
+    some = trainee.split.validation[:256]
+    logits_of(trainee, some)
+    each = (time.perf_counter() - stepped) / len(some)
+    steps = min(run.max_steps or 10**12, steps_of(run, len(trainee.split.train)))
+    images = CURVE_POINTS * len(trainee.split.validation) + len(trainee.split.test)
+    return (stepped - started) / TIMED_STEPS * steps + each * images

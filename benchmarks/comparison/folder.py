@@ -1,0 +1,83 @@
+"""The output folder: one comparison, one driver at a time."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from comparison.config import Config
+from comparison.errors import ConfigError
+from comparison.store import Lock, Store
+
+# What changes no run and no claim.
+_FREE = ("title", "timing")
+
+
+class Folder:
+    """Where everything that a comparison leaves behind is."""
+
+    def __init__(self, path: Path) -> None:
+        """Make it if it isn't there.
+
+        Raises:
+            ConfigError: it can't be written.
+            StoreError: another comparison is writing there, or its database is of another version.
+        """
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            probe = path / f".writable-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"--out: can't write to {path}: {error.strerror or error}.\n  choose another folder: --out runs/mine\n"
+                "Nothing was trained."
+            ) from None
+        self.report, self.summary = path / "report.html", path / "summary.json"
+        self.costs, self.checkpoints = path / "costs.json", path / "checkpoints"
+        self._plan = path / "comparison.json"
+        self.lock = Lock(path / "lock")
+        self.store = Store(path / "runs.sqlite")
+
+    def claim(self, config: Config, amend: str | None) -> list[str]:
+        """See that the folder belongs to this comparison, and write down what it is before its first run.
+
+        What is compared, and over how many seeds, is fixed beforehand: another config is refused, or with a reason
+        written down as an amendment, which the report shows.
+
+        Returns:
+            The amendments so far.
+
+        Raises:
+            ConfigError: the folder holds another comparison.
+        """
+        asked = {name: value for name, value in config.model_dump(mode="json").items() if name not in _FREE}
+        plan = json.loads(self._plan.read_text()) if self._plan.exists() else {"config": asked, "amendments": []}
+        if plan["config"] != asked:
+            changed = [name for name in asked if asked[name] != plan["config"].get(name)]
+            if amend is None:
+                raise ConfigError(_differs(self.path, changed, asked, plan["config"]))
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
+            runs = len(self.store.records())
+            plan["amendments"].append(f"{now}, after {runs} runs, {', '.join(changed)} changed: {amend}")
+            plan["config"] = asked
+        self._plan.write_text(json.dumps(plan, indent=1))
+        return list(plan["amendments"])
+
+
+def _differs(path: Path, changed: list[str], asked: dict[str, Any], there: dict[str, Any]) -> str:
+    shown = "\n".join(f"  {name}: {_short(there.get(name))} there, {_short(asked[name])} asked for" for name in changed)
+    return (
+        f"{path} holds another comparison, and what is compared is fixed before its first run:\n{shown}\n"
+        "  another folder:        --out runs/other\n"
+        "  change this one, which the report will say:  --amend 'the reason'\nNothing was trained."
+    )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,76 @@
+"""PyramidNet for 32x32 images, which neither timm nor torchvision has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Bottleneck(nn.Module):
+    """BN, 1x1, BN, ReLU, 3x3, BN, ReLU, 1x1, BN, and a skip that is padded with channels of zeros."""
+
+    expansion = 4
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, width * self.expansion, 1, bias=False)
+        self.bn4 = nn.BatchNorm2d(width * self.expansion)
+        self.shrink = nn.AvgPool2d(2, 2, ceil_mode=True) if stride == 2 else nn.Identity()
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Of twice the stride, and of more channels."""
+        y = self.conv1(self.bn1(x_NCHW))
+        y = self.conv2(torch.relu(self.bn2(y)))
+        y = self.bn4(self.conv3(torch.relu(self.bn3(y))))
+        skip = self.shrink(x_NCHW)
+        return y + nn.functional.pad(skip, (0, 0, 0, 0, 0, y.shape[1] - skip.shape[1]))
+
+
+class PyramidNet(nn.Module):
+    """Channels grow by the same amount in every block, from 16 to 16 + alpha (times 4).
+
+    Args:
+        depth: layers, 9 n + 2 with n bottlenecks in each of three stages, such as 110, 164, 200 or 272.
+        alpha: how many channels are added over all blocks.
+        classes: outputs.
+        channels: of the images.
+
+    Reference: Han et al. 2017, arXiv:1610.02915, figure 6d and equation 3 (additive). PyramidNet-200, alpha 240, is the
+    one of the CutMix paper (Yun et al. 2019, arXiv:1905.04899, table 5): 26.8 million parameters with 100 classes.
+    """
+
+    def __init__(self, depth: int = 200, alpha: int = 240, classes: int = 100, channels: int = 3) -> None:
+        super().__init__()
+        if (depth - 2) % 9:
+            below = depth - (depth - 2) % 9
+            raise ValueError(f"PyramidNet: depth must be 9 n + 2, such as {below} or {below + 9}, got {depth}.")
+        blocks = (depth - 2) // 9
+        self.stem = nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16))
+        width, inside = 16.0, 16
+        for stage in (1, 2, 3):
+            layers = []
+            for i in range(blocks):
+                width += alpha / (3 * blocks)
+                layers.append(Bottleneck(inside, round(width), 2 if stage > 1 and i == 0 else 1))
+                inside = round(width) * Bottleneck.expansion
+            self.add_module(f"layer{stage}", nn.Sequential(*layers))
+        self.norm = nn.BatchNorm2d(inside)
+        self.fc = nn.Linear(inside, classes)
+        self._initialise()
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Logits, (N, classes)."""
+        x = self.stem(x_NCHW)
+        for stage in (self.layer1, self.layer2, self.layer3):
+            x = stage(x)
+        return self.fc(torch.relu(self.norm(x)).mean((2, 3)))
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.normal_(module.weight, std=(2 / (module.kernel_size[0] ** 2 * module.out_channels)) ** 0.5)

@@ -1,0 +1,117 @@
+"""Each arm's settings, from the same number of trials for each, scored on the validation images."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+
+from comparison.record import Record
+from comparison.schema import Trial, Tuning
+from comparison.spec import Run
+from comparison.streams import seed_of
+from comparison.tuning_config import TuningConfig
+
+FIRST_SEED = 1_000_000
+"""Of the tuning runs; final runs have smaller ones, the control with other seeds larger ones."""
+LOG_FROM = 10
+"""A range whose ends are so many times apart is searched on a logarithmic scale."""
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+Demand = Callable[[Sequence[Run]], Mapping[str, Record]]
+"""Makes the runs that are not made yet; the record of each run by its key."""
+
+
+class Search:
+    """The trials of one arm: Optuna asks, training runs tell. The same answers give the same questions."""
+
+    def __init__(self, config: TuningConfig, run: Run) -> None:
+        """`run` is a run of the arm at the settings that were written."""
+        self.config = config
+        self.space = config.space if run.arm.p is not None else config.space_none
+        self._run = run
+        self._study = optuna.create_study(sampler=_sampler(config, run.arm.name), direction="minimize")
+        for point in _grid(self.space) if config.method == "grid" else ():
+            # Optuna's own GridSampler can't be asked and told.
+            self._study.enqueue_trial(point)
+        self._asked: optuna.Trial | None = None
+        self.trials: list[Trial] = []
+
+    def ask(self) -> list[Run]:
+        """The runs of the next trial, one a tuning seed."""
+        self._asked = self._study.ask({name: _distribution(self.config, v) for name, v in self.space.items()})
+        run = with_settings(self._run, self._asked.params)
+        return [run.model_copy(update={"stage": "tuning", "seed": FIRST_SEED + i}) for i in range(self.config.seeds)]
+
+    def tell(self, records: Sequence[Record]) -> None:
+        """Score the trial by the mean NLL of its runs; a trial with a failed run has no score."""
+        assert self._asked is not None
+        failed = [record for record in records if record.outcome is None]
+        score = None if failed else statistics.fmean(record.outcome["nll"] for record in records if record.outcome)
+        state = optuna.trial.TrialState.FAIL if score is None else optuna.trial.TrialState.COMPLETE
+        self._study.tell(self._asked, score, state)
+        self.trials.append(Trial(settings=dict(self._asked.params), score=score))
+
+    def result(self) -> Tuning:
+        """The trial with the least score; the settings that were written if every trial failed."""
+        scored = [trial for trial in self.trials if trial.score is not None]
+        chosen = min(scored, key=lambda trial: trial.score or 0.0).settings if scored else {}
+        return Tuning(
+            method={"grid": "grid", "random": "random search", "tpe": "TPE"}[self.config.method],
+            space={name: list(values) for name, values in self.space.items()},
+            trials=self.trials,
+            seeds=[FIRST_SEED + i for i in range(self.config.seeds)],
+            chosen=chosen,
+            at_edge=[name for name, value in chosen.items() if self._at_edge(name, value)],
+        )
+
+    def _at_edge(self, name: str, value: float) -> bool:
+        low, high = min(self.space[name]), max(self.space[name])
+        margin = 0.0 if self.config.method == "grid" else 0.02 * (high - low)
+        return len(self.space[name]) > 1 and not low + margin < value < high - margin
+
+
+def tune(searches: Sequence[Search], demand: Demand) -> list[Tuning]:
+    """All searches side by side, a trial of each at a time."""
+    for _ in range(searches[0].config.budget if searches else 0):
+        asked = [search.ask() for search in searches]
+        records = demand([run for runs in asked for run in runs])
+        for search, runs in zip(searches, asked, strict=True):
+            search.tell([records[run.key] for run in runs])
+    return [search.result() for search in searches]
+
+
+def with_settings(run: Run, settings: Mapping[str, float]) -> Run:
+    """The run with tuned settings in place of those that were written."""
+    arm, optimizer, rest = {}, {}, {}
+    for name, value in settings.items():
+        (arm if name == "p" else rest if name == "label_smoothing" else optimizer)[name] = value
+    return run.model_copy(
+        update={
+            "arm": run.arm.model_copy(update=arm),
+            "optimizer": run.optimizer.model_copy(update=optimizer),
+            **rest,
+        }
+    )
+
+
+def _sampler(config: TuningConfig, arm: str) -> BaseSampler:
+    seed = seed_of(0, "tuning", arm) % 2**32
+    return TPESampler(seed=seed) if config.method == "tpe" else RandomSampler(seed)
+
+
+def _grid(space: Mapping[Any, Sequence[float]]) -> list[dict[str, float]]:
+    return [dict(zip(space, point, strict=True)) for point in itertools.product(*space.values())]
+
+
+def _distribution(config: TuningConfig, values: Sequence[float]) -> BaseDistribution:
+    if config.method == "grid":
+        return CategoricalDistribution(values)
+    low, high = values
+    return FloatDistribution(low, high, log=low > 0 and high / low >= LOG_FROM)
