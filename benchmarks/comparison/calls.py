@@ -52,6 +52,8 @@ def read(text: str) -> Call:
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         name = _dotted(call.func)
         args = tuple(ast.literal_eval(arg) for arg in call.args)
+        if any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
         kwargs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise ValueError(f"can't read {text!r}: write a name with literal settings, as DropBlock(p=0.1)") from None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from comparison import arms
 from comparison.calls import read
@@ -54,10 +54,25 @@ class ArmConfig(BaseModel):
             raise ValueError("a recipe chooses its layers itself: leave `layers` out")
         if given != ["peer"] and (self.equal != "p" or self.like):
             raise ValueError("`equal` and `like` are for a peer")
-        arms.split(given[0], self.text)
-        if self.schedule:
-            schedule_of(self.schedule, 100)
+        try:
+            arms.split(given[0], self.text)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
         return self
+
+    @field_validator("name")
+    @classmethod
+    def _is_free(cls, name: str | None) -> str | None:
+        if name in RESERVED:
+            raise ValueError(f"the comparison itself has an arm called {name!r}: give another name")
+        return name
+
+    @field_validator("schedule")
+    @classmethod
+    def _is_known(cls, schedule: str | None) -> str | None:
+        if schedule is not None:
+            schedule_of(schedule, 100)
+        return schedule
 
     @property
     def kind(self) -> Literal["regularizer", "recipe", "peer"]:
@@ -113,9 +128,14 @@ class Config(BaseModel):
     max_steps: PositiveInt | None = None
     """Stop every run after so many optimizer steps, to see that everything works."""
 
+    @field_validator("schedule")
+    @classmethod
+    def _is_known(cls, schedule: str) -> str:
+        schedule_of(schedule, 100)
+        return schedule
+
     @model_validator(mode="after")
     def _fits(self) -> Config:
-        schedule_of(self.schedule, 100)
         if not self.layers and any(arm.kind != "recipe" and not arm.layers for arm in self.arms):
             raise ValueError("`layers` is missing: where do the regularizers go? (as `layers: 'layer[34].*.bn2'`)")
         names = Counter(arm.name for arm in self.all_arms())
