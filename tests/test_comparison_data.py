@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import multiprocessing
 import pickle
@@ -28,7 +29,7 @@ pytest.importorskip("torchvision")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from comparison import data as comparison_data
-from comparison.data import DataError, Task, check, load, strata, synthetic
+from comparison.data import DataError, Task, check, load, readable, strata, synthetic
 from comparison.data.batches import loader
 from comparison.data.checking import check_seeds
 from comparison.data.stored import Stored
@@ -57,8 +58,10 @@ def per_class(task: Task, indices: Tensor) -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    yield
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing loaded before, and the default root in an empty folder."""
+    with contextlib.chdir(tmp_path_factory.mktemp("here")):
+        yield
     comparison_data._load.cache_clear()
 
 
@@ -573,7 +576,7 @@ class TestSyntheticCue:
             load(Data(name="synthetic-cue", augmentation="crop-flip"))
 
 
-FIRST_AND_LAST = [-3.0, -1.19913]
+FIRST_AND_LAST = [-3.0, -1.20812]
 
 
 class TestCifar:
@@ -673,6 +676,36 @@ class TestImageFolder:
         assert check(Data(name=f"imagefolder:{folder}", image_size=16, train_size=4), 2) == [
             f"imagefolder:{folder}: 2 unreadable images left out."
         ]
+
+    def test_images_are_checked_once_for_all_processes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.damage(folder)
+        seen: list[str] = []
+        check_one = readable.readable
+
+        def watched(path: str) -> bool:
+            seen.append(path)
+            return check_one(path)
+
+        monkeypatch.setattr(readable, "readable", watched)
+
+        def checked() -> tuple[int, int]:
+            seen.clear()
+            comparison_data._load.cache_clear()
+            return len(folder_task(folder, root="notes").skipped), len(seen)
+
+        assert checked() == (2, 20)
+        assert checked() == (2, 0)
+        shutil.copy(folder / "cat" / "000.png", folder / "cat" / "003.png")
+        assert checked() == (1, 1)
+        (folder / "dog" / "000.png").unlink()
+        (folder / "dog" / "000.png").symlink_to("nowhere")
+        assert checked() == (2, 0)
+        (notes,) = Path("notes").glob("*/*")
+        notes.write_text("[1, 2")
+        assert checked() == (2, 19)
+        shutil.rmtree("notes")
+        Path("notes").touch()
+        assert checked() == (2, 19)
 
     def test_strict_names_unreadable_images(self, folder: Path) -> None:
         bad = self.damage(folder)

@@ -13,6 +13,7 @@ from torchvision.transforms import v2
 from comparison.data import augment, strata
 from comparison.data.errors import DataError
 from comparison.data.layout import Found, find
+from comparison.data.readable import notes_of
 from comparison.data.task import Task
 from comparison.spec import Data
 from comparison.streams import generator
@@ -66,11 +67,13 @@ def load(data: Data) -> Task:
     PATH has either a folder of each class, and a fifth of each class's images is for testing, the same fifth
     always; or `train` and `val` or `test` with folders of the same classes. With both `val` and `test`, the
     images of `val` are added to those of `train`: validation images are drawn from all that are not for testing.
+    All images are read once beforehand; which could be read is noted in the folder `data.root`.
 
     Raises:
         DataError: there is no such folder, there are no images or no two classes, or `strict` and an unreadable image.
     """
-    found = find(Path(data.name.partition(":")[2]), data.strict)
+    path = Path(data.name.partition(":")[2])
+    found = find(path, data.strict, notes_of(path, Path(data.root)))
     labels_N = torch.tensor(found.labels)
     pool, test = _parts(found, labels_N)
     source = Files(found.paths, data.image_size or SIDE, data.augmentation)

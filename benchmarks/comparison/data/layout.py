@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from comparison.data.errors import DataError
+from comparison.data.readable import unreadable
 
 NAMED = 3
 
@@ -26,8 +26,8 @@ class Found:
     skipped: tuple[str, ...]
 
 
-def find(root: Path, strict: bool) -> Found:
-    """All images below `root`, each of them read once to see that it can be.
+def find(root: Path, strict: bool, notes: Path) -> Found:
+    """All images below `root`, each of them read once to see that it can be; what was found is kept in `notes`.
 
     Raises:
         DataError: there is nothing to train on, or `strict` and an unreadable image.
@@ -47,26 +47,13 @@ def find(root: Path, strict: bool) -> Found:
         raise DataError(
             f"{str(root)!r} has folders, but no image in them.", f"an image ends in {', '.join(IMG_EXTENSIONS)}"
         )
-    bad = [path for path, _, _ in samples if not readable(path)]
+    bad = unreadable([path for path, _, _ in samples], notes)
     _check_readable(root, bad, len(samples), strict)
-    good = [sample for sample in samples if sample[0] not in set(bad)]
+    left_out = set(bad)
+    good = [sample for sample in samples if sample[0] not in left_out]
     _check_all_have_images(root, classes, {(label, test) for _, label, test in good}, [test for _, test in parts])
     paths, labels, tests = zip(*good, strict=True)
     return Found(root, classes, paths, labels, tests if len(parts) > 1 else None, tuple(bad))
-
-
-def readable(path: str) -> bool:
-    """Whether the image is whole."""
-    try:
-        with Image.open(path) as image:
-            image.verify()
-        # A file that ends early passes the check of its structure.
-        with Image.open(path) as image:
-            image.load()
-    # Whatever a decoder raises on what is no image: OSError, SyntaxError, ValueError, struct.error ...
-    except Exception:
-        return False
-    return True
 
 
 def _parts(root: Path) -> list[tuple[Path, bool]]:

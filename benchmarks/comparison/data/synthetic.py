@@ -5,7 +5,7 @@ too little, and nothing in the training images tells it so.
 
 An image of side S (32 unless another is asked for), one channel, and a class k of 8, all of them equally frequent:
 
-    image = 0.27 * spread + noise, and the glyph put over it
+    image = 0.28 * spread + noise, and the glyph put over it
 
 * spread: sin(2 pi * 4 * (x cos a + y sin a) / S + phase), the orientation a = pi k / 8, the phase uniform;
 * noise: normal, mean 0 and standard deviation 1, independent in each pixel;
@@ -37,7 +37,7 @@ CLASSES = 8
 SIZE = 32
 LEAST = 16
 POOL, TEST = 4000, 1024
-SPREAD = 0.27
+SPREAD = 0.28
 CYCLES = 4
 INK = 3.0
 SIDE = 5
