@@ -31,7 +31,7 @@ class Data(Part):
     label_noise: float | None = Field(default=None, ge=0, lt=1)
     """The fraction of training labels that are replaced by another class (`digits-noisy`: 0.2)."""
     root: str = "data"
-    """The folder that `cifar10` and `cifar100` are in, or are downloaded to."""
+    """The folder that `cifar10` and `cifar100` are in, or are downloaded to; notes on `imagefolder` are kept there."""
     strict: bool = False
     """Whether an unreadable image is an error; it is left out and counted otherwise."""
     workers: NonNegativeInt = 0

@@ -1,0 +1,61 @@
+"""CIFAR-10 and CIFAR-100, as torchvision reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchvision import datasets
+
+from comparison.data.errors import DataError
+from comparison.data.stored import Stored
+from comparison.data.task import Task
+from comparison.spec import Data
+
+_SETS: dict[str, Any] = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
+_MEAN = {"cifar10": (0.4914, 0.4822, 0.4465), "cifar100": (0.5071, 0.4865, 0.4409)}
+_STD = {"cifar10": (0.2470, 0.2435, 0.2616), "cifar100": (0.2673, 0.2564, 0.2762)}
+SIDE = 32
+
+
+def load(data: Data) -> Task:
+    """The 50,000 images of the training set as pool, the 10,000 of the test set to test; downloaded if need be.
+
+    Raises:
+        DataError: they are neither there nor can they be downloaded, or a file is not what it should be.
+    """
+    try:
+        train, test = (_SETS[data.name](data.root, train=part, download=True) for part in (True, False))
+    # Of the network, the disk, the archive or the pickle: nobody can list what these raise.
+    except Exception as error:
+        raise _unreadable(data, error) from error
+    x_NHWC = torch.cat([torch.from_numpy(part.data) for part in (train, test)])
+    size = None if data.image_size in (None, SIDE) else data.image_size
+    source = Stored(
+        x_NHWC.permute(0, 3, 1, 2).contiguous(),
+        data.augmentation,
+        size,
+        mean=_MEAN[data.name],
+        std=_STD[data.name],
+    )
+    return Task(
+        data.name,
+        len(train.classes),
+        source.shape,
+        torch.tensor([*train.targets, *test.targets]),
+        torch.arange(len(train)),
+        torch.arange(len(train), len(x_NHWC)),
+        source,
+        data.label_noise or 0.0,
+    )
+
+
+def _unreadable(data: Data, error: Exception) -> DataError:
+    kind = _SETS[data.name]
+    return DataError(
+        f"{data.name!r} can't be had: {type(error).__name__}: {error}",
+        f"folder:    {Path(data.root).absolute()} (`root`)",
+        f"put there: {kind.filename}, or {kind.base_folder}/ as it is in it, whole",
+        f"it is at:  {kind.url}, and is downloaded where there is a network",
+    )
