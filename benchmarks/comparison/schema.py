@@ -29,7 +29,7 @@ class Difference(Found):
     mean: float
     low: float
     high: float
-    """Bootstrap 95 % interval over seeds."""
+    """Bootstrap 95 % interval over seeds; one pair has none: both limits are its difference."""
     low_images: float
     high_images: float
     """The same over seeds and test images."""
@@ -40,7 +40,10 @@ class Difference(Found):
     p_smallest: float
     """What `p` could not be smaller than with so many pairs."""
     mde: float | None
-    """Minimum detectable effect: found with 80 % power at 5 %, two-sided, given the spread seen; None for one pair."""
+    """Minimum detectable effect: found with 80 % power at 5 %, two-sided, given the spread seen.
+
+    None for one pair, and where all differences are the same.
+    """
     seeds_for_half: int | None
     """Pairs that it would take to find half of `mde`."""
     verdict: Literal["above", "below", "cannot be distinguished"]
