@@ -9,7 +9,7 @@ import torch
 import hookdrop
 from comparison import arms, models
 from comparison.config import Config
-from comparison.data import DataError, load
+from comparison.data import DataError, check, load
 from comparison.errors import ConfigError
 from comparison.lines import Lines
 from comparison.spec import Data, Model
@@ -46,9 +46,8 @@ def look(study: Study, lines: Lines) -> Findings:
 
 
 def _look_at_data(data: Data, config: Config, where: str, found: Findings) -> None:
+    found.notes += [f"{data.name}: {note}" for note in check(data, config.seeds)]
     task = load(data)
-    if task.skipped:
-        found.notes.append(f"{data.name}: {len(task.skipped)} unreadable images are left out, first {task.skipped[0]}")
     split = task.split(data.train_size, data.validation_size, config.first_seed)
     if len(split.train) < config.batch_size:
         found.notes.append(f"{where}: an epoch is one batch of {len(split.train)} images, not {config.batch_size}")
