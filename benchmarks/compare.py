@@ -6,26 +6,29 @@ Interrupt it whenever you like: started again with the same command, it makes on
 from __future__ import annotations
 
 import argparse
+import datetime
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing import get_context
 
 from comparison.engines.base import EngineError
 from comparison.progress import watch
-from comparison.store import StoreError
+from comparison.store import Store, StoreError
 from comparison.summary import About, summarise
 from comparison.table import table
 from rich.console import Console
 
-from comparison import checks, costs, engines, estimate, options, report
+from comparison import checks, costs, estimate, options, report, team
 from comparison.entries import Entry
 from comparison.errors import ConfigError
 from comparison.folder import Folder
 from comparison.lines import Lines
 from comparison.ranks import launched_rank, launched_world
+from comparison.record import Record
 from comparison.schema import Controls, Spread, Summary
 from comparison.study import Laboratory, Study
 from terminal import make_console, say
@@ -50,26 +53,33 @@ def _compare(asked: argparse.Namespace, console: Console) -> int:
     config, lines, text = options.config_of(asked)
     study = Study(config, asked.only, launched_world(), asked.command)
     _look(study, lines, console)
+    engine = team.chosen(asked.engine, asked.workers, asked.address)
+    if launched_rank() != 0:
+        return team.follow(engine, asked.out / "checkpoints")
     folder = Folder(asked.out)
     if asked.dry_run:
         console.print(estimate.table(estimate.batches(study, folder.store), asked.workers))
         say(console, "Nothing was trained: this was a dry run.")
         return 0
     amendments = folder.claim(config, asked.amend)
-    with engines.make(asked) as engine:
-        laboratory = Laboratory(folder.store, engine, folder.checkpoints, partial(watch, console, store=folder.store))
-        entries = study.entries(laboratory.tune(study.searches()))
-        # Seed by seed: what is interrupted has whole pairs.
-        runs = [entry.runs[seed] for seed in entries[0].runs for entry in entries]
-        records = laboratory.demand(runs, "final runs")
-    if launched_rank() != 0:
-        return 0
+    laboratory = Laboratory(folder.store, engine, folder.checkpoints, partial(_watch, console, folder.store))
+    entries = study.entries(laboratory.tune(study.searches()))
+    # Seed by seed: what is interrupted has whole pairs.
+    runs = [entry.runs[seed] for seed in entries[0].runs for entry in entries]
+    records = laboratory.demand(runs, "Final runs")
+    team.dismiss(engine)
     spent, held = _costs(entries, folder, console, config.timing)
-    about = About(config.title, asked.command, text, config.seeds)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    about = About(config.title, now, asked.command, text, config.seeds)
     summary = summarise(entries, records, about, spent, held)
     for cell in summary.cells:
         cell.words += [f"Amended {amendment}" for amendment in amendments]
     return _report(summary, folder, console, bool(asked.only), time.perf_counter() - started)
+
+
+def _watch(console: Console, store: Store, total: int, title: str) -> AbstractContextManager[Callable[[Record], None]]:
+    say(console, f"{title}: {total} runs")
+    return watch(console, total, store)
 
 
 def _look(study: Study, lines: Lines, console: Console) -> None:

@@ -51,6 +51,7 @@ def arm_found(
         rate=band([run["rates"] for run in runs]),
         calibration=_calibration(arm),
         tuning=entry.tuning,
+        like=entry.like,
         time=time,
         memory=memory,
         mask=next((Mask(**run["mask"]) for run in runs if run["mask"]), None),

@@ -152,7 +152,7 @@ def _reasons(arm: ArmFound) -> str:
 
 
 def _tuned(cell: Cell) -> Iterator[str]:
-    own = [arm for arm in cell.arms if arm.kind != "control"]
+    own = [arm for arm in cell.arms if arm.kind != "control" and not arm.like]
     trials = {arm.name: len(arm.tuning.trials) for arm in own if arm.tuning}
     if trials:
         each = listed([f"{name} ({plural(count, 'trial')})" for name, count in trials.items()])
@@ -161,10 +161,13 @@ def _tuned(cell: Cell) -> Iterator[str]:
         yield "Beware: the arms did not have the same tuning budget; one with more trials has an advantage."
     if edge := [f"{arm.name} ({listed(arm.tuning.at_edge)})" for arm in own if arm.tuning and arm.tuning.at_edge]:
         yield f"Chosen at the edge of what was tried, so that a better value may lie outside: {listed(edge)}."
+    for like in dict.fromkeys(arm.like for arm in cell.arms if arm.like and arm.kind != "control"):
+        taking = [arm.name for arm in cell.arms if arm.like == like and arm.kind != "control"]
+        yield f"Not tuned, but with the settings that were chosen for {like}: {listed(taking)}."
 
 
 def _fixed(cell: Cell) -> Iterator[str]:
-    if fixed := [arm.name for arm in cell.arms if not arm.tuning and arm.kind not in ("none", "control")]:
+    if fixed := [arm.name for arm in cell.arms if not arm.tuning and not arm.like and arm.kind not in ("none", "control")]:
         yield (
             f"The rate of {listed(fixed)} was fixed beforehand, not tuned: "
             "nothing here says which regularizer is best at its best rate."

@@ -21,5 +21,8 @@ class Entry:
     control: Literal["", "aa", "seeds"] = ""
     """`aa`: p = 0 injected, has to be bit-equal to none. `seeds`: none again, with other seeds."""
     tuning: Tuning | None = None
+    """Its own; None if its settings are those that were written, or another arm's."""
+    like: str = ""
+    """The arm whose tuned settings it takes, if it is not tuned itself."""
     command: str = ""
     """A shell command that makes these runs."""

@@ -151,6 +151,8 @@ class ArmFound(Found):
     """Over optimizer steps."""
     calibration: list[Bin]
     tuning: Tuning | None
+    like: str = ""
+    """The arm whose tuned settings it has, if it was not tuned itself."""
     time: Spread | None
     """Of a training step at the final rate / of one of none."""
     memory: Spread | None

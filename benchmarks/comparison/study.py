@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -93,7 +94,8 @@ class Study:
             run = with_settings(run, chosen)
             runs = {seed: run.model_copy(update={"seed": seed + offset}) for seed in seeds}
             own = tuning if settings_of == arm.name else None
-            return Entry(run.cell, run.arm, runs, control, own, self._command(arm, control))  # type: ignore[arg-type]
+            like = settings_of if tuning and not own else ""
+            return Entry(run.cell, run.arm, runs, control, own, like, self._command(arm, control))  # type: ignore[arg-type]
 
         for arm in self.arms:
             yield entry(arm, self.config.like(arm.name) if arm is not NONE else arm.name)
@@ -142,7 +144,8 @@ class Laboratory:
 
     def tune(self, searches: Mapping[tuple[str, str], Search]) -> Tunings:
         """What each search chose."""
-        results = tune(list(searches.values()), lambda runs: self.demand(runs, "tuning"))
+        rounds = itertools.count(1)
+        results = tune(list(searches.values()), lambda runs: self.demand(runs, f"Trial {next(rounds)} of each arm"))
         return dict(zip(searches, results, strict=True))
 
     def _open(self, key: str, record: Record | None) -> bool:
