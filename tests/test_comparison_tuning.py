@@ -62,10 +62,12 @@ class TestFairness:
         assert {run.stage for run in runs} == {"tuning"}
         assert {run.seed for run in runs} == {FIRST_SEED, FIRST_SEED + 1}
 
-    def test_arms_search_side_by_side(self) -> None:
-        oracle = Oracle()
-        tune([Search(GRID, run_of(NONE)), Search(GRID, run_of(DROPPING))], oracle)
-        assert [len(runs) for runs in oracle.demanded] == [4, 4, 4]
+    def test_a_grid_is_made_at_once_and_a_search_that_learns_round_by_round(self) -> None:
+        learning = TuningConfig(method="tpe", trials=3, space={"p": [0.05, 0.5]}, space_none={"lr": [0.001, 0.1]})
+        for config, sizes in ((GRID, [12]), (learning, [4, 4, 4])):
+            oracle = Oracle()
+            tune([Search(config, run_of(NONE)), Search(config, run_of(DROPPING))], oracle)
+            assert [len(runs) for runs in oracle.demanded] == sizes
 
 
 class TestResults:
@@ -120,6 +122,7 @@ class TestTheStudy:
         entries = {entry.arm.name: entry for entry in study.entries(tunings)}
         assert entries["timm.DropBlock2d, equal p"].arm.p == entries["Dropout"].arm.p == 0.2
         assert entries["timm.DropBlock2d, equal p"].tuning is None
+        assert entries["timm.DropBlock2d, equal p"].like == "Dropout"
         assert entries["Dropout"].tuning is not None
 
     def test_controls_are_in_every_comparison(self) -> None:

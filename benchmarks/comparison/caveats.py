@@ -167,7 +167,8 @@ def _tuned(cell: Cell) -> Iterator[str]:
 
 
 def _fixed(cell: Cell) -> Iterator[str]:
-    if fixed := [arm.name for arm in cell.arms if not arm.tuning and not arm.like and arm.kind not in ("none", "control")]:
+    regularized = [arm for arm in cell.arms if arm.kind not in ("none", "control")]
+    if fixed := [arm.name for arm in regularized if not arm.tuning and not arm.like]:
         yield (
             f"The rate of {listed(fixed)} was fixed beforehand, not tuned: "
             "nothing here says which regularizer is best at its best rate."

@@ -19,6 +19,7 @@ from comparison.store import Store
 from comparison.study import Study
 from comparison.trainee import prepare, steps_of
 from comparison.training import CURVE_POINTS, step
+from comparison.tuning import rounds
 
 TIMED_STEPS = 3
 START_SECONDS = 8.0
@@ -42,13 +43,13 @@ def batches(study: Study, store: Store) -> list[Batch]:
     searches = list(study.searches().values())
     times = _Times(store)
     found = []
-    if searches:
-        # Which settings are tried later depends on what the first ones score: their number does not.
-        first = [run for search in searches for run in search.ask()]
-        left = study.config.tuning.budget - 1 if study.config.tuning else 0
-        found.append(times.batch("trial 1 of each arm", first))
-        later = tuple(times.of(run) for run in first)
-        found += [Batch(f"trial {i + 2} of each arm", later) for i in range(left)]
+    if searches and study.config.tuning:
+        first, *later = rounds(study.config.tuning)
+        runs = [run for search in searches for _ in range(first) for run in search.ask()[1]]
+        found.append(times.batch("tuning", runs))
+        # What is tried later depends on what the first trials score; how much it is does not.
+        seconds = tuple(times.of(run) for run in runs)
+        found += [Batch(f"tuning, round {i}", seconds) for i, _ in enumerate(later, 2)]
     finals = [run for entry in study.entries({}) for run in entry.runs.values()]
     return [*found, times.batch("final runs", finals)]
 

@@ -145,7 +145,7 @@ class Laboratory:
     def tune(self, searches: Mapping[tuple[str, str], Search]) -> Tunings:
         """What each search chose."""
         rounds = itertools.count(1)
-        results = tune(list(searches.values()), lambda runs: self.demand(runs, f"Trial {next(rounds)} of each arm"))
+        results = tune(list(searches.values()), lambda runs: self.demand(runs, f"Tuning, round {next(rounds)}"))
         return dict(zip(searches, results, strict=True))
 
     def _open(self, key: str, record: Record | None) -> bool:

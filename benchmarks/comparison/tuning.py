@@ -40,23 +40,22 @@ class Search:
         for point in _grid(self.space) if config.method == "grid" else ():
             # Optuna's own GridSampler can't be asked and told.
             self._study.enqueue_trial(point)
-        self._asked: optuna.Trial | None = None
         self.trials: list[Trial] = []
 
-    def ask(self) -> list[Run]:
-        """The runs of the next trial, one a tuning seed."""
-        self._asked = self._study.ask({name: _distribution(self.config, v) for name, v in self.space.items()})
-        run = with_settings(self._run, self._asked.params)
-        return [run.model_copy(update={"stage": "tuning", "seed": FIRST_SEED + i}) for i in range(self.config.seeds)]
+    def ask(self) -> tuple[optuna.Trial, list[Run]]:
+        """The next trial, and its runs, one a tuning seed."""
+        trial = self._study.ask({name: _distribution(self.config, v) for name, v in self.space.items()})
+        run = with_settings(self._run, trial.params)
+        seeds = range(FIRST_SEED, FIRST_SEED + self.config.seeds)
+        return trial, [run.model_copy(update={"stage": "tuning", "seed": seed}) for seed in seeds]
 
-    def tell(self, records: Sequence[Record]) -> None:
+    def tell(self, trial: optuna.Trial, records: Sequence[Record]) -> None:
         """Score the trial by the mean NLL of its runs; a trial with a failed run has no score."""
-        assert self._asked is not None
         failed = [record for record in records if record.outcome is None]
         score = None if failed else statistics.fmean(record.outcome["nll"] for record in records if record.outcome)
         state = optuna.trial.TrialState.FAIL if score is None else optuna.trial.TrialState.COMPLETE
-        self._study.tell(self._asked, score, state)
-        self.trials.append(Trial(settings=dict(self._asked.params), score=score))
+        self._study.tell(trial, score, state)
+        self.trials.append(Trial(settings=dict(trial.params), score=score))
 
     def result(self) -> Tuning:
         """The trial with the least score; the settings that were written if every trial failed."""
@@ -78,13 +77,18 @@ class Search:
 
 
 def tune(searches: Sequence[Search], demand: Demand) -> list[Tuning]:
-    """All searches side by side, a trial of each at a time."""
-    for _ in range(searches[0].config.budget if searches else 0):
-        asked = [search.ask() for search in searches]
-        records = demand([run for runs in asked for run in runs])
-        for search, runs in zip(searches, asked, strict=True):
-            search.tell([records[run.key] for run in runs])
+    """All searches side by side: all trials at once, or of each arm one at a time where what is tried depends on it."""
+    for count in rounds(searches[0].config) if searches else ():
+        asked = [(search, *search.ask()) for search in searches for _ in range(count)]
+        records = demand([run for _, _, runs in asked for run in runs])
+        for search, trial, runs in asked:
+            search.tell(trial, [records[run.key] for run in runs])
     return [search.result() for search in searches]
+
+
+def rounds(config: TuningConfig) -> list[int]:
+    """Trials of each arm that can be made side by side, round by round."""
+    return [1] * config.budget if config.method == "tpe" else [config.budget]
 
 
 def with_settings(run: Run, settings: Mapping[str, float]) -> Run:
