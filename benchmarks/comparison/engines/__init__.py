@@ -1,0 +1,1 @@
+"""How runs get done: in processes, on a cluster, or in the ranks that torchrun started."""

@@ -1,0 +1,115 @@
+"""A run that fails is a record too."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import hookdrop
+from comparison.database import StoreError
+from comparison.engines.base import Beat, Job
+from comparison.environment import environment
+from comparison.record import Failure, Kind, Record
+from comparison.spec import Run
+
+FRAMES = 4
+LONGEST = 2000
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
+# The last two are torch.save's, which does not say why.
+_NO_ROOM = ("database or disk is full", "no space left on device", "failed writing file", "unexpected pos ")
+_KILLED = ("is killed by signal", "exited unexpectedly")
+_DISK_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def prepare(threads: int) -> None:
+    """Make a process ready to train: so many threads, and a doubt of hookdrop's fails the run."""
+    torch.set_num_threads(threads)
+    warnings.simplefilter("error", hookdrop.HookdropWarning)
+
+
+def guarded(job: Job, run: Run, beat: Beat, scratch: Path) -> Record:
+    """What the job returns, or a failed record if it raises or returns a number that is not finite.
+
+    KeyboardInterrupt passes through.
+    """
+    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+    try:
+        record = job(run, beat, scratch)
+        bad = not_finite(record)
+        failure = Failure("nan", f"not finite: {', '.join(bad)}") if bad else None
+    except (Exception, SystemExit) as error:
+        record, failure = None, failure_of(error)
+    if record is not None and failure is None:
+        return record
+    # The traceback held what the failed run had allocated.
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    return replace(failed(run, failure), started=started, seconds=time.perf_counter() - clock)  # type: ignore[arg-type]
+
+
+def failed(run: Run, failure: Failure) -> Record:
+    """The record of a run without an outcome."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Record(run.key, run.model_dump(mode="json"), failure=failure, environment=environment(), started=now)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What kind of failure an exception, or what it came from, is; with the last frames of the traceback."""
+    chain = list(_chain(error))
+    kinds: list[Kind] = [kind for each in chain if (kind := _kind(each)) != "error"]
+    frames = traceback.extract_tb(chain[-1].__traceback__)[-FRAMES:]
+    where = "".join(f"\n  {'/'.join(Path(at.filename).parts[-2:])}:{at.lineno} in {at.name}" for at in frames)
+    said = "\nfrom ".join(f"{type(each).__name__}: {each}"[:LONGEST] for each in chain)
+    return Failure(kinds[0] if kinds else "error", said + where)
+
+
+def not_finite(record: Record) -> list[str]:
+    """Names of what is NaN or infinite in a record."""
+    outcome = [name for name, value in (record.outcome or {}).items() if not _finite(value)]
+    return outcome + [f"images' {name}" for name, array in record.images.items() if not np.isfinite(array).all()]
+
+
+def _finite(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+
+
+def _kind(error: BaseException) -> Kind:
+    text = str(error).lower()
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, FloatingPointError):
+        return "nan"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or number == errno.ENOMEM:
+        return "memory"
+    if number in _DISK_CODES or (isinstance(error, StoreError) and error.kind == "disk"):
+        return "disk"
+    if isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY):
+        return "memory"
+    if any(words in text for words in _NO_ROOM):
+        return "disk"
+    if isinstance(error, RuntimeError) and "dataloader worker" in text and any(words in text for words in _KILLED):
+        return "killed"
+    return "error"
