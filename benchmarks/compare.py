@@ -15,22 +15,22 @@ from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing import get_context
 
-from comparison.engines.base import EngineError
-from comparison.progress import watch
-from comparison.store import Store, StoreError
-from comparison.summary import About, summarise
-from comparison.table import table
 from rich.console import Console
 
 from comparison import checks, costs, estimate, options, report, team
+from comparison.engines.base import EngineError
 from comparison.entries import Entry
 from comparison.errors import ConfigError
 from comparison.folder import Folder
 from comparison.lines import Lines
+from comparison.progress import watch
 from comparison.ranks import launched_rank, launched_world
 from comparison.record import Record
 from comparison.schema import Controls, Spread, Summary
+from comparison.store import Store, StoreError
 from comparison.study import Laboratory, Study
+from comparison.summary import About, summarise
+from comparison.table import table
 from terminal import make_console, say
 
 

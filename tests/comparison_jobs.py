@@ -18,11 +18,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import torch
+
+import hookdrop
 from comparison.engines.base import Beat
 from comparison.record import Record
 from comparison.spec import Arm, Data, Model, Run
-
-import hookdrop
 
 Job = Callable[[Run, Beat, Path], Record]
 

@@ -116,7 +116,9 @@ class TestATinyOne:
         assert row.command.endswith("--only 'timm.DropPath, equal p'")
         status, _ = run("--config", tiny.config, "--out", copied, "--workers", 1, "--only", row.name)
         assert status == 0
-        assert len(Store(copied / "runs.sqlite").records()) == TRIALS + FINALS + 2  # another A/A: of its first regularizer
+        assert (
+            len(Store(copied / "runs.sqlite").records()) == TRIALS + FINALS + 2
+        )  # another A/A: of its first regularizer
         only = Summary.model_validate_json((copied / "summary-only.json").read_text())
         again = next(arm for arm in only.cells[0].arms if arm.name == row.name)
         assert again.values == row.values
@@ -197,7 +199,7 @@ class TestAskedForWrongly:
         assert said in self.error(tmp_path, TINY.replace(old, new, 1))
 
     def test_all_that_is_wrong_with_cells_is_said_at_once(self, tmp_path: Path) -> None:
-        wrong = TINY.replace("layer*.*.bn2", "layer5.*").replace("drop_prob=0.1)", "drop_prob=0.1)\", layers: \"nose")
+        wrong = TINY.replace("layer*.*.bn2", "layer5.*").replace("drop_prob=0.1)", 'drop_prob=0.1)", layers: "nose')
         text = self.error(tmp_path, wrong)
         assert "at arms[0]" in text
         assert "at arms[1]" in text
@@ -210,7 +212,9 @@ class TestAskedForWrongly:
         assert "digits.yaml" in text
 
     def test_an_arm_that_is_not_there(self, tmp_path: Path) -> None:
-        assert "--only: no arm is called 'DropPath': there are DropBlock" in self.error(tmp_path, TINY, "--only", "DropPath")
+        assert "--only: no arm is called 'DropPath': there are DropBlock" in self.error(
+            tmp_path, TINY, "--only", "DropPath"
+        )
 
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "out").write_text("a file")
@@ -250,8 +254,34 @@ class TestAskedForWrongly:
 
 class TestFlags:
     def test_make_a_whole_comparison_without_a_file(self) -> None:
-        words = "--models resnet10t --data digits --train-sizes 40 --layers layer*.*.bn2 --epochs 2 --seeds 2 --lr 0.1".split()
-        asked = options.parse([*words, "--arms", "Dropout(p=0.1)", "--recipes", "dropblock_resnet(p=0.1)", "--peers", "timm.DropPath(0.1)"], "")
+        words = [
+            "--models",
+            "resnet10t",
+            "--data",
+            "digits",
+            "--train-sizes",
+            "40",
+            "--layers",
+            "layer*.*.bn2",
+            "--epochs",
+            "2",
+            "--seeds",
+            "2",
+            "--lr",
+            "0.1",
+        ]
+        asked = options.parse(
+            [
+                *words,
+                "--arms",
+                "Dropout(p=0.1)",
+                "--recipes",
+                "dropblock_resnet(p=0.1)",
+                "--peers",
+                "timm.DropPath(0.1)",
+            ],
+            "",
+        )
         config, _, text = options.config_of(asked)
         assert [arm.name for arm in config.all_arms()] == [
             "Dropout", "dropblock_resnet", "timm.DropPath, equal p", "timm.DropPath, equal fraction",

@@ -152,7 +152,9 @@ class TestSchedules:
         assert schedules.schedule_of("LinearSchedule", 400) == hookdrop.LinearSchedule(steps=400)
 
     def test_a_fraction_is_of_all_steps_and_a_whole_number_is_steps(self) -> None:
-        assert schedules.schedule_of("CosineSchedule(steps=0.5, delay=0.25)", 400) == hookdrop.CosineSchedule(steps=200, delay=100)
+        assert schedules.schedule_of("CosineSchedule(steps=0.5, delay=0.25)", 400) == hookdrop.CosineSchedule(
+            steps=200, delay=100
+        )
         assert schedules.schedule_of("EarlySchedule(0.5)", 400) == hookdrop.EarlySchedule(cutoff=200)
         assert schedules.schedule_of("LateSchedule(cutoff=7)", 400) == hookdrop.LateSchedule(cutoff=7)
 

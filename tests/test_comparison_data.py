@@ -28,6 +28,10 @@ pytest.importorskip("torchvision")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+from PIL import Image
+from sklearn.datasets import load_digits
+from torchvision import datasets
+
 from comparison import data as comparison_data
 from comparison.data import DataError, Task, check, load, readable, strata, synthetic
 from comparison.data.batches import loader
@@ -35,9 +39,6 @@ from comparison.data.checking import check_seeds
 from comparison.data.stored import Stored
 from comparison.spec import Data
 from comparison.streams import generator
-from PIL import Image
-from sklearn.datasets import load_digits
-from torchvision import datasets
 
 STILL = ("digits", "digits-noisy", "synthetic-cue")
 

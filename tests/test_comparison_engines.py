@@ -25,13 +25,14 @@ pytest.importorskip("pebble")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from comparison_jobs import job, record_of, run_of, runs_of
+
 from comparison.engines.base import EngineError, label, seldom
 from comparison.engines.guard import failure_of, guarded
 from comparison.engines.local import LocalEngine
 from comparison.engines.torchrun import TorchrunEngine
 from comparison.record import Record
 from comparison.store import Store, StoreError
-from comparison_jobs import job, record_of, run_of, runs_of
 
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 

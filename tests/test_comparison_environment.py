@@ -22,13 +22,13 @@ pytest.importorskip("rich")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from rich.console import Console
+
+import hookdrop
 from comparison import progress
 from comparison.environment import determinism, environment, revision, versions
 from comparison.record import Failure, Record
 from comparison.store import Store
-from rich.console import Console
-
-import hookdrop
 
 
 def leaves(value: object) -> list[object]:

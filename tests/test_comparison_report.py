@@ -24,6 +24,7 @@ pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import summaries
+
 from comparison import report, schema
 from comparison.report import looks, numbers, strips, view
 

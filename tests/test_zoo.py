@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import fcntl
 
 import timm
+
 import zoo
 import zoo_models
 import zoo_report

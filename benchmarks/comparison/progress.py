@@ -10,10 +10,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
-from terminal import say
 
 from comparison.record import Record
 from comparison.store import Beat, Store, StoreError
+from terminal import say
 
 LINES = 10
 """In a pipe, for all runs."""

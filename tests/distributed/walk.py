@@ -14,12 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
+from comparison_jobs import record_of, runs_of
+
 from comparison.engines.base import Beat, EngineError
 from comparison.engines.torchrun import TorchrunEngine
 from comparison.record import Record
 from comparison.spec import Run
 from comparison.store import Store
-from comparison_jobs import record_of, runs_of
 
 
 def job(run: Run, beat: Beat, scratch: Path) -> Record:
