@@ -18,8 +18,14 @@ from types import SimpleNamespace
 
 import pytest
 
-for needed in ("timm", "torchvision", "sklearn", "pydantic", "yaml", "optuna", "pebble", "jinja2"):
-    pytest.importorskip(needed)
+pytest.importorskip("timm")
+pytest.importorskip("torchvision")
+pytest.importorskip("sklearn")
+pytest.importorskip("pydantic")
+pytest.importorskip("yaml")
+pytest.importorskip("optuna")
+pytest.importorskip("pebble")
+pytest.importorskip("jinja2")
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

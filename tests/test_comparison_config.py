@@ -13,8 +13,12 @@ from torch import nn
 
 import hookdrop
 
-for needed in ("timm", "torchvision", "sklearn", "pydantic", "yaml", "optuna"):
-    pytest.importorskip(needed)
+pytest.importorskip("timm")
+pytest.importorskip("torchvision")
+pytest.importorskip("sklearn")
+pytest.importorskip("pydantic")
+pytest.importorskip("yaml")
+pytest.importorskip("optuna")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-for needed in ("timm", "torchvision", "sklearn", "pydantic", "yaml", "optuna"):
-    pytest.importorskip(needed)
+pytest.importorskip("timm")
+pytest.importorskip("torchvision")
+pytest.importorskip("sklearn")
+pytest.importorskip("pydantic")
+pytest.importorskip("yaml")
+pytest.importorskip("optuna")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-for needed in ("pydantic", "optuna", "timm", "torchvision", "yaml"):
-    pytest.importorskip(needed)
+pytest.importorskip("pydantic")
+pytest.importorskip("optuna")
+pytest.importorskip("timm")
+pytest.importorskip("torchvision")
+pytest.importorskip("yaml")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
