@@ -27,14 +27,14 @@ pytest.importorskip("optuna")
 pytest.importorskip("pebble")
 pytest.importorskip("jinja2")
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import compare
 from comparison import options
 from comparison.schema import Summary
 from comparison.store import Store
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = """
 title: A tiny comparison
 models:
