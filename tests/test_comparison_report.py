@@ -296,6 +296,17 @@ class TestWhatItSays:
     def test_small_probabilities_keep_two_digits(self, p: float, text: str) -> None:
         assert numbers.probability(p) == text
 
+    @pytest.mark.parametrize(
+        ("created", "text"),
+        [
+            ("2024-05-17T09:30:00", "2024-05-17 09:30 UTC"),
+            ("2024-05-17T09:30:00+02:00", "2024-05-17 07:30 UTC"),
+            ("today", "today"),
+        ],
+    )
+    def test_times_are_in_utc(self, created: str, text: str) -> None:
+        assert numbers.moment(created) == text
+
 
 class TestStrips:
     def test_everything_is_on_the_axis(self, summary: schema.Summary) -> None:

@@ -66,9 +66,10 @@ def duration(seconds: float) -> str:
 def moment(created: str) -> str:
     """An ISO 8601 time as in `2024-05-17 09:30 UTC`; as it is if it is none."""
     try:
-        return datetime.fromisoformat(created).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        found = datetime.fromisoformat(created)
     except ValueError:
         return created
+    return found.replace(tzinfo=found.tzinfo or UTC).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def count(number: int, singular: str, plural: str = "") -> str:
