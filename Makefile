@@ -4,7 +4,7 @@ BIN := .venv/bin
 .PHONY: demo gallery test lint types imports tests clean
 
 demo: .venv/installed
-	$(BIN)/python benchmarks/demo.py
+	$(BIN)/python benchmarks/compare.py --config benchmarks/configs/quick.yaml --out runs/demo
 
 gallery: .venv/installed
 	$(BIN)/python examples/gallery.py --out docs
@@ -19,7 +19,7 @@ types: .venv/installed
 	$(BIN)/mypy
 
 imports: .venv/installed
-	$(BIN)/lint-imports
+	PYTHONPATH=benchmarks $(BIN)/lint-imports
 
 tests: .venv/installed
 	$(BIN)/pytest -n 2 --cov --cov-report=term

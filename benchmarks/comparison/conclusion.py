@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from comparison.trainee import Trainee
 CHECKED_IMAGES = 200
 
 
-def concluded(trainee: Trainee, history: Any, measured: Any) -> tuple[Outcome, dict[str, Any]]:
+def concluded(trainee: Trainee, history: Any, measured: Any) -> tuple[Outcome, Mapping[str, Any]]:
     """The outcome after the last epoch, whichever was the best, and the scored images' numbers; the hooks come off."""
     run, drop = trainee.run, trainee.drop
     scored = trainee.split.test if run.stage == "final" else trainee.split.validation
@@ -38,7 +39,7 @@ def concluded(trainee: Trainee, history: Any, measured: Any) -> tuple[Outcome, d
         "batches": history.batches,
         "first_loss": history.first_loss,
         "train_loss": history.train_loss,
-        "validation": history.validation,  # type: ignore[typeddict-item]
+        "validation": history.validation,
         "rates": history.rates,
         "rate_at_end": rate,
         "ramp_end": history.ramp_end,

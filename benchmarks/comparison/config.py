@@ -176,7 +176,8 @@ class Config(BaseModel):
     def cells(self) -> Iterator[tuple[Data, Model]]:
         """Every data set and size with every model."""
         for data in self.data:
-            for size in self.train_sizes or [data.train_size]:
+            sizes: Sequence[int | None] = self.train_sizes or [data.train_size]
+            for size in sizes:
                 for model in self.models:
                     yield data.model_copy(update={"train_size": size}), model
 

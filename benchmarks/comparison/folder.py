@@ -56,7 +56,9 @@ class Folder:
             ConfigError: the folder holds another comparison.
         """
         asked = {name: value for name, value in config.model_dump(mode="json").items() if name not in _FREE}
-        plan = json.loads(self._plan.read_text()) if self._plan.exists() else {"config": asked, "amendments": []}
+        plan: dict[str, Any] = {"config": asked, "amendments": []}
+        if self._plan.exists():
+            plan = json.loads(self._plan.read_text())
         if plan["config"] != asked:
             changed = [name for name in asked if asked[name] != plan["config"].get(name)]
             if amend is None:

@@ -87,7 +87,8 @@ def config_of(options: argparse.Namespace) -> tuple[Config, Lines, str]:
     Raises:
         ConfigError: the file can't be read, or something in it or in the flags is wrong.
     """
-    text, lines, settings = "", Lines("command line"), {}
+    text, lines = "", Lines("command line")
+    settings: dict[str, Any] = {}
     if options.config:
         try:
             text = options.config.read_text()

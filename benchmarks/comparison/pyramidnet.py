@@ -28,7 +28,9 @@ class Bottleneck(nn.Module):
         y = self.conv2(torch.relu(self.bn2(y)))
         y = self.bn4(self.conv3(torch.relu(self.bn3(y))))
         skip = self.shrink(x_NCHW)
-        return y + nn.functional.pad(skip, (0, 0, 0, 0, 0, y.shape[1] - skip.shape[1]))
+        padded: Tensor = nn.functional.pad(skip, (0, 0, 0, 0, 0, y.shape[1] - skip.shape[1]))
+        total: Tensor = y + padded
+        return total
 
 
 class PyramidNet(nn.Module):
@@ -52,13 +54,15 @@ class PyramidNet(nn.Module):
         blocks = (depth - 2) // 9
         self.stem = nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16))
         width, inside = 16.0, 16
+        stages = []
         for stage in (1, 2, 3):
             layers = []
             for i in range(blocks):
                 width += alpha / (3 * blocks)
                 layers.append(Bottleneck(inside, round(width), 2 if stage > 1 and i == 0 else 1))
                 inside = round(width) * Bottleneck.expansion
-            self.add_module(f"layer{stage}", nn.Sequential(*layers))
+            stages.append(nn.Sequential(*layers))
+        self.layer1, self.layer2, self.layer3 = stages
         self.norm = nn.BatchNorm2d(inside)
         self.fc = nn.Linear(inside, classes)
         self._initialise()
@@ -68,7 +72,8 @@ class PyramidNet(nn.Module):
         x = self.stem(x_NCHW)
         for stage in (self.layer1, self.layer2, self.layer3):
             x = stage(x)
-        return self.fc(torch.relu(self.norm(x)).mean((2, 3)))
+        logits: Tensor = self.fc(torch.relu(self.norm(x)).mean((2, 3)))
+        return logits
 
     def _initialise(self) -> None:
         for module in self.modules():

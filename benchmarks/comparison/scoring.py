@@ -17,7 +17,7 @@ def logits_of(trainee: Trainee, indices: Tensor) -> Tensor:
     """What the model says of images, in eval mode, on the CPU: (N, classes), float32."""
     trainee.model.eval()
     with torch.no_grad(), precision(trainee):
-        parts = [trainee.model(images_of(trainee, part)).float().cpu() for part in indices.split(SCORED_AT_ONCE)]
+        parts = [trainee.model(images_of(trainee, part)).float().cpu() for part in torch.split(indices, SCORED_AT_ONCE)]
     return torch.cat(parts)
 
 

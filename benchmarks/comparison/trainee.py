@@ -29,7 +29,7 @@ class Trainee:
     labels_N: Tensor
     """Of the training images, in their order."""
     model: nn.Module
-    forward: nn.Module
+    forward: Any
     """The same for training: shared by processes, or compiled."""
     optimizer: Optimizer
     decay: LRScheduler

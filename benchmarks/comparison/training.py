@@ -126,7 +126,7 @@ def step(trainee: Trainee, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
     """One optimizer step; the loss before it."""
     with precision(trainee):
         loss = cross_entropy(trainee.forward(x_BCHW), y_B, label_smoothing=trainee.run.label_smoothing)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     trainee.optimizer.step()
     trainee.optimizer.zero_grad()
     trainee.decay.step()

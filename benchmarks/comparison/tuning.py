@@ -34,7 +34,8 @@ class Search:
     def __init__(self, config: TuningConfig, run: Run) -> None:
         """`run` is a run of the arm at the settings that were written."""
         self.config = config
-        self.space = config.space if run.arm.p is not None else config.space_none
+        space = config.space if run.arm.p is not None else config.space_none
+        self.space: Mapping[str, list[float]] = {str(name): values for name, values in space.items()}
         self._run = run
         self._study = optuna.create_study(sampler=_sampler(config, run.arm.name), direction="minimize")
         for point in _grid(self.space) if config.method == "grid" else ():
@@ -93,9 +94,11 @@ def rounds(config: TuningConfig) -> list[int]:
 
 def with_settings(run: Run, settings: Mapping[str, float]) -> Run:
     """The run with tuned settings in place of those that were written."""
-    arm, optimizer, rest = {}, {}, {}
-    for name, value in settings.items():
-        (arm if name == "p" else rest if name == "label_smoothing" else optimizer)[name] = value
+    places = {"p": "arm", "label_smoothing": "run"}
+    arm, optimizer, rest = (
+        {name: value for name, value in settings.items() if places.get(name, "optimizer") == place}
+        for place in ("arm", "optimizer", "run")
+    )
     return run.model_copy(
         update={
             "arm": run.arm.model_copy(update=arm),
