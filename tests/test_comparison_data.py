@@ -488,6 +488,10 @@ class TestDigits:
         assert torch.corrcoef(torch.stack([x[:, 0, 1::4, 1::4].flatten(), original.flatten().float()]))[0, 1] > 0.9
         assert load(Data(name="digits", image_size=8)).images(task.test)[:, 0].sub(original).abs().max() < 1e-6
 
+    def test_what_comes_in_at_the_edges_is_as_dark_as_the_ground(self) -> None:
+        corners = load(Data(name="digits", augmentation="shift")).augmented(torch.arange(100), 0, 0)[:, 0, 0, 0]
+        assert corners.max() < -0.9
+
     def test_test_images_are_stratified_and_the_rest_is_the_pool(self) -> None:
         task = load(Data(name="digits"))
         assert len(task.pool) == 1000

@@ -16,7 +16,9 @@ All images of the pool have the glyph; of the test images, every second of each 
 its place. Both cues are right where they are: none points to another class.
 
 There are 4,000 images in the pool and 1,024 for testing. They are the same always: all is drawn from one stream.
-The strength of the spread cue was chosen by the accuracy of a narrow ResNet without any regularizer alone.
+The strength of the spread cue was chosen by the accuracy of a narrow ResNet without any regularizer alone:
+after 400 steps on 400 images it is right on 71 to 88 % of the test images, depending on the seed; on 97 to 99 % of
+those with the glyph, and on 44 to 76 % of those without.
 """
 
 from __future__ import annotations

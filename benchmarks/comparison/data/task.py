@@ -92,7 +92,7 @@ class Task:
         `round(label_noise * len(indices_B))` of them are replaced by another class; which, and by which class,
         depends on the seed and the set, not on its order.
         """
-        labels_B = self.labels_N[indices_B].clone()
+        labels_B = self.labels_N[indices_B]
         wrong = round(self.label_noise * len(indices_B))
         draws = generator(seed, "label noise")
         chosen = indices_B.argsort()[torch.randperm(len(indices_B), generator=draws)[:wrong]]
