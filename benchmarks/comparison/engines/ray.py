@@ -77,7 +77,8 @@ class RayEngine:
                 task.attempts += 1
                 going[self._start(task.run, job, board, scratch)] = task
             done, _ = self.ray.wait(list(going), timeout=POLL_SECONDS)
-            self._news(board, store, labels)
+            # A late word of a run that has ended is no news.
+            self._news(board, store, {task.run.key: labels[task.run.key] for task in going.values()})
             for reference in done:
                 task = going.pop(reference)
                 record = self._record(reference, task)
@@ -113,7 +114,8 @@ class RayEngine:
             for key, worker in starts:
                 store.attempt(key, worker)
             for key, (step, steps, loss) in beats.items():
-                store.beat(key, step, steps, loss, labels[key])
+                if key in labels:
+                    store.beat(key, step, steps, loss, labels[key])
 
     @contextmanager
     def _cluster(self) -> Iterator[None]:
@@ -158,6 +160,7 @@ class RayEngine:
         return (
             f"no Ray cluster can be reached at {self.address}: {error}\n"
             "  see what runs: ray status   start one: ray start --head   or one on this machine: no --address\n"
+            "  one that wants a token needs RAY_AUTH_MODE=token and the token here too\n"
             "Nothing was trained."
         )
 
