@@ -214,6 +214,17 @@ class TestIntervals:
         assert low == pytest.approx(student(values)[0])
         assert high > student(values)[1] + 1
 
+    def test_a_limit_beyond_students_is_the_bootstrap_t_of_a_loop(self) -> None:
+        values = np.array([0.0, 0.1, 0.2, 0.1, 3.0, 0.3])
+        ratios = []
+        for count in intervals.resamples(6, intervals.RESAMPLES, 0):
+            drawn = np.repeat(values, count)
+            off, error = drawn.mean() - values.mean(), drawn.std(ddof=1) / 6**0.5
+            # Six times the same number has no error: it lies beyond all others.
+            ratios.append(off / error if np.ptp(drawn) else np.copysign(np.inf, off))
+        expected = values.mean() - sorted(ratios)[249] * intervals.standard_error(values)
+        assert intervals.over_seeds(values)[1] == pytest.approx(expected, rel=1e-6)
+
     def test_one_value_is_its_own_interval_and_two_are_students(self) -> None:
         assert intervals.over_seeds([0.7]) == intervals.over_both([0.7], np.ones((1, 9))) == (0.7, 0.7)
         assert intervals.over_seeds([0.7, 1.1]) == pytest.approx(student(np.array([0.7, 1.1])))
@@ -254,13 +265,14 @@ class TestPermutation:
         )
         assert permutation_p(values) == pytest.approx(theirs.pvalue)
 
-    def test_ties_that_rounding_hides_count(self) -> None:
-        # 0.1 + 0.2 - 0.3 is not 0 in floating point: all 8 sums of 0.6, 0, 0.2, 0.4 have their mirror image.
-        values = [0.1, 0.2, -0.3]
-        assert sum(values) != 0
-        assert permutation_p(values) == 1.0
-        exact = [abs(a + 2 * b - 3 * c) for a, b, c in itertools.product((-1, 1), repeat=3)]
-        assert permutation_p([0.1, 0.2, 0.3]) == np.mean([x >= 6 for x in exact])
+    @given(st.lists(st.integers(-9, 9), min_size=1, max_size=9))
+    def test_ties_that_rounding_hides_count(self, values: list[int]) -> None:
+        sums = [
+            sum(s * v for s, v in zip(signs, values, strict=True))
+            for signs in itertools.product((-1, 1), repeat=len(values))
+        ]
+        exact = np.mean([abs(total) >= abs(sum(values)) for total in sums])
+        assert permutation_p([value / 10 for value in values]) == permutation_p([float(v) for v in values]) == exact
 
     def test_nothing_and_zeros_are_no_evidence(self) -> None:
         assert permutation_p([]) == permutation_p([0.0] * 6) == permutation_p([2.0]) == 1.0

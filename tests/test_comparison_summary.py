@@ -189,6 +189,19 @@ class TestSummary:
         expected = np.subtract(found[0].values, found[1].values)
         assert cell.between[0].difference.values == pytest.approx(expected)
 
+    def test_holm_between_regularizers_is_over_all_their_pairs(self, made: Made) -> None:
+        third = A.model_copy(update={"name": "Dropout"})
+        runs = {seed: run_of(third, seed) for seed in range(8)}
+        made.records |= {run.key: record_of(run, 0.1) for run in runs.values()}
+        made.entries.append(Entry(made.entries[0].cell, third, runs))
+        cell = made.cell()
+        for metric in ("accuracy", "nll", "ece"):
+            family = [pair.difference for pair in cell.between if pair.metric == metric]
+            assert len(family) == 3
+            assert [one.p_holm for one in family] == holm([one.p for one in family])
+        assert "; the other 1 of 3 pairs cannot be distinguished. By" in said(cell, "Accuracy (more is better), among")
+        assert "2 pairs differ at 5 %." in said(cell, "Accuracy (more is better), among")
+
     def test_an_arm_is_the_mean_of_its_runs(self, made: Made) -> None:
         block = arm_of(made.cell(), "DropBlock")
         dropped = [0.1 + 0.001 * seed for seed in range(8)]

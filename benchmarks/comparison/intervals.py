@@ -60,6 +60,8 @@ def over_both(values: ArrayLike, resampled_SB: NDArray[np.float64]) -> Interval:
     Seeds and images are resampled independently of one another, the same images in all runs (crossed, as Owen 2007),
     and each resampled mean is divided by its standard error: of the resampled seeds, and of the images by their own
     bootstrap. What only one seed and one image together make is thereby counted twice: an interval is rather too wide.
+    Of 4, 8 or 16 seeds with normal differences, 93 to 99 % cover, whether seeds or images differ most; where images do,
+    those over seeds alone cover 11 to 50 % (`TestCoverage` checks the one and the other with wide bounds).
 
     Args:
         values: (S,), the differences with the images as they are.
