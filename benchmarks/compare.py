@@ -66,12 +66,12 @@ def _compare(asked: argparse.Namespace, console: Console) -> int:
     entries = study.entries(laboratory.tune(study.searches()))
     # Seed by seed: what is interrupted has whole pairs.
     runs = [entry.runs[seed] for seed in entries[0].runs for entry in entries]
-    records = laboratory.demand(runs, "Final runs")
+    laboratory.demand(runs, "Final runs")
     team.dismiss(engine)
     spent, held = _costs(entries, folder, console, config.timing)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     about = About(config.title, now, asked.command, text, config.seeds)
-    summary = summarise(entries, records, about, spent, held)
+    summary = summarise(entries, laboratory.seen, about, spent, held)
     for cell in summary.cells:
         cell.words += [f"Amended {amendment}" for amendment in amendments]
     return _report(summary, folder, console, bool(asked.only), time.perf_counter() - started)

@@ -116,6 +116,8 @@ class Laboratory:
     engine: Engine
     scratch: Path
     watch: Watch
+    seen: dict[str, Record] = field(default_factory=dict)
+    """Every record that was asked for, of tuning too."""
     unstored: dict[str, Record] = field(default_factory=dict)
     """Failures that there was no room to write down."""
     tried: set[str] = field(default_factory=set)
@@ -129,7 +131,9 @@ class Laboratory:
                 for record in self.engine.run(missing, execute, self.store, self.scratch):
                     self._note(record)
                     advance(record)
-        return self.records(runs)
+        found = self.records(runs)
+        self.seen.update(found)
+        return found
 
     def missing(self, runs: Sequence[Run]) -> list[Run]:
         """Those without a record, and those whose failure may have passed."""
