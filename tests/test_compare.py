@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,8 @@ pytest.importorskip("jinja2")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import compare
-from comparison import options
+from comparison import lines, options
+from comparison.config import check
 from comparison.schema import Summary
 from comparison.store import Store
 
@@ -302,3 +304,24 @@ class TestFlags:
         assert config.seeds == 5
         assert config.data[0].strict
         assert text.rstrip().endswith("'strict': True}]")
+
+
+class TestItsReadme:
+    TEXT = (BENCHMARKS / "README.md").read_text()
+
+    def test_the_yaml_is_a_comparison(self) -> None:
+        (block,) = re.findall(r"```yaml\n(.*?)```", self.TEXT, re.DOTALL)
+        config = check(*lines.load(block, "README.md"))
+        assert [arm.kind for arm in config.all_arms()] == ["regularizer", "recipe", "peer"]
+
+    def test_every_file_and_command_is_there(self) -> None:
+        named = re.findall(r"benchmarks/[\w/.]+\.(?:py|yaml)|results/[\w./-]+|comparison/\w+\.py", self.TEXT)
+        assert len(named) > 15
+        for name in named:
+            assert (BENCHMARKS / name.removeprefix("benchmarks/")).exists(), name
+
+    def test_the_commands_are_understood(self) -> None:
+        shell = re.findall(r"benchmarks/compare\.py ((?:\\\n|[^`\n])+)", self.TEXT)
+        assert len(shell) > 6
+        for words in shell:
+            options.parse(shlex.split(words.replace("\\\n", " "), comments=True), "")
