@@ -275,6 +275,8 @@ class TestRay:
         with pytest.raises(EngineError, match=rf"can be reached at 127.0.0.1:{port}: (.|\n)*Nothing was trained\."):
             next(RayEngine(f"127.0.0.1:{port}").run(runs_of("good"), job, store, tmp_path))
         assert store.attempts() == []
+        store.add(record_of(runs_of("good")[0]))
+        assert [record.done for record in RayEngine("127.0.0.1:1").run(runs_of("good"), job, store, tmp_path)] == [True]
         with pytest.raises(EngineError, match="workers is 0; it has to be 1 or more"):
             RayEngine(workers=0)
 

@@ -199,6 +199,14 @@ class TestSeveralWriters:
         assert store.attempts() == []
         assert store.add(done())
 
+    def test_an_interrupt_in_the_middle_of_a_transaction_leaves_nothing_of_it(self, store: Store) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            with store.transaction() as connection:
+                connection.execute("INSERT INTO attempts (key, worker, started) VALUES ('a', 'b', '')")
+                raise KeyboardInterrupt
+        assert store.attempts() == []
+        assert store.add(done())
+
 
 class TestFullDisk:
     def test_is_an_error_of_its_kind_and_nothing_is_half_written(self, store: Store) -> None:

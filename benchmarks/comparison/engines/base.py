@@ -32,7 +32,8 @@ class Engine(Protocol):
         A failed record is not in the store only if the store has no room for it.
 
         Args:
-            runs: runs with different keys; those that are done already are not done again.
+            runs: runs with different keys, none of them done. `LocalEngine` and `RayEngine` give the record of one
+                that is done after all; `TorchrunEngine` does it again, and the first record stays.
             job: what trains one.
             store: where records go.
             scratch: a folder for what the job leaves while it works.

@@ -63,9 +63,12 @@ class RayEngine:
             EngineError: no cluster can be reached or started.
         """
         store.forget_beats()
-        if runs:
+        done = [record for record in store.records(run.key for run in runs).values() if record.done]
+        yield from done
+        keys = {record.key for record in done}
+        if waiting := deque(Task(run) for run in runs if run.key not in keys):
             with self._cluster():
-                yield from self._all(deque(Task(run) for run in runs), job, store, scratch.absolute())
+                yield from self._all(waiting, job, store, scratch.absolute())
 
     def _all(self, waiting: deque[Task], job: Job, store: Store, scratch: Path) -> Iterator[Record]:
         board = self.ray.remote(num_cpus=0)(Board).remote()
