@@ -105,8 +105,13 @@ def _costs(entries: Sequence[Entry], folder: Folder, console: Console, seconds: 
     if not seconds:
         return {}, {}
     say(console, "Timing training steps, in one process with nothing beside it ...")
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        found = pool.submit(costs.measured, entries, seconds, folder.costs).result()
+    try:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            found = pool.submit(costs.measured, entries, seconds, folder.costs).result()
+    except (RuntimeError, MemoryError, OSError) as error:
+        # What the runs found is not lost with it.
+        say(console, f"Nothing was timed, and the report says so: {type(error).__name__}: {error}")
+        return {}, {}
     return {key: spent for key, (spent, _) in found.items()}, {key: held for key, (_, held) in found.items()}
 
 

@@ -34,6 +34,9 @@ def look(study: Study, lines: Lines) -> Findings:
     """Load every data set, make every model, and plan every arm on it; nothing is trained."""
     found = Findings()
     config = study.config
+    if config.batch_size % study.world:
+        at = lines.where(("batch_size",))
+        found.errors.append(f"{at}: {study.world} processes can't share batches of {config.batch_size} evenly")
     for data, model in config.cells():
         where = lines.where(("data", _index(config.data, data)))
         try:

@@ -72,7 +72,7 @@ def of_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
 
 
 def _at_final_rate(run: Run) -> Trainee:
-    trainee = prepare(run)
+    trainee = prepare(run.model_copy(update={"world": 1}))
     trainee.forward.train()
     if trainee.drop and run.arm.p is not None:
         trainee.drop.seek(AT_THE_END)
