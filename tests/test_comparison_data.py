@@ -776,3 +776,24 @@ class TestImageFolder:
         for path in folder.glob("*/*.png"):
             path.write_bytes(b"")
         self.fails(folder, f"none of the 20 images of '{folder}' can be read.")
+
+
+class TestTheShippedConfigOfCifar100:
+    def test_its_arms_fit_and_two_steps_run(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
+        """PyramidNet-200 in full, on six images: what is too large for a CPU begins, at least."""
+        pytest.importorskip("timm")
+        pytest.importorskip("optuna")
+        from comparison import checks, config, lines
+        from comparison.study import Study
+        from comparison.training import execute
+
+        path = Path(__file__).parents[1] / "benchmarks" / "configs" / "cifar100.yaml"
+        settings, where = lines.load(path.read_text(), path.name)
+        settings["data"] |= {"root": str(write_cifar("cifar100")), "validation_size": 2, "workers": 0}
+        settings |= {"batch_size": 2, "max_steps": 2, "device": "cpu", "precision": "float32", "seeds": 2}
+        study = Study(config.check(settings, where))
+        assert checks.look(study, where).errors == []
+        dropblock = next(entry for entry in study.entries({}) if entry.arm.name == "DropBlock")
+        outcome = execute(dropblock.runs[0], lambda *_: None, tmp_path).outcome
+        assert outcome is not None
+        assert (outcome["steps"], outcome["scored_images"], outcome["changes"]) == (2, 6, [])
