@@ -50,7 +50,7 @@ arms:
 seeds: 2
 epochs: 2
 timing: 0.1
-tuning: {seeds: 1, space: {p: [0.1, 0.3]}, space_none: {weight_decay: [0.01, 0.1]}}
+tuning: {seeds: 1, space: {p: [0.1, 0.3], weight_decay: [0.1]}, space_none: {weight_decay: [0.01, 0.1]}}
 """
 ARMS = ["none", "DropBlock", "timm.DropPath, equal p", "p = 0 (A/A)", "none, other seeds"]
 TRIALS, FINALS = 2 * 2, 5 * 2

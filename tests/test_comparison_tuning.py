@@ -25,7 +25,9 @@ from comparison.study import OTHER_SEEDS, Study
 from comparison.tuning import FIRST_SEED, Search, tune, with_settings
 from comparison.tuning_config import TuningConfig
 
-GRID = TuningConfig(space={"p": [0.1, 0.2, 0.3]}, space_none={"weight_decay": [0.01, 0.05, 0.2]})
+GRID = TuningConfig(
+    space={"p": [0.1, 0.2, 0.3], "weight_decay": [0.05]}, space_none={"weight_decay": [0.01, 0.05, 0.2]}
+)
 DROPPING = Arm(name="Dropout", call="Dropout()", p=0.5, layers=("x",))
 
 
@@ -66,7 +68,9 @@ class TestFairness:
         assert {run.seed for run in runs} == {FIRST_SEED, FIRST_SEED + 1}
 
     def test_a_grid_is_made_at_once_and_a_search_that_learns_round_by_round(self) -> None:
-        learning = TuningConfig(method="tpe", trials=3, space={"p": [0.05, 0.5]}, space_none={"lr": [0.001, 0.1]})
+        learning = TuningConfig(
+            method="tpe", trials=3, space={"p": [0.05, 0.5], "lr": [0.001, 0.1]}, space_none={"lr": [0.001, 0.1]}
+        )
         for config, sizes in ((GRID, [12]), (learning, [4, 4, 4])):
             oracle = Oracle()
             tune([Search(config, run_of(NONE)), Search(config, run_of(DROPPING))], oracle)
@@ -76,7 +80,7 @@ class TestFairness:
 class TestResults:
     def test_the_least_mean_nll_is_chosen_and_an_edge_is_named(self) -> None:
         none, dropping = tune([Search(GRID, run_of(NONE)), Search(GRID, run_of(DROPPING))], Oracle())
-        assert (dropping.chosen, dropping.at_edge) == ({"p": 0.2}, [])
+        assert (dropping.chosen, dropping.at_edge) == ({"p": 0.2, "weight_decay": 0.05}, [])
         assert (none.chosen, none.at_edge) == ({"weight_decay": 0.01}, ["weight_decay"])
         assert [trial.settings["p"] for trial in dropping.trials] == [0.1, 0.2, 0.3]
         assert [trial.score for trial in dropping.trials] == pytest.approx([0.6, 0.5, 0.6])
@@ -88,7 +92,9 @@ class TestResults:
 
     @pytest.mark.parametrize("method", ["random", "tpe"])
     def test_a_search_asks_the_same_again_when_it_is_told_the_same(self, method: Any) -> None:
-        config = TuningConfig(method=method, trials=12, space={"p": [0.05, 0.5]}, space_none={"lr": [0.001, 0.1]})
+        config = TuningConfig(
+            method=method, trials=12, space={"p": [0.05, 0.5], "lr": [0.001, 0.1]}, space_none={"lr": [0.001, 0.1]}
+        )
         first, second = (tune([Search(config, run_of(DROPPING))], Oracle())[0] for _ in range(2))
         assert first == second
         assert len(first.trials) == 12

@@ -32,6 +32,11 @@ class TuningConfig(BaseModel):
                 raise ValueError(f"{name} has nothing to try")
         if "p" in self.space_none:
             raise ValueError("space_none: an arm without a rate has no p; tune weight_decay or lr")
+        if apart := {*self.space_none} ^ ({*self.space} - {"p"}):
+            raise ValueError(
+                f"{', '.join(sorted(apart))} would be tuned for some arms and not for others: what differs then is not "
+                "the regularizer alone. Put it into both, space and space_none"
+            )
         if self.method != "grid":
             if self.trials is None:
                 raise ValueError(f"trials is missing: how often may {self.method} try for each arm?")
