@@ -10,6 +10,10 @@ from comparison.phrases import NAMES, UNCLEAR, compared, listed, of_none, plural
 from comparison.schema import METRICS, Between, Cell, Difference
 
 
+MANY = 3
+"""All of more arms are counted, and not named one by one."""
+
+
 def words(cell: Cell) -> list[str]:
     """Findings, and what goes with them; of a cell whose own words are not there yet."""
     return [*caveats.first(cell), *_findings(cell), *caveats.after(cell)]
@@ -33,15 +37,26 @@ def _to_none(found: dict[str, Difference], none: str) -> str:
     for verdict in ("above", "below", UNCLEAR):
         if names := [name for name, one in found.items() if one.verdict == verdict]:
             said = f"{verdict} from" if verdict == UNCLEAR else f"{'is' if len(names) == 1 else 'are'} {verdict}"
-            parts.append(f"{listed(names)} {said} {none}")
+            parts.append(f"{_all_or(names, found)} {said} {none}")
     return "; ".join(parts)
 
 
 def _corrected(found: dict[str, Difference]) -> str:
     """What the permutation test says after Holm's correction."""
-    left = [f"{name} (p = {one.p_holm:.2g})" for name, one in found.items() if one.p_holm <= LEVEL]
-    said = f"{listed(left)} differ{'s' if len(left) == 1 else ''}" if left else "nothing differs"
+    left = {name: one.p_holm for name, one in found.items() if one.p_holm <= LEVEL}
+    if len(left) == len(found) > MANY:
+        said = f"all {len(left)} differ (p = {min(left.values()):.2g} to {max(left.values()):.2g})"
+    elif left:
+        each = [f"{name} (p = {p:.2g})" for name, p in left.items()]
+        said = f"{listed(each)} differ{'s' if len(left) == 1 else ''}"
+    else:
+        said = "nothing differs"
     return f"By the permutation test with Holm's correction over {plural(len(found), 'test')}, {said} at 5 %."
+
+
+def _all_or(names: Sequence[str], found: dict[str, Difference]) -> str:
+    """The names, or how many they are if they are all of many."""
+    return f"all {len(names)}" if len(names) == len(found) > MANY else listed(names)
 
 
 def _other_images(found: dict[str, Difference]) -> Iterator[str]:
