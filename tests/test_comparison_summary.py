@@ -380,7 +380,7 @@ class TestControls:
             made.records[other.key] = replace(made.records[other.key], images=made.record("none", seed).images)
         sentence = said(made.cell(), "Control: none with other seeds")
         assert "the interval of accuracy (+5.35 [" in sentence
-        assert "excludes 0, though only the seeds differ. Chance does that in 1 of 20 intervals." in sentence
+        assert "excludes 0, though only the seeds differ. Chance does that in 1 of 20 intervals; " in sentence
 
     def test_a_comparison_without_controls_says_so(self, made: Made) -> None:
         made.entries = [entry for entry in made.entries if not entry.control]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from comparison.inference import LEVEL
+from comparison.inference import LEVEL, more_than_chance
 from comparison.pairs import NOT_RUN
 from comparison.phrases import UNCLEAR, compared, listed, of_none, plural, text
 from comparison.schema import DECIMALS, METRICS, ArmFound, Cell, Difference, Metric
@@ -103,7 +103,11 @@ def _none_none(cell: Cell) -> Iterator[str]:
     elif outside := [metric for metric in METRICS if found[metric].verdict != UNCLEAR]:
         said = listed([f"{SHORT[metric]} ({text(found[metric], metric)})" for metric in outside])
         which = f"the interval of {said} excludes" if len(outside) == 1 else f"the intervals of {said} exclude"
-        yield f"{start}: {which} 0, though only the seeds differ. Chance does that in 1 of 20 intervals."
+        more = "more" if more_than_chance(found) else "no more"
+        yield (
+            f"{start}: {which} 0, though only the seeds differ. Chance does that in 1 of 20 intervals; after Holm's "
+            f"correction over the {len(METRICS)} metrics it is {more} than chance explains."
+        )
     else:
         yield f"{start}: the intervals of {listed(list(SHORT.values()))} cover 0, as 19 of 20 should."
 

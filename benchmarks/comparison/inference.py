@@ -112,6 +112,11 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def more_than_chance(of_metrics: Mapping[Metric, Difference]) -> bool:
+    """Whether a difference that should be none is one at 5 %, by the permutation test corrected over the metrics."""
+    return min(holm([found.p for found in of_metrics.values()]), default=1.0) <= LEVEL
+
+
 def minimum_detectable(values: ArrayLike) -> float | None:
     """The true difference that a paired t test at 5 %, two-sided, finds with 80 % power, given the spread seen.
 

@@ -201,7 +201,9 @@ class Cell(Found):
     between: list[Between]
     controls: Controls
     words: list[str]
-    """What may be said, in sentences."""
+    """What may be said, in sentences: the findings first, then what goes with them."""
+    findings: int | None = None
+    """How many of the sentences are findings; all of them if None."""
 
 
 class FailureFound(Found):

@@ -14,7 +14,7 @@ from comparison.pairs import Paired, paired
 from comparison.record import Record
 from comparison.schema import Cell, Environment, FailureFound, Spread, Summary
 from comparison.spec import Run
-from comparison.words import words
+from comparison.words import findings, words
 
 Ratios = Mapping[tuple[str, str], Spread]
 """By cell and the name of the arm."""
@@ -89,7 +89,7 @@ def _cell(title: str, slug: str, arms: Sequence[Paired], times: Ratios, memory: 
         controls=controls(arms, against),
         words=[],
     )
-    return cell.model_copy(update={"words": words(cell)})
+    return cell.model_copy(update={"words": words(cell), "findings": len(findings(cell))})
 
 
 def _slug(title: str, cells: Sequence[Cell]) -> str:

@@ -9,14 +9,18 @@ from comparison.inference import LEVEL
 from comparison.phrases import NAMES, UNCLEAR, compared, listed, of_none, plural, text
 from comparison.schema import METRICS, Between, Cell, Difference
 
-
 MANY = 3
 """All of more arms are counted, and not named one by one."""
 
 
+def findings(cell: Cell) -> list[str]:
+    """What was found, and what has to be known before; of a cell whose own words are not there yet."""
+    return [*caveats.first(cell), *_findings(cell)]
+
+
 def words(cell: Cell) -> list[str]:
-    """Findings, and what goes with them; of a cell whose own words are not there yet."""
-    return [*caveats.first(cell), *_findings(cell), *caveats.after(cell)]
+    """Findings, and what goes with them."""
+    return [*findings(cell), *caveats.after(cell)]
 
 
 def _findings(cell: Cell) -> Iterator[str]:

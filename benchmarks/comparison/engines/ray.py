@@ -24,8 +24,8 @@ from comparison.store import Store, StoreError
 
 BENCHMARKS = Path(__file__).parents[2]
 POLL_SECONDS = 0.5
-# No report to Ray's makers, and no advice of Ray's among what the comparison prints. Workers at Ray's own niceness of 15
-# stand still while anything else runs.
+# No report to Ray's makers, and no advice of Ray's among what the comparison prints. At Ray's own niceness of 15 its
+# workers stand still while anything else runs.
 _SETTINGS = {
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -9,6 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from comparison.inference import more_than_chance
 from comparison.report import figures
 from comparison.report.looks import Look, looks_of
 from comparison.report.numbers import count
@@ -79,6 +80,10 @@ class CellView:
         looks = looks_of(cell.arms)
         self.rows = [Row(i, arm, look) for i, (arm, look) in enumerate(zip(cell.arms, looks, strict=True))]
         ranked = sorted(self.rows, key=_rank)
+        self.findings, self.notes = (
+            cell.words[: cell.findings],
+            [] if cell.findings is None else cell.words[cell.findings :],
+        )
         self.ranked = [row for row in ranked if row.arm.kind != "control"]
         self.controls = [row for row in ranked if row.arm.kind == "control"]
         self.kinds = [kind for kind in KINDS if any(arm.kind == kind for arm in cell.arms)]
@@ -164,7 +169,7 @@ def _answers(cell: Cell) -> list[Answer]:
     controls = cell.controls
     aa = controls.aa_equal == controls.aa_seeds if controls.aa_seeds else None
     covered = [name for name, found in (controls.none_none or {}).items() if found.low <= 0 <= found.high]
-    same = len(covered) == len(controls.none_none) if controls.none_none else None
+    same = None if controls.none_none is None else not more_than_chance(controls.none_none)
     hooked = controls.unchanged == controls.hooked if controls.hooked else None
     of = f"{len(covered)} of {count(len(controls.none_none or {}), 'metric')}"
     return [
@@ -173,7 +178,11 @@ def _answers(cell: Cell) -> list[Answer]:
             aa,
             f"{controls.aa_equal} of {count(controls.aa_seeds, 'seed')}" if controls.aa_seeds else "",
         ),
-        Answer("Does the interval of none with other seeds − none cover 0?", same, of if controls.none_none else ""),
+        Answer(
+            "Does none with other seeds differ from none no more than chance explains?",
+            same,
+            f"the interval covers 0 in {of}" if controls.none_none else "",
+        ),
         Answer("Did all arms of a seed see the same batches from the same weights?", controls.paired, ""),
         Answer(
             "Were state_dict, repr and eval output bit-equal with hooks and after remove()?",
