@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from comparison.schema import ArmFound, Cell, Difference, Spread, Summary, Trial
 from comparison.spec import Arm, Data, Model, Run
 from comparison.summary import About, summarise
 from comparison.table import WIDTH, table
+from comparison.words import findings
 
 IMAGES = 400
 NONE = Arm(name="none", kind="none")
@@ -422,6 +424,22 @@ class TestWords:
         assert said(cell, "The rate of").startswith(
             "The rate of DropBlock and DropPath was fixed beforehand, not tuned"
         )
+
+    def test_all_of_many_arms_are_counted_and_not_named(self, made: Made) -> None:
+        arms = made.cell().arms
+        clear = make(shifts={"DropPath": 0.1}).cell()
+        effect = next(arm for arm in clear.arms if arm.name == "DropPath")
+        many = [effect.model_copy(update={"name": f"arm {i}"}) for i in range(5)]
+        cell = clear.model_copy(update={"arms": [arms[0], *many], "between": []})
+        sentence = next(words for words in findings(cell) if words.startswith("Accuracy"))
+        assert "all 5 are above none." in sentence
+        assert re.search(r"all 5 differ \(p = [\d.]+ to [\d.]+\) at 5 %", sentence)
+        assert "arm 3" not in sentence
+
+    def test_findings_come_first(self, made: Made) -> None:
+        cell = made.cell()
+        assert cell.findings is not None
+        assert cell.words[cell.findings].startswith("Above and below")
 
     def test_too_few_seeds_to_be_significant_whatever_the_differences(self) -> None:
         cell = make(range(6), shifts={"DropPath": 0.1}).cell()
