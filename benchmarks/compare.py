@@ -9,7 +9,7 @@ import argparse
 import datetime
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,10 +18,10 @@ from multiprocessing import get_context
 from rich.console import Console
 
 from comparison import checks, costs, estimate, options, report, team
-from comparison.engines.base import EngineError
+from comparison.engines.base import Engine, EngineError
 from comparison.entries import Entry
 from comparison.errors import ConfigError
-from comparison.folder import Folder
+from comparison.folder import Folder, replace_text
 from comparison.lines import Lines
 from comparison.progress import watch
 from comparison.ranks import launched_rank, launched_world
@@ -52,29 +52,37 @@ def _compare(asked: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
     config, lines, text = options.config_of(asked)
     study = Study(config, asked.only, launched_world(), asked.command)
-    _look(study, lines, console)
+    remarks = _look(study, lines, console)
     engine = team.chosen(asked.engine, asked.workers, asked.address)
     if launched_rank() != 0:
         return team.follow(engine, asked.out / "checkpoints")
-    folder = Folder(asked.out)
-    if asked.dry_run:
-        console.print(estimate.table(estimate.batches(study, folder.store), asked.workers))
-        say(console, "Nothing was trained: this was a dry run.")
-        return 0
-    amendments = folder.claim(config, asked.amend)
-    laboratory = Laboratory(folder.store, engine, folder.checkpoints, partial(_watch, console, folder.store))
+    with Folder(asked.out) as folder:
+        if asked.dry_run:
+            console.print(estimate.table(estimate.batches(study, folder.store), asked.workers))
+            say(console, "Nothing was trained: this was a dry run.")
+            return 0
+        amendments = folder.claim(config, asked.amend)
+        entries, seen = _run(study, engine, folder, console, asked.retry)
+        spent, held = _costs(entries, seen, folder, console, config.timing)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        part = _left_out(study)
+        about = About(config.title, now, asked.whole_command, text, config.seeds, amendments, part, remarks)
+        summary = summarise(entries, seen, about, spent, held)
+        return _report(summary, folder, console, bool(part), time.perf_counter() - started)
+
+
+def _run(
+    study: Study, engine: Engine, folder: Folder, console: Console, again: bool
+) -> tuple[list[Entry], Mapping[str, Record]]:
+    """Make all runs that are missing; the arms, and the records of everything that was asked for."""
+    shown = partial(_watch, console, folder.store)
+    laboratory = Laboratory(folder.store, engine, folder.checkpoints, shown, again=again)
     entries = study.entries(laboratory.tune(study.searches()))
     # Seed by seed: what is interrupted has whole pairs.
     runs = [entry.runs[seed] for seed in entries[0].runs for entry in entries]
     laboratory.demand(runs, "Final runs")
     team.dismiss(engine)
-    spent, held = _costs(entries, folder, console, config.timing)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    about = About(config.title, now, asked.command, text, config.seeds)
-    summary = summarise(entries, laboratory.seen, about, spent, held)
-    for cell in summary.cells:
-        cell.words += [f"Amended {amendment}" for amendment in amendments]
-    return _report(summary, folder, console, bool(asked.only), time.perf_counter() - started)
+    return entries, laboratory.seen
 
 
 def _watch(console: Console, store: Store, total: int, title: str) -> AbstractContextManager[Callable[[Record], None]]:
@@ -82,7 +90,18 @@ def _watch(console: Console, store: Store, total: int, title: str) -> AbstractCo
     return watch(console, total, store)
 
 
-def _look(study: Study, lines: Lines, console: Console) -> None:
+def _left_out(study: Study) -> list[str]:
+    """What a part of a comparison has to say of the whole."""
+    left = [arm.name for arm in study.config.all_arms() if study.only and arm.name not in study.only]
+    if not left:
+        return []
+    return [
+        f"This is a part of a comparison: {', '.join(left)} are left out, and Holm's correction is over what is shown "
+        "alone. Don't pick arms by it: the whole one corrects for all of them."
+    ]
+
+
+def _look(study: Study, lines: Lines, console: Console) -> Mapping[str, list[str]]:
     """Say where the hooks will be, or what is wrong.
 
     Raises:
@@ -93,22 +112,26 @@ def _look(study: Study, lines: Lines, console: Console) -> None:
         raise ConfigError("\n\n".join([*found.errors, "Nothing was trained."]))
     for name, planned in found.plans.items():
         say(console, f"{name}: {planned}\n")
-    for note in found.notes:
+    for note in dict.fromkeys(note for notes in found.remarks.values() for note in notes):
         say(console, f"Note: {note}")
+    return found.remarks
 
 
 Costs = dict[tuple[str, str], Spread]
 
 
-def _costs(entries: Sequence[Entry], folder: Folder, console: Console, seconds: float) -> tuple[Costs, Costs]:
-    """Ratios of time and of memory by cell and arm, from a process of its own with nothing beside it."""
+def _costs(
+    entries: Sequence[Entry], seen: Mapping[str, Record], folder: Folder, console: Console, seconds: float
+) -> tuple[Costs, Costs]:
+    """Ratios of time and of memory by cell and arm, from a process of its own; of arms that can be trained at all."""
     if not seconds:
         return {}, {}
     say(console, "Timing training steps, in one process with nothing beside it ...")
+    entries = [entry for entry in entries if any(seen[run.key].done for run in entry.runs.values() if run.key in seen)]
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             found = pool.submit(costs.measured, entries, seconds, folder.costs).result()
-    except (RuntimeError, MemoryError, OSError) as error:
+    except Exception as error:
         # What the runs found is not lost with it.
         say(console, f"Nothing was timed, and the report says so: {type(error).__name__}: {error}")
         return {}, {}
@@ -126,8 +149,15 @@ def _report(summary: Summary, folder: Folder, console: Console, part: bool, seco
         say(console, f"FAILED: {failure.cell}, {failure.arm}, seed {failure.seed}: {failure.kind}: {failure.message}")
     # A part of the arms is not to take the place of the report of all.
     page, numbers = (path.with_stem(f"{path.stem}-only") if part else path for path in (folder.report, folder.summary))
-    numbers.write_text(summary.model_dump_json(indent=1))
-    report.write(summary, page)
+    try:
+        replace_text(numbers, summary.model_dump_json(indent=1))
+        report.write(summary, page)
+    except OSError as error:
+        say(
+            console,
+            f"compare.py: the report can't be written: {error}.\n  The runs are kept: the same command makes it.",
+        )
+        return 2
     say(console, f"Total time: {seconds:.0f} s\nAll numbers: {numbers}\nReport: {page.resolve()}")
     return 1 if summary.failures or not all(_sound(cell.controls) for cell in summary.cells) else 0
 

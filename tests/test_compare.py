@@ -33,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import compare
 from comparison import lines, options
 from comparison.config import check
+from comparison.record import Record
 from comparison.schema import Summary
-from comparison.store import Store
+from comparison.store import Attempt, Store
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = """
@@ -52,7 +53,7 @@ epochs: 2
 timing: 0.1
 tuning: {seeds: 1, space: {p: [0.1, 0.3], weight_decay: [0.1]}, space_none: {weight_decay: [0.01, 0.1]}}
 """
-ARMS = ["none", "DropBlock", "timm.DropPath, equal p", "p = 0 (A/A)", "none, other seeds"]
+ARMS = ["none", "DropBlock", "timm.DropPath, equal p", "none, other seeds", "p = 0 (A/A)"]
 TRIALS, FINALS = 2 * 2, 5 * 2
 
 
@@ -62,6 +63,18 @@ def run(*words: object) -> tuple[int, str]:
     with contextlib.redirect_stdout(printed):
         status = compare.main([str(word) for word in words])
     return status, printed.getvalue()
+
+
+def records(out: Path) -> dict[str, Record]:
+    """What is in the store of a folder."""
+    with Store(out / "runs.sqlite") as store:
+        return store.records()
+
+
+def attempts(out: Path) -> list[Attempt]:
+    """Which runs were started."""
+    with Store(out / "runs.sqlite") as store:
+        return store.attempts()
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +125,10 @@ class TestATinyOne:
         assert ratios["none"] == 1
 
     def test_again_it_has_nothing_to_do(self, tiny: SimpleNamespace, copied: Path) -> None:
-        before = Store(copied / "runs.sqlite").attempts()
+        before = attempts(copied)
         status, _ = run("--config", tiny.config, "--out", copied, "--workers", 1)
         assert status == 0
-        assert Store(copied / "runs.sqlite").attempts() == before
+        assert attempts(copied) == before
         assert len(before) == TRIALS + FINALS
 
     def test_the_command_of_a_row_makes_the_same_runs(self, tiny: SimpleNamespace, copied: Path) -> None:
@@ -124,21 +137,18 @@ class TestATinyOne:
         assert row.command.endswith("--only 'timm.DropPath, equal p'")
         status, _ = run("--config", tiny.config, "--out", copied, "--workers", 1, "--only", row.name)
         assert status == 0
-        assert (
-            len(Store(copied / "runs.sqlite").records()) == TRIALS + FINALS + 2
-        )  # another A/A: of its first regularizer
+        assert len(records(copied)) == TRIALS + FINALS + 2  # another A/A: of its first regularizer
         only = Summary.model_validate_json((copied / "summary-only.json").read_text())
         again = next(arm for arm in only.cells[0].arms if arm.name == row.name)
         assert again.values == row.values
 
     def test_a_lost_run_alone_is_made_again(self, tiny: SimpleNamespace, copied: Path) -> None:
-        store = Store(copied / "runs.sqlite")
-        lost = next(key for key, record in store.records().items() if record.spec["stage"] == "final")
-        with store.transaction() as connection:
+        lost = next(key for key, record in records(copied).items() if record.spec["stage"] == "final")
+        with Store(copied / "runs.sqlite") as store, store.transaction() as connection:
             connection.execute("DELETE FROM records WHERE key = ?", (lost,))
         status, _ = run("--config", tiny.config, "--out", copied, "--workers", 1)
         assert status == 0
-        starts = Counter(attempt.key for attempt in Store(copied / "runs.sqlite").attempts())
+        starts = Counter(attempt.key for attempt in attempts(copied))
         assert {key for key, count in starts.items() if count > 1} == {lost}
 
     def test_a_dry_run_trains_nothing(self, tiny: SimpleNamespace, tmp_path: Path) -> None:
@@ -146,7 +156,7 @@ class TestATinyOne:
         assert status == 0
         assert "3 workers (as asked for)" in text
         assert re.search(rf"final runs\s+{FINALS}\s+0", text)
-        assert not Store(tmp_path / "dry" / "runs.sqlite").records()
+        assert not records(tmp_path / "dry")
 
 
 class TestKilled:
@@ -156,24 +166,23 @@ class TestKilled:
         words = [sys.executable, BENCHMARKS / "compare.py", "--config", config, "--out", out, "--workers", "1"]
         with open(tmp_path / "log", "w") as log:
             first = subprocess.Popen(list(map(str, words)), stdout=log, stderr=log, start_new_session=True)
-            done = _until_done(out / "runs.sqlite", 3, first)
+            done = _until_done(out, 3, first)
             os.kill(first.pid, signal.SIGKILL)
             first.wait()
             subprocess.run(list(map(str, words)), stdout=log, stderr=log, check=True, timeout=240)
-        store = Store(out / "runs.sqlite")
-        assert len(store.records()) == FINALS
-        assert all(record.done for record in store.records().values())
-        starts = Counter(attempt.key for attempt in store.attempts())
-        assert set(starts) == set(store.records())
+        assert len(records(out)) == FINALS
+        assert all(record.done for record in records(out).values())
+        starts = Counter(attempt.key for attempt in attempts(out))
+        assert set(starts) == set(records(out))
         assert all(starts[key] == 1 for key in done)
         # One worker: one run was in flight, or none.
         assert sum(starts.values()) <= FINALS + 1
 
 
-def _until_done(path: Path, count: int, process: subprocess.Popen[bytes]) -> set[str]:
+def _until_done(out: Path, count: int, process: subprocess.Popen[bytes]) -> set[str]:
     for _ in range(1200):
         assert process.poll() is None, "it ended before it could be killed"
-        if path.exists() and len(done := Store(path).records()) >= count:
+        if (out / "runs.sqlite").exists() and len(done := records(out)) >= count:
             return set(done)
         time.sleep(0.1)
     raise AssertionError("no run was finished")
@@ -186,13 +195,13 @@ class TestAskedForWrongly:
         found, printed = run("--config", config, "--out", tmp_path / "out", "--workers", 1, *words)
         assert found == status
         assert "Nothing was trained." in printed
-        assert not (tmp_path / "out" / "runs.sqlite").exists() or not Store(tmp_path / "out" / "runs.sqlite").records()
+        assert not (tmp_path / "out" / "runs.sqlite").exists() or not records(tmp_path / "out")
         return printed
 
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [
-            ("name: resnet10t", "name: resnet10", "mine.yaml, line 4, at models[0]: no model is called 'resnet10'"),
+            ("name: resnet10t", "name: resnet10", "mine.yaml, line 3, at models[0]: no model is called 'resnet10'"),
             ("name: digits,", "name: digit,", "there is no data named 'digit'"),
             ("train_size: 40", "train_size: 4000", "train_size=4000 can't be drawn"),
             ("layer*.*.bn2", "layer5.*", "line 9, at arms[0], DropBlock on resnet10t"),
@@ -220,9 +229,8 @@ class TestAskedForWrongly:
         assert "digits.yaml" in text
 
     def test_an_arm_that_is_not_there(self, tmp_path: Path) -> None:
-        assert "--only: no arm is called 'DropPath': there are DropBlock" in self.error(
-            tmp_path, TINY, "--only", "DropPath"
-        )
+        text = self.error(tmp_path, TINY, "--only", "Dropblock")
+        assert "--only: no arm is called 'Dropblock'.\n  did you mean: DropBlock" in text
 
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "out").write_text("a file")
@@ -233,7 +241,7 @@ class TestAskedForWrongly:
         assert f"--out: can't write to {tmp_path / 'out'}" in text
 
     def test_a_database_of_another_version(self, tiny: SimpleNamespace, copied: Path) -> None:
-        with Store(copied / "runs.sqlite").transaction() as connection:
+        with Store(copied / "runs.sqlite") as store, store.transaction() as connection:
             connection.execute("PRAGMA user_version = 99")
         status, text = run("--config", tiny.config, "--out", copied, "--workers", 1)
         assert status == 2

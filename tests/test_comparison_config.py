@@ -91,6 +91,17 @@ class TestErrorsNameTheirLine:
             (8, GOOD + "tuning: {space: {p: [0.1, 0.2], lr: [0.1]}, space_none: {lr: [0.1]}}\n", "2 points for arms with a rate and 1 for arms without"),
             (8, GOOD + "tuning: {space: {p: [0.1, 0.2]}, space_none: {weight_decay: [0.1, 0.2]}}\n", "weight_decay would be tuned for some arms and not for others"),
             (8, GOOD + "tuning: {space: {p: [0.1]}, space_none: {p: [0.1]}}\n", "an arm without a rate has no p"),
+            (8, GOOD + "tuning: {space: {lr: [0.0, 0.1]}, space_none: {lr: [0.0, 0.1]}}\n", "and 0 is among them"),
+            (8, GOOD + "tuning: {space: {p: [.nan]}, space_none: {lr: [0.1]}}\n", "finite number"),
+            (8, GOOD + "tuning: {space: {lr: [0.1, 0.1]}, space_none: {lr: [0.1, 0.2]}}\n", "a value twice"),
+            (8, GOOD + "optimizer: {lr: .inf}\n", "finite number"),
+            (8, GOOD + "title: 2020-13-45\n", "can't read '2020-13-45'"),
+            (8, GOOD + "5: 5\n", "the name of a setting is wanted"),
+            (8, GOOD + "? [a, b]\n: 1\n", "the name of a setting is wanted"),
+            (8, GOOD + "  - {peer: 'timm.DropPath(drop_prob=-0.5)', equal: fraction}\n", "drop_prob must lie in [0, 1], got -0.5"),
+            (8, GOOD + "  - {peer: 'timm.DropBlock2d(p=0.1, block_size=3)'}\n", "takes no 'p': it takes drop_prob, block_size"),
+            (8, GOOD + "  - {recipe: 'dropblock_resnet(p=0.1, example_input=3)'}\n", "takes no 'example_input' here"),
+            (8, GOOD + "  - {regularizer: Dropout(p=0.1), name: ''}\n", "at least 1 character"),
             (8, GOOD + "tuning: {method: tpe, space: {p: [0.1, 0.3], lr: [0.1, 1]}, space_none: {lr: [0.1, 1]}}\n", "trials is missing"),
             (8, GOOD + "  - {recipe: 'dropblock_resnet(p=0.1)', layers: x}\n", "a recipe chooses its layers itself"),
             (8, GOOD + "  - {peer: 'timm.DropPath(drop_prob=0.1)', like: Drop}\n", "no regularizer here is called 'Drop'"),
@@ -106,6 +117,13 @@ class TestErrorsNameTheirLine:
         assert said in message
         if "two arms" not in said and "no regularizer here" not in said:
             assert f"mine.yaml, line {line}" in message
+
+    def test_two_parts_of_one_name(self) -> None:
+        text = GOOD.replace("models: resnet10t", "models: [resnet10t, {name: resnet10t, kwargs: {stem_width: 8}}]")
+        assert "two parts of the comparison are called 'resnet10t on digits, all images'" in error_of(text)
+
+    def test_a_part_that_contains_itself(self) -> None:
+        assert "contains itself" in error_of("arms: &a [*a]\n")
 
     def test_all_that_is_wrong_is_said_at_once(self) -> None:
         message = error_of(GOOD.replace("epochs: 3", "epochs: -3").replace("p=0.1", "p=2"))

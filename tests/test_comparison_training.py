@@ -157,6 +157,17 @@ class TestWhatIsRecorded:
         noise = outcome_of(tmp_path, arm=Arm(name="n", call="GaussianNoise()", p=0.1, layers=SITES), max_steps=2)
         assert (noise["asked"], noise["dropped"], noise["realised"], noise["sites"]) == (None, None, [], 4)
 
+    def test_of_cutout_what_is_dropped_is_not_what_was_asked_for(self, tmp_path: Path) -> None:
+        cutout = outcome_of(tmp_path, arm=Arm(name="c", call="Cutout(size=2)", p=1.0, layers=SITES), max_steps=2)
+        assert (cutout["asked"], cutout["realised"]) == (None, [])
+        assert cutout["dropped"]
+
+    def test_a_recipe_with_a_site_at_rate_0(self, tmp_path: Path) -> None:
+        depth = Arm(name="d", kind="recipe", call="stochastic_depth()", p=0.5)
+        mask = outcome_of(tmp_path, arm=depth, max_steps=2)["mask"]
+        assert mask is not None
+        assert mask["site"] == "layer2.0.bn2"
+
     def test_a_tuning_run_is_scored_on_the_validation_images(self, tmp_path: Path) -> None:
         record = made(tmp_path, stage="tuning")
         assert record.outcome is not None
@@ -207,12 +218,25 @@ class TestCheckpoints:
         resumed = execute(run, lambda step, steps, loss: heard.append((step, steps)), tmp_path)
         # The fourth epoch was interrupted before its checkpoint.
         assert heard == [(2 * epoch, 12) for epoch in (1, 2, 3, 4, 4, 5, 6)]
+        assert list(tmp_path.glob("*.pt")), "it stays until the record is kept"
+        checkpoints.forget(tmp_path, run.key)
         assert not list(tmp_path.iterdir())
         whole = execute(run, lambda *_: None, tmp_path / "whole")
         assert resumed.outcome == whole.outcome
 
     def test_a_torn_file_is_no_checkpoint(self, none: Outcome, tmp_path: Path) -> None:
         (tmp_path / f"{RUN.key}.pt").write_bytes(b"torn")
+        assert outcome_of(tmp_path) == none
+
+    def test_neither_is_one_with_a_bit_that_flipped(
+        self, none: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+        outcome_of(tmp_path)
+        (path,) = tmp_path.glob("*.pt")
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
         assert outcome_of(tmp_path) == none
 
     def test_the_last_epochs_have_none_as_what_they_drop_is_measured(

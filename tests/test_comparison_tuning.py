@@ -17,6 +17,7 @@ pytest.importorskip("yaml")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+from comparison.arms import still_at_0
 from comparison.config import NONE, check
 from comparison.lines import Lines
 from comparison.record import Failure, Record
@@ -140,6 +141,13 @@ class TestTheStudy:
         assert (still.arm.p, still.arm.call, list(still.runs)) == (0.0, "Dropout()", [0, 1, 2])
         assert [run.seed for run in seeds.runs.values()] == [OTHER_SEEDS + i for i in range(3)]
         assert {run.arm.kind for run in seeds.runs.values()} == {"none"}
+
+    def test_the_control_is_an_arm_that_is_still_at_0(self) -> None:
+        """`ScaleActivationGrad` is still at 1, and stops all gradients at 0."""
+        study = self.study()
+        scaling = [Arm(name="s", call="ScaleActivationGrad()", p=0.5, layers=("x",)), *study.arms[1:]]
+        assert [still_at_0(arm) for arm in scaling] == [False, True, True, True]
+        assert not still_at_0(NONE)
 
     def test_no_two_arms_share_a_run(self) -> None:
         keys = [run.key for entry in self.study().entries({}) for run in entry.runs.values()]

@@ -35,6 +35,13 @@ def plan(arm: Arm, model: nn.Module, steps: int, example: Tensor | None) -> hook
     return hookdrop.plan(model, regularizer, layers=list(arm.layers), schedule=schedule, example_input=example)
 
 
+def still_at_0(arm: Arm) -> bool:
+    """Whether the arm does nothing at the rate 0, as its control has to; `ScaleActivationGrad` is still at 1."""
+    if arm.p is None or arm.kind == "none":
+        return False
+    return arm.kind != "regularizer" or hookdrop.parse(spelled(arm)).neutral == 0
+
+
 def spelled(arm: Arm) -> str:
     """The arm as it is written, with its rate."""
     if arm.kind == "none":
@@ -59,12 +66,12 @@ def split(kind: str, text: str) -> tuple[str, float | None]:
     if kind == "peer":
         peer = peers.peer_of(call)
         call = call.bound(*peer.settings)
+        peers.make(call, 0.0)
         rate = _wanted(call, peer.rate_name)
-        peers.make(call, rate)
         return str(call.without(peer.rate_name)), rate
     takes = _recipe(call.name).parameters
     call = call.bound(*list(takes)[1 : 1 + len(call.args)])
-    if unknown := [name for name in call.kwargs if name not in takes or name in ("schedule", "steps", "regularizer")]:
+    if unknown := [name for name in call.kwargs if name not in ("p", *_settings(takes))]:
         raise ValueError(
             f"{call.name} takes no {unknown[0]!r} here.\n{or_nearest(unknown[0], ['p', *_settings(takes)])}"
         )
@@ -111,6 +118,9 @@ def _settings(takes: Any) -> list[str]:
 
 
 def _wanted(call: Call, name: str) -> float:
-    if not isinstance(call.kwargs.get(name), int | float):
+    value = call.kwargs.get(name)
+    if isinstance(value, int | float) and not (isinstance(value, bool) or 0 <= value <= 1):
+        raise ValueError(f"{call}: {name} must lie in [0, 1], got {value}.")
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{call} has no rate: write {call.having(**{name: 0.1})}.")
-    return float(call.kwargs[name])
+    return float(value)

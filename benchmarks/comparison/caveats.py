@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from comparison.inference import LEVEL, more_than_chance
 from comparison.pairs import NOT_RUN
-from comparison.phrases import UNCLEAR, compared, listed, of_none, plural, text
+from comparison.phrases import NAMES, UNCLEAR, compared, listed, of_none, plural, text
 from comparison.schema import DECIMALS, METRICS, ArmFound, Cell, Difference, Metric
 
 SHORT: dict[Metric, str] = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE"}
@@ -22,7 +22,7 @@ def first(cell: Cell) -> list[str]:
 def after(cell: Cell) -> list[str]:
     """What goes with the findings."""
     chance = (_intervals, _reachable, _detectable)
-    parts = (*chance, _aa, _none_none, _hooks, _set_aside, _tuned, _fixed, _images)
+    parts = (*chance, _aa, _none_none, _hooks, _set_aside, _tuned, _fixed, _idle, _timed, _images)
     return [sentence for part in parts for sentence in part(cell)]
 
 
@@ -67,11 +67,12 @@ def _detectable(cell: Cell) -> Iterator[str]:
         by_arm = " (by the arm)" if any(" to " in size for size in sizes) else ""
         yield (
             f"Differences to {of_none(cell)} smaller than {listed(sizes)}{by_arm} would be found in fewer than 4 of 5 "
-            f"such comparisons, given the spread seen; half of that takes about {max(halves)} pairs. "
-            "What cannot be distinguished is not thereby equal."
+            "such comparisons by a paired t test at 5 %, uncorrected and given the spread seen; half of that takes "
+            f"about {max(halves)} pairs. What cannot be distinguished is not thereby equal."
         )
-    elif compared(cell):
-        yield "How small a difference could be found is not known: there is no spread to go by."
+    still = [NAMES[metric] for metric in METRICS if found[metric] and not _sizes(found[metric], DECIMALS[metric])]
+    if still:
+        yield f"{listed(still)}: the pairs have no spread to go by; how small a difference could be found is not known."
 
 
 def _sizes(found: list[Difference], decimals: int) -> str:
@@ -161,6 +162,11 @@ def _tuned(cell: Cell) -> Iterator[str]:
     if trials:
         each = listed([f"{name} ({plural(count, 'trial')})" for name, count in trials.items()])
         yield f"Tuned on validation images: {each}."
+    failed = {arm.name: sum(trial.score is None for trial in arm.tuning.trials) for arm in own if arm.tuning}
+    for name, count in failed.items():
+        if count:
+            kept = " and has the settings that were written" if count == trials[name] else ""
+            yield f"Beware: {name} had {plural(count, 'trial')} without a score, as runs failed{kept}."
     if trials and (len(set(trials.values())) > 1 or len(trials) < len(own)):
         yield "Beware: the arms did not have the same tuning budget; one with more trials has an advantage."
     if edge := [f"{arm.name} ({listed(arm.tuning.at_edge)})" for arm in own if arm.tuning and arm.tuning.at_edge]:
@@ -182,6 +188,26 @@ def _fixed(cell: Cell) -> Iterator[str]:
 def _images(cell: Cell) -> Iterator[str]:
     if compared(cell):
         yield (
-            "The seeds differ in training set, weights, batch order, augmentation and masks; "
+            f"The seeds differ in {listed(cell.varied)}; "
             f"the {plural(cell.test_images, 'test image')} are the same in all. This is one data set and model."
+        )
+    yield from cell.remarks
+
+
+def _idle(cell: Cell) -> Iterator[str]:
+    for arm in cell.arms:
+        if arm.kind in ("none", "control") or arm.rate_at_end is None:
+            continue
+        if arm.asked == 0:
+            yield f"Beware: {arm.name} was asked to drop nothing in the epochs that were measured."
+        elif arm.ramp_end is None:
+            yield f"Beware: the rate of {arm.name} never reached its target; it ended at {arm.rate_at_end:.3g}."
+
+
+def _timed(cell: Cell) -> Iterator[str]:
+    times = [arm.time.median for arm in cell.arms if arm.kind == "control" and arm.time]
+    if times:
+        yield (
+            f"Time: the controls, which do the work of {of_none(cell)}, took {min(times):.2f} to {max(times):.2f} of "
+            "its time; what is as close to 1 as that is noise."
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import time
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ from comparison.trainee import Trainee
 
 SECONDS = 20.0
 """Between checkpoints, at least."""
+DIGEST = hashlib.sha256().digest_size
 
 
 class Checkpoint:
@@ -45,8 +48,10 @@ class Checkpoint:
             "cuda_rng": torch.cuda.get_rng_state(trainee.device) if trainee.device.type == "cuda" else None,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        content = io.BytesIO()
+        torch.save(state, content)
         partial = self._path.with_suffix(".partial")
-        torch.save(state, partial)
+        partial.write_bytes(hashlib.sha256(content.getbuffer()).digest() + content.getbuffer())
         os.replace(partial, self._path)
         self._last = time.monotonic()
 
@@ -67,17 +72,19 @@ class Checkpoint:
             torch.cuda.set_rng_state(state["cuda_rng"], trainee.device)
         return state["epoch"], state["history"]
 
-    def remove(self) -> None:
-        """The run is done."""
-        for path in (self._path, self._path.with_suffix(".partial")):
-            path.unlink(missing_ok=True)
-
     def _read(self) -> dict[str, Any] | None:
-        if not self._path.exists():
-            return None
+        """The state; None if there is none, or if its bytes are not those that were written: the run begins again."""
         try:
-            state: dict[str, Any] = torch.load(self._path, weights_only=True, map_location="cpu")
-        except Exception:  # whatever is wrong with the file, the run can begin again
-            self._path.unlink(missing_ok=True)
+            content = self._path.read_bytes()
+        except FileNotFoundError:
             return None
+        if hashlib.sha256(content[DIGEST:]).digest() != content[:DIGEST]:
+            return None
+        state: dict[str, Any] = torch.load(io.BytesIO(content[DIGEST:]), weights_only=True, map_location="cpu")
         return state
+
+
+def forget(folder: Path, key: str) -> None:
+    """Remove what a run that is done and kept has left."""
+    for path in folder.glob(f"{key}.*"):
+        path.unlink(missing_ok=True)

@@ -14,7 +14,8 @@ from comparison.errors import ConfigError
 from comparison.lines import Lines
 from comparison.spec import Data, Model
 from comparison.study import Study
-from comparison.trainee import steps_of
+from comparison.trainee import at_final_rate, steps_of
+from comparison.training import batch_of, step
 
 WRONG = (DataError, ConfigError, hookdrop.HookdropError, ValueError, TypeError, ImportError)
 
@@ -24,8 +25,8 @@ class Findings:
     """What a look at all cells and arms came to."""
 
     errors: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What is worth knowing, such as a block that covers its whole map, or images that are left out."""
+    remarks: dict[str, list[str]] = field(default_factory=dict)
+    """What is worth knowing of the data by cell, such as that images are left out."""
     plans: dict[str, str] = field(default_factory=dict)
     """The table of sites by arm, in the first cell."""
 
@@ -40,7 +41,8 @@ def look(study: Study, lines: Lines) -> Findings:
     for data, model in config.cells():
         where = lines.where(("data", _index(config.data, data)))
         try:
-            _look_at_data(data, config, where, found)
+            cell = study.run(data, model, study.arms[0], 0).cell
+            found.remarks[cell] = _look_at_data(data, config)
         except WRONG as error:
             found.errors.append(_without_ending(f"{where}: {error}"))
             continue
@@ -48,12 +50,13 @@ def look(study: Study, lines: Lines) -> Findings:
     return found
 
 
-def _look_at_data(data: Data, config: Config, where: str, found: Findings) -> None:
-    found.notes += [f"{data.name}: {note}" for note in check(data, config.seeds)]
+def _look_at_data(data: Data, config: Config) -> list[str]:
+    remarks = check(data, config.seeds)
     task = load(data)
     split = task.split(data.train_size, data.validation_size, config.first_seed)
     if len(split.train) < config.batch_size:
-        found.notes.append(f"{where}: an epoch is one batch of {len(split.train)} images, not {config.batch_size}")
+        remarks.append(f"{data.name}: an epoch is one batch of {len(split.train)} images, not {config.batch_size}.")
+    return remarks
 
 
 def _look_at_model(study: Study, data: Data, model: Model, lines: Lines, found: Findings) -> None:
@@ -67,7 +70,7 @@ def _look_at_model(study: Study, data: Data, model: Model, lines: Lines, found: 
             found.errors.append(_without_ending(f"{where}: {error}"))
             return
         run = study.run(data, model, study.arms[0], 0)
-        example = torch.zeros(1, *task.shape)
+        example = torch.zeros(2, *task.shape)
         for arm in study.arms[1:]:
             at = lines.where(("arms", [one.name for one in config.all_arms()].index(arm.name)))
             try:
@@ -77,7 +80,23 @@ def _look_at_model(study: Study, data: Data, model: Model, lines: Lines, found: 
                 continue
             assert planned is not None
             found.plans.setdefault(arm.name, str(planned))
-            found.notes += [f"{arm.name} on {model.name}: {warning}" for warning in planned.warnings]
+    _try_steps(study, data, model, lines, found)
+
+
+def _try_steps(study: Study, data: Data, model: Model, lines: Lines, found: Findings) -> None:
+    """Take one training step with each arm at its full rate, on two images: what can't be trained is known then."""
+    if found.errors:
+        return
+    names = [one.name for one in study.config.all_arms()]
+    for arm in study.arms:
+        at = lines.where(("models",) if arm.name not in names else ("arms", names.index(arm.name)))
+        small = {"batch_size": 2, "compile": False}
+        try:
+            with torch.random.fork_rng(devices=[]):
+                trainee = at_final_rate(study.run(data, model, arm, 0).model_copy(update=small))
+                step(trainee, *batch_of(trainee))
+        except Exception as error:  # of somebody else's model, whatever it is
+            found.errors.append(f"{at}, {arm.name} on {model.name} can't be trained: {type(error).__name__}: {error}")
 
 
 def _index(all_data: list[Data], data: Data) -> int:

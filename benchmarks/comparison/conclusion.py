@@ -29,7 +29,9 @@ def concluded(trainee: Trainee, history: Any, measured: Any) -> tuple[Outcome, M
     if drop:
         mask = _mask(trainee, drop, checked[:1])
         changes = unchanged.changes(trainee.model, drop, checked, trainee.face)
+    # Of Cutout, what is dropped is not what its rate asks for.
     drops = measured is not None and all(site.drops for site in measured.sites.values())
+    asks = measured is not None and drops and all(site.asked_sum is not None for site in measured.sites.values())
     outcome: Outcome = {
         "call": trainee.call,
         "sites": sites,
@@ -43,9 +45,9 @@ def concluded(trainee: Trainee, history: Any, measured: Any) -> tuple[Outcome, M
         "rates": history.rates,
         "rate_at_end": rate,
         "ramp_end": history.ramp_end,
-        "asked": measured.asked if measured and drops else None,
+        "asked": measured.asked if measured and asks else None,
         "dropped": measured.dropped if measured and drops else None,
-        "realised": _realised(measured) if measured and drops else [],
+        "realised": _realised(measured) if measured and asks else [],
         "changes": changes,
         "mask": mask,
         "accuracy": scores.accuracy,
@@ -72,6 +74,8 @@ def _mask(trainee: Trainee, drop: hookdrop.Injection, x_1CHW: Tensor) -> Mask | 
     with drop.sampling(), drop.recording() as recorded, torch.no_grad():
         trainee.model(x_1CHW)
     for site in drop.sites:
+        if site.name not in recorded:
+            continue  # its rate is 0
         kept = recorded[site.name].mask
         if kept is not None and kept.dim() == 4:
             dropped_somewhere = (~kept[0]).flatten(1).any(1).nonzero()

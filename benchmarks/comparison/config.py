@@ -22,7 +22,7 @@ from comparison.calls import read
 from comparison.errors import ConfigError, or_nearest
 from comparison.lines import Lines, Place, spelled
 from comparison.schedules import schedule_of
-from comparison.spec import Arm, Data, Model, Optimizer
+from comparison.spec import Arm, Data, Model, Optimizer, cell_of
 from comparison.tuning_config import TuningConfig
 
 NONE = Arm(name="none", kind="none", schedule="none")
@@ -46,8 +46,8 @@ class ArmConfig(BaseModel):
     regularizer: str | None = None
     recipe: str | None = None
     peer: str | None = None
-    name: str | None = None
-    layers: Annotated[list[str], BeforeValidator(_listed)] | None = None
+    name: Annotated[str, Field(min_length=1)] | None = None
+    layers: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1)] | None = None
     """Where, if not where all others are."""
     schedule: str | None = None
     equal: Literal["p", "fraction"] = "p"
@@ -121,7 +121,7 @@ class Config(BaseModel):
     """The sites of all regularizers and peers."""
     arms: Annotated[list[Annotated[ArmConfig, BeforeValidator(_as_regularizer)]], Field(min_length=1)]
     schedule: str = "LinearSchedule"
-    seeds: int = Field(default=8, ge=2)
+    seeds: int = Field(default=8, ge=2, le=10_000)
     """Pairs of runs; fixed before the first one."""
     first_seed: int = Field(default=0, ge=0, lt=100_000)
     epochs: PositiveInt
@@ -147,6 +147,12 @@ class Config(BaseModel):
     def _fits(self) -> Config:
         if not self.layers and any(arm.kind != "recipe" and not arm.layers for arm in self.arms):
             raise ValueError("`layers` is missing: where do the regularizers go? (as `layers: 'layer[34].*.bn2'`)")
+        cells = Counter(cell_of(data, model) for data, model in self.cells())
+        if twice := [name for name, count in cells.items() if count > 1]:
+            raise ValueError(
+                f"two parts of the comparison are called {twice[0]!r}: what differs in a model's or the data's other "
+                "settings is compared in two files"
+            )
         names = Counter(arm.name for arm in self.all_arms())
         if twice := [name for name, count in names.items() if count > 1 or name in RESERVED]:
             raise ValueError(

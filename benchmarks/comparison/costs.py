@@ -8,20 +8,20 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from comparison.entries import Entry
+from comparison.folder import replace_text
 from comparison.schema import Spread
 from comparison.spec import Run
-from comparison.trainee import Trainee, prepare
-from comparison.training import step
+from comparison.trainee import Trainee, at_final_rate
+from comparison.training import batch_of, step
 
 STEPS_IN_TURN = 4
 FEWEST_ROUNDS = 5
-AT_THE_END = 10**12
-"""An optimizer step by which every ramp is over."""
 
 Costs = Mapping[str, tuple[Spread, Spread]]
 """By arm: ratios of time and of memory to none's."""
@@ -32,17 +32,26 @@ def measured(entries: Sequence[Entry], seconds: float, path: Path) -> dict[tuple
 
     Call it when nothing else runs; a process of its own is best.
     """
-    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept = _kept(path)
     found: dict[tuple[str, str], tuple[Spread, Spread]] = {}
     for cell in dict.fromkeys(entry.cell for entry in entries):
         runs = {entry.arm.name: next(iter(entry.runs.values())) for entry in entries if entry.cell == cell}
         key = hashlib.sha256("".join(run.key for run in runs.values()).encode()).hexdigest()[:16]
         if key not in kept:
             kept[key] = {name: [part.model_dump() for part in parts] for name, parts in of_cell(runs, seconds).items()}
-            path.write_text(json.dumps(kept))
+            replace_text(path, json.dumps(kept))
         for name, (spent, held) in kept[key].items():
             found[cell, name] = Spread(**spent), Spread(**held)
     return found
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """What was measured before; nothing if that can't be read: it can be measured again."""
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def of_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
@@ -55,7 +64,7 @@ def of_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
         seconds: start no further round after this.
     """
     torch.set_num_threads(1)
-    trainees = {name: _at_final_rate(run) for name, run in runs.items()}
+    trainees = {name: at_final_rate(run) for name, run in runs.items()}
     batches = {name: batch_of(trainee) for name, trainee in trainees.items()}
     held = {name: _memory(trainee, *batches[name]) for name, trainee in trainees.items()}
     rounds: list[dict[str, float]] = []
@@ -69,21 +78,6 @@ def of_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
         )
         for name in runs
     }
-
-
-def _at_final_rate(run: Run) -> Trainee:
-    trainee = prepare(run.model_copy(update={"world": 1}))
-    trainee.forward.train()
-    if trainee.drop and run.arm.p is not None:
-        trainee.drop.seek(AT_THE_END)
-    return trainee
-
-
-def batch_of(trainee: Trainee) -> tuple[Tensor, Tensor]:
-    """The first training images, in eval form."""
-    size = trainee.run.batch_size
-    images = trainee.task.images(trainee.split.train[:size])
-    return images.to(trainee.device), trainee.labels_N[:size].to(trainee.device)
 
 
 def _time(trainee: Trainee, x_BCHW: Tensor, y_B: Tensor) -> float:

@@ -12,13 +12,12 @@ import torch
 from rich import box
 from rich.table import Table
 
-from comparison.costs import batch_of
 from comparison.scoring import logits_of
 from comparison.spec import Run
 from comparison.store import Store
 from comparison.study import Study
 from comparison.trainee import prepare, steps_of
-from comparison.training import CURVE_POINTS, step
+from comparison.training import CURVE_POINTS, batch_of, step
 from comparison.tuning import rounds
 
 TIMED_STEPS = 3
@@ -51,14 +50,16 @@ def batches(study: Study, store: Store) -> list[Batch]:
         seconds = tuple(times.of(run) for run in runs)
         found += [Batch(f"tuning, round {i}", seconds) for i, _ in enumerate(later, 2)]
     finals = [run for entry in study.entries({}) for run in entry.runs.values()]
-    return [*found, times.batch("final runs", finals)]
+    timing = Batch("timing", (study.config.timing + START_SECONDS,) if study.config.timing else ())
+    return [*found, times.batch("final runs", finals), timing]
 
 
 def makespan(jobs: Sequence[Batch], workers: int) -> tuple[float, float]:
     """Seconds until all is done, and the fraction of the workers' time that is spent on runs."""
-    total = START_SECONDS
+    total = 0.0
     for batch in jobs:
-        ends = [0.0] * workers
+        # Each has processes of its own.
+        ends = [START_SECONDS if batch.seconds else 0.0] * workers
         for seconds in batch.seconds:
             heapq.heapreplace(ends, ends[0] + seconds)
         total += max(ends)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from comparison.config import Config
 from comparison.errors import ConfigError
@@ -14,6 +15,16 @@ from comparison.store import Lock, Store
 
 # What changes no run and no claim.
 _FREE = ("title", "timing")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file, or leave the one that is there as it is."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class Folder:
@@ -40,8 +51,19 @@ class Folder:
         self.report, self.summary = path / "report.html", path / "summary.json"
         self.costs, self.checkpoints = path / "costs.json", path / "checkpoints"
         self._plan = path / "comparison.json"
-        self.lock = Lock(path / "lock")
-        self.store = Store(path / "runs.sqlite")
+        with ExitStack() as held:
+            try:
+                held.enter_context(Lock(path / "lock"))
+                self.store = held.enter_context(Store(path / "runs.sqlite"))
+            except OSError as error:
+                raise ConfigError(f"--out: can't write to {path}: {error}.\nNothing was trained.") from None
+            self._held = held.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
 
     def claim(self, config: Config, amend: str | None) -> list[str]:
         """See that the folder belongs to this comparison, and write down what it is before its first run.
@@ -58,7 +80,7 @@ class Folder:
         asked = {name: value for name, value in config.model_dump(mode="json").items() if name not in _FREE}
         plan: dict[str, Any] = {"config": asked, "amendments": []}
         if self._plan.exists():
-            plan = json.loads(self._plan.read_text())
+            plan = self._read()
         if plan["config"] != asked:
             changed = [name for name in asked if asked[name] != plan["config"].get(name)]
             if amend is None:
@@ -67,12 +89,24 @@ class Folder:
             runs = len(self.store.records())
             plan["amendments"].append(f"{now}, after {runs} runs, {', '.join(changed)} changed: {amend}")
             plan["config"] = asked
-        self._plan.write_text(json.dumps(plan, indent=1))
+        text = json.dumps(plan, indent=1)
+        if not self._plan.exists() or self._plan.read_text() != text:
+            replace_text(self._plan, text)
         return list(plan["amendments"])
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            plan = json.loads(self._plan.read_text())
+            return {"config": dict(plan["config"]), "amendments": list(plan["amendments"])}
+        except (OSError, ValueError, TypeError, KeyError):
+            raise ConfigError(
+                f"{self._plan} can't be read, so what was compared in this folder is not known.\n"
+                "  put the file back, or take another folder: --out runs/other\nNothing was trained."
+            ) from None
 
 
 def _differs(path: Path, changed: list[str], asked: dict[str, Any], there: dict[str, Any]) -> str:
-    shown = "\n".join(f"  {name}: {_short(there.get(name))} there, {_short(asked[name])} asked for" for name in changed)
+    shown = "\n".join(f"  {name}: {_difference(there.get(name), asked[name])}" for name in changed)
     return (
         f"{path} holds another comparison, and what is compared is fixed before its first run:\n{shown}\n"
         "  another folder:        --out runs/other\n"
@@ -80,6 +114,16 @@ def _differs(path: Path, changed: list[str], asked: dict[str, Any], there: dict[
     )
 
 
+def _difference(there: Any, asked: Any) -> str:
+    if not (isinstance(there, list) and isinstance(asked, list)):
+        return f"{_short(there)} there, {_short(asked)} asked for"
+    gone = [f"without {_short(one)}" for one in there if one not in asked]
+    new = [f"with {_short(one)}" for one in asked if one not in there]
+    return ", ".join([*gone, *new]) or "in another order"
+
+
 def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        value = {name: part for name, part in value.items() if part is not None}
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -33,6 +33,8 @@ from scipy.stats import t as student  # type: ignore[import-untyped]
 RESAMPLES = 10_000
 IMAGE_RESAMPLES = 2_000
 TAIL = 0.025
+WIDEST = 5.0
+"""A limit of the bootstrap-t is at most so many times Student's."""
 Interval = tuple[float, float]
 # Two differences that differ by less than this part of the larger one are the same number.
 ROUNDING = 1e-9
@@ -50,7 +52,7 @@ def over_seeds(values: ArrayLike) -> Interval:
     counts_BS = resamples(len(values_S), RESAMPLES, 0)
     low, high = _limits(counts_BS, values_S[None], 0.0)
     least = float(student.ppf(1 - TAIL, len(values_S) - 1))
-    low, high = (limit if np.isfinite(limit) else least * np.sign(limit) for limit in (low, high))
+    low, high = (_capped(limit, least) for limit in (low, high))
     return float(values_S.mean() - max(high, least) * error), float(values_S.mean() - min(low, -least) * error)
 
 
@@ -77,9 +79,17 @@ def over_both(values: ArrayLike, resampled_SB: NDArray[np.float64]) -> Interval:
     if of_images <= (ROUNDING * np.abs(values_S).max()) ** 2:
         return seeds
     counts_BS = resamples(len(values_S), resampled_SB.shape[1], 2)
-    low, high = _limits(counts_BS, shifted_BS, of_images)
+    least = float(student.ppf(1 - TAIL, len(values_S) - 1))
+    low, high = (_capped(limit, least) for limit in _limits(counts_BS, shifted_BS, of_images))
     error = float(np.hypot(standard_error(values_S), np.sqrt(of_images)))
     return min(seeds[0], float(values_S.mean()) - high * error), max(seeds[1], float(values_S.mean()) - low * error)
+
+
+def _capped(limit: float, least: float) -> float:
+    """At most `WIDEST` times Student's: of 4 seeds, some resamples have next to no spread to be divided by."""
+    return (
+        float(np.clip(limit, -WIDEST * least, WIDEST * least)) if np.isfinite(limit) else least * float(np.sign(limit))
+    )
 
 
 def standard_error(values_S: NDArray[np.float64]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import yaml
-from yaml.nodes import MappingNode, Node, SequenceNode
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from comparison.errors import ConfigError
 
@@ -45,6 +45,8 @@ def load(text: str, source: str) -> tuple[dict[str, Any], Lines]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         value = _value(node, (), lines) if node else None
+    except RecursionError:
+        raise ConfigError(f"{source}: a part of it contains itself.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}" if mark else ""
@@ -59,10 +61,17 @@ def _value(node: Node, place: Place, lines: Lines) -> Any:
     if isinstance(node, SequenceNode):
         return [_value(child, (*place, i), lines) for i, child in enumerate(node.value)]
     if not isinstance(node, MappingNode):
-        loader = yaml.SafeLoader("")
-        return loader.construct_object(node)
+        try:
+            return yaml.SafeLoader("").construct_object(node)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ConfigError(
+                f"{lines.source}, line {node.start_mark.line + 1}: can't read {node.value!r}: {error}."
+            ) from None
     found: dict[str, Any] = {}
     for name, child in node.value:
+        if not isinstance(name, ScalarNode) or name.tag != "tag:yaml.org,2002:str":
+            said = f"the name of a setting is wanted, and it is {str(name.value)[:40]!r}"
+            raise ConfigError(f"{lines.source}, line {name.start_mark.line + 1}: {said}.")
         if name.value in found:
             raise ConfigError(f"{lines.source}, line {name.start_mark.line + 1}: {name.value!r} is there twice.")
         found[name.value] = _value(child, (*place, name.value), lines)

@@ -24,7 +24,7 @@ def build(model: Model, classes: int, channels: int) -> nn.Module:
     make = _maker(model.name, classes, channels)
     try:
         built = make(**model.kwargs)
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, AssertionError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, AssertionError, OSError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"the model {model.name!r} can't be made with {dict(model.kwargs)}: {why}") from None
     for name in model.identity:

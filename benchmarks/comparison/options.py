@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison.config import Config, check
-from comparison.errors import ConfigError, nearest
+from comparison.errors import ConfigError, nearest, or_nearest
 from comparison.lines import Lines, load
 
 _OVERRULING = ("title", "seeds", "epochs", "batch_size", "timing", "max_steps", "device", "precision", "schedule")
@@ -62,12 +62,15 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
     add("--timing", type=float, metavar="SECONDS", help="for measuring what a step costs; 0 leaves it out")
     add("--dry-run", action="store_true", help="print the sites, the runs and what they take, and train nothing")
+    add("--retry", action="store_true", help="try runs again that failed with an error, now that its cause is mended")
     add(
         "--amend",
         metavar="REASON",
         help="go on in --out although the comparison is another one now; the report says so",
     )
     options = parser.parse_args(argv)
+    if options.amend is not None and not options.amend.strip():
+        parser.error("--amend wants a reason, which the report will say")
     if options.workers < 1:
         parser.error(f"--workers must be at least 1, got {options.workers}")
     if options.address and options.engine != "ray":
@@ -77,7 +80,9 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
             "what is to be compared? --config benchmarks/configs/quick.yaml, or --models, --data, --layers ..."
         )
     options.out = options.out or Path("runs") / (options.config.stem if options.config else "compare")
-    options.command = shlex.join(["python", "benchmarks/compare.py", *_without_only(argv)])
+    words = list(sys.argv[1:] if argv is None else argv)
+    options.whole_command = shlex.join(["python", "benchmarks/compare.py", *words])
+    options.command = shlex.join(["python", "benchmarks/compare.py", *_without_only(words)])
     return options
 
 
@@ -102,7 +107,7 @@ def config_of(options: argparse.Namespace) -> tuple[Config, Lines, str]:
     known = [arm.name for arm in config.all_arms()]
     for name in options.only:
         if name not in known:
-            raise ConfigError(f"--only: no arm is called {name!r}: there are {', '.join(known)}.\nNothing was trained.")
+            raise ConfigError(f"--only: no arm is called {name!r}.\n{or_nearest(name, known)}\nNothing was trained.")
     return config, lines, text
 
 
@@ -115,7 +120,8 @@ def _flags(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         data = [
             {"name": one} if isinstance(one, str) else one for one in (names if isinstance(names, list) else [names])
         ]
-        found["data"] = [{**one, "strict": True} for one in data] if options.strict else data
+        strict = {"strict": True} if options.strict else {}
+        found["data"] = [{**one, **strict} if isinstance(one, dict) else one for one in data]
     arms = [*(options.arms or []), *({"recipe": text} for text in options.recipes or [])]
     for text in options.peers or []:
         arms += [{"peer": text, "equal": "p"}, {"peer": text, "equal": "fraction"}]
@@ -123,14 +129,17 @@ def _flags(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         found["arms"] = arms
     optimizer = {name: getattr(options, name) for name in ("lr", "weight_decay") if getattr(options, name) is not None}
     if optimizer:
-        found["optimizer"] = {**settings.get("optimizer", {}), **optimizer}
+        there = settings.get("optimizer")
+        found["optimizer"] = {**(there if isinstance(there, dict) else {}), **optimizer}
     return found
 
 
-def _without_only(argv: Sequence[str] | None) -> list[str]:
+def _without_only(words: Sequence[str]) -> list[str]:
     """The command line without what differs between the rows of a report."""
-    words, kept, leaving = list(sys.argv[1:] if argv is None else argv), [], False
+    kept, leaving = [], False
     for word in words:
+        if word.startswith("--only="):
+            continue
         leaving = word == "--only" or (leaving and not word.startswith("--"))
         if not leaving and word != "--dry-run":
             kept.append(word)

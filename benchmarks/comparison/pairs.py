@@ -91,7 +91,7 @@ def _missing(entry: Entry, seed: int, records: Mapping[str, Record]) -> str:
         return NOT_RUN
     if record.failure:
         lines = record.failure.message.strip().splitlines() or [""]
-        return f"{record.failure.kind}: {lines[-1]}".rstrip(": ")
+        return f"{record.failure.kind}: {lines[0]}".rstrip(": ")
     if record.outcome is None or not all(math.isfinite(record.outcome[metric]) for metric in METRICS):
         return "nan: a metric is not a finite number"
     return ""

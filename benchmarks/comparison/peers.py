@@ -57,6 +57,10 @@ def make(call: Call, rate: float) -> nn.Module:
         ValueError: it does not take these settings.
     """
     peer = peer_of(call)
+    takes = [*peer.settings, *peer.defaults]
+    if unknown := [name for name in call.kwargs if name not in takes]:
+        # timm's own would swallow it.
+        raise ValueError(f"{call.name} takes no {unknown[0]!r}: it takes {', '.join(dict.fromkeys(takes))}.")
     try:
         return peer.make(**{**peer.defaults, **call.kwargs, peer.rate_name: rate})
     except TypeError as error:

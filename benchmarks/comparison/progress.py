@@ -76,7 +76,8 @@ def _lines(console: Console, total: int, store: Store) -> Iterator[Advance]:
 def line(done: int, total: int, failed: int, seconds: float) -> str:
     """As in `30 of 100 runs (1 failed) after 60 s, about 2 min left`; `seconds` since the first began."""
     text = f"{done} of {total} runs{f' ({failed} failed)' if failed else ''} after {spell(seconds)}"
-    return text if done == total else f"{text}, about {spell(seconds / done * (total - done))} left"
+    # The first runs have waited for their processes to start.
+    return text if done == total or done == 1 else f"{text}, about {spell(seconds / done * (total - done))} left"
 
 
 def spell(seconds: float) -> str:

@@ -200,6 +200,10 @@ class Cell(Found):
     arms: list[ArmFound]
     between: list[Between]
     controls: Controls
+    varied: list[str] = ["training set", "weights", "batch order", "augmentation", "masks"]
+    """What differs between seeds."""
+    remarks: list[str] = []
+    """Of the data, such as that all seeds train on the same images."""
     words: list[str]
     """What may be said, in sentences: the findings first, then what goes with them."""
     findings: int | None = None
@@ -236,7 +240,9 @@ class Summary(Found):
     config: str
     """The YAML text."""
     seeds: int
-    """Fixed before the first run."""
+    """Fixed before the first run, unless there are amendments."""
+    amendments: list[str] = []
+    """What was changed after the first run, and why."""
     cells: list[Cell]
     failures: list[FailureFound]
     environments: list[Environment]

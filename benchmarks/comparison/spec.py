@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 class Part(BaseModel):
     """A part of a spec: never changed, and no field that nobody knows."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Data(Part):
@@ -109,5 +109,9 @@ class Run(Part):
     @property
     def cell(self) -> str:
         """What it is compared within: the same for all arms and seeds of one data set, size and model."""
-        size = self.data.train_size or "all"
-        return f"{self.model.name} on {self.data.name}, {size} images"
+        return cell_of(self.data, self.model)
+
+
+def cell_of(data: Data, model: Model) -> str:
+    """As in `resnet18 on digits, 100 images`."""
+    return f"{model.name} on {data.name}, {data.train_size or 'all'} images"

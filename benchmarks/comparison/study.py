@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from comparison.arms import still_at_0
+from comparison.checkpoints import forget
 from comparison.config import NONE, RESERVED, Config
 from comparison.engines.base import Engine
 from comparison.entries import Entry
@@ -99,7 +101,7 @@ class Study:
 
         for arm in self.arms:
             yield entry(arm, self.config.like(arm.name) if arm is not NONE else arm.name)
-        if still := next((arm for arm in self.arms if arm.p is not None and arm.kind != "peer"), None):
+        if still := next(filter(still_at_0, self.arms), None):
             yield entry(still.model_copy(update={"name": RESERVED[2], "p": 0.0}), NONE.name, "aa")
         yield entry(NONE.model_copy(update={"name": RESERVED[1]}), NONE.name, "seeds", OTHER_SEEDS)
 
@@ -118,6 +120,8 @@ class Laboratory:
     watch: Watch
     seen: dict[str, Record] = field(default_factory=dict)
     """Every record that was asked for, of tuning too."""
+    again: bool = False
+    """Whether failures that would come again are tried again, as their cause was mended."""
     unstored: dict[str, Record] = field(default_factory=dict)
     """Failures that there was no room to write down."""
     tried: set[str] = field(default_factory=set)
@@ -131,6 +135,8 @@ class Laboratory:
                 for record in self.engine.run(missing, execute, self.store, self.scratch):
                     self._note(record)
                     advance(record)
+                    if record.done and record.key not in self.unstored:
+                        forget(self.scratch, record.key)
         found = self.records(runs)
         self.seen.update(found)
         return found
@@ -155,7 +161,9 @@ class Laboratory:
     def _open(self, key: str, record: Record | None) -> bool:
         if record is None:
             return True
-        return record.failure is not None and record.failure.passing and key not in self.tried
+        if record.failure is None or key in self.tried:
+            return False
+        return self.again or record.failure.passing
 
     def _note(self, record: Record) -> None:
         if record.failure is None:

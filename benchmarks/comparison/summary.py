@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from comparison.arms_found import arm_found
 from comparison.between import between, controls, differences, measures
@@ -31,7 +31,13 @@ class About:
     config: str
     """The YAML text."""
     seeds: int
-    """Fixed before the first run."""
+    """Fixed before the first run, unless there are amendments."""
+    amendments: list[str] = field(default_factory=list)
+    """What was changed after the first run, and why."""
+    first: list[str] = field(default_factory=list)
+    """Sentences that have to be read before the findings."""
+    remarks: Mapping[str, list[str]] = field(default_factory=dict)
+    """Of the data, by cell."""
 
 
 def summarise(
@@ -54,9 +60,10 @@ def summarise(
         of_cell.setdefault(entry.cell, []).append(entry)
     cells: list[Cell] = []
     for title, arms in of_cell.items():
-        cells.append(_cell(title, _slug(title, cells), paired(arms, records), times, memory))
+        cells.append(_cell(title, _slug(title, cells), paired(arms, records), times, memory, about))
+    said = {name: value for name, value in vars(about).items() if name not in ("first", "remarks")}
     return Summary(
-        **vars(about),
+        **said,
         cells=cells,
         failures=_failures(entries, records),
         environments=_environments(records.values()),
@@ -64,7 +71,7 @@ def summarise(
     )
 
 
-def _cell(title: str, slug: str, arms: Sequence[Paired], times: Ratios, memory: Ratios) -> Cell:
+def _cell(title: str, slug: str, arms: Sequence[Paired], times: Ratios, memory: Ratios, about: About) -> Cell:
     of = measures(arms)
     against = differences(arms, of)
     outcomes = [outcome for arm in arms for outcome in arm.outcomes]
@@ -87,9 +94,18 @@ def _cell(title: str, slug: str, arms: Sequence[Paired], times: Ratios, memory: 
         ],
         between=between(arms, of),
         controls=controls(arms, against),
+        varied=_varied(runs),
+        remarks=about.remarks.get(title, []),
         words=[],
     )
-    return cell.model_copy(update={"words": words(cell), "findings": len(findings(cell))})
+    first = [*about.first, *(f"Changed after the first run: {change}" for change in about.amendments)]
+    return cell.model_copy(update={"words": [*first, *words(cell)], "findings": len(first) + len(findings(cell))})
+
+
+def _varied(runs: Sequence[Run]) -> list[str]:
+    sets = ["training set"] if any(run.data.train_size for run in runs) else []
+    augmented = ["augmentation"] if any(run.data.augmentation != "none" for run in runs) else []
+    return [*sets, "weights", "batch order", *augmented, "masks"]
 
 
 def _slug(title: str, cells: Sequence[Cell]) -> str:
@@ -101,7 +117,8 @@ def _slug(title: str, cells: Sequence[Cell]) -> str:
 def _failures(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[FailureFound]:
     """Of the final runs in the order of the entries, then of tuning."""
     final = {run.key: (entry.cell, entry.arm.name) for entry in entries for run in entry.runs.values()}
-    others = {key: Run.model_validate(record.spec) for key, record in records.items() if key not in final}
+    failed = {key: record for key, record in records.items() if not record.done}
+    others = {key: Run.model_validate(record.spec) for key, record in failed.items() if key not in final}
     tuning = {key: (run.cell, run.arm.name) for key, run in others.items()}
     return [
         FailureFound(

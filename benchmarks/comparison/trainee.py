@@ -18,6 +18,9 @@ from comparison.data.task import Split, Task
 from comparison.spec import Run
 from comparison.streams import seed_of
 
+AT_THE_END = 10**12
+"""An optimizer step by which every ramp is over."""
+
 
 @dataclass
 class Trainee:
@@ -56,7 +59,7 @@ def prepare(run: Run) -> Trainee:
     torch.manual_seed(seed_of(run.seed, "weights"))
     model = models.build(run.model, task.classes, task.shape[0])
     weights, face = fingerprints.of_model(model), unchanged.face(model)
-    example = torch.zeros(1, *task.shape)
+    example = torch.zeros(2, *task.shape)
     planned = arms.plan(run.arm, model, steps_of(run, len(split.train)), example)
     model.to(device)
     optimizer, decay = _optimizer(run, model, len(split.train))
@@ -81,6 +84,15 @@ def prepare(run: Run) -> Trainee:
         weights,
         face,
     )
+
+
+def at_final_rate(run: Run) -> Trainee:
+    """A trainee as it is when its ramp is over, in one process, ready for a training step."""
+    trainee = prepare(run.model_copy(update={"world": 1}))
+    trainee.forward.train()
+    if trainee.drop and run.arm.p is not None:
+        trainee.drop.seek(AT_THE_END)
+    return trainee
 
 
 def steps_of(run: Run, train_images: int) -> int:

@@ -63,7 +63,7 @@ def execute(run: Run, beat: Beat, scratch: Path) -> Record:
     checkpoint = Checkpoint(trainee, scratch)
     history, measured = train(trainee, beat, checkpoint)
     outcome, images = concluded(trainee, history, measured)
-    checkpoint.remove()
+    # The checkpoint stays until the record is kept: what finds no room for it is not lost.
     return Record(
         key=run.key,
         spec=run.model_dump(mode="json"),
@@ -95,6 +95,13 @@ def train(trainee: Trainee, beat: Beat, checkpoint: Checkpoint) -> tuple[History
             if epoch < from_epoch - 1 and checkpoint.due():
                 checkpoint.save(epoch, asdict(history))
     return history, measured
+
+
+def batch_of(trainee: Trainee) -> tuple[Tensor, Tensor]:
+    """The first training images, in eval form."""
+    size = trainee.run.batch_size
+    images = trainee.task.images(trainee.split.train[:size])
+    return images.to(trainee.device), trainee.labels_N[:size].to(trainee.device)
 
 
 def _train_epoch(trainee: Trainee, history: History, epoch: int) -> None:

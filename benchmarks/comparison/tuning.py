@@ -110,7 +110,10 @@ def with_settings(run: Run, settings: Mapping[str, float]) -> Run:
 
 def _sampler(config: TuningConfig, arm: str) -> BaseSampler:
     seed = seed_of(0, "tuning", arm) % 2**32
-    return TPESampler(seed=seed) if config.method == "tpe" else RandomSampler(seed)
+    if config.method == "tpe":
+        # Optuna's own ten first trials at random would be most of a small budget, or all of it.
+        return TPESampler(seed=seed, n_startup_trials=max(2, config.budget // 3))
+    return RandomSampler(seed)
 
 
 def _grid(space: Mapping[Any, Sequence[float]]) -> list[dict[str, float]]:

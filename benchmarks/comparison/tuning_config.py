@@ -10,10 +10,19 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 Setting = Literal["p", "lr", "weight_decay", "label_smoothing"]
 
 
+RANGES: dict[Setting, tuple[float, float]] = {
+    "p": (0.0, math.inf),
+    "lr": (1e-12, 1e6),
+    "weight_decay": (0.0, 1e6),
+    "label_smoothing": (0.0, 0.999),
+}
+"""`p` may be a standard deviation; a probability above 1 is refused with its arm."""
+
+
 class TuningConfig(BaseModel):
     """A grid, or a search by Optuna, scored by NLL on the validation images; the test images are not looked at."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     method: Literal["grid", "random", "tpe"] = "grid"
     trials: PositiveInt | None = None
@@ -30,6 +39,12 @@ class TuningConfig(BaseModel):
         for name, space in (("space", self.space), ("space_none", self.space_none)):
             if not space or not all(space.values()):
                 raise ValueError(f"{name} has nothing to try")
+        for name, values in (*self.space.items(), *self.space_none.items()):
+            low, high = RANGES[name]
+            if outside := [value for value in values if not low <= value <= high]:
+                raise ValueError(f"{name} is tried from {low:g} to {high:g} at most, and {outside[0]:g} is among them")
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} has a value twice: a trial would be spent on nothing")
         if "p" in self.space_none:
             raise ValueError("space_none: an arm without a rate has no p; tune weight_decay or lr")
         if apart := {*self.space_none} ^ ({*self.space} - {"p"}):

@@ -129,7 +129,8 @@ def sentence(summary: Summary) -> str:
     compared = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "No regularizer"
     where = "; ".join(cell.title for cell in summary.cells) or "no cell has a finished run"
     seeds = count(summary.seeds, "seed")
-    return f"{compared}, compared with none in paired training runs of {seeds} each, fixed beforehand: {where}."
+    fixed = "changed after the first run" if summary.amendments else "fixed beforehand"
+    return f"{compared}, compared with none in paired training runs of {seeds} each, {fixed}: {where}."
 
 
 def environments(found: Sequence[Environment]) -> list[tuple[int, list[tuple[str, str, bool]]]]:
