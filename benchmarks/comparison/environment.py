@@ -71,7 +71,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _system() -> dict[str, str]:
-    return {"name": platform.system(), "release": platform.release(), "machine": platform.machine()}
+    return {"name": platform.system(), "release": platform.release().split("-")[0], "machine": platform.machine()}
 
 
 def _version(name: str) -> str | None:
