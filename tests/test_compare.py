@@ -30,12 +30,15 @@ pytest.importorskip("jinja2")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+from rich.console import Console
+
 import compare
 from comparison import lines, options
 from comparison.config import check
 from comparison.record import Record
 from comparison.schema import Summary
 from comparison.store import Attempt, Store
+from comparison.table import WIDTH, table
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = """
@@ -333,3 +336,24 @@ class TestItsReadme:
         assert len(shell) > 6
         for words in shell:
             options.parse(shlex.split(words.replace("\\\n", " "), comments=True), "")
+
+
+class TestCommittedResults:
+    @pytest.mark.parametrize("name", ["digits", "synthetic"])
+    def test_are_of_the_shipped_config_and_the_readme_has_their_table(self, name: str) -> None:
+        results = BENCHMARKS / "results" / name
+        found = Summary.model_validate_json((results / "summary.json").read_text())
+        assert found.config == (BENCHMARKS / "configs" / f"{name}.yaml").read_text()
+        assert found.seeds >= 16
+        assert not found.failures
+        shown = io.StringIO()
+        Console(file=shown, width=WIDTH, highlight=False).print(table(found.cells[0]))
+        lines_of_table = [line.rstrip() for line in shown.getvalue().splitlines()]
+        assert "\n".join(lines_of_table) in (BENCHMARKS.parent / "README.md").read_text()
+
+    @pytest.mark.parametrize("name", ["digits", "synthetic"])
+    def test_their_controls_hold(self, name: str) -> None:
+        found = Summary.model_validate_json((BENCHMARKS / "results" / name / "summary.json").read_text())
+        for cell in found.cells:
+            assert compare._sound(cell.controls)
+            assert cell.controls.aa_equal == found.seeds
