@@ -214,8 +214,14 @@ class TestIntervals:
         assert low == pytest.approx(student(values)[0])
         assert high > student(values)[1] + 1
 
-    def test_a_limit_beyond_students_is_the_bootstrap_t_of_a_loop(self) -> None:
+    def test_a_limit_is_at_most_five_of_students(self) -> None:
+        """Of few values, some resamples have next to no spread: without a cap the limit is thousands of Student's."""
         values = np.array([0.0, 0.1, 0.2, 0.1, 3.0, 0.3])
+        half = student(values)[1] - values.mean()
+        assert intervals.over_seeds(values)[1] == pytest.approx(values.mean() + 5 * half)
+
+    def test_a_limit_beyond_students_is_the_bootstrap_t_of_a_loop(self) -> None:
+        values = np.array([0.0, 0.15, 0.22, 0.4, 1.0, 0.3])
         ratios = []
         for count in intervals.resamples(6, intervals.RESAMPLES, 0):
             drawn = np.repeat(values, count)
@@ -224,6 +230,7 @@ class TestIntervals:
             ratios.append(off / error if np.ptp(drawn) else np.copysign(np.inf, off))
         expected = values.mean() - sorted(ratios)[249] * intervals.standard_error(values)
         assert intervals.over_seeds(values)[1] == pytest.approx(expected, rel=1e-6)
+        assert student(values)[1] < expected < values.mean() + 4.9 * (student(values)[1] - values.mean())
 
     def test_one_value_is_its_own_interval_and_two_are_students(self) -> None:
         assert intervals.over_seeds([0.7]) == intervals.over_both([0.7], np.ones((1, 9))) == (0.7, 0.7)
