@@ -16,10 +16,11 @@ it is so):
     log-normal    16      82.8      84.8      92.0      84.9      92.7
 
 Percentile and BCa intervals cannot leave the range of the differences, which misses the truth in 1 of 8 comparisons
-with 4 normal seeds however wide they are made; they claim too much. Bootstrap-t resamples mean / standard error. It has
-no finite limit with 2 or 3 seeds, or with many ties (accuracies of a small test set), and it is now and then narrower
-than Student's. So a limit here is bootstrap-t's, but never inside of Student's, whose power the minimum detectable
-effect is, and never more than `WIDEST` times as far out. Where differences have a tail as long as the log-normal's, even this covers less than it says.
+with 4 normal seeds however wide they are made; they claim too much. Bootstrap-t resamples mean / standard error. It
+has no finite limit with 2 or 3 seeds, or with many ties (accuracies of a small test set), and it is now and then
+narrower than Student's. So a limit here is bootstrap-t's, but never inside of Student's, whose power the minimum
+detectable effect is, and never more than `WIDEST` times as far out. Where differences have a tail as long as the log-
+normal's, even this covers less than it says.
 """
 
 from __future__ import annotations
