@@ -126,7 +126,7 @@ def _costs(
     """Ratios of time and of memory by cell and arm, from a process of its own; of arms that can be trained at all."""
     if not seconds:
         return {}, {}
-    say(console, "Timing training steps, in one process with nothing beside it ...")
+    say(console, "Timing training steps, in one process with no run beside it ...")
     entries = [entry for entry in entries if any(seen[run.key].done for run in entry.runs.values() if run.key in seen)]
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:

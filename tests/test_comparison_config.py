@@ -276,7 +276,7 @@ class TestModels:
             models.build(Model(name="resnet18", identity=("max_pool",)), 10, 3)
 
     def test_pyramidnet_is_the_papers(self) -> None:
-        """Han et al. 2017, table 4: PyramidNet-200 with bottlenecks, alpha 240, has 26.8 M parameters on CIFAR-100."""
+        """Han et al. 2017: PyramidNet-200 with bottlenecks, alpha 240, has 26.8 M parameters on CIFAR-100."""
         parameters = sum(parameter.numel() for parameter in PyramidNet(200, 240).parameters())
         assert round(parameters / 1e6, 1) == 26.8
         small = PyramidNet(20, 24, classes=7)

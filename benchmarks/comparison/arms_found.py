@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from scipy.stats import t as student  # type: ignore[import-untyped]
+from scipy.stats import t as student
 
 from comparison.metrics import reliability
 from comparison.pairs import Paired

@@ -1,4 +1,4 @@
-"""What a training step with each arm costs, against one without: measured apart, in turn, with nothing beside it."""
+"""What a training step with each arm costs, against one without: measured apart, in turn, with no run beside it."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from typing import Literal
 from comparison.schema import Tuning
 from comparison.spec import Arm, Run
 
+Control = Literal["", "aa", "seeds"]
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -18,7 +20,7 @@ class Entry:
     arm: Arm
     runs: Mapping[int, Run]
     """By the seed of the pair. The run's own seed is another one for the control that has other seeds."""
-    control: Literal["", "aa", "seeds"] = ""
+    control: Control = ""
     """`aa`: p = 0 injected, has to be bit-equal to none. `seeds`: none again, with other seeds."""
     tuning: Tuning | None = None
     """Its own; None if its settings are those that were written, or another arm's."""

@@ -22,7 +22,7 @@ from comparison.tuning import rounds
 
 TIMED_STEPS = 3
 START_SECONDS = 8.0
-"""Of a worker: importing torch, timm and the rest; measured on two cores, seconds."""
+"""Of a worker: importing torch, timm and the rest; about as seen on two cores, seconds."""
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 
 

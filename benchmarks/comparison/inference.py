@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import brentq  # type: ignore[import-untyped]
-from scipy.stats import nct  # type: ignore[import-untyped]
+from scipy.optimize import brentq
+from scipy.stats import nct
 from scipy.stats import t as student
 
 from comparison.intervals import IMAGE_RESAMPLES, over_both, over_seeds, resamples, standard_error

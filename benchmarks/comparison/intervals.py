@@ -29,7 +29,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import t as student  # type: ignore[import-untyped]
+from scipy.stats import t as student
 
 RESAMPLES = 10_000
 IMAGE_RESAMPLES = 2_000

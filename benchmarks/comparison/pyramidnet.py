@@ -42,8 +42,8 @@ class PyramidNet(nn.Module):
         classes: outputs.
         channels: of the images.
 
-    Reference: Han et al. 2017, arXiv:1610.02915, figure 6d and equation 3 (additive). PyramidNet-200, alpha 240, is the
-    one of the CutMix paper (Yun et al. 2019, arXiv:1905.04899, table 5): 26.8 million parameters with 100 classes.
+    Reference: Han et al. 2017, arXiv:1610.02915, with additive widening and bottlenecks. PyramidNet-200, alpha 240, is
+    the one of the CutMix paper (Yun et al. 2019, arXiv:1905.04899): 26.8 million parameters with 100 classes.
     """
 
     def __init__(self, depth: int = 200, alpha: int = 240, classes: int = 100, channels: int = 3) -> None:

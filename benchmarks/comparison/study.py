@@ -14,7 +14,7 @@ from comparison.arms import still_at_0
 from comparison.checkpoints import forget
 from comparison.config import NONE, RESERVED, Config
 from comparison.engines.base import Engine
-from comparison.entries import Entry
+from comparison.entries import Control, Entry
 from comparison.record import Record
 from comparison.schema import Tuning
 from comparison.spec import Arm, Data, Model, Run
@@ -86,7 +86,7 @@ class Study:
     def _cell(self, data: Data, model: Model, tunings: Tunings) -> Iterator[Entry]:
         seeds = range(self.config.first_seed, self.config.first_seed + self.config.seeds)
 
-        def entry(arm: Arm, settings_of: str, control: str = "", offset: int = 0) -> Entry:
+        def entry(arm: Arm, settings_of: str, control: Control = "", offset: int = 0) -> Entry:
             run = self.run(data, model, arm, 0)
             tuning = tunings.get((run.cell, settings_of))
             chosen = dict(tuning.chosen) if tuning else {}
@@ -97,7 +97,7 @@ class Study:
             runs = {seed: run.model_copy(update={"seed": seed + offset}) for seed in seeds}
             own = tuning if settings_of == arm.name else None
             like = settings_of if tuning and not own else ""
-            return Entry(run.cell, run.arm, runs, control, own, like, self._command(arm, control))  # type: ignore[arg-type]
+            return Entry(run.cell, run.arm, runs, control, own, like, self._command(arm, control))
 
         for arm in self.arms:
             yield entry(arm, self.config.like(arm.name) if arm is not NONE else arm.name)

@@ -25,7 +25,8 @@ def chosen(name: str, workers: int, address: str | None) -> Engine:
 
 def follow(engine: Engine, scratch: Path) -> int:
     """Take part in the runs that the first process demands, until it demands none."""
-    while list(engine.run([], execute, None, scratch)):  # type: ignore[arg-type]
+    assert isinstance(engine, TorchrunEngine)
+    while list(engine.run([], execute, None, scratch)):
         pass
     return 0
 

@@ -121,10 +121,10 @@ class CellView:
 
 def sentence(summary: Summary) -> str:
     """What was compared."""
-    kinds = {arm.name: arm.kind for cell in summary.cells for arm in cell.arms}
+    kinds: dict[str, str] = {arm.name: arm.kind for cell in summary.cells for arm in cell.arms}
     words = {"regularizer": "regularizer", "recipe": "recipe", "peer": "implementation of other libraries"}
     plural = {"peer": "implementations of other libraries"}
-    numbers = {kind: list(kinds.values()).count(kind) for kind in words}  # type: ignore[arg-type]
+    numbers = {kind: list(kinds.values()).count(kind) for kind in words}
     parts = [count(numbers[kind], word, plural.get(kind, "")) for kind, word in words.items() if numbers[kind]]
     compared = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "No regularizer"
     where = "; ".join(cell.title for cell in summary.cells) or "no cell has a finished run"
