@@ -25,7 +25,7 @@ tests: .venv/installed
 	$(BIN)/pytest -n 2 --cov --cov-report=term
 
 # One environment for everything; made again when the requirements or the compiled part change.
-.venv/installed: pyproject.toml hatch_build.py hookdrop/ops/_blocks.c
+.venv/installed: pyproject.toml hatch_build.py hookdrop/kernels/_blocks.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "hookdrop needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv

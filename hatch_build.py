@@ -1,4 +1,4 @@
-"""Compiles `hookdrop/ops/_blocks.c` where there is a C compiler; without one the package works, only slower."""
+"""Compiles `hookdrop/kernels/_blocks.c` where there is a C compiler; without one the package works, only slower."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kernel(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before a wheel, an editable one too, is put together."""
-        source = Path(self.root, "hookdrop", "ops", "_blocks.c")
+        source = Path(self.root, "hookdrop", "kernels", "_blocks.c")
         library = source.with_suffix(".native")
         if os.environ.get("HOOKDROP_KERNEL") == "0":
             return
@@ -34,7 +34,7 @@ class Kernel(BuildHookInterface):
             if not said:
                 # Only now: what was there before stays if nothing better can be made.
                 made.replace(library)
-                build_data["artifacts"].append("hookdrop/ops/_blocks.native")
+                build_data["artifacts"].append("hookdrop/kernels/_blocks.native")
                 build_data["pure_python"] = False
                 build_data["tag"] = f"py3-none-{_platform()}"
                 return

@@ -17,7 +17,7 @@ import hookdrop
 import peers
 from cost import Samples, Spread, digits, measure, ratios
 from demands import BLOCKS_MUST, COMPILED_MUST, STEP_MUST, beware, new_table, word
-from hookdrop.ops.gamma import gamma_for
+from hookdrop.kernels.seed_rate import gamma_for
 from terminal import say
 
 SIZES = (7, 13, 21)

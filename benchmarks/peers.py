@@ -23,7 +23,7 @@ from torch import Tensor
 
 import hookdrop
 from hookdrop import functional
-from hookdrop.ops import kernel
+from hookdrop.kernels import native as kernel
 
 P = 0.1
 BLOCK = 7

@@ -2,12 +2,12 @@
 
 from hookdrop import observe as observe
 from hookdrop import recipes as recipes
-from hookdrop.distributed import seed_per_rank
+from hookdrop.diagnostics.rank_seeds import seed_per_rank
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
-from hookdrop.inject import eject, find, from_config, inject, plan, without_hooks
-from hookdrop.injection import Injection
-from hookdrop.injections import Injections
-from hookdrop.plan import Plan
+from hookdrop.injection.group import Injections
+from hookdrop.injection.handle import Injection
+from hookdrop.injection.plan import Plan
+from hookdrop.injection.verbs import eject, find, from_config, inject, plan, without_hooks
 from hookdrop.regularizers import (
     AlphaDropout,
     ClampActivationGrad,

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hookdrop.arguments import count, floating, one_of, rate
 from hookdrop.errors import InjectionError, ShapeError
-from hookdrop.ops import graph
-from hookdrop.ops.blocks import Blocks
-from hookdrop.ops.drawing import NORMALIZE, Seeded
-from hookdrop.ops.gamma import GAMMA, gamma_for
-from hookdrop.ops.masking import masked
+from hookdrop.kernels import custom_ops as graph
+from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.drawing import NORMALIZE, Seeded
+from hookdrop.kernels.masking import masked
+from hookdrop.kernels.seed_rate import GAMMA, gamma_for
+from hookdrop.utils.validation import count, floating, one_of, rate
 
 
 def drop_block(

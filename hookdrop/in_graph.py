@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hookdrop.ops import graph
+from hookdrop.kernels import custom_ops as graph
 
 _SATURATION = 1.7580993408473766
 """Minus what SELU tends to: scale * alpha."""

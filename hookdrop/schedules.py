@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
-from hookdrop.arguments import count, number
+from hookdrop.utils.validation import count, number
 
 
 class Schedule(ABC):

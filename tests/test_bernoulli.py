@@ -16,8 +16,8 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from hookdrop.ops import bernoulli
-from hookdrop.ops.bernoulli import ENOUGH, successes, trials
+from hookdrop.kernels import bernoulli
+from hookdrop.kernels.bernoulli import ENOUGH, successes, trials
 
 CPU = torch.device("cpu")
 LEAST = 1e-4

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from hookdrop.ops.blocks import Blocks
+from hookdrop.kernels.blocks import Blocks
 
 
 def painted(blocks: Blocks, seeds: Tensor) -> np.ndarray:

@@ -15,8 +15,8 @@ from torch.nn.functional import interpolate
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, HookdropError, HookdropWarning, LayerError, ShapeError, find, inject
-from hookdrop.maps import as_map
 from hookdrop.observe import capture, compare_cam, edit_parameter_gradients, grad_cam, zero
+from hookdrop.utils.axes import as_map
 
 pytest.importorskip("pytorch_grad_cam")
 

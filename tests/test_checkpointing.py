@@ -29,9 +29,9 @@ from hookdrop import (
     LinearSchedule,
     find,
     inject,
-    watch,
 )
-from hookdrop.judge import UPDATES_TO_JUDGE
+from hookdrop.diagnostics import watchdog
+from hookdrop.diagnostics.judge import UPDATES_TO_JUDGE
 
 Forward = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
 
@@ -298,7 +298,7 @@ class TestRandomStateNotKept:
 
     def test_a_million_forwards_take_no_memory(self) -> None:
         """Forwards without gradients look like those of a checkpoint, and may never be run again."""
-        from hookdrop import replay
+        from hookdrop.hooks import checkpointing as replay
 
         model = nn.Sequential(nn.Identity())
         inject(model, Dropout(0.3), layers="0")
@@ -427,10 +427,10 @@ def test_a_model_is_watched_until_all_sites_have_run() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     drop = inject(model, Dropout(0.3), layers="blocks.*")
     optimizer.step()
-    assert id(drop._state) in watch._watched
+    assert id(drop._state) in watchdog._watched
     model(torch.ones(2, 8))
     optimizer.step()
-    assert id(drop._state) not in watch._watched
+    assert id(drop._state) not in watchdog._watched
 
 
 @pytest.mark.parametrize("mode", [True, False])

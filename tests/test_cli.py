@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import hookdrop
-from hookdrop import zoo
 from hookdrop.cli import main
-from hookdrop.ops import kernel
+from hookdrop.cli import models as zoo
+from hookdrop.kernels import native as kernel
 
 for _extra in ("timm", "torchvision", "rich"):
     pytest.importorskip(_extra)
@@ -357,7 +357,7 @@ def test_code_in_the_regularizer_is_not_run(refused: Any, tmp_path: Path) -> Non
 def test_a_slip_in_the_regularizer_is_told_before_a_model_is_built(
     refused: Any, monkeypatch: pytest.MonkeyPatch, text: str, told: str
 ) -> None:
-    monkeypatch.setattr("hookdrop.zoo.load", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr("hookdrop.cli.models.load", lambda *_: pytest.fail("a model was built"))
     assert told in refused("plan", "resnet18", "--layers", "fc", "--regularizer", text)
 
 

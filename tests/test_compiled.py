@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, InjectionError, LinearSchedule, eject, inject, without_hooks
-from hookdrop.judge import UPDATES_TO_JUDGE
+from hookdrop.diagnostics.judge import UPDATES_TO_JUDGE
 
 X = torch.ones(20_000)
 

@@ -29,7 +29,7 @@ from hookdrop import (
     inject,
     without_hooks,
 )
-from hookdrop.hooks import SiteHook
+from hookdrop.hooks.hook import SiteHook
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from hookdrop.dropblock import drop_block
 from hookdrop.functional import dropout
-from hookdrop.ops import bernoulli, drawing
-from hookdrop.ops.blocks import Blocks
-from hookdrop.ops.masking import mask
+from hookdrop.kernels import bernoulli, drawing
+from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.masking import mask
 
 fake_cuda = pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 wants a device for fake CUDA tensors")
 WAITS = (DataDependentOutputException, DynamicOutputShapeException)

@@ -37,11 +37,11 @@ from hookdrop import (
     Injection,
     LinearSchedule,
     StateError,
-    distributed,
     find,
     inject,
     seed_per_rank,
 )
+from hookdrop.diagnostics import rank_seeds
 
 sys.path.append(str(Path(__file__).parent / "distributed"))
 from nets import Net, output
@@ -251,7 +251,7 @@ def test_dropblock_works_on_local_tensors_and_refuses_distributed_ones(found: li
 @pytest.fixture
 def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(distributed, "_meant", None)
+    monkeypatch.setattr(rank_seeds, "_meant", None)
 
 
 def test_no_two_ranks_of_neighbouring_jobs_share_a_seed() -> None:
@@ -362,7 +362,7 @@ def equal_masks(rank: int, seed: int, store: Any, model: Small) -> str:
     """What rank is said to draw as this one does, if its seed is this."""
     with acting_as(rank, store):
         torch.manual_seed(seed)
-        found = distributed.alike(model)
+        found = rank_seeds.alike(model)
     return "" if found is None else f"{found[0]} as {found[1]}"
 
 
@@ -379,7 +379,7 @@ def test_a_job_that_is_seeded_at_every_step_does_not_fill_the_store(model: Small
     with acting_as(0, store):
         for seed in range(5):
             torch.manual_seed(seed)
-            distributed.alike(model)
+            rank_seeds.alike(model)
             keys.append(store.num_keys())
     assert keys == [keys[0]] * 5
 
@@ -396,9 +396,9 @@ def test_a_device_has_seeds_of_its_own(model: Small, monkeypatch: pytest.MonkeyP
     for rank, seed, initialized in [(0, 5, True), (1, 6, True), (2, 6, True), (3, 6, False)]:
         Module.seed, Module.initialized = seed, initialized
         with acting_as(rank, store):
-            found.append(distributed.alike(device))
+            found.append(rank_seeds.alike(device))
     with acting_as(1, store):
-        found.append(distributed.alike(torch.device("meta")))  # where nothing is drawn: that of the CPU
+        found.append(rank_seeds.alike(torch.device("meta")))  # where nothing is drawn: that of the CPU
     assert found == [None, None, (2, 1, 6), None, (1, 3, 0)]
 
 
@@ -433,7 +433,7 @@ def test_nothing_is_told_before_training_or_of_what_is_off(model: Small, images:
     drop, store = inject(model, Dropout(0.5), layers="layer1.*"), dist.HashStore()
     torch.manual_seed(0)
     with acting_as(1, store):
-        distributed.alike(model)
+        rank_seeds.alike(model)
     with acting_as(0, store):
         drop.summary()
         model(images)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hookdrop import DropBlock, ShapeError
 from hookdrop.dropblock import drop_block
-from hookdrop.ops.gamma import gamma_for
+from hookdrop.kernels.seed_rate import gamma_for
 
 
 def realised(maps: torch.Tensor) -> tuple[float, float]:

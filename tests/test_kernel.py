@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hookdrop import InjectionError, functional
 from hookdrop.dropblock import drop_block
 from hookdrop.functional import dropout
-from hookdrop.ops import kernel, masking
-from hookdrop.ops.bernoulli import successes
-from hookdrop.ops.blocks import Blocks
-from hookdrop.ops.drawing import Seeded
+from hookdrop.kernels import masking
+from hookdrop.kernels import native as kernel
+from hookdrop.kernels.bernoulli import successes
+from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.drawing import Seeded
 
 needs_kernel = pytest.mark.skipif(
     not kernel.available(), reason="the compiled loops are not built (no C compiler) or left out (HOOKDROP_KERNEL=0)"
@@ -370,7 +371,7 @@ def test_the_environment_leaves_it_out() -> None:
 import torch
 from hookdrop.dropblock import drop_block
 from hookdrop.functional import dropout
-from hookdrop.ops import kernel
+from hookdrop.kernels import native as kernel
 assert not kernel.available()
 y = drop_block(torch.ones(32, 32, 14, 14), 0.2, 5)
 print(round((y == 0).float().mean().item(), 1), round(y.mean().item(), 3))

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from torch import nn
 
 from hookdrop import Dropout, InjectionError, LayerError, plan
-from hookdrop.layers import select, walk
+from hookdrop.injection.select import select, walk
 
 
 def names(model: nn.Module, layers: object, exclude: object = ()) -> list[str]:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hookdrop import DropBlock, inject
 from hookdrop.dropblock import drop_block
 from hookdrop.functional import dropout
-from hookdrop.ops import kernel
+from hookdrop.kernels import native as kernel
 
 NORMALIZE = ["batch", "sample", "expected", None]
 # .2 is drawn by its seeds, .95 as a dense mask.

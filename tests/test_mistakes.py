@@ -35,7 +35,7 @@ from hookdrop import (
     plan,
     without_hooks,
 )
-from hookdrop.judge import CALLS_TO_JUDGE, UPDATES_TO_JUDGE
+from hookdrop.diagnostics.judge import CALLS_TO_JUDGE, UPDATES_TO_JUDGE
 
 UNCHANGED = "No hook was placed; the model is unchanged."
 
@@ -590,7 +590,7 @@ class TestLater:
         drop.state_dict()
 
     def test_a_thousand_rounds_leave_nothing_behind(self, model: Small) -> None:
-        from hookdrop.hooks import SiteHook
+        from hookdrop.hooks.hook import SiteHook
 
         def alive() -> int:  # other tests may have left some to a compiler's caches
             gc.collect()

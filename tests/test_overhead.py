@@ -17,9 +17,10 @@ import torch
 from conftest import Small
 from torch import nn
 
-from hookdrop import Dropout, LateSchedule, inject, layers, plan
-from hookdrop.hooks import SiteHook
-from hookdrop.judge import CALLS_TO_JUDGE
+from hookdrop import Dropout, LateSchedule, inject, plan
+from hookdrop.diagnostics.judge import CALLS_TO_JUDGE
+from hookdrop.hooks.hook import SiteHook
+from hookdrop.injection import select as layers
 
 pytest.importorskip("timm")
 pytest.importorskip("torchvision")

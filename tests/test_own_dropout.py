@@ -209,7 +209,7 @@ def outputs(model: nn.Module, given: Any, seed: int) -> list[Tensor]:
     torch.manual_seed(seed)
     with torch.no_grad():
         out = model(**given) if isinstance(given, dict) else model(*given)
-    return hookdrop.values.tensors(out) if not isinstance(out, Tensor) else [out]
+    return hookdrop.utils.tensor_tree.tensors(out) if not isinstance(out, Tensor) else [out]
 
 
 def alike(a: list[Tensor], b: list[Tensor]) -> bool:

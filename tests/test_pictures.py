@@ -24,6 +24,7 @@ from hookdrop import (
     ShapeError,
     inject,
 )
+from hookdrop.diagnostics.figures import DROPPED, KEPT, as_pictures, panels, pixels
 from hookdrop.observe import (
     CamComparison,
     Recording,
@@ -34,7 +35,6 @@ from hookdrop.observe import (
     plot_schedule,
     stats,
 )
-from hookdrop.pictures import DROPPED, KEPT, as_pictures, panels, pixels
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("matplotlib")
@@ -333,7 +333,7 @@ class TestFigures:
             "assert 'matplotlib' not in sys.modules\n"
             "model = nn.Sequential(nn.Conv2d(1, 2, 3))\ndrop = inject(model, Dropout(0.5), layers='0')\n"
             "with drop.recording() as r, observe.stats(model) as s: model(torch.ones(1, 1, 5, 5))\n"
-            "from hookdrop.pictures import pixels\n"
+            "from hookdrop.diagnostics.figures import pixels\n"
             "for figure in (r.plot_features(), r.plot_masks(), s.plot(), observe.plot_schedule(drop, 5)): pixels(figure)\n"
             "assert 'matplotlib.pyplot' not in sys.modules\n"
         )

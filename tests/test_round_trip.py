@@ -26,7 +26,7 @@ from hookdrop import (
     plan,
     without_hooks,
 )
-from hookdrop.values import tensors
+from hookdrop.utils.tensor_tree import tensors
 
 HOOK_DICTS = [name for name in vars(nn.Module()) if "hooks" in name]
 

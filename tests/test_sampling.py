@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from hookdrop.dropblock import drop_block
-from hookdrop.ops import drawing
-from hookdrop.ops.blocks import Blocks
-from hookdrop.ops.drawing import Seeded
-from hookdrop.ops.gamma import gamma_for
+from hookdrop.kernels import drawing
+from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.drawing import Seeded
+from hookdrop.kernels.seed_rate import gamma_for
 
 LEAST = 1e-4
 WAYS = ["sparse", "static", "dense", "static dense", "brute force"]

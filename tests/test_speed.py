@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hookdrop
-from hookdrop.ops import kernel
+from hookdrop.kernels import native as kernel
 
 pytest.importorskip("timm")
 pytest.importorskip("torchvision")

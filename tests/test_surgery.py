@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, eject, find, inject, without_hooks
-from hookdrop.hooks import SiteHook
+from hookdrop.hooks.hook import SiteHook
 
 LAYERS = ["conv1", "layer1.*.bn1", "fc"]
 

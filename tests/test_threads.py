@@ -30,8 +30,8 @@ from hookdrop import (
     inject,
     without_hooks,
 )
-from hookdrop.hooks import SiteHook
-from hookdrop.placement import hidden_modules
+from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.registry import hidden_modules
 
 X = torch.ones(64, 8)
 

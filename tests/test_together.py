@@ -16,8 +16,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import DropBlock, Dropout, HookdropWarning, LinearSchedule, find, inject, replay, without_hooks
-from hookdrop.placement import hooks_of
+from hookdrop import DropBlock, Dropout, HookdropWarning, LinearSchedule, find, inject, without_hooks
+from hookdrop.hooks import checkpointing as replay
+from hookdrop.hooks.registry import hooks_of
 
 Way = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 

@@ -19,9 +19,9 @@ from conftest import Small
 from torch import nn
 
 import hookdrop
-from hookdrop.hooks import SiteHook
-from hookdrop.injection import Injection
-from hookdrop.plan import Plan
+from hookdrop.hooks.hook import SiteHook
+from hookdrop.injection.handle import Injection
+from hookdrop.injection.plan import Plan
 
 pytest.importorskip("timm")
 pytest.importorskip("torchvision")

@@ -12,7 +12,7 @@ import hookdrop
 from hookdrop.cli.layers import list_layers
 from hookdrop.cli.plan import RECIPES, show_plan
 from hookdrop.errors import HookdropError, HookdropWarning, LayerError
-from hookdrop.ops import kernel
+from hookdrop.kernels import native as kernel
 
 _ENTRY = "a full name, a quoted glob ('layer3.*', '**.bn[12]', '**'), or a class (type:BatchNorm2d)"
 _RECIPE = f"instead of layers and a regularizer: {', '.join(RECIPES)}; with settings: 'stochastic_depth(p=0.2)'"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hookdrop import zoo
-from hookdrop.tables import text_table
+from hookdrop.cli import models as zoo
+from hookdrop.utils.tables import text_table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,14 +7,14 @@ import json
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from hookdrop import zoo
+from hookdrop.cli import models as zoo
 from hookdrop.cli.console import ROOT, make_console, say, show_table
-from hookdrop.dryrun import dry_run
+from hookdrop.diagnostics.dry_run import dry_run
 from hookdrop.errors import ShapeError
-from hookdrop.globs import glob_expression
-from hookdrop.layers import select, walk
+from hookdrop.injection.select import select, walk
 from hookdrop.regularizers import Regularizer, parse
-from hookdrop.tables import counted, shape_text
+from hookdrop.utils.globs import glob_expression
+from hookdrop.utils.tables import counted, shape_text
 
 if TYPE_CHECKING:
     from rich.console import Console

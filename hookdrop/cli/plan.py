@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import hookdrop
-from hookdrop import recipes, zoo
-from hookdrop.calls import Call, Kind, read_call, signature_of
+from hookdrop import recipes
+from hookdrop.cli import models as zoo
 from hookdrop.cli.console import ROOT, make_console, say, show_table
-from hookdrop.layers import Entry, entry_text
+from hookdrop.injection.select import Entry, entry_text
 from hookdrop.recipes import Recipe
 from hookdrop.regularizers import parse
 from hookdrop.schedules import LinearSchedule
-from hookdrop.tables import counted, shape_text
+from hookdrop.utils.call_syntax import Call, Kind, read_call, signature_of
+from hookdrop.utils.tables import counted, shape_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hookdrop.plan import Plan
+    from hookdrop.injection.plan import Plan
 
 RECIPES: dict[str, Recipe[...]] = {
     name: recipe for name in recipes.__all__ if isinstance(recipe := getattr(recipes, name), Recipe)

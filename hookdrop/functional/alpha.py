@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookdrop import in_graph
-from hookdrop.arguments import floating
 from hookdrop.functional.channels import check_channels
 from hookdrop.functional.rates import checked_rate
+from hookdrop.utils.validation import floating
 
 
 def alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hookdrop.arguments import floating
 from hookdrop.errors import ShapeError
 from hookdrop.functional.rates import checked_rate
 from hookdrop.functional.slices import slice_dropout
+from hookdrop.utils.validation import floating
 
 
 def dropout1d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:

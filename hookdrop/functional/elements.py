@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookdrop import in_graph
-from hookdrop.arguments import floating
 from hookdrop.functional.rates import HALF, checked_rate
-from hookdrop.ops.drawing import Elements
-from hookdrop.ops.masking import masked
+from hookdrop.kernels.drawing import Elements
+from hookdrop.kernels.masking import masked
+from hookdrop.utils.validation import floating
 
 _WORTHWHILE = 2**15
 """Elements from which on our own dropout is faster than PyTorch's."""

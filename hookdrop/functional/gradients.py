@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hookdrop.arguments import floating, number, one_of
 from hookdrop.functional.rates import HALF, checked_number, checked_rate
+from hookdrop.utils.validation import floating, number, one_of
 
 Edit = Callable[..., Tensor]
 """From a gradient, and settings, to a gradient."""

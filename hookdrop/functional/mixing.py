@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hookdrop.arguments import floating, number
 from hookdrop.errors import ShapeError
 from hookdrop.functional.rates import checked_rate
 from hookdrop.functional.square import check_map
-from hookdrop.ops.bernoulli import finest
+from hookdrop.kernels.bernoulli import finest
+from hookdrop.utils.validation import floating, number
 
 _EPSILON = 1e-6
 """What the paper's code adds to a variance."""

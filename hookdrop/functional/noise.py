@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hookdrop import in_graph
-from hookdrop.arguments import floating
 from hookdrop.functional.rates import checked_rate
+from hookdrop.utils.validation import floating
 
 
 def gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hookdrop.arguments import floating, one_of
 from hookdrop.errors import ShapeError
 from hookdrop.functional.rates import checked_rate
 from hookdrop.functional.slices import slice_dropout
+from hookdrop.utils.validation import floating, one_of
 
 
 def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = True) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.arguments import number, rate
+from hookdrop.utils.validation import number, rate
 
 HALF = (torch.float16, torch.bfloat16)
 

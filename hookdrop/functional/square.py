@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hookdrop.arguments import count, floating
 from hookdrop.errors import ShapeError
 from hookdrop.functional.rates import checked_rate
+from hookdrop.utils.validation import count, floating
 
 
 def cutout(x: Tensor, size: int | tuple[int, int], p: float | Tensor = 1.0, training: bool = True) -> Tensor:

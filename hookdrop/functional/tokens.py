@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookdrop import in_graph
-from hookdrop.arguments import count, floating
 from hookdrop.errors import ShapeError
 from hookdrop.functional.rates import checked_rate
 from hookdrop.functional.slices import slice_dropout, slice_mask
+from hookdrop.utils.validation import count, floating
 
 
 def token_dropout(x: Tensor, p: float | Tensor, prefix: int = 1, training: bool = True) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from hookdrop.errors import ShapeError
-from hookdrop.maps import channel_axis
 from hookdrop.observe.taps import first_tensor
+from hookdrop.utils.axes import channel_axis
 
 _BATCHED = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 _LAST = (nn.Linear, nn.LayerNorm)

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop import compiling
-from hookdrop.arguments import count, floating
+from hookdrop.diagnostics.isolation import preserved
 from hookdrop.errors import LayerError, ShapeError, nearest, warn
-from hookdrop.kept import copied
-from hookdrop.layers import Entries, Layer, select
+from hookdrop.hooks import compiling
+from hookdrop.hooks.registry import unmarked
+from hookdrop.injection.select import Entries, Layer, select
 from hookdrop.observe.cam_methods import METHODS, Logits, Spot, library_class
-from hookdrop.placement import unmarked
-from hookdrop.preserve import preserved
-from hookdrop.tables import counted, some
-from hookdrop.values import describe
-from hookdrop.wrappers import unwrapped
+from hookdrop.utils.tables import counted, some
+from hookdrop.utils.tensor_copies import copied
+from hookdrop.utils.tensor_tree import describe
+from hookdrop.utils.validation import count, floating
+from hookdrop.utils.wrappers import unwrapped
 
 Target = int | Tensor | Sequence[Any] | Callable[[Tensor], Tensor] | None
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.errors import LayerError, ShapeError
-from hookdrop.extras import needs
-from hookdrop.layers import Layer
-from hookdrop.maps import as_map
+from hookdrop.hooks.checkpointing import running_again
+from hookdrop.injection.select import Layer
 from hookdrop.observe.taps import first_tensor
-from hookdrop.replay import running_again
-from hookdrop.values import change, describe
+from hookdrop.utils.axes import as_map
+from hookdrop.utils.optional_dependencies import needs
+from hookdrop.utils.tensor_tree import change, describe
 
 if TYPE_CHECKING:
     import numpy

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.arguments import count
 from hookdrop.errors import LayerError, ShapeError, nearest, warn
-from hookdrop.kept import NotKept, Place, copied, place
-from hookdrop.layers import Entries, Layer
+from hookdrop.hooks.checkpointing import running_again
+from hookdrop.injection.select import Entries, Layer
 from hookdrop.observe.taps import chosen_layers, chosen_tensor, first_tensor, tapped
-from hookdrop.replay import running_again
-from hookdrop.tables import counted, some
-from hookdrop.values import TensorKey
-from hookdrop.within import within
+from hookdrop.utils.context import within
+from hookdrop.utils.tables import counted, some
+from hookdrop.utils.tensor_copies import NotKept, Place, copied, place
+from hookdrop.utils.tensor_tree import TensorKey
+from hookdrop.utils.validation import count
 
 
 @within("with capture(model, layers) as seen: model(x)   then seen[name]")

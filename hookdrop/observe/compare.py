@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hookdrop.diagnostics.figures import SCALE, as_pictures, blank
+from hookdrop.diagnostics.isolation import call, preserved
 from hookdrop.errors import LayerError
-from hookdrop.layers import Entries
+from hookdrop.injection.select import Entries
 from hookdrop.observe.cam import Target, grad_cam, must_be_model
 from hookdrop.observe.taps import first_tensor
-from hookdrop.pictures import SCALE, as_pictures, blank
-from hookdrop.preserve import call, preserved
-from hookdrop.tables import html_table, text_table
+from hookdrop.utils.tables import html_table, text_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.layers import Layer
+from hookdrop.hooks.checkpointing import running_again
+from hookdrop.injection.select import Layer
 from hookdrop.observe.axes import Axes
 from hookdrop.observe.moments import Moments
 from hookdrop.observe.taps import first_tensor
-from hookdrop.replay import running_again
 
 _ENDS: tuple[tuple[type[nn.Module], float | None, float | None], ...] = (
     (nn.ReLU6, None, 6.0),  # its 0 is what `dead` is about

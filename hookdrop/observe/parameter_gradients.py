@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from hookdrop import compiling
-from hookdrop.arguments import number
 from hookdrop.errors import InjectionError, LayerError, ShapeError, nearest, warn
-from hookdrop.globs import glob_expression
-from hookdrop.layers import walk
-from hookdrop.tables import counted, some
-from hookdrop.wrappers import unwrapped
+from hookdrop.hooks import compiling
+from hookdrop.injection.select import walk
+from hookdrop.utils.globs import glob_expression
+from hookdrop.utils.tables import counted, some
+from hookdrop.utils.validation import number
+from hookdrop.utils.wrappers import unwrapped
 
 Edit = Callable[[Tensor], Tensor]
 Pattern = str | re.Pattern[str]

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookdrop.arguments import count
+from hookdrop.diagnostics.figures import Block, Row, blank, blocks_figure, spread
+from hookdrop.diagnostics.recording import Recording
 from hookdrop.errors import LayerError
-from hookdrop.injection import Injection
+from hookdrop.injection.handle import Injection
 from hookdrop.observe.layer_stats import LayerStats
-from hookdrop.pictures import Block, Row, blank, blocks_figure, spread
-from hookdrop.recording import Recording
 from hookdrop.schedules import Schedule
-from hookdrop.tables import counted, shape_text
+from hookdrop.utils.tables import counted, shape_text
+from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hookdrop.arguments import count
+from hookdrop.diagnostics.figures import pixels
 from hookdrop.errors import nearest, warn
-from hookdrop.kept import NotKept
-from hookdrop.layers import Entries, walk
+from hookdrop.injection.select import Entries, walk
 from hookdrop.observe.axes import Axes
 from hookdrop.observe.layer_stats import LayerStats
 from hookdrop.observe.plots import stats_figure
 from hookdrop.observe.taps import chosen_layers, tapped
-from hookdrop.pictures import pixels
-from hookdrop.tables import html_table, some, text_table
-from hookdrop.within import within
+from hookdrop.utils.context import within
+from hookdrop.utils.tables import html_table, some, text_table
+from hookdrop.utils.tensor_copies import NotKept
+from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop import compiling
 from hookdrop.errors import InjectionError, ShapeError, nothing_placed
-from hookdrop.layers import Entries, Layer, select
-from hookdrop.values import TensorKey, change, describe, tensors
+from hookdrop.hooks import compiling
+from hookdrop.injection.select import Entries, Layer, select
+from hookdrop.utils.tensor_tree import TensorKey, change, describe, tensors
 
 Look = Callable[..., None]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 
-from hookdrop.layers import Layer, walk
-from hookdrop.tables import some
+from hookdrop.injection.select import Layer, walk
+from hookdrop.utils.tables import some
 
 Ends = tuple[str, ...]
 

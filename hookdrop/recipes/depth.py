@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from hookdrop.errors import InjectionError, LayerError
-from hookdrop.layers import Layer, walk
-from hookdrop.plan import Plan
+from hookdrop.injection.plan import Plan
+from hookdrop.injection.resolve import PScale, factors
+from hookdrop.injection.select import Layer, walk
 from hookdrop.recipes.branches import blocks, left_out
 from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places
 from hookdrop.regularizers import DropPath
-from hookdrop.resolve import PScale, factors
 from hookdrop.schedules import Schedule
 
 _RATES = ("drop_prob", "p")

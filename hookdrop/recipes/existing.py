@@ -11,11 +11,11 @@ from typing import TypeAlias
 
 from torch import nn
 
-from hookdrop.arguments import rate as valid_rate
 from hookdrop.errors import LayerError, nearest, nothing_placed, warn
-from hookdrop.globs import glob_expression
 from hookdrop.recipes.rates import Rate, out_of_reach, rates
-from hookdrop.tables import counted, html_table, some, text_table
+from hookdrop.utils.globs import glob_expression
+from hookdrop.utils.tables import counted, html_table, some, text_table
+from hookdrop.utils.validation import rate as valid_rate
 
 Rates: TypeAlias = float | Callable[[str, float], float]
 _HEADER = ("name", "type", "rate")

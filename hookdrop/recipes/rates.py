@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.layers import walk
+from hookdrop.injection.select import walk
 from hookdrop.recipes.reading import DropCall, Reading, read
 from hookdrop.regularizers import Regularizer
 

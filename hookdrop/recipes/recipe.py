@@ -10,11 +10,11 @@ from typing import Any, Generic, ParamSpec
 
 from torch import nn
 
-from hookdrop import compiling
 from hookdrop.errors import LayerError, nothing_placed
-from hookdrop.injection import Injection
-from hookdrop.plan import Plan, make_plan
-from hookdrop.resolve import resolve
+from hookdrop.hooks import compiling
+from hookdrop.injection.handle import Injection
+from hookdrop.injection.plan import Plan, make_plan
+from hookdrop.injection.resolve import resolve
 from hookdrop.schedules import Schedule
 
 P = ParamSpec("P")

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from hookdrop.errors import InjectionError
-from hookdrop.layers import Layer, walk
-from hookdrop.plan import Plan
+from hookdrop.injection.plan import Plan
+from hookdrop.injection.select import Layer, walk
 from hookdrop.recipes.branches import decoder_ends, left_out
 from hookdrop.recipes.rates import rates
 from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hookdrop.arguments import rate
 from hookdrop.errors import ShapeError
+from hookdrop.utils.validation import rate
 
 
 class Regularizer(nn.Module):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hookdrop.arguments import count, drop_rate, one_of
 from hookdrop.dropblock import block_edges, block_sizes, channel_axis, drop_block
-from hookdrop.ops.drawing import NORMALIZE
-from hookdrop.ops.gamma import GAMMA
+from hookdrop.kernels.drawing import NORMALIZE
+from hookdrop.kernels.seed_rate import GAMMA
 from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
+from hookdrop.utils.validation import count, drop_rate, one_of
 
 
 class DropBlock(Regularizer):

@@ -8,9 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from hookdrop import functional
-from hookdrop.arguments import drop_rate
 from hookdrop.functional.channels import check_channels
 from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
+from hookdrop.utils.validation import drop_rate
 
 
 class Dropout(Regularizer):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hookdrop import functional
-from hookdrop.arguments import drop_rate, one_of
 from hookdrop.regularizers.base import Regularizer, needs_samples
+from hookdrop.utils.validation import drop_rate, one_of
 
 
 class DropPath(Regularizer):

@@ -14,9 +14,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from hookdrop import functional
-from hookdrop.arguments import number
 from hookdrop.functional.gradients import clamp_limits, clip_limits
 from hookdrop.regularizers.base import Regularizer, needs_samples
+from hookdrop.utils.validation import number
 
 
 class _ActivationGrad(Regularizer):

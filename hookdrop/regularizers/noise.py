@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from hookdrop import functional
-from hookdrop.arguments import drop_rate
 from hookdrop.regularizers.base import Regularizer
+from hookdrop.utils.validation import drop_rate
 
 
 class GaussianDropout(Regularizer):

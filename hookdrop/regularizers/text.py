@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hookdrop.calls import Kind, read_call, signature_of
 from hookdrop.regularizers.alpha import AlphaDropout, FeatureAlphaDropout
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.regularizers.cutout import Cutout
@@ -18,6 +17,7 @@ from hookdrop.regularizers.gradients import (
 from hookdrop.regularizers.mixstyle import MixStyle
 from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, UniformNoise
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
+from hookdrop.utils.call_syntax import Kind, read_call, signature_of
 
 REGULARIZERS: dict[str, type[Regularizer]] = {
     cls.__name__: cls

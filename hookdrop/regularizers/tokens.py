@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hookdrop import functional
-from hookdrop.arguments import count, drop_rate
 from hookdrop.functional.tokens import check_tokens, time_axis
 from hookdrop.regularizers.base import Regularizer
+from hookdrop.utils.validation import count, drop_rate
 
 
 class TokenDropout(Regularizer):

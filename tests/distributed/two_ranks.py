@@ -38,7 +38,7 @@ from hookdrop import (
     inject,
     seed_per_rank,
 )
-from hookdrop.problems import MOVES_TO_JUDGE
+from hookdrop.diagnostics.checks import MOVES_TO_JUDGE
 
 Facts = dict[str, Any]
 

@@ -1,0 +1,190 @@
+"""Models of timm and torchvision by name, each with an input that it takes. Nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookdrop.diagnostics.dry_run import dry_run
+from hookdrop.errors import HookdropError, LayerError, nearest
+from hookdrop.injection.select import Entry
+from hookdrop.utils.optional_dependencies import needs
+from hookdrop.utils.tables import shape_text
+from hookdrop.utils.tensor_tree import tensors
+
+LIBRARIES = ("timm", "torchvision")
+
+# Where a builder of torchvision lives, and what its models take; the first that is part of the path.
+_TORCHVISION_SIZES = (
+    (".video.resnet", (3, 16, 112, 112)),
+    (".video.", (3, 16, 224, 224)),
+    (".inception", (3, 299, 299)),
+    ("", (3, 224, 224)),
+)
+
+
+@dataclass
+class Specimen:
+    """A model with random weights and what to call it with."""
+
+    name: str
+    library: str
+    model: nn.Module
+    example_input: Any
+    also_in: str = ""
+    """The other library, if it has a model of this name too."""
+
+    def __str__(self) -> str:
+        shapes = ", ".join(map(shape_text, self.input_shapes))
+        other = f" ({self.also_in} has one too: {self.also_in}:{self.name})" if self.also_in else ""
+        return f"{self.name} from {self.library}, input {shapes}{other}"
+
+    @property
+    def input_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each tensor in the example."""
+        return [tuple(x.shape) for x in tensors(self.example_input)]
+
+    def about(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {"model": self.name, "library": self.library, "input": self.input_shapes}
+
+    def entries(self, texts: list[str]) -> list[Entry]:
+        """`layers` entries as they are typed: `type:Name` is the class of this name, all else stays text."""
+        entries: list[Entry] = []
+        for text in texts:
+            entries += _classes(self.model, text[5:]) if text.startswith("type:") else [text]
+        return entries
+
+
+def extra() -> AbstractContextManager[None]:
+    """An import inside that fails says which extra to install."""
+    return needs("cli")
+
+
+def load(text: str, size: str = "") -> Specimen:
+    """The model that `text` names: `resnet50` (timm's, where both have one), `timm:resnet50`, `torchvision:resnet50`.
+
+    Args:
+        text: the name.
+        size: instead of the model's own input: `320`, `320x256` or `3x320x320`; what is left out stays.
+
+    Raises:
+        HookdropError: neither library has it, it can't be built, or the size is none.
+    """
+    sizes = _sizes(size)
+    name, library, also_in = _find(text)
+    with _fixed_weights():
+        model, example = _build(name, library, sizes)
+    return Specimen(name, library, model, example, also_in)
+
+
+def _build(name: str, library: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any]:
+    """On the meta device, in no time and memory, if a forward works there; on the CPU otherwise."""
+    make = _from_timm if library == "timm" else _from_torchvision
+    try:
+        with torch.device("meta"):
+            model, example = make(name, sizes)
+        dry_run(model, [], example)
+        return model, example
+    except Exception:  # whatever code of a model does where tensors have no values
+        pass
+    try:
+        return make(name, sizes)
+    except HookdropError:
+        raise
+    except Exception as error:
+        raise HookdropError(f"{library} can't build {name!r}: {type(error).__name__}: {error}") from error
+
+
+def _find(text: str) -> tuple[str, str, str]:
+    """Name, library, and the other library if it has the name too."""
+    prefix, colon, rest = text.partition(":")
+    asked, name = (prefix, rest) if colon and prefix in LIBRARIES else ("", text)
+    known = _names()
+    # A tag behind a dot (resnet50.a1_in1k) chooses weights, in timm only.
+    having = [library for library in LIBRARIES if name in known[library]]
+    if not having and name.partition(".")[0] in known["timm"]:
+        having = ["timm"]
+    chosen = [library for library in having if asked in ("", library)]
+    if not chosen:
+        raise HookdropError(_unknown(name, asked, known))
+    other = [library for library in having if library != chosen[0]]
+    return name, chosen[0], "".join(other)
+
+
+def _names() -> dict[str, list[str]]:
+    with extra():
+        import timm
+        import torchvision
+    return {"timm": timm.list_models(), "torchvision": torchvision.models.list_models()}
+
+
+def _unknown(name: str, asked: str, known: dict[str, list[str]]) -> str:
+    near = {library: ", ".join(map(repr, nearest(name, known[library]))) for library in LIBRARIES}
+    lines = [f"  {library + ':':13}{names}" for library, names in near.items() if names]
+    hint = "did you mean:" if lines else "see timm.list_models() and torchvision.models.list_models()."
+    return "\n".join([f"there is no model {name!r} in {asked or 'timm or torchvision'}.", f"  {hint}", *lines])
+
+
+def _from_timm(name: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any]:
+    import timm
+
+    model = timm.create_model(name, pretrained=False)
+    own = tuple(model.pretrained_cfg.get("input_size") or (3, 224, 224))
+    return model, torch.zeros(1, *_resized(own, sizes))
+
+
+def _from_torchvision(name: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any]:
+    import torchvision
+
+    build = torchvision.models.get_model_builder(name)
+    without = {"weights", "weights_backbone"} & set(inspect.signature(build).parameters)
+    model = build(**dict.fromkeys(without))
+    own = next(own for part, own in _TORCHVISION_SIZES if part in build.__module__)
+    image = torch.zeros(_resized(own, sizes))
+    if ".detection." in build.__module__:
+        return model, ([image],)
+    if ".optical_flow." in build.__module__:
+        return model, (image[None], image[None])
+    return model, image[None]
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = text.split("x") if text else []
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise HookdropError(f"can't read the input size {text!r}: write 320, 320x256 or 3x320x320.")
+    sizes = tuple(map(int, parts))
+    return sizes * 2 if len(sizes) == 1 else sizes
+
+
+def _resized(own: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if len(sizes) > len(own):
+        raise HookdropError(f"the input size has {len(own)} parts ({'x'.join(map(str, own))}), got {len(sizes)}.")
+    return own[: len(own) - len(sizes)] + sizes
+
+
+def _classes(model: nn.Module, name: str) -> list[type[nn.Module]]:
+    """The classes of this name in the model, less those that derive from another of them."""
+    there = {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
+    found = [cls for cls in there if cls.__name__ == name]
+    if not found:
+        names = sorted({type(module).__name__ for module in model.modules()})
+        near = ", ".join(f"type:{cls}" for cls in nearest(name, names))
+        hint = f"did you mean: {near}" if near else f"there are:    {', '.join(names)}"
+        raise LayerError(f"{type(model).__name__} has no module of type {name!r}.\n  {hint}")
+    roots = [cls for cls in found if sum(issubclass(cls, other) for other in found) == 1]
+    return sorted(roots, key=lambda cls: cls.__module__)
+
+
+@contextmanager
+def _fixed_weights() -> Iterator[None]:
+    """The same random weights each time (a detector's boxes depend on them); the caller's random state stays."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield

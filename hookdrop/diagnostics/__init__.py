@@ -1,0 +1,1 @@
+"""What watches the hooks: checks, measurements, recordings and dry runs. The hooks never import it."""

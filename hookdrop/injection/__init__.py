@@ -1,0 +1,1 @@
+"""From a model and patterns to placed hooks, and the handle that controls them."""

@@ -1,0 +1,162 @@
+"""All injections of a model at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hookdrop.diagnostics.recording import Recording
+from hookdrop.errors import InjectionError, StateError
+from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.registry import hooks_of
+from hookdrop.hooks.state import State
+from hookdrop.injection.handle import Injection
+from hookdrop.utils.tables import html_table
+from hookdrop.utils.tensor_copies import Place
+
+_HEADER = ("name", "sites", "p", "step", "schedule")
+
+
+class Injections(tuple[Injection, ...]):
+    """The injections alive on a model: a tuple that passes calls on to each, and knows them by name."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: Any) -> Any:
+        """By index as in a tuple, or by name."""
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        named = self._by_name()
+        if key not in named:
+            raise InjectionError(f"there is no injection {key!r} here; there are: {', '.join(named) or 'none'}.")
+        return named[key]
+
+    def step(self, n: int = 1) -> None:
+        """Count `n` optimizer steps in each; in none, if one of them follows an optimizer."""
+        for injection in self:
+            injection._must_not_follow()
+        for injection in self:
+            injection.step(n)
+
+    def seek(self, step: int) -> None:
+        """Go to a step in each."""
+        for injection in self:
+            injection.seek(step)
+
+    def follow(self, optimizer: Optimizer | None) -> Injections:
+        """Let each step by itself after each step of `optimizer`."""
+        for injection in self:
+            injection.follow(optimizer)
+        return self
+
+    def check(self) -> list[str]:
+        """The problems of all."""
+        return [problem for injection in self for problem in injection.check()]
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of all."""
+        return {key: value for injection in self._by_name().values() for key, value in injection.metrics().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each, by name."""
+        return {name: injection.state_dict() for name, injection in self._by_name().items()}
+
+    def load_state_dict(self, states: Mapping[str, Any], strict: bool = True) -> None:
+        """Load each from the state under its name.
+
+        Raises:
+            StateError: names that are here and not in `states`, or the other way round (with `strict`).
+        """
+        named = self._by_name()
+        if not isinstance(states, Mapping):
+            raise StateError(f"expected a state for each name, got {type(states).__name__}; nothing was loaded.")
+        if strict and set(states) != set(named):
+            raise StateError(
+                "the states do not fit the injections here; nothing was loaded.\n"
+                f"  only in the states: {sorted(set(states) - set(named))}\n"
+                f"  only here:          {sorted(set(named) - set(states))}"
+                f"{'' if named else chr(10) + '  nothing is injected here: inject first, then load.'}"
+            )
+        before = {name: injection.state_dict() for name, injection in named.items()}
+        try:
+            for name, state in states.items():
+                if name in named:
+                    named[name].load_state_dict(state, strict)
+        except Exception:
+            for name, state in before.items():
+                named[name].load_state_dict(state)
+            raise
+
+    @contextmanager
+    def disabled(self) -> Iterator[Injections]:
+        """All off inside."""
+        with ExitStack() as stack:
+            for injection in self:
+                stack.enter_context(injection.disabled())
+            yield self
+
+    @contextmanager
+    def sampling(self, p: float | None = None) -> Iterator[Injections]:
+        """All on inside, in eval mode too."""
+        with ExitStack() as stack:
+            for injection in self:
+                stack.enter_context(injection.sampling(p))
+            yield self
+
+    @contextmanager
+    def recording(self, last: int = 1, to: Place = None) -> Iterator[dict[str, Recording]]:
+        """All recorded inside, by the injection's name."""
+        with ExitStack() as stack:
+            named = self._by_name().items()
+            yield {name: stack.enter_context(injection.recording(last, to)) for name, injection in named}
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for injection in self:
+            injection.remove()
+
+    def _by_name(self) -> dict[str, Injection]:
+        """By name; two of one name can come together when a part or a copy of it is made a part of another model."""
+        named: dict[str, Injection] = {}
+        for injection in self:
+            if injection.name in named:
+                places = [i.sites[0].name for i in self if i.name == injection.name]
+                raise InjectionError(
+                    f"{len(places)} injections here are named {injection.name!r} (their first sites: "
+                    f"{', '.join(map(repr, places))}).\n  use them by index, or inject with name=..."
+                )
+            named[injection.name] = injection
+        return named
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self)) or "<no injections>"
+
+    def _repr_html_(self) -> str:
+        rows = [(i.name, len(i.sites), i.p, i.step_count, repr(i.schedule)) for i in self]
+        return html_table(_HEADER, rows, "injections")
+
+
+def find(model: nn.Module) -> Injections:
+    """Every injection alive on `model`, copied, wrapped or unpickled as it may be.
+
+    Args:
+        model: any module.
+
+    Returns:
+        Handles, in the order of their first sites; they work on this very model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> _ = inject(model, Dropout(p=0.5), layers="1")
+        >>> twin = copy.deepcopy(model)
+        >>> find(twin)
+        <Injection 'dropout': 1 site, p=0.5 of 0.5, step 0 of ConstantSchedule()>
+    """
+    groups: dict[State, list[SiteHook]] = {}
+    for _, hook in hooks_of(model):
+        groups.setdefault(hook.state, []).append(hook)
+    return Injections(Injection(model, state, hooks) for state, hooks in groups.items())

@@ -1,0 +1,381 @@
+"""The handle of one injection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from hookdrop.diagnostics import checks as problems
+from hookdrop.diagnostics.measurement import Measurement
+from hookdrop.diagnostics.probe import empty_measurement, measured_into, probe
+from hookdrop.diagnostics.recording import Recording, recorded
+from hookdrop.errors import InjectionError
+from hookdrop.hooks import compiling
+from hookdrop.hooks import optimizer as follow
+from hookdrop.hooks.state import Override
+from hookdrop.injection import config
+from hookdrop.injection import state_dict as snapshot
+from hookdrop.injection.controller import Handle
+from hookdrop.schedules import Schedule
+from hookdrop.utils.context import within
+from hookdrop.utils.tables import counted, html_table, text_table
+from hookdrop.utils.tensor_copies import Place
+from hookdrop.utils.validation import count, number
+
+
+@dataclass(frozen=True)
+class Site:
+    """One hooked layer, as seen now."""
+
+    name: str
+    """Fully qualified name of the layer."""
+    p: float | None
+    """The rate in force, `p_scale` included; None for a regularizer without a rate."""
+    p_scale: float
+    fired: bool
+    """Whether the layer was ever called."""
+    regularizer: str
+    """The regularizer with its target rate."""
+
+
+class Injection(Handle):
+    """A handle on the hooks that one `inject` placed.
+
+    It holds the model weakly, and the hooks hold neither: all handles on the same hooks are interchangeable.
+    """
+
+    # --- what and where
+
+    @property
+    def name(self) -> str:
+        """The injection's name, unique on its model."""
+        return self._state.name
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The hooked layers in `named_modules()` order."""
+        return tuple(Site(hook.site, hook.p, hook.p_scale, hook.fired, hook.describe()) for hook in self._hooks)
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the rate moves; `ConstantSchedule()` if none was given."""
+        return self._state.schedule
+
+    @property
+    def step_count(self) -> int:
+        """Optimizer steps taken."""
+        return self._state.step_count
+
+    # --- the rate
+
+    @property
+    def p(self) -> float | None:
+        """The rate in force before `p_scale`: the largest, where sites differ.
+
+        While disabled it is the one that does nothing: 0, of a factor 1.
+        """
+        if self.target_p is None:
+            return None
+        override = self._state.override
+        if not self._state.on:
+            return self._neutral
+        if override is not None and override.p is not None:
+            return override.p
+        return self.target_p * self._multiplier
+
+    @p.setter
+    def p(self, value: float) -> None:
+        raise AttributeError(f"p follows the schedule; set its target: drop.target_p = {value}")
+
+    @property
+    def keep_prob(self) -> float | None:
+        """1 - p; None where p is not what is dropped (noise, `Cutout`)."""
+        probable = any(hook.regularizer.probability for hook in self._hooks)
+        return 1.0 - self.p if probable and self.p is not None else None
+
+    @keep_prob.setter
+    def keep_prob(self, value: float) -> None:
+        raise AttributeError(f"keep_prob follows the schedule; set its target: drop.target_p = 1 - {value}")
+
+    @property
+    def target_p(self) -> float | None:
+        """The rate that the schedule multiplies: the largest, where sites differ. None if there is no rate.
+
+        May be set at any time; where sites differ they keep their proportions.
+        """
+        return self._target
+
+    @target_p.setter
+    def target_p(self, value: float) -> None:
+        self._must_be_there("target_p = ...")
+        largest = self.target_p
+        if largest is None:
+            raise InjectionError(
+                f"{self.name!r} has no rate that could be set: {self.sites[0].regularizer} has none of p, drop_prob, "
+                "drop_rate."
+            )
+        value = number(value, "target_p", self.name)
+        base = [hook.declared if largest == 0 else hook.target for hook in self._state.members]
+        most = max((target for target in base if target is not None), key=abs, default=0.0)
+        with self._changing():
+            for hook, target in zip(self._state.members, base, strict=True):
+                if target is not None:
+                    hook.target = hook.regularizer.valid_rate(value * (target / most) if most else value)
+
+    def step(self, n: int = 1) -> None:
+        """Count `n` optimizer steps. Call it after each `optimizer.step()`, unless `follow` does.
+
+        Raises:
+            InjectionError: an optimizer is followed, so that every step would be counted twice.
+        """
+        self._must_not_follow()
+        self._advance(count(n, "n", "step"))
+
+    def _must_not_follow(self) -> None:
+        if self._follower is not None:
+            raise InjectionError(
+                f"{self.name!r} follows an optimizer, which counts the steps: this call would count them twice.\n"
+                f"  leave out drop.step(), or stop following with drop.follow(None). Still at step {self.step_count}."
+            )
+
+    def seek(self, step: int) -> None:
+        """Go to a step: optimizer steps taken so far. Idempotent: what a trainer or a resume needs."""
+        self._must_be_there("seek()")
+        step = count(step, "step", "seek", 0)
+        self._seek(step)
+
+    def follow(self, optimizer: Optimizer | None) -> Injection:
+        """Step by itself after each step of `optimizer` that was not skipped; None stops that.
+
+        Args:
+            optimizer: any torch optimizer, inside Accelerate's, Lightning's or Lookahead's wrappers too. Following
+                the same one again does nothing.
+
+        Returns:
+            The handle itself.
+
+        Raises:
+            InjectionError: another optimizer is followed.
+        """
+        self._must_be_there("follow()")
+        current = self._follower
+        if optimizer is None:
+            if current is not None:
+                current.detach()
+            self._state.follower, self._state.driven = None, False
+            return self
+        inner = follow.innermost(optimizer)
+        if current is not None and current.follows(inner):
+            return self
+        if current is not None:
+            raise InjectionError(
+                f"{self.name!r} follows another {current.title} already; it still does.\n  first: drop.follow(None)"
+            )
+        self._warn_of_foreign(inner)
+        self._state.follower = follow.Follower(inner, self._advance)
+        return self
+
+    # --- on and off
+
+    def disable(self) -> None:
+        """Drop nothing until `enable`; the schedule goes on."""
+        self._set(False)
+
+    def enable(self) -> None:
+        """Drop again."""
+        self._set(True)
+
+    def _set(self, enabled: bool) -> None:
+        self._must_be_there("enable()" if enabled else "disable()")
+        with self._changing():
+            self._state.switch(enabled)
+
+    @contextmanager
+    def disabled(self) -> Iterator[Injection]:
+        """Off inside; after it everything is as it was before, nested too."""
+        with self._overriding(Override(sampling=False)):
+            yield self
+
+    @contextmanager
+    def sampling(self, p: float | None = None) -> Iterator[Injection]:
+        """On inside, in eval mode too (Monte-Carlo dropout); batch norm is not touched.
+
+        Args:
+            p: the rate inside, before `p_scale`; None is the rate in force.
+
+        Raises:
+            InjectionError: the rate in force does nothing, so that all samples would be equal.
+        """
+        self._must_be_there("sampling()")
+        if p is not None:
+            if self.target_p is None:
+                raise InjectionError(f"{self.name!r} has no rate that p={p} could set.")
+            p = self._hooks[0].regularizer.valid_rate(p)
+        rate, nothing = p, self._neutral
+        if p is None and self.target_p is not None:
+            rate = self.target_p * self._multiplier
+        if rate == nothing:
+            raise InjectionError(
+                f"sampling at rate {nothing:g} gives the same output each time: {self.name!r} is at step "
+                f"{self.step_count} of {self.schedule}.\n  give the rate: sampling(p={self.target_p or 0.1:g})   or "
+                "seek the step of the training (a copy, such as an EMA, has a count of its own)."
+            )
+        with self._overriding(Override(sampling=True, p=p)):
+            yield self
+
+    # --- seeing
+
+    def probe(self, x: Any, forwards: int = 3, step: int | None = None) -> Measurement:
+        """Run the model on `x` in training mode and measure; batch norm, modes and the random state are put back.
+
+        Args:
+            x: an input, a tuple of inputs, or a mapping of keyword inputs.
+            forwards: how many forwards to measure.
+            step: measure at this step of the schedule instead of the current one.
+
+        Returns:
+            By site and over all: rate asked for, fraction dropped, mean |output| / mean |input|, calls; and
+            whether eval output is bit-identical with and without hooks. `print` it.
+        """
+        self._must_be_there("probe()")
+        state, before = self._state, self._state.step_count
+        try:
+            if step is not None:
+                with self._changing():
+                    state.step_count = count(step, "step", "probe", 0)
+            return probe(self._alive(), state, self._hooks, x, forwards)
+        finally:
+            state.step_count = before
+            self._refresh()
+
+    @contextmanager
+    def measuring(self) -> Iterator[Measurement]:
+        """Measure the real forwards inside. Each regularizer runs twice; masks and results do not change."""
+        self._must_be_there("measuring()")
+        with measured_into(self._state, empty_measurement(self._hooks)) as measurement:
+            yield measurement
+
+    @within("with drop.recording() as r: model(x)   then r[site], r.plot_features()")
+    def recording(self, last: int = 1, to: Place = None) -> Iterator[Recording]:
+        """Keep what the real forwards inside do: `r["layer4.0"].before`, `.mask`, `.after`, and pictures of them.
+
+        Each regularizer runs twice; masks and results do not change. Compiled code leaves its graph for it, which under
+        `fullgraph=True` is PyTorch's error: record the model uncompiled there.
+
+        Args:
+            last: how many calls of each site to keep; `r.calls("layer4.0")` lists them.
+            to: the device of what is kept, such as `"cpu"`; None is where the tensors are.
+
+        Example:
+            >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+            >>> drop = inject(model, DropBlock(p=0.2, block_size=3), layers="1")
+            >>> with drop.recording() as r:
+            ...     _ = model(torch.randn(2, 3, 16, 16))
+            >>> r["1"].before.shape, r["1"].mask.dtype, bool((r["1"].after[~r["1"].mask] == 0).all())
+            (torch.Size([2, 8, 14, 14]), torch.bool, True)
+        """
+        self._must_be_there("recording()")
+        with recorded(self._state, self._hooks, last, to) as recording:
+            yield recording
+
+    def check(self) -> list[str]:
+        """Problems now: lost sites, sites that never ran (so far) or only in eval, a schedule that nobody drives."""
+        return list(problems.problems(self._alive(), self._state, self._hooks, asked=True).values())
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers for any logger: rate and step under `hookdrop/<name>/`."""
+        self._must_be_there("metrics()")
+        self._tell_problems()
+        numbers: dict[str, float] = {} if self.p is None else {self._rate_name: self.p}
+        if self.keep_prob is not None:
+            numbers["keep_prob"] = self.keep_prob
+        numbers |= {"step": float(self.step_count), "enabled": float(self._state.on)}
+        return {f"hookdrop/{self.name}/{key}": value for key, value in numbers.items()}
+
+    def summary(self) -> str:
+        """A table of the sites with the rates in force."""
+        self._tell_problems()
+        return f"{self!r}\n{text_table(_HEADER, self._rows())}"
+
+    def __repr__(self) -> str:
+        if self._state.removed:
+            return f"<Injection {self.name!r}, removed>"
+        if self._model() is None:
+            return f"<Injection {self.name!r}, whose model is gone>"
+        p = "" if self.p is None else f" {self._rate_name}={self.p:.4g} of {self.target_p:.4g},"
+        off = "" if self._state.on else " disabled,"
+        sites = counted(len(self._hooks), "site")
+        return f"<Injection {self.name!r}: {sites},{p}{off} step {self.step_count} of {self.schedule}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEADER, self._rows(), repr(self))
+
+    # --- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step count, target rates, on or off: what `load_state_dict` needs to go on from here."""
+        self._must_be_there("state_dict()")
+        self._tell_problems()
+        return snapshot.save(self._state, self._hooks)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on from a saved state; the schedule is the code's.
+
+        Raises:
+            StateError: other sites (with `strict`) or no state at all; nothing was loaded.
+        """
+        self._must_be_there("load_state_dict()")
+        snapshot.load(self._state, self._hooks, state, strict, self._changing)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """JSON-able settings with resolved site names, for `from_config`.
+
+        Raises:
+            StateError: something in it is not JSON, such as a function.
+        """
+        self._must_be_there("config")
+        return config.to_config(self._state, self._hooks)
+
+    # --- the end
+
+    def remove(self) -> None:
+        """Take the hooks off: the model is what it was before. Again does nothing."""
+        if self._state.removed:
+            return
+        compiling.not_while_tracing("remove()")
+        try:
+            if self._model() is not None:
+                self._tell_problems()
+                compiling.warn_of_recompile()
+        finally:
+            self._detach()
+
+    def __enter__(self) -> Injection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.remove()
+        else:  # What went wrong is to be read, not what else there is to say.
+            self._detach()
+
+    @property
+    def _rate_name(self) -> str:
+        """`std` for noise, `factor` ...; `p` for all that has a probability, whatever its class calls it."""
+        names = {hook.regularizer.rate_name for hook in self._hooks if not hook.regularizer.probability}
+        probable = any(hook.regularizer.probability for hook in self._hooks)
+        return "p" if probable or len(names) != 1 else str(names.pop())
+
+    def _rows(self) -> list[tuple[str, float | None, float, str, str]]:
+        return [(s.name, s.p, s.p_scale, "yes" if s.fired else "no", s.regularizer) for s in self.sites]
+
+
+_HEADER = ("site", "p", "p_scale", "called", "regularizer")

@@ -1,0 +1,214 @@
+"""What an injection would do, before it is done."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hookdrop.diagnostics.judge import version_of
+from hookdrop.diagnostics.watchdog import watch
+from hookdrop.errors import InjectionError, nothing_placed, warn
+from hookdrop.hooks import compiling
+from hookdrop.hooks.hook import InputHook, SiteHook
+from hookdrop.hooks.registry import hidden_modules, hooks_of
+from hookdrop.hooks.skip_hook import SkipHook
+from hookdrop.hooks.state import State
+from hookdrop.injection.group import Injections, find
+from hookdrop.injection.handle import Injection
+from hookdrop.injection.inspect import inspect_sites
+from hookdrop.injection.resolve import PlannedSite, Resolved
+from hookdrop.schedules import ConstantSchedule, Schedule
+from hookdrop.utils.tables import counted, html_table, shape_text, some, text_table
+from hookdrop.utils.tensor_tree import TensorKey
+from hookdrop.utils.validation import one_of
+from hookdrop.utils.wrappers import unwrapped
+
+_HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
+
+
+def make_plan(
+    model: nn.Module,
+    resolved: Resolved,
+    *,
+    schedule: Schedule | None = None,
+    tensor: TensorKey = None,
+    name: str | None = None,
+    on_existing: str = "error",
+    example_input: Any = None,
+) -> Plan:
+    """The plan of sites that are chosen, once they have been looked at; arguments as of `inject`."""
+    one_of(on_existing, "on_existing", "inject", ("error", "replace", "stack"))
+    inspect_sites(model, resolved, tensor, example_input)
+    return Plan(
+        model,
+        _valid_name(name, resolved.sites),
+        resolved.sites,
+        resolved.counts,
+        resolved.warnings,
+        schedule,
+        tensor,
+        on_existing,
+        resolved.told,
+    )
+
+
+@dataclass
+class Plan:
+    """The sites that `apply` would hook; `print` it. Nothing is touched before `apply`."""
+
+    model: nn.Module = field(repr=False)
+    name: str
+    sites: list[PlannedSite]
+    counts: dict[str, int]
+    """How many layers each entry matched."""
+    warnings: list[str]
+    schedule: Schedule | None = None
+    tensor: TensorKey = None
+    on_existing: str = "error"
+    told: set[str] = field(default_factory=set, repr=False)
+
+    def apply(self) -> Injection:
+        """Place the hooks: all of them, or none and an error.
+
+        Raises:
+            InjectionError: a site carries an injection already (`on_existing`), the name is taken, or this runs
+                inside a trace.
+        """
+        with nothing_placed():
+            compiling.not_while_tracing("inject()")
+            if any(site.regularizer is None for site in self.sites):
+                raise InjectionError(
+                    "this plan has no regularizer: it only lists layers. plan(model, regularizer, ...)"
+                )
+            self._must_be_placeable()
+            replaced = self._to_replace()
+            for text in self.warnings:
+                warn(text)
+            compiling.warn_of_recompile()
+            state = State(self.name, tuple(site.name for site in self.sites), self.schedule or ConstantSchedule())
+            # What was warned of above is not to be told by the first forward again.
+            state.told |= self.told
+            state.version = version_of(self.model)
+            state.root = weakref.ref(unwrapped(self.model))
+            hooks = self._place(state)
+        for old in replaced:
+            old._detach()
+        compiling.reset()
+        watch(self.model, state)
+        return Injection(self.model, state, hooks)
+
+    def _must_be_placeable(self) -> None:
+        modules = {id(module) for module in self.model.modules()}
+        for site in self.sites:
+            if site.module in hidden_modules:
+                raise InjectionError(f"inside without_hooks: {site.name!r} may carry hooks that are off just now.")
+            if id(site.module) not in modules:
+                raise InjectionError(f"{site.name!r} was replaced since the plan was made: plan again.")
+
+    def _place(self, state: State) -> list[SiteHook]:
+        hooks = [_hook(site, self.tensor, state) for site in self.sites]
+        try:
+            for site, hook in zip(self.sites, hooks, strict=True):
+                hook.place(site.module)
+        except BaseException:
+            for hook in hooks:
+                hook.remove()
+            raise
+        return hooks
+
+    def _to_replace(self) -> list[Injection]:
+        """The injections that give way to this one."""
+        wanted = {(id(site.module), site.at) for site in self.sites}
+        present = find(self.model)
+        in_the_way = [hook.state for module, hook in hooks_of(self.model) if (id(module), hook.at) in wanted]
+        if in_the_way and self.on_existing == "error":
+            carry = f"{counted(len(in_the_way), 'site')} already carr{'ies' if len(in_the_way) == 1 else 'y'}"
+            names = ", ".join(sorted({repr(state.name) for state in in_the_way}))
+            raise InjectionError(
+                f"{carry} {names} (a re-run cell?).\n"
+                '  replace them: inject(..., on_existing="replace")   '
+                f'keep both: on_existing="stack", name="{_free_name(self.name, present)}"'
+            )
+        replaced = []
+        if self.on_existing == "replace":
+            replaced = [old for old in present if old._state in in_the_way or old.name == self.name]
+            self._warn_of_lost(replaced)
+        if self.name in {old.name for old in present if old not in replaced}:
+            raise InjectionError(
+                f"this model has an injection named {self.name!r} already.\n"
+                f"  give this one a name: inject(..., name={_free_name(self.name, present)!r})"
+            )
+        return replaced
+
+    def _warn_of_lost(self, replaced: list[Injection]) -> None:
+        sites = {site.name for site in self.sites}
+        for old in replaced:
+            lost = [site.name for site in old.sites if site.name not in sites]
+            if lost:
+                warn(
+                    f"replacing {old.name!r} takes it off {counted(len(lost), 'site')} that the new one does not have: "
+                    f"{some(lost)}."
+                )
+
+    @property
+    def at(self) -> str:
+        """`"output"` or `"input"`, or `"mixed"`: each site has its own."""
+        all_at = {site.at for site in self.sites}
+        return all_at.pop() if len(all_at) == 1 else "mixed"
+
+    def _rows(self) -> list[tuple[Any, ...]]:
+        return [
+            (
+                (s.name or "(the model)") + (", its skip" if s.at == "skip" else ""),
+                s.type,
+                shape_text(s.shape),
+                s.reading,
+                s.calls,
+                s.p,
+                s.regularizer or "",
+            )
+            for s in self.sites
+        ]
+
+    def _title(self) -> str:
+        where = ", at the input" if {site.at for site in self.sites} == {"input"} else ""
+        schedule = f", {self.schedule}" if self.schedule is not None else ""
+        return f"{counted(len(self.sites), 'site')} of {type(unwrapped(self.model)).__name__}{where}{schedule}"
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        # Columns that only an example_input or a regularizer fills are left out where they are empty.
+        used = [i for i in range(len(_HEADER)) if any(row[i] not in ("", None, "?") for row in rows)]
+        table = text_table([_HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
+        counts = [f"{entry}: {counted(count, 'layer')}" for entry, count in self.counts.items()]
+        return "\n".join([self._title(), table, *counts, *(f"warning: {text}" for text in self.warnings)])
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEADER, self._rows(), "\n".join([self._title(), *self.warnings]))
+
+
+def _valid_name(name: str | None, sites: list[PlannedSite]) -> str:
+    if name is None:
+        titles = [site.regularizer.title.lower() for site in sites if site.regularizer is not None]
+        return "+".join(dict.fromkeys(titles))
+    if not isinstance(name, str) or not name or "/" in name:
+        raise InjectionError(f"inject: name must be a text without '/', got {name!r}.")
+    return name
+
+
+def _hook(site: PlannedSite, tensor: TensorKey, state: State) -> SiteHook:
+    assert site.regularizer is not None
+    # It has been seen to pickle, as it must; a deep copy takes ten times as long.
+    own = pickle.loads(pickle.dumps(site.regularizer))
+    if site.at == "skip":
+        return SkipHook(site.name, own, site.p_scale, tensor, state, site.branch)
+    return (InputHook if site.at == "input" else SiteHook)(site.name, own, site.p_scale, tensor, state)
+
+
+def _free_name(name: str, present: Injections) -> str:
+    taken = {injection.name for injection in present}
+    return next(free for n in range(2, len(taken) + 3) if (free := f"{name}{n}") not in taken)

@@ -1,0 +1,259 @@
+"""From what a person asks for to a list of sites, each with a regularizer and a factor of its own."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from hookdrop.errors import InjectionError, LayerError
+from hookdrop.injection.select import Entries, Entry, Layer, Selection, as_entries, entry_text, match_names, select
+from hookdrop.regularizers import Regularizer, as_regularizer, must_pickle, parse
+from hookdrop.schedules import Schedule
+from hookdrop.utils.tables import counted, some
+from hookdrop.utils.validation import number
+
+Source: TypeAlias = Regularizer | nn.Module | Callable[[Tensor], Tensor] | str
+Regularizers: TypeAlias = Source | Mapping[Any, Source]
+PScale: TypeAlias = str | Mapping[Any, float] | Callable[[str, int, int], float]
+
+
+@dataclass
+class PlannedSite:
+    """One layer that is going to be hooked."""
+
+    name: str
+    type: str
+    module: nn.Module = field(repr=False)
+    regularizer: Regularizer | None
+    """Of all sites of an entry; each hook is given a copy."""
+    p_scale: float = 1.0
+    at: str = "output"
+    """`"output"` or `"input"` of the layer, or the identity `"skip"` around its residual branch."""
+    branch: str = ""
+    """Where that branch begins: the name of its first layer within this one."""
+    shape: tuple[int, ...] | None = None
+    """Shape of the tensor to regularize; None without `example_input`."""
+    calls: int | None = None
+    """Calls per forward; None without `example_input`."""
+    reading: str = ""
+    """How the regularizer reads the axes."""
+
+    @property
+    def p(self) -> float | None:
+        """The target rate, `p_scale` included."""
+        rate = None if self.regularizer is None else self.regularizer.rate
+        return None if rate is None else rate * self.p_scale
+
+
+@dataclass
+class Resolved:
+    """What was asked for, as sites."""
+
+    sites: list[PlannedSite]
+    counts: dict[str, int]
+    exact: set[str]
+    warnings: list[str]
+    told: set[str] = field(default_factory=set)
+    """The kinds of doubts about shapes that are among the warnings."""
+
+
+def resolve(
+    model: nn.Module,
+    regularizer: Regularizers | None,
+    layers: Entries | None,
+    exclude: Entries | None,
+    schedule: Schedule | None,
+    p_scale: PScale | None,
+    at: str = "output",
+) -> Resolved:
+    """Choose the layers and give each its regularizer; nothing is placed."""
+    if schedule is not None:
+        _must_be_a_schedule(schedule)
+    regularizers, entries = _regularizers_and_entries(regularizer, layers)
+    selection = select(model, entries, exclude)
+    warnings = _useless_excludes(selection)
+    chosen = _callable_layers(selection, warnings)
+    sites = [
+        PlannedSite(
+            layer.name,
+            type(layer.module).__name__,
+            layer.module,
+            _regularizer_of(layer, selection, regularizers, entries),
+            at=at,
+        )
+        for layer in chosen
+    ]
+    if schedule is not None:
+        must_pickle(schedule, "the schedule")
+    _scale(sites, chosen, p_scale)
+    _check_rates(sites, schedule, p_scale)
+    return Resolved(sites, selection.counts, selection.exact, warnings)
+
+
+def _regularizers_and_entries(
+    regularizer: Regularizers | None, layers: Entries | None
+) -> tuple[list[Regularizer | None], list[Entry]]:
+    """A regularizer for each entry, or one for all."""
+    if isinstance(regularizer, Mapping):
+        if layers is not None:
+            raise LayerError("give `layers` or a mapping of layers to regularizers, not both.")
+        keys = [as_entries(key, "the mapping") for key in regularizer]
+        if any(len(key) != 1 for key in keys):
+            raise LayerError("each key of the mapping must be one entry: a name, a glob, a class, ...")
+        entries = [key[0] for key in keys]
+        return [_regularizer(value) for value in regularizer.values()], entries
+    found = None if regularizer is None else _regularizer(regularizer)
+    if layers is None:
+        raise LayerError(
+            "say where: layers=... (a name, a glob such as 'layer3.*', a class, a list of them).\n"
+            '  see all:      print(hookdrop.plan(model, layers="**"))'
+        )
+    return [found], as_entries(layers, "layers")
+
+
+def _regularizer(given: object) -> Regularizer:
+    # A copy, so that what is done to the original does not change a plan; each hook is given another one.
+    return copy.deepcopy(parse(given) if isinstance(given, str) else as_regularizer(given))
+
+
+def _regularizer_of(
+    layer: Layer, selection: Selection, regularizers: list[Regularizer | None], entries: list[Entry]
+) -> Regularizer | None:
+    if len(regularizers) == 1:
+        return regularizers[0]
+    by = selection.chosen_by[layer.name]
+    if len(by) > 1:
+        keys = " and ".join(entry_text(entries[i]) for i in by)
+        raise LayerError(f"{layer.name!r} is under two keys of the mapping, {keys}: which regularizer should it get?")
+    return regularizers[by[0]]
+
+
+def _callable_layers(selection: Selection, warnings: list[str]) -> list[Layer]:
+    """The layers less those whose class has no forward: they are iterated, never called."""
+    for layer in selection.layers:
+        if isinstance(layer.module, torch.jit.ScriptModule):
+            raise InjectionError(
+                f"{layer.name!r} is a ScriptModule, which can't carry Python hooks.\n"
+                "  train it unscripted, and script it inside `with hookdrop.without_hooks(model):`."
+            )
+    dead = [layer for layer in selection.layers if _has_no_forward(layer.module)]
+    for layer in dead:
+        if layer.name in selection.exact:
+            raise LayerError(
+                f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
+                "  its owner iterates over it or uses its weights: hook what is inside of it, or its owner."
+            )
+    left = [layer for layer in selection.layers if not _has_no_forward(layer.module)]
+    if dead:
+        names = some([layer.name for layer in dead])
+        if not left:
+            raise LayerError(
+                f"`layers` matches only modules that are never called: {names}.\n"
+                "  their owners iterate over them or use their weights: hook what is inside of them, or the owners."
+            )
+        warnings.append(f"left out {counted(len(dead), 'module')} that no owner ever calls: {names}.")
+    return left
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    # The projection inside MultiheadAttention is a module for its weights' sake only.
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return True
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+
+
+def _useless_excludes(selection: Selection) -> list[str]:
+    """`exclude="layer4"` names one module, not what is inside it: say so where it takes nothing away."""
+    found = []
+    for entry in selection.useless:
+        inside = f"; what is inside: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
+        found.append(f"exclude {entry_text(entry)} takes none of the chosen layers away{inside}.")
+    return found
+
+
+def _scale(sites: list[PlannedSite], layers: list[Layer], p_scale: PScale | None) -> None:
+    if p_scale is None:
+        return
+    rateless = [site for site in sites if site.regularizer is not None and site.regularizer.rate is None]
+    if rateless:
+        raise InjectionError(f"p_scale: {rateless[0].regularizer!r} has no rate that could be scaled.")
+    for site, factor in zip(sites, factors(layers, p_scale), strict=True):
+        site.p_scale = number(factor, f"p_scale of {site.name!r}", "inject")
+        if site.p_scale < 0:
+            raise ValueError(f"inject: p_scale of {site.name!r} must be at least 0, got {site.p_scale:g}.")
+
+
+def factors(layers: list[Layer], p_scale: PScale) -> list[float]:
+    count = len(layers)
+    if p_scale == "depth":
+        return [(index + 1) / count for index in range(count)]
+    if p_scale == "depth_from_zero":
+        if count == 1:
+            raise ValueError("p_scale='depth_from_zero' gives its one site the factor 0; use 'depth' or leave it out.")
+        return [index / (count - 1) for index in range(count)]
+    if isinstance(p_scale, Mapping):
+        return _factors_by_pattern({layer.name: layer for layer in layers}, p_scale)
+    if callable(p_scale):
+        return [p_scale(layer.name, index, count) for index, layer in enumerate(layers)]
+    hint = "\n  one factor for all sites? multiply p by it." if isinstance(p_scale, int | float) else ""
+    raise ValueError(
+        f"p_scale must be 'depth', 'depth_from_zero', a mapping of patterns to factors or a function of "
+        f"(name, index, count), got {p_scale!r}.{hint}"
+    )
+
+
+def _factors_by_pattern(layers: dict[str, Layer], p_scale: Mapping[Any, float]) -> list[float]:
+    factors: dict[str, tuple[str, float]] = {}
+    for pattern, factor in p_scale.items():
+        names = [name for entry in as_entries(pattern, "p_scale") for name in match_names(layers, entry)]
+        if not names:
+            raise LayerError(
+                f"p_scale has {entry_text(pattern)}, which matches none of the {len(layers)} chosen layers.\n"
+                f"  they are: {', '.join(map(repr, list(layers)[:6]))}{', ...' if len(layers) > 6 else ''}"
+            )
+        for name in names:
+            if name in factors:
+                raise LayerError(
+                    f"p_scale matches {name!r} twice, by {factors[name][0]} and {entry_text(pattern)}: which factor?"
+                )
+            factors[name] = (entry_text(pattern), factor)
+    return [factors[name][1] if name in factors else 1.0 for name in layers]
+
+
+def _check_rates(sites: list[PlannedSite], schedule: Schedule | None, p_scale: PScale | None) -> None:
+    for site in sites:
+        if site.regularizer is None:
+            continue
+        target = site.regularizer.rate
+        if target is None:
+            if schedule is not None:
+                raise InjectionError(
+                    f"the schedule has no rate to drive: {site.regularizer!r} has none of p, drop_prob, drop_rate.\n"
+                    "  leave out schedule=, or hook what has one."
+                )
+            continue
+        peak = 1.0 if schedule is None else schedule.peak
+        rate = target * site.p_scale * (schedule(0) if peak is None and schedule is not None else peak or 0.0)
+        try:
+            site.regularizer.valid_rate(rate)
+        except ValueError as error:
+            times = f" x schedule {rate / (target * site.p_scale):g}" if math.isfinite(rate) and rate else ""
+            raise ValueError(f"{error}\n  at {site.name!r}: p {target:g} x p_scale {site.p_scale:g}{times}.") from None
+
+
+def _must_be_a_schedule(schedule: object) -> None:
+    if isinstance(schedule, Schedule):
+        return
+    name = getattr(schedule, "__name__", "fn")
+    if isinstance(schedule, type):
+        write = f"{name}(steps=N)"
+    else:
+        write = f"LambdaSchedule({name})" if callable(schedule) else "LinearSchedule(steps=N)"
+    raise TypeError(f"inject: schedule must be a hookdrop schedule, got {schedule!r}.\n  write: schedule={write}")

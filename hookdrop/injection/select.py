@@ -1,0 +1,267 @@
+"""Choosing layers: names, globs, expressions, classes, instances, predicates.
+
+A model is walked once into `Layer`s. Wrappers (DistributedDataParallel, torch.compile, ...) are looked through
+by their type: what they wrap stands under the name that it has without them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from hookdrop.errors import InjectionError, LayerError, nearest
+from hookdrop.utils.globs import glob_expression
+from hookdrop.utils.tables import counted
+from hookdrop.utils.wrappers import SEGMENTS, unwrapped, wraps
+
+Predicate: TypeAlias = Callable[[str, nn.Module], bool]
+Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate
+Entries: TypeAlias = Entry | Iterable[Entry]
+
+
+@dataclass
+class Layer:
+    """One module of a model under every name that it has."""
+
+    name: str
+    """The first fully qualified name, wrappers left out; `""` is the model itself."""
+    module: nn.Module
+    aliases: set[str] = field(default_factory=set)
+    """All names without wrappers (a shared module has several)."""
+    spellings: set[str] = field(default_factory=set)
+    """Names with wrapper segments in them."""
+    wrappers: list[nn.Module] = field(default_factory=list)
+
+
+@dataclass
+class Selection:
+    """The chosen layers in `named_modules()` order, and what each entry matched."""
+
+    layers: list[Layer]
+    counts: dict[str, int]
+    chosen_by: dict[str, list[int]]
+    """Indices of the entries that matched a layer, by its name."""
+    exact: set[str]
+    """Names of layers that an entry names in full, or gives as instance."""
+    useless: list[Entry]
+    """The entries of `exclude` that take none of the chosen layers away."""
+
+
+def walk(model: nn.Module) -> list[Layer]:
+    """Every module of `model`, the model itself first."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InjectionError(
+            "a ScriptModule can't carry Python hooks: train the module unscripted, and script it inside "
+            "`with hookdrop.without_hooks(model):`."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
+    layers: dict[int, Layer] = {}
+    _visit(model, "", ("",), (), [], layers)
+    return list(layers.values())
+
+
+def _visit(
+    module: nn.Module,
+    name: str,
+    spellings: tuple[str, ...],
+    path: tuple[int, ...],
+    wrappers: list[nn.Module],
+    layers: dict[int, Layer],
+) -> None:
+    if id(module) in path:
+        return
+    path = (*path, id(module))
+    if (attribute := wraps(module)) is not None:
+        inner = getattr(module, attribute)
+        grown = (*spellings, *(_join(s, attribute) for s in spellings))
+        _visit(inner, name, grown, path, [*wrappers, module], layers)
+        return
+    layer = layers.setdefault(id(module), Layer(name, module))
+    layer.aliases.add(name)
+    layer.spellings |= set(spellings) - {name}
+    layer.wrappers += [w for w in wrappers if all(w is not other for other in layer.wrappers)]
+    for child_name, child in module._modules.items():
+        if child is not None:
+            longer = tuple(_join(s, child_name) for s in spellings)
+            _visit(child, _join(name, child_name), longer, path, [], layers)
+
+
+def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> Selection:
+    """The layers that `layers` names and `exclude` does not.
+
+    Raises:
+        LayerError: an entry matches nothing, is nothing that can match, or nothing is left.
+    """
+    everything = walk(model)
+    wanted, unwanted = as_entries(layers, "layers"), as_entries(() if exclude is None else exclude, "exclude")
+    if not wanted:
+        raise LayerError("`layers` is empty: nothing would be regularized.\n" + _see_all())
+    chosen_by: dict[str, list[int]] = {}
+    exact: set[str] = set()
+    counts: dict[str, int] = {}
+    for index, entry in enumerate(wanted):
+        found, is_exact = _matches(everything, entry, "layers", model)
+        # A module is known by its name; its class would be that of others too.
+        text = repr(found[0].name) if isinstance(entry, nn.Module) else entry_text(entry)
+        counts[text] = len(found)
+        exact |= {layer.name for layer in found if is_exact}
+        for layer in found:
+            chosen_by.setdefault(layer.name, []).append(index)
+    taken = [{layer.name for layer in _matches(everything, entry, "exclude", model)[0]} for entry in unwanted]
+    excluded = set().union(*taken)
+    left = [layer for layer in everything if layer.name in chosen_by and layer.name not in excluded]
+    if not left:
+        raise LayerError(
+            f"all {len(chosen_by)} layers that `layers` names are in `exclude` too: nothing is left.\n"
+            f"  layers:  {_texts(wanted)}\n  exclude: {_texts(unwanted)}"
+        )
+    useless = [entry for entry, names in zip(unwanted, taken, strict=True) if names.isdisjoint(chosen_by)]
+    return Selection(left, counts, chosen_by, exact, useless)
+
+
+def match_names(names: dict[str, Layer], pattern: Entry) -> list[str]:
+    """Which of these layers `pattern` matches; an exact name wins. Used where a setting goes by pattern."""
+    return [layer.name for layer in _find(list(names.values()), pattern)[0]]
+
+
+def as_entries(entries: Any, what: str) -> list[Entry]:
+    """`entries` as a list, each checked to be of a kind that can match."""
+    single = isinstance(entries, str | re.Pattern | type | nn.Module) or callable(entries)
+    if isinstance(entries, Mapping):
+        raise TypeError(f"`{what}` is a mapping: give {{layers: regularizer}} as the regularizer, and no `layers`.")
+    listed = [entries] if single else list(entries) if isinstance(entries, Iterable) else [entries]
+    for entry in listed:
+        if entry == "":
+            raise LayerError(f"`{what}` has an empty name in it; to mean the model itself, pass the model.")
+        if isinstance(entry, type):
+            if not issubclass(entry, nn.Module):
+                raise LayerError(f"`{what}` has the class {entry.__name__} in it, which is not a torch.nn.Module.")
+        elif not isinstance(entry, str | re.Pattern) and not callable(entry):
+            raise LayerError(
+                f"`{what}` has {entry!r} ({type(entry).__name__}) in it.\n"
+                "  use a name, a glob, a compiled expression, a module class, a module,\n"
+                "  or a function of (name, module)."
+            )
+    return listed
+
+
+def entry_text(entry: Entry) -> str:
+    """An entry as a person wrote it."""
+    if isinstance(entry, re.Pattern):
+        return f"re.compile({entry.pattern!r})"
+    if isinstance(entry, str):
+        return repr(entry)
+    if isinstance(entry, type):
+        return entry.__name__
+    return f"<{type(entry).__name__}>" if isinstance(entry, nn.Module) else getattr(entry, "__name__", repr(entry))
+
+
+def _matches(everything: list[Layer], entry: Entry, what: str, model: nn.Module) -> tuple[list[Layer], bool]:
+    found, exact = _find(everything, entry)
+    if not found:
+        raise LayerError(_nothing_found(everything, entry, what, type(unwrapped(model)).__name__))
+    return found, exact
+
+
+def _find(everything: list[Layer], entry: Entry) -> tuple[list[Layer], bool]:
+    """The layers that `entry` matches, and whether it means just one by its full name."""
+    if isinstance(entry, str):
+        exact = [layer for layer in everything if entry in layer.aliases] or [
+            layer for layer in everything if entry in layer.spellings
+        ]
+        if exact:
+            return exact[:1], True
+        return [layer for layer in everything if _glob_matches(entry, layer)], False
+    if isinstance(entry, re.Pattern):
+        return [layer for layer in everything if any(map(entry.fullmatch, layer.aliases - {""}))], False
+    if isinstance(entry, type):
+        return [layer for layer in everything if isinstance(layer.module, entry) or _is_wrapper(layer, entry)], False
+    if isinstance(entry, nn.Module):
+        return [layer for layer in everything if any(entry is m for m in (layer.module, *layer.wrappers))], True
+    return [layer for layer in everything if layer.name and any(entry(n, layer.module) for n in layer.aliases)], False
+
+
+def _is_wrapper(layer: Layer, cls: type) -> bool:
+    return cls is not nn.Module and any(isinstance(wrapper, cls) for wrapper in layer.wrappers)
+
+
+def _glob_matches(pattern: str, layer: Layer) -> bool:
+    fullmatch = glob_expression(pattern).fullmatch
+    if any(map(fullmatch, layer.aliases - {""})):
+        return True
+    # A wrapper's segment is met only where the pattern spells it out: `*` never stands for one.
+    spelt = set(pattern.split("."))
+    return any(
+        fullmatch(name) and set(name.split(".")) & SEGMENTS <= spelt for name in layer.spellings - {""}
+    ) and bool(layer.name)
+
+
+def _nothing_found(everything: list[Layer], entry: Entry, what: str, model: str) -> str:
+    if isinstance(entry, str):
+        near = "\n".join(f"  {line}" for line in _suggestions(everything, entry))
+        return (
+            f"`{what}` names a module that {model} does not have.\n  asked for:    {entry!r}\n{near}"
+            f"{chr(10) if near else ''}{_see_all()}"
+        )
+    kind = {True: "a class", False: "an entry"}[isinstance(entry, type)]
+    if isinstance(entry, nn.Module):
+        found = type(entry).__name__
+        return f"`{what}` has a {found} in it that is not part of this {model} (of a copy of it?).\n{_see_all()}"
+    classes = sorted({type(layer.module).__name__ for layer in everything})
+    there = f"  there are:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
+    return (
+        f"`{what}` has {kind} in it that matches no module of {model}.\n  asked for:    {entry_text(entry)}\n"
+        f"{there if isinstance(entry, type) else ''}{_see_all()}"
+    )
+
+
+def _suggestions(everything: list[Layer], text: str) -> Iterator[str]:
+    """What to write instead of a text that matches nothing."""
+    names = [layer.name for layer in everything if layer.name]
+    deep = f"**.{text}"
+    expression = glob_expression(deep)
+    count = sum(bool(expression.fullmatch(name)) for name in names)
+    if count:
+        yield f"did you mean: {deep!r} ({counted(count, 'module')})"
+        return
+    of_class = [layer for layer in everything if type(layer.module).__name__ == text]
+    if of_class:
+        yield f"did you mean: the class {text} itself, not its name as a text ({counted(len(of_class), 'module')})"
+        return
+    if re.search(r"\\|\.\+|\(|\|", text):
+        yield f"an expression? write re.compile({text!r})"
+        return
+    near = list(_respelt(text, names)) or nearest(text, names)
+    if near:
+        yield f"did you mean: {', '.join(map(repr, near[:3]))}"
+
+
+def _respelt(text: str, names: list[str]) -> Iterator[str]:
+    """`text` with one segment exchanged for one like it, where that matches something."""
+    segments = text.split(".")
+    known = sorted({segment for name in names for segment in name.split(".")})
+    for index, segment in enumerate(segments):
+        for other in nearest(segment, known):
+            candidate = ".".join([*segments[:index], other, *segments[index + 1 :]])
+            for pattern in (candidate, f"**.{candidate}"):
+                if candidate != text and any(map(glob_expression(pattern).fullmatch, names)):
+                    yield pattern
+                    break
+
+
+def _see_all() -> str:
+    return '  see all:      print(hookdrop.plan(model, layers="**"))'
+
+
+def _texts(entries: list[Entry]) -> str:
+    return ", ".join(map(entry_text, entries))
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

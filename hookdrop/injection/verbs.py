@@ -1,0 +1,239 @@
+"""The verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from hookdrop.errors import LayerError, StateError, nothing_placed
+from hookdrop.hooks import compiling
+from hookdrop.hooks.registry import hidden
+from hookdrop.injection.config import VERSION, Allowed, regularizer_of, schedule_of
+from hookdrop.injection.group import Injections, find
+from hookdrop.injection.handle import Injection
+from hookdrop.injection.plan import Plan, make_plan
+from hookdrop.injection.resolve import PScale, Regularizers, Resolved, resolve
+from hookdrop.injection.select import Entries
+from hookdrop.regularizers import Regularizer
+from hookdrop.schedules import Schedule
+from hookdrop.utils.tensor_tree import TensorKey
+from hookdrop.utils.validation import one_of
+
+__all__ = ["Injections", "eject", "find", "from_config", "inject", "plan", "without_hooks"]
+
+
+def inject(
+    model: nn.Module,
+    regularizer: Regularizers,
+    *,
+    layers: Entries | None = None,
+    exclude: Entries | None = (),
+    at: str = "output",
+    tensor: TensorKey = None,
+    schedule: Schedule | None = None,
+    p_scale: PScale | None = None,
+    name: str | None = None,
+    on_existing: str = "error",
+    example_input: Any = None,
+) -> Injection:
+    """Put a regularizer on layers of a model that somebody else wrote.
+
+    The model's class, modules, parameters, `state_dict` and eval output stay what they are.
+
+    Args:
+        model: any `nn.Module`; wrapped (DDP, torch.compile, ...) or not.
+        regularizer: a hookdrop regularizer, a module of tensor -> tensor without parameters, a picklable
+            function, a text for `parse`, or a mapping from `layers` entries to these. Each site has a copy.
+        layers: where: a fully qualified name, a glob (`*` stays within a segment, `**` does not), a compiled
+            expression, a module class, a module, a function of (name, module), or a list of these.
+        exclude: what to leave out again; entries as in `layers`.
+        at: `"output"` or `"input"` of the layers.
+        tensor: which tensor of a tuple, list, dict or dataclass: an index, a key, `"all"`, or None for the first
+            floating-point one that is not 0-d.
+        schedule: how the rate moves with optimizer steps; None is constant.
+        p_scale: a factor of the rate for each site: `"depth"` (l / L), `"depth_from_zero"` (0 to 1), a mapping of
+            patterns to factors, or a function of (name, index, count).
+        name: what it is called; the regularizer's class name in lower case if None.
+        on_existing: for a site that has an injection: `"error"`, `"replace"` or `"stack"`.
+        example_input: a tensor, a tuple of arguments or a dict of keyword arguments, for one eval forward that
+            checks shapes and finds layers that are never called.
+
+    Returns:
+        The handle: `step`, `follow`, `disable`, `probe`, `remove`, ...
+
+    Raises:
+        LayerError: an entry matches nothing.
+        ShapeError: the regularizer would misread the example's shapes.
+        InjectionError: the sites are taken, the model can't be hooked, or the schedule has nothing to drive.
+        ValueError, TypeError: a setting is out of range. After any error the model is unchanged.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+        >>> drop = inject(model, DropBlock(p=0.2, block_size=3), layers=nn.Conv2d, schedule=LinearSchedule(steps=10))
+        >>> drop.step(5)
+        >>> drop
+        <Injection 'dropblock': 2 sites, p=0.1 of 0.2, step 5 of LinearSchedule(steps=10)>
+        >>> drop.remove()
+    """
+    if regularizer is None:
+        raise TypeError("inject: the regularizer is None: write what to put on the layers, such as DropBlock(p=0.1).")
+    return plan(
+        model,
+        regularizer,
+        layers=layers,
+        exclude=exclude,
+        at=at,
+        tensor=tensor,
+        schedule=schedule,
+        p_scale=p_scale,
+        name=name,
+        on_existing=on_existing,
+        example_input=example_input,
+    ).apply()
+
+
+def plan(
+    model: nn.Module,
+    regularizer: Regularizers | None = None,
+    *,
+    layers: Entries | None = None,
+    exclude: Entries | None = (),
+    at: str = "output",
+    tensor: TensorKey = None,
+    schedule: Schedule | None = None,
+    p_scale: PScale | None = None,
+    name: str | None = None,
+    on_existing: str = "error",
+    example_input: Any = None,
+) -> Plan:
+    """What `inject` would do with the same arguments; nothing is touched.
+
+    Without a regularizer it lists layers: `print(plan(model, layers="**"))`.
+
+    Returns:
+        The plan: `sites`, `counts`, `warnings`, a table when printed, and `apply()`.
+
+    Raises:
+        As `inject`.
+
+    Example:
+        >>> print(plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Dropout(p=0.1), layers="*", p_scale="depth"))
+        2 sites of Sequential
+        site  type       p  regularizer
+        ----  ------  ----  --------------
+        0     Linear  0.05  Dropout(p=0.1)
+        1     ReLU     0.1  Dropout(p=0.1)
+        '*': 2 layers
+    """
+    with nothing_placed():
+        compiling.not_while_tracing("plan()")
+        if isinstance(model, Regularizer):
+            raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
+        one_of(at, "at", "inject", ("output", "input"))
+        if isinstance(tensor, bool) or not isinstance(tensor, int | str | None):
+            raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {tensor!r}.")
+        resolved = resolve(model, regularizer, layers, exclude, schedule, p_scale, at)
+        return make_plan(
+            model,
+            resolved,
+            schedule=schedule,
+            tensor=tensor,
+            name=name,
+            on_existing=on_existing,
+            example_input=example_input,
+        )
+
+
+def eject(model: nn.Module, name: str | None = None) -> int:
+    """Remove every injection of a model, or the one of this name.
+
+    Returns:
+        The number of hooks that were removed.
+
+    Raises:
+        InjectionError: there is none of this name.
+    """
+    found = find(model) if name is None else [find(model)[name]]
+    count = sum(len(injection.sites) for injection in found)
+    for injection in found:
+        injection.remove()
+    return count
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
+    """None of hookdrop's hooks is on the model inside: for export and scripting. After it all are back.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> _ = inject(model, Dropout(p=0.5), layers="0")
+        >>> with without_hooks(model):
+        ...     len(find(model))
+        0
+        >>> len(find(model))
+        1
+    """
+    compiling.not_while_tracing("without_hooks()")
+    with hidden(model):
+        compiling.reset()
+        yield model
+    compiling.reset()
+
+
+def from_config(model: nn.Module, config: Mapping[str, Any], allow: Allowed = ()) -> Injection:
+    """Inject what `Injection.config` describes.
+
+    Args:
+        model: a model with the sites of the config.
+        config: as from `Injection.config`, through JSON or not.
+        allow: classes and functions other than hookdrop's that the config may name; nothing else is imported.
+
+    Raises:
+        StateError: not such a config, or it names a class that is not allowed.
+        LayerError: the model lacks a site.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> config = inject(model, Dropout(p=0.5), layers="0").config
+        >>> from_config(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), config).sites[0].name
+        '0'
+    """
+    with nothing_placed():
+        if not isinstance(config, Mapping) or config.get("version") != VERSION or not config.get("sites"):
+            raise StateError(f"this is not a config of an injection (version {VERSION}): {str(config)[:80]}")
+        missing = {"name", "at", "tensor", "schedule"} - set(config)
+        if missing:
+            raise StateError(f"the config lacks {', '.join(sorted(missing))}.")
+        schedule = schedule_of(config["schedule"], allow)
+        sites = {}
+        for site in config["sites"]:
+            if not isinstance(site, Mapping) or {"name", "regularizer", "p_scale"} - set(site):
+                raise StateError(f"a site of the config must have name, regularizer and p_scale, got {site!r}.")
+            sites[site["name"]] = site
+        if len(sites) != len(config["sites"]):
+            raise LayerError("the config has a site twice.")
+        constant = type(schedule).__name__ == "ConstantSchedule" and schedule(0) == 1.0
+        return make_plan(
+            model,
+            _resolved(model, sites, config["at"], None if constant else schedule, allow),
+            schedule=None if constant else schedule,
+            tensor=config["tensor"],
+            name=config["name"],
+        ).apply()
+
+
+def _resolved(
+    model: nn.Module, sites: Mapping[str, Mapping[str, Any]], at: str, schedule: Schedule | None, allow: Allowed
+) -> Resolved:
+    """The sites of a config; one that is not like the others says for itself where in its layer it is."""
+    entries = {name or model: regularizer_of(site["regularizer"], allow) for name, site in sites.items()}
+    scales = {name or model: site["p_scale"] for name, site in sites.items()}
+    fixed = all(scale == 1.0 for scale in scales.values())
+    resolved = resolve(model, entries, None, (), schedule, None if fixed else scales, at)
+    for planned in resolved.sites:
+        planned.at = one_of(sites[planned.name].get("at", at), "at", "from_config", ("output", "input", "skip"))
+        planned.branch = sites[planned.name].get("branch", "")
+    return resolved

@@ -1,0 +1,158 @@
+"""Blocks on maps: where the seeds are, what they cover, and how much of it.
+
+Written once for any number of spatial axes and any memory format, by looking at memory: the blocks of a tensor are
+windows into it, at the seeds' offsets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hookdrop.kernels.tensor_kinds import plain, transformed
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """`samples` x `channels` masks of `sizes`, made of blocks that open at seeds.
+
+    Seeds lie where a whole block fits. They are numbered along (samples, channels, *valid), last axis fastest.
+    """
+
+    samples: int
+    channels: int
+    """1 where the channels share a mask."""
+    sizes: tuple[int, ...]
+    blocks: tuple[int, ...]
+    channel: int = 1
+    """The channels' axis in the tensors that the masks are for."""
+
+    @cached_property
+    def valid(self) -> tuple[int, ...]:
+        """The places along each spatial axis where a block fits."""
+        return tuple(size - block + 1 for size, block in zip(self.sizes, self.blocks, strict=True))
+
+    @property
+    def places(self) -> int:
+        """Where seeds may lie."""
+        return self.samples * self.channels * math.prod(self.valid)
+
+    @property
+    def index(self) -> torch.dtype:
+        """The shorter of the dtypes that can number the places."""
+        return torch.int32 if self.places < 2**31 else torch.int64
+
+    @property
+    def of_sample(self) -> int:
+        """The elements of one sample's masks."""
+        return self.channels * math.prod(self.sizes)
+
+    def times(self, count: int) -> Blocks:
+        """The same for `count` times the samples."""
+        return replace(self, samples=self.samples * count)
+
+    def zero_(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """Zero the seeds' blocks in `x`, dense in memory: (samples, channels, *sizes), or the channels elsewhere."""
+        return self._fill_(x, seeds, x.movedim(self.channel, 1).stride(), 0)
+
+    def rows(self, seeds: Tensor) -> Tensor:
+        """uint8 (samples, pitch): a sample's masks in a row, 1 in the blocks; the rest of a row is 0."""
+        rows = torch.zeros(self.samples, self._pitch, dtype=torch.uint8, device=seeds.device)
+        return self._fill_(rows, seeds, (self._pitch, *_contiguous((self.channels, *self.sizes))), 1)
+
+    def grown(self, seeds: Tensor) -> Tensor:
+        """The same from dense seeds: uint8, 1 for a seed, one for each place."""
+        rows = torch.zeros(self.samples, self._pitch, dtype=torch.uint8, device=seeds.device)
+        corner = self._shaped(rows)
+        for axis, valid in enumerate(self.valid, start=2):
+            corner = corner.narrow(axis, 0, valid)
+        corner.copy_(seeds.view(corner.shape))
+        # A block fits where its seed is, so that a shift in memory never reaches the next line or the next map.
+        flat = rows.view(-1)
+        for stride, block in zip(_contiguous(self.sizes), self.blocks, strict=True):
+            covered = 1
+            while covered < block:
+                step = min(covered, block - covered)
+                shifted = flat[: -step * stride]
+                flat = torch.cat([flat[: step * stride], flat[step * stride :] | shifted])
+                covered += step
+        return flat.view(rows.shape)
+
+    def counts(self, rows: Tensor) -> Tensor:
+        """int64 (samples,): how much of each sample the rows of `rows` and `grown` say."""
+        # Eight bytes at a time; up to 255 words can be added before a byte of them overflows.
+        words = rows.view(torch.int64)
+        chunk = _WORDS if words.shape[1] > 255 else words.shape[1]
+        return words.view(self.samples, -1, chunk).sum(2).view(torch.uint8).sum(1)
+
+    @property
+    def packed_size(self) -> tuple[int, int]:
+        """The shape of `packed`: one bit an element, and what the end of a row takes."""
+        return self.samples, self._pitch // 8
+
+    def packed(self, rows: Tensor) -> Tensor:
+        """The rows of `rows` and `grown` with eight elements to a byte: uint8 of `packed_size`."""
+        # The product brings the lowest bits of a word's eight bytes together in its highest byte.
+        return ((rows.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
+
+    def unpacked(self, packed: Tensor) -> Tensor:
+        """The rows that were packed."""
+        # Eight copies of the byte; of each another bit is kept, and made the lowest.
+        bits = (packed.long() * _EACH_BYTE) & _BIT_OF_EACH
+        return (((bits + 0x7F * _EACH_BYTE) >> 7) & _EACH_BYTE).view(torch.uint8)
+
+    def mask(self, rows: Tensor) -> Tensor:
+        """bool, in the axes of the tensors that it is for; 1 channel where they share a mask."""
+        return self._shaped(rows).view(torch.bool).movedim(1, self.channel)
+
+    def _shaped(self, rows: Tensor) -> Tensor:
+        return rows[:, : self.of_sample].view(self.samples, self.channels, *self.sizes)
+
+    @property
+    def _pitch(self) -> int:
+        words = -(-self.of_sample // 8)
+        return 8 * (words if words <= 255 else -(-words // _WORDS) * _WORDS)
+
+    def _fill_(self, memory: Tensor, seeds: Tensor, strides: Sequence[int], value: int) -> Tensor:
+        """Write `value` to the seeds' blocks, given the strides of (samples, channels, *sizes)."""
+        offsets = self._offsets(seeds, strides)
+        if transformed() or not plain(memory):
+            # The same without windows, which overlap: not everybody makes of them what memory does.
+            for block, stride in zip(self.blocks, strides[2:], strict=True):
+                steps = torch.arange(block, device=offsets.device) * stride
+                offsets = (offsets.unsqueeze(-1) + steps).flatten()
+            flat = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True)) + 1
+            memory.as_strided((flat,), (1,)).index_fill_(0, offsets, value)
+            return memory
+        places = (self.samples, self.channels, *self.valid)
+        last = sum((count - 1) * stride for count, stride in zip(places, strides, strict=True))
+        windows = memory.as_strided((last + 1, *self.blocks), (1, *strides[2:]))
+        windows.index_fill_(0, offsets, value)
+        return memory
+
+    def _offsets(self, seeds: Tensor, strides: Sequence[int]) -> Tensor:
+        """Where in memory the seeds are."""
+        seeds = seeds.long()
+        places, below = (self.samples, self.channels, *self.valid), 1
+        offsets = seeds * strides[-1]
+        for axis in range(len(places) - 1, 0, -1):
+            below *= places[axis]
+            # Going on along one axis by one, all axes inside of it start again.
+            jump = strides[axis - 1] - places[axis] * strides[axis]
+            if jump:
+                offsets.add_(seeds.div(below, rounding_mode="floor"), alpha=jump)
+        return offsets
+
+
+_WORDS = 128
+_EACH_BYTE = 0x0101010101010101
+_BIT_OF_EACH = 0x8040201008040201 - 2**64
+
+
+def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))

@@ -1,0 +1,82 @@
+"""Every private PyTorch name that hookdrop uses, so that a new PyTorch is checked against one file.
+
+`tests/test_torch_internals.py` has a canary for each: it says what breaks if PyTorch removes the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
+
+_C: Any = torch._C
+
+# --- tensors
+
+has_storage: Callable[[Tensor], bool] = _C._has_storage
+"""Whether a tensor has memory: a batch of gradients inside of `vmap` has none."""
+
+
+def is_zero_tensor(x: Tensor) -> bool:
+    """Whether `x` is a gradient of 0 without memory."""
+    return x._is_zerotensor()
+
+
+def version_of(x: Tensor) -> int:
+    """How often `x` was written to in place."""
+    return x._version
+
+
+# --- who watches or rewrites operations
+
+dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+"""How many dispatch modes (fake tensors, tracing, profiling of operations) are active."""
+
+functorch_stack: Callable[[], Any] = _C._functorch.peek_interpreter_stack
+"""The innermost `torch.func` transform; None outside of all."""
+
+without_dispatch_modes: Callable[[], Any] = _C._DisableTorchDispatch
+"""A context in which no dispatch mode sees an operation."""
+
+without_functorch: Callable[[], Any] = _C._DisableFuncTorch
+"""A context in which no `torch.func` transform sees an operation."""
+
+disable_dynamo = _disable_dynamo
+"""`torch.compiler.disable`, but without importing the compiler."""
+
+
+def in_forward_ad() -> bool:
+    """Whether forward-mode derivatives are being computed."""
+    return forward_ad._current_level >= 0
+
+
+def is_proxy_tracing() -> bool:
+    """Whether `make_fx` records operations."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
+def mark_vmap_slices(zeros: Tensor, level: int) -> Tensor:
+    """`zeros` as one tensor for each slice of the `vmap` at `level`."""
+    marked: Tensor = _C._functorch._add_batch_dim(zeros, 0, level)
+    return marked
+
+
+# --- the backward pass
+
+graph_task: Callable[[], int] = _C._current_graph_task_id
+"""The id of the running backward pass; -1 outside of one."""
+
+sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
+"""The number that the next autograd node gets."""
+
+current_node: Callable[[], Any] = _C._current_autograd_node
+"""The autograd node that is running."""
+
+saved_tensors_hooks: Callable[[bool], Any] | None = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
+"""The innermost hooks on saved tensors, or None if there are none; itself None before PyTorch 2.8."""
