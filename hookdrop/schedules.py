@@ -37,6 +37,11 @@ class Schedule(ABC):
         """The largest multiplier that it can reach; None if that can't be told beforehand."""
         return None
 
+    @property
+    def settles_at(self) -> int | None:
+        """The step from which the multiplier no longer changes; None if that can't be told beforehand."""
+        return None
+
     def __repr__(self) -> str:
         if not is_dataclass(self):
             return f"{type(self).__name__}()"
@@ -76,6 +81,10 @@ class ConstantSchedule(Schedule):
     def peak(self) -> float:
         return self.value
 
+    @property
+    def settles_at(self) -> int:
+        return 0
+
 
 @dataclass(frozen=True, repr=False)
 class _Ramp(Schedule):
@@ -107,6 +116,10 @@ class _Ramp(Schedule):
     @property
     def peak(self) -> float:
         return max(self.start, self.end)
+
+    @property
+    def settles_at(self) -> int:
+        return 0 if self.start == self.end else self.delay + self.steps
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,6 +189,11 @@ class ExponentialSchedule(Schedule):
     def peak(self) -> float:
         return 1.0
 
+    @property
+    def settles_at(self) -> int:
+        # From here on 1 - exp(-x) is 1 in double precision.
+        return math.ceil(54 * math.log(2) * self.steps / self.speed)
+
 
 @dataclass(frozen=True, repr=False)
 class EarlySchedule(Schedule):
@@ -207,6 +225,10 @@ class EarlySchedule(Schedule):
     def peak(self) -> float:
         return 1.0
 
+    @property
+    def settles_at(self) -> int:
+        return self.cutoff
+
 
 @dataclass(frozen=True, repr=False)
 class LateSchedule(Schedule):
@@ -233,6 +255,10 @@ class LateSchedule(Schedule):
     @property
     def peak(self) -> float:
         return 1.0
+
+    @property
+    def settles_at(self) -> int:
+        return self.cutoff
 
 
 @dataclass(frozen=True, repr=False)
@@ -274,6 +300,11 @@ class ChainedSchedule(Schedule):
         peaks = [schedule.peak for schedule in self.schedules]
         return None if None in peaks else max(peak for peak in peaks if peak is not None)
 
+    @property
+    def settles_at(self) -> int | None:
+        last = self.schedules[-1].settles_at
+        return None if last is None else last + (self.milestones[-1] if self.milestones else 0)
+
 
 @dataclass(frozen=True, repr=False)
 class LambdaSchedule(Schedule):
@@ -299,8 +330,3 @@ class LambdaSchedule(Schedule):
         if value < 0:
             raise ValueError(f"LambdaSchedule: fn({step}) must be at least 0, got {value:g}.")
         return value
-
-
-def needs_driving(schedule: Schedule) -> bool:
-    """Whether the rate waits for somebody to call `step`, `seek` or `follow`."""
-    return not isinstance(schedule, ConstantSchedule)

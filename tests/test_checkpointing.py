@@ -31,7 +31,7 @@ from hookdrop import (
     inject,
 )
 from hookdrop.diagnostics import watchdog
-from hookdrop.diagnostics.judge import UPDATES_TO_JUDGE
+from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
 
 Forward = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
 
@@ -307,8 +307,8 @@ class TestRandomStateNotKept:
             patch.setattr(replay, "CAPACITY", 10)
             for _ in range(30):
                 model(torch.ones(2))
-        assert len(hook.state.forwards.rates) == 10
-        assert not hook.state.forwards.complete
+        assert len(hook.state.live.checkpointed.calls) == 10
+        assert not hook.state.live.checkpointed.complete
 
 
 # --- other people's checkpointing
@@ -371,6 +371,7 @@ class TestTimm:
             drop = inject(model, Dropout(0.3), layers=FAMILIES[family][2][1], example_input=x)
         model(x)
         assert not any(site.fired for site in drop.sites)
+        drop.seek(1)
         assert "never ran" in drop.check()[0]
 
     def test_turned_on_later_it_is_told_after_ten_steps(self, family: str) -> None:
@@ -427,10 +428,10 @@ def test_a_model_is_watched_until_all_sites_have_run() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     drop = inject(model, Dropout(0.3), layers="blocks.*")
     optimizer.step()
-    assert id(drop._state) in watchdog._watched
+    assert watchdog.is_watched(drop._state)
     model(torch.ones(2, 8))
     optimizer.step()
-    assert id(drop._state) not in watchdog._watched
+    assert not watchdog.is_watched(drop._state)
 
 
 @pytest.mark.parametrize("mode", [True, False])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, InjectionError, LinearSchedule, eject, inject, without_hooks
-from hookdrop.diagnostics.judge import UPDATES_TO_JUDGE
+from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
 
 X = torch.ones(20_000)
 
@@ -58,10 +58,12 @@ def test_a_schedule_that_nobody_drives_is_told(start: int) -> None:
             fast(torch.ones(2)).sum().backward()
             optimizer.step()
 
-    with pytest.warns(HookdropWarning, match=f"still at step {start} of LinearSchedule.*nobody drives it") as caught:
+    with pytest.warns(
+        HookdropWarning, match=f"still at step {start} of LinearSchedule.*its schedule is not advancing"
+    ) as caught:
         update(3 * UPDATES_TO_JUDGE)
     assert len(caught) == 1
-    assert any("nobody drives it" in problem for problem in drop.check())
+    assert any("its schedule is not advancing" in problem for problem in drop.check())
 
 
 @pytest.mark.parametrize("theirs", [nn.Dropout(0.8), Dropout(0.8)], ids=repr)

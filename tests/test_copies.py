@@ -306,7 +306,8 @@ def test_a_copy_of_a_handle(model: Small, drop: Injection) -> None:
     for alone in (copy.deepcopy(drop), pickle.loads(pickle.dumps(drop))):
         assert "whose model is gone" in repr(alone)
         with pytest.raises(InjectionError, match=r"is gone(.|\n)*find\(model\)"):
-            alone.check()
+            alone.probe(torch.ones(2, 3, 8, 8))
+        assert "is gone" in alone.check()[0]
     assert len(find(model)) == 1
 
 
@@ -366,10 +367,10 @@ def test_a_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, imag
     with torch.inference_mode():
         twin = copy.deepcopy(model)
     (hook,) = twin.layer1[0]._forward_hooks.values()
-    assert not hook.rate.is_inference()
+    assert not hook.train_rate.tensor.is_inference()
     with torch.inference_mode():
         find(twin).step()
-    assert not hook.rate.is_inference()
+    assert not hook.train_rate.tensor.is_inference()
     find(twin).step()
     assert find(twin)[0].step_count == 7
     with torch.inference_mode():

@@ -18,7 +18,7 @@ from conftest import Small
 from torch import nn
 
 from hookdrop import Dropout, LateSchedule, inject, plan
-from hookdrop.diagnostics.judge import CALLS_TO_JUDGE
+from hookdrop.diagnostics.training import CALLS_TO_JUDGE
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.injection import select as layers
 

@@ -131,7 +131,7 @@ class TestLost:
         assert again.check() == []
         assert places(model) == ["conv1", *NORMS, "fc"]
 
-    @pytest.mark.parametrize("ask", ["metrics", "summary", "state_dict", "remove"])
+    @pytest.mark.parametrize("ask", ["summary", "remove"])
     @pytest.mark.parametrize("how", LOSE)
     def test_lost_hooks_are_told_without_being_asked(self, model: Small, drop: Injection, how: str, ask: str) -> None:
         LOSE[how][0](model)
@@ -404,7 +404,7 @@ class TestMoved:
             'them: use find(model) for all, or inject again with on_existing="replace", then drop.seek(2).'
         )
         with pytest.warns(HookdropWarning) as caught:
-            drop.metrics()
+            drop.summary()
         assert problem in [str(warning.message) for warning in caught]
         find(model).seek(4)
         assert [site.p for handle in find(model) for site in handle.sites] == [0.5] * len(places(model))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hookdrop.diagnostics.first_call import without_bookkeeping
 from hookdrop.diagnostics.isolation import call, preserved
 from hookdrop.errors import ShapeError
-from hookdrop.hooks.registry import unmarked
 from hookdrop.utils.tensor_tree import TensorKey, change, change_arguments, fits, tensors
 from hookdrop.utils.wrappers import unwrapped
 
@@ -58,7 +58,7 @@ def dry_run(
     for module in model.modules():
         recorder.watch(module, wanted.get(id(module)))
     try:
-        with unmarked(model), preserved(model), torch.no_grad():
+        with without_bookkeeping(model), preserved(model), torch.no_grad():
             for module in model.modules():
                 module.training = False
             call(unwrapped(model), example)

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from hookdrop.diagnostics.isolation import forked_rng
 from hookdrop.errors import InjectionError
-from hookdrop.regularizers import Regularizer, like
+from hookdrop.hooks.hook import Rate, SiteHook
+from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.tables import html_table, text_table
+from hookdrop.utils.tensor_tree import require_same_shape_and_dtype
+from hookdrop.utils.torch_internals import functorch_stack
 
 HEADER = ("site", "asked", "dropped", "mean ratio", "calls")
 
 
 class Meter(Protocol):
-    """What is told of every tensor that a regularizer works on."""
+    """What is told about every tensor that a regularizer works on."""
 
-    def record(self, name: str, regularizer: Regularizer, x: Tensor, y: Tensor, dropped: Tensor) -> None:
+    def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
         """Note one call.
 
         Args:
-            name: the site.
-            regularizer: what worked, at the rate of the call.
-            x: what it was given.
-            y: what it made of it.
+            hook: the hook of the site.
+            rate: that of the call; None if the regularizer has none.
+            x: what came in.
+            y: what went on.
             dropped: bool, of the shape of `x`: where `y` does not depend on it.
         """
 
@@ -99,9 +104,9 @@ class Measurement:
         before = sum(site.magnitude_in for site in self.sites.values())
         return sum(site.magnitude_out for site in self.sites.values()) / before if before else 1.0
 
-    def record(self, name: str, regularizer: Regularizer, x: Tensor, y: Tensor, dropped: Tensor) -> None:
+    def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
         """Add one call, as `Meter` says."""
-        site = self.sites[name]
+        site, regularizer = self.sites[hook.site], hook.regularizer
         site.calls += 1
         site.elements += x.numel()
         site.drops = regularizer.drops
@@ -109,8 +114,8 @@ class Measurement:
         site.zeroed += _total(dropped.sum()) if site.drops else 0.0
         if site.asked_sum is not None:
             # Of `Cutout` the fraction that was dropped is not what its p asks for.
-            asks = regularizer.rate is not None and (regularizer.probability or not regularizer.drops)
-            site.asked_sum = None if not asks else site.asked_sum + (regularizer.rate or 0.0)
+            asks = rate is not None and (regularizer.probability or not regularizer.drops)
+            site.asked_sum = None if not asks else site.asked_sum + (rate or 0.0)
         site.magnitude_in += _total(x.detach().abs().sum(dtype=torch.float64))
         site.magnitude_out += _total(y.detach().abs().sum(dtype=torch.float64))
 
@@ -150,25 +155,102 @@ def _row(name: str, what: SiteMeasurement | Measurement) -> tuple[str, str, str,
     return name, asked, f"{what.dropped:.3f}" if what.drops else "-", f"{what.mean_ratio:.3f}", what.calls
 
 
-def measured(regularizer: Regularizer, x: Tensor, name: str, into: Sequence[Meter]) -> Tensor:
-    """`regularizer.regularize(x)`, recorded.
+M = TypeVar("M", bound=Meter)
 
-    What is dropped is read from the derivative, which is zero just there, whatever the values are and whoever
-    wrote the regularizer. The derivative is taken of a second run from the same random state, so that the
-    first has the mask that it would have had, and leaves the random state behind that it would have left.
+
+@contextmanager
+def measured_into(state: InjectionState, meter: M) -> Iterator[M]:
+    """The forwards inside are recorded in `meter`."""
+    live = state.live
+    meters: list[Meter] = [*_meters(live.observe), meter]
+    live.observe = partial(_observe, meters)
+    try:
+        yield meter
+    finally:
+        left = [other for other in _meters(live.observe) if other is not meter]
+        live.observe = partial(_observe, left) if left else None
+
+
+def _meters(observe: Any) -> list[Meter]:
+    return [] if observe is None else observe.args[0]
+
+
+def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: Rate) -> Tensor:
+    """`x` regularized and recorded.
+
+    What is dropped is read from the derivative, which is zero just there, whatever the values are and whoever wrote
+    the regularizer. It is taken of a second run from the same random state, so that the first run has the mask that
+    it would have had, and leaves the random state behind that it would have left.
     """
     must_have_values(x)
-    # A copy of the regularizer, as it may count; hooks on saved tensors, as an activation checkpoint counts those.
-    kept = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-    with forked_rng(x), torch.inference_mode(False), torch.enable_grad(), kept:
-        twin = x.detach().clone().requires_grad_()
-        out = like(twin, copy.deepcopy(regularizer).regularize(twin))
-        grad = torch.autograd.grad(out.sum(), twin, allow_unused=True)[0] if out.requires_grad else None
-    dropped = torch.ones_like(x, dtype=torch.bool) if grad is None else grad == 0
-    y = like(x, regularizer.regularize(x))
-    for meter in into:
-        meter.record(name, regularizer, x, y, dropped)
+
+    def regularized(x: Tensor) -> Tensor:
+        return require_same_shape_and_dtype(x, regularizer.regularize_at(x, rate.value))
+
+    # A copy of the regularizer, as it may count its calls.
+    regularizer = copy.deepcopy(hook.regularizer)
+    with forked_rng(x):
+        dropped = _derivative(regularized, x) == 0
+    regularizer = hook.regularizer
+    y = regularized(x)
+    asked = None if regularizer.rate is None else rate.value
+
+    def record(x: Tensor, y: Tensor, dropped: Tensor) -> None:
+        for meter in meters:
+            meter.record(hook, asked, x, y, dropped)
+
+    _for_each_slice(record, x, y, dropped)
     return y
+
+
+def _derivative(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if functorch_stack() is not None:
+        computed: Any = torch.func.vjp(fn, x)
+        return computed[1](torch.ones_like(computed[0]))[0]  # type: ignore[no-any-return]
+    # An activation checkpoint counts the tensors that are saved inside of it: these are none of them.
+    uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with torch.inference_mode(False), torch.enable_grad(), uncounted:
+        twin = x.detach().clone().requires_grad_()
+        out = fn(twin)
+        grad = torch.autograd.grad(out.sum(), twin, allow_unused=True)[0] if out.requires_grad else None
+    return torch.zeros_like(x) if grad is None else grad
+
+
+def _for_each_slice(record: Callable[..., Any], *tensors: Tensor) -> None:
+    """Call `record` with tensors that have values: under `torch.func.vmap`, with those of all slices together."""
+    if functorch_stack() is None:
+        record(*tensors)
+    else:
+        _Record.apply(record, *(tensor.detach() for tensor in tensors))
+
+
+class _Record(torch.autograd.Function):
+    """Nothing to differentiate; PyTorch takes the tensors out of its transforms one by one."""
+
+    @staticmethod
+    def forward(record: Callable[..., Any], *tensors: Tensor) -> Tensor:
+        _for_each_slice(record, *tensors)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        return (None,) * 4
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], record: Any, *tensors: Tensor) -> tuple[Tensor, None]:
+        slices = [
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        return _Record.apply(record, *slices), None
 
 
 def must_have_values(x: Tensor) -> None:

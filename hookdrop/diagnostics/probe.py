@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hookdrop.diagnostics.first_call import without_bookkeeping
 from hookdrop.diagnostics.isolation import call, preserved
-from hookdrop.diagnostics.measurement import Measurement, Meter, SiteMeasurement, must_have_values
+from hookdrop.diagnostics.measurement import Measurement, SiteMeasurement, measured_into, must_have_values
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.registry import hidden, unmarked
-from hookdrop.hooks.state import State
+from hookdrop.hooks.registry import hooks_removed
+from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.validation import count
 from hookdrop.utils.wrappers import unwrapped
 
-M = TypeVar("M", bound=Meter)
 
-
-def probe(model: nn.Module, state: State, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:
+def probe(model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:
     """Measure `forwards` train-mode forwards on `x`, and compare eval output with hooks and without."""
     forwards = count(forwards, "forwards", "probe")
     inner = unwrapped(model)
     for parameter in inner.parameters():
         must_have_values(parameter)
     result = empty_measurement(hooks)
-    with unmarked(model), preserved(model), torch.no_grad():
+    with without_bookkeeping(model), preserved(model), torch.no_grad():
         modes = _training_modes(inner)
         _set(inner, [False] * len(modes))
         result.eval_identical = _eval_identical(inner, x)
@@ -43,16 +41,6 @@ def probe(model: nn.Module, state: State, hooks: Sequence[SiteHook], x: Any, for
 def empty_measurement(hooks: Sequence[SiteHook]) -> Measurement:
     """A measurement with a row for each site."""
     return Measurement({hook.site: SiteMeasurement() for hook in hooks})
-
-
-@contextmanager
-def measured_into(state: State, result: M) -> Iterator[M]:
-    """The forwards inside are recorded in `result`."""
-    state.meters.append(result)
-    try:
-        yield result
-    finally:
-        state.meters = [other for other in state.meters if other is not result]
 
 
 def _training_modes(model: nn.Module) -> list[bool]:
@@ -70,7 +58,7 @@ def _set(model: nn.Module, modes: Sequence[bool]) -> None:
 def _eval_identical(model: nn.Module, x: Any) -> bool | None:
     with preserved(model):
         regularized = tensors(call(model, x))
-    with preserved(model), hidden(model):
+    with preserved(model), hooks_removed(model):
         clean = tensors(call(model, x))
     if not clean:
         return None
@@ -83,19 +71,19 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def _note(state: State, hooks: Sequence[SiteHook], result: Measurement) -> str:
+def _note(state: InjectionState, hooks: Sequence[SiteHook], result: Measurement) -> str:
     if not state.on:
         return f"{state.name!r} is disabled: drop.enable()"
     if result.calls and all(hook.regularizer.in_backward for hook in hooks):
         return f"{state.name!r} edits gradients, in the backward pass: in these forwards it changes nothing"
     if result.calls:
         return ""
-    if state.schedule(state.step_count) == 0.0 and any(hook.idle for hook in hooks):
+    if state.multiplier == 0.0 and any(hook.train_rate is not None and hook.train_rate.neutral for hook in hooks):
         return (
             f"nothing was dropped: the rate is 0 at step {state.step_count} of {state.schedule}; "
             "probe(x, step=...) looks further along"
         )
-    if not any(hook.judge.trained for hook in hooks):
+    if not any(hook.trained for hook in hooks):
         return "nothing was dropped: no site was called in training mode (never called, or kept in eval)"
     neutral = {f"{hook.regularizer.neutral:g}" for hook in hooks}
     return f"nothing was dropped: the rate is {' or '.join(sorted(neutral))}"

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from hookdrop.diagnostics.figures import Block, Row, blocks_figure, pixels, spread
-from hookdrop.diagnostics.probe import measured_into
+from hookdrop.diagnostics.measurement import measured_into
 from hookdrop.errors import nearest
-from hookdrop.hooks.checkpointing import running_again
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.state import State
-from hookdrop.regularizers import Regularizer
+from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import html_table, shape_text, some, text_table
 from hookdrop.utils.tensor_copies import NotKept, Place, copied, place
+from hookdrop.utils.torch_internals import graph_task
 from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:
@@ -67,16 +66,15 @@ class Recording(Mapping[str, Record]):
         self._records: dict[str, deque[Record]] = {site: deque(maxlen=self._last) for site in sites}
         self._counts = dict.fromkeys(sites, 0)
 
-    def record(self, name: str, regularizer: Regularizer, x: Tensor, y: Tensor, dropped: Tensor) -> None:
-        """Add one call; what an activation checkpoint runs again is no other call."""
-        if running_again():
+    def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
+        """Add one call; what an activation checkpoint recomputes is no other call."""
+        if graph_task() != -1:
             return
+        regularizer = hook.regularizer
         mask = ~copied(dropped, self._to) if regularizer.drops else torch.ones_like(copied(dropped, self._to))
-        record = Record(
-            copied(x, self._to), mask, copied(y, self._to), regularizer.rate, repr(regularizer), regularizer.drops
-        )
-        self._records[name].append(record)
-        self._counts[name] += 1
+        record = Record(copied(x, self._to), mask, copied(y, self._to), rate, hook.describe(rate), regularizer.drops)
+        self._records[hook.site].append(record)
+        self._counts[hook.site] += 1
 
     def __getitem__(self, name: str) -> Record:
         """The last call of a site.
@@ -199,7 +197,7 @@ class Recording(Mapping[str, Record]):
 
 
 @contextmanager
-def recorded(state: State, hooks: Sequence[SiteHook], last: int, to: Place) -> Iterator[Recording]:
+def recorded(state: InjectionState, hooks: Sequence[SiteHook], last: int, to: Place) -> Iterator[Recording]:
     """Record the forwards inside, and find out what was not recorded, and why."""
     recording = Recording(state.name, [hook.site for hook in hooks], last, to)
     try:
@@ -213,8 +211,8 @@ def _why_not(hook: SiteHook) -> str:
     state = hook.state
     if not state.on:
         return f"{state.name!r} is disabled or removed"
-    if hook.idle:
+    if hook.train_rate is None or hook.train_rate.neutral:
         return f"its rate is 0 at step {state.step_count} of {state.schedule}"
-    if not hook.fired:
+    if not hook.called:
         return "the layer was never called"
     return "it was not called in training mode while recording"

@@ -1,14 +1,14 @@
-"""What is told where nobody asks, and no hook can tell: sites that never run, and schedules that nobody drives.
+"""Warnings about a training that nobody asks about: sites that never run, and a schedule that is not advancing.
 
-In compiled code, on layers without weights and on frozen ones the hooks see no updates, so the optimizers' steps are
-listened to. The listener stays from the first injection on; it has something to do until all sites of an injection have
-run or the verdict is out: as a rule, for one step. If there is a schedule it counts on.
+The steps of PyTorch's optimizers are listened to: they are seen for compiled code, frozen layers and layers without
+weights too. Other optimizers (fastai's, a loop written by hand) are noticed in the forwards. Both count the updates in
+one place, and an update counts once.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,82 +16,110 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hookdrop.diagnostics.checks import problems
-from hookdrop.diagnostics.judge import count_update, first_weight, stalled, was_updated
+from hookdrop.diagnostics.checks import always_in_eval_text, discarded_text, problems, stalled
+from hookdrop.diagnostics.training import Watch
+from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
-from hookdrop.hooks.state import State
+from hookdrop.hooks.state import InjectionState, all_states
+
+_watched: weakref.WeakSet[InjectionState] = weakref.WeakSet()
+_listening = False
 
 
-@dataclass
-class _Watched:
-    state: weakref.ref[State]
-    model: weakref.ref[nn.Module]
-    weight: weakref.ref[nn.Parameter] | None = None
-    """The first that is trained: to look for it at every step of every optimizer would take long."""
-    silent: bool = True
-    """Whether there may be sites that never ran, and nothing was told of it."""
-
-
-_watched: dict[int, _Watched] = {}
-"""By the state's id. It is walked as `list(...)`, which no other thread can come between."""
-_listens = False
-
-
-def watch(model: nn.Module, state: State) -> None:
-    """Tell, when `model` was updated often enough, of sites that have not run and of a schedule that nobody drives."""
-    global _listens
-    state.seen_version = state.version
-    _watched[id(state)] = _Watched(weakref.ref(state), weakref.ref(model))
-    weakref.finalize(state, _watched.pop, id(state), None).atexit = False
-    if not _listens:
-        # For good: an optimizer that is just calling its hooks would fail if one of them went.
-        _listens = True
+def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> None:
+    """Watch the training of `model` until all sites have run; with a schedule, for as long as it exists."""
+    global _listening
+    state.live.watch = Watch(model, copied=copied)
+    _watched.add(state)
+    if not _listening:
+        # For good: an optimizer that is calling its hooks would fail if one of them was removed.
+        _listening = True
         register_optimizer_step_post_hook(_after_step)
 
 
-def forget(state: State) -> None:
+def forget(state: InjectionState) -> None:
     """Watch no longer."""
-    _watched.pop(id(state), None)
+    _watched.discard(state)
+
+
+def is_watched(state: InjectionState) -> bool:
+    """Whether the steps of optimizers may still lead to a warning."""
+    return state in _watched
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    for watched in list(_watched.values()):
-        state, model = watched.state(), watched.model()
-        if state is None:
-            continue
+    discarded: list[weakref.ref[InjectionState]] = []
+    state: InjectionState | None = None
+    for state in list(_watched):
+        seen: Watch = state.live.watch
+        model = seen.model()
         if model is not None:
-            _look(watched, model, state, optimizer)
-        if model is None or not (watched.silent or state.scheduled):
-            forget(state)
+            _look(seen, model, state, optimizer)
+            continue
+        forget(state)
+        if not (state.live.trained or seen.copied):
+            discarded.append(weakref.ref(state))
+    del state
+    _warn_about_discarded(discarded)
 
 
-def _look(watched: _Watched, model: nn.Module, state: State, optimizer: Optimizer) -> None:
-    weight = _weight(watched, model)
-    if watched.silent:
-        watched.silent = not all(hook.fired for hook in state.members)
-        # The weights of an average are written to, but by no optimizer.
-        if watched.silent and was_updated(model, state.version) and _trains(optimizer, weight):
-            watched.silent = False
-            _tell(state, problems(model, state, [hook for _, hook in hooks_of(model) if hook.state is state]))
-    if state.scheduled:
-        count_update(weight, state)
-        _tell(state, stalled(state))
+def _look(seen: Watch, model: nn.Module, state: InjectionState, optimizer: Optimizer) -> None:
+    if seen.copied and not _trains(optimizer, seen):
+        return  # the weights of an average are written to, but by no optimizer
+    seen.notice_update(state)
+    if seen.silent:
+        seen.silent = not all(hook.called for hook in state.live.members)
+        if seen.silent and seen.was_updated() and _trains(optimizer, seen):
+            seen.silent = False
+            _warn(state, problems(model, state, [hook for _, hook in hooks_of(model) if hook.state is state]))
+    if not (seen.silent or state.scheduled):
+        forget(state)
+    _warn(state, stalled(state))
 
 
-def _weight(watched: _Watched, model: nn.Module) -> nn.Parameter | None:
-    weight = None if watched.weight is None else watched.weight()
-    if weight is None or not weight.requires_grad:
-        weight = first_weight(model)
-        watched.weight = None if weight is None else weakref.ref(weight)
-    return weight
+def _warn_about_discarded(discarded: list[weakref.ref[InjectionState]]) -> None:
+    """Warn about models that went away untrained, if a handle is still held and no copy of the hooks is in use."""
+    if discarded:
+        gc.collect()  # or what nobody holds any more would be warned about
+    for reference in discarded:
+        state = reference()
+        if state is not None and not any(other.key == state.key and other is not state for other in all_states):
+            state.warn_once("discarded", discarded_text(state.name))
 
 
-def _trains(optimizer: Optimizer, weight: nn.Parameter | None) -> bool:
+def _trains(optimizer: Optimizer, seen: Watch) -> bool:
+    weight = seen.weight()
     return any(weight is parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _tell(state: State, found: dict[str, str]) -> None:
+def _warn(state: InjectionState, found: dict[str, str]) -> None:
     for kind, text in found.items():
-        state.tell(kind, text)
+        state.warn_once(kind, text)
+
+
+def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
+    """Notice the updates of optimizers that are not PyTorch's, and layers that a training runs in eval mode."""
+    state, live = hook.state, hook.state.live
+    if live.watch is None and module.training and state.scheduled:
+        watch(module, state, copied=True)
+    seen: Watch | None = live.watch
+    if module.training and (seen is None or _needs_no_forwards(state) or seen.sampler not in (None, hook.site)):
+        return hook.unsubscribe(watch_forwards)
+    if seen is None or seen.model() is None or not torch.is_grad_enabled():
+        return None  # a copy, validation or inference
+    seen.sampler = hook.site if seen.sampler is None else seen.sampler
+    seen.notice_update(state, by_value=seen.sampler == hook.site)
+    if module.training:
+        _warn(state, stalled(state))
+    elif live.root is not None and state.enabled and not live.contexts and seen.was_updated():
+        state.warn_once("always in eval", always_in_eval_text(state, [hook.site]))
+    return None
+
+
+def _needs_no_forwards(state: InjectionState) -> bool:
+    return not state.scheduled or state.live.driven or state.followed or "undriven" in state.warned_kinds
+
+
+first_listeners.append(watch_forwards)

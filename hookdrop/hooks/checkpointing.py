@@ -1,87 +1,121 @@
-"""Activation checkpointing: what runs again in a backward pass must drop what its forward dropped.
+"""Activation checkpointing: a forward that is recomputed in a backward pass must drop what the first one dropped.
 
-PyTorch gives the random state of the forward back, and so the mask, if the rate is that of the forward too. A call is
-known again by the random state that it finds, whatever has happened in between.
+PyTorch restores the random state of the forward, and so the mask, if the rate is the forward's too. A call is
+recognized by the random state that it finds, whatever has happened in between.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
-from typing import Any
+import sys
+from functools import cache
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hookdrop.utils.tensor_tree import tensors
-
-_internals: Any = torch._C
-_graph_task: Callable[[], int] = getattr(_internals, "_current_graph_task_id", lambda: -1)
-_TELLS = hasattr(_internals._autograd, "_top_saved_tensors_default_hooks")
-# Where PyTorch (2.6 and 2.7, say) doesn't tell, every forward counts as one whose tensors others keep.
-_saved_tensors_hooks: Callable[[bool], Any] = (
-    _internals._autograd._top_saved_tensors_default_hooks if _TELLS else lambda _: True
+from hookdrop.utils.torch_internals import (
+    current_node,
+    graph_task,
+    saved_tensors_hooks,
+    sequence_number,
+    without_dispatch_modes,
+    without_functorch,
 )
 
-_sequence_nr: Callable[[], int] = _internals._autograd._get_sequence_nr
-_current_node: Callable[[], Any] = _internals._current_autograd_node
-
-Rate = tuple[bool, float | None]
-"""Whether a hook had something to do, and at what rate (None where there is none)."""
+if TYPE_CHECKING:
+    from hookdrop.hooks.hook import Rate
 
 Call = tuple[str, bool, int]
 """Site, whether in training mode, and a fingerprint of the random state."""
 
-ALIKE = 8
+SAME_STATE = 8
 """Calls of one site from one random state that are told apart."""
 
 CAPACITY = 2**14
 """Calls that are remembered: those of a hundred sites in a hundred forwards."""
 
 
-def running_again() -> bool:
-    """Whether this is called from within a backward pass."""
-    return _graph_task() != -1
+def is_recomputing() -> bool:
+    """Whether this runs within a backward pass."""
+    return graph_task() != -1
 
 
-def may_run_again() -> bool:
-    """Whether this is the forward of an activation checkpoint: without gradients, or with others keeping tensors."""
+def may_be_recomputed() -> bool:
+    """Whether this looks like the forward of a checkpoint: without gradients, or with hooks on saved tensors."""
     if torch.is_grad_enabled():
-        return _saved_tensors_hooks(True) is not None
+        return _saved_tensors_are_hooked()
     return not torch.is_inference_mode_enabled()
 
 
-class Forwards:
-    """The rates of the calls that may be run again."""
+def _saved_tensors_are_hooked() -> bool:
+    if saved_tensors_hooks is not None:
+        return saved_tensors_hooks(True) is not None
+    # PyTorch 2.6 and 2.7 cannot tell, but there the checkpoint's own function is among the callers.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _checkpoint_code():
+        frame = frame.f_back
+    return frame is not None
+
+
+@cache
+def _checkpoint_code() -> CodeType:
+    from torch.utils.checkpoint import checkpoint
+
+    code: CodeType = inspect.unwrap(checkpoint).__code__
+    return code
+
+
+class CheckpointedRates:
+    """The rates of calls that a backward pass may repeat; a None among them was a call that dropped nothing."""
 
     def __init__(self) -> None:
-        self.rates: dict[Call, list[tuple[int, bool, Rate]]] = {}
-        """How many nodes the graph had then, whether with gradients, and the rate."""
+        self.calls: dict[Call, list[tuple[int, bool, Rate | None]]] = {}
+        """The next number of an autograd node at the call, whether gradients were on, and the rate."""
         self.complete = True
         """Whether no call was forgotten."""
 
-    def note(self, call: Call, rate: Rate) -> None:
-        """Remember a call, the oldest of too many making room."""
-        alike = self.rates.pop(call, [])
-        # Where nothing is drawn, as in `disabled`, the next forward finds the same random state.
-        self.rates[call] = [*alike[1 - ALIKE :], (_sequence_nr(), torch.is_grad_enabled(), rate)]
-        if len(self.rates) > CAPACITY:
-            del self.rates[next(iter(self.rates))]
+    @property
+    def is_certain(self) -> bool:
+        """Whether a call without a remembered forward repeats one at another random state."""
+        # Before PyTorch 2.8 a checkpoint without a function among the callers (a composable one) is not noticed.
+        return self.complete and (saved_tensors_hooks is not None or bool(self.calls))
+
+    def note(self, call: Call, rate: Rate | None) -> None:
+        """Remember a call; beyond the capacity the oldest is forgotten."""
+        same_state = self.calls.pop(call, [])
+        # Where nothing is drawn, as inside of `disabled`, the next forward finds the same random state.
+        self.calls[call] = [*same_state[1 - SAME_STATE :], (sequence_number(), torch.is_grad_enabled(), rate)]
+        if len(self.calls) > CAPACITY:
+            del self.calls[next(iter(self.calls))]
             self.complete = False
 
-    def rate_of(self, call: Call) -> Rate | None:
+    def find(self, call: Call) -> Known | None:
         """The rate of the forward that this call repeats; None if no forward had this random state."""
-        alike = self.rates.get(call)
-        if alike is None or len({rate for _, _, rate in alike}) == 1:
-            return alike[-1][2] if alike else None
-        node, kept = _current_node(), _saved_tensors_hooks(True) is not None
-        if not _TELLS:  # a reentrant checkpoint is known by its node
-            kept = not node.name().startswith("CheckpointFunction")
-        now = node._sequence_nr()
-        return min(alike, key=lambda noted: (noted[1] != kept, _distance(now, *noted[:2])))[2]
+        same_state = self.calls.get(call)
+        if same_state is None:
+            return None
+        if len({rate for _, _, rate in same_state}) == 1:
+            return Known(same_state[-1][2])
+        node = current_node()
+        # A reentrant checkpoint runs inside of its own node, and its forward ran without gradients.
+        with_gradients = not node.name().startswith("CheckpointFunction")
+        number = node._sequence_nr()
+        nearest = min(same_state, key=lambda noted: (noted[1] != with_gradients, _distance(number, *noted[:2])))
+        return Known(nearest[2])
+
+
+class Known:
+    """What a forward did, which may have been nothing."""
+
+    def __init__(self, rate: Rate | None) -> None:
+        self.rate = rate
 
 
 def _distance(now: int, noted: int, with_gradients: bool) -> float:
-    """Nodes from a noted call to the one that runs it again: a reentrant checkpoint's own is made after its forward."""
+    """Nodes from a noted call to its repetition: a reentrant checkpoint's node is made after its forward."""
     nodes = now - noted if with_gradients else noted - now - 1
     return nodes if nodes >= 0 else math.inf
 
@@ -89,16 +123,16 @@ def _distance(now: int, noted: int, with_gradients: bool) -> float:
 def random_state(value: Any) -> int:
     """A fingerprint of PyTorch's generators, on the CPU and on the accelerator that the first tensor of `value` is on.
 
-    Not of the device in use: in a backward pass that is another one, on each of autograd's threads its own.
+    The current device may be another: each of autograd's threads has one.
     """
     device = next((tensor.device for tensor in tensors(value)), None)
-    # Not seen by those who watch operations: selective checkpoints, fake tensors, `torch.func`.
-    with _internals._DisableTorchDispatch(), _internals._DisableFuncTorch():
+    # Selective checkpoints, fake tensors and `torch.func` must not see these operations.
+    with without_dispatch_modes(), without_functorch():
         states = [torch.default_generator.get_state()]
         if device is not None and device.type not in ("cpu", "meta"):
             module = torch.get_device_module(device)
-            asked = getattr(module, "is_initialized", lambda: True)()
-            if asked and not getattr(module, "is_current_stream_capturing", lambda: False)():
+            usable = getattr(module, "is_initialized", lambda: True)()
+            if usable and not getattr(module, "is_current_stream_capturing", lambda: False)():
                 states.append(module.get_rng_state(*[device] * (device.type != "mps")))
         # The Mersenne Twister's position and its first words tell as much as all of its 5,056 bytes.
         return hash(tuple(tuple(state[:64].tolist()) for state in states))

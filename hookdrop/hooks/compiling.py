@@ -1,49 +1,126 @@
-"""Being noticed by compiled code, which skips the hooks that it has not seen."""
+"""Where hooks meet torch.compile, torch.export, torch.jit.trace and torch.fx.
+
+Compiled code is told to look at hooks before it is reused, so a hook that is placed or removed later takes effect by
+PyTorch's own guards, and no unrelated model is compiled again. The compiler takes as long to import as PyTorch itself:
+nothing here imports it, and what needs it runs once something else has.
+"""
 
 from __future__ import annotations
 
-import sys
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch.fx import Proxy
 
 from hookdrop.errors import InjectionError, warn
+from hookdrop.utils import torch_internals
+
+OBSERVED = "measuring() and recording() see tensors.\n  measure the model uncompiled, or use probe(x), which does so."
+"""Why a hook leaves the graph while it is observed."""
+
+_INSTEAD = "in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
+
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since PyTorch 2.7
+"""Whether `torch.export` is at work."""
+
+
+class OutsideOfGraphs(dict[str, Callable[..., Any]]):
+    """Functions that compiled code leaves its graph for, by the reason, which PyTorch shows under `fullgraph=True`."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Callable[..., Any]] | None = {}
+        """Those that came before the compiler was imported; None from then on."""
+
+    def add(self, reason: str, function: Callable[..., Any]) -> None:
+        """Have `function` under this reason; nothing if there is no reason."""
+        if not reason or reason in self:
+            return
+        if self._waiting is None:
+            self[reason] = _disabled(function, reason)
+        else:
+            self._waiting[reason] = function
+
+    def prepare(self) -> None:
+        """The compiler is imported: from now on functions can be marked for it."""
+        waiting, self._waiting = self._waiting or {}, None
+        for reason, function in waiting.items():
+            self.add(reason, function)
+
+
+def _disabled(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    disable: Any = torch.compiler.disable
+    known = "reason" in inspect.signature(disable).parameters  # since PyTorch 2.8
+    return disable(function, reason=reason) if known else disable(function)  # type: ignore[no-any-return]
+
+
+outside_of_graphs = OutsideOfGraphs()
+_compiled_before = False
+"""Whether code was compiled that does not look at hooks."""
+
+
+def _prepare() -> None:
+    """The compiler is imported: have it look at hooks, also those of like models with and without them."""
+    global _compiled_before
+    _compiled_before = torch_internals.guard_hooks()
+    outside_of_graphs.prepare()
+    torch.compiler.assume_constant_result(warn_of_export)  # type: ignore[no-untyped-call]
+
+
+def notice_changed_hooks() -> None:
+    """Have code that was compiled before hookdrop was imported notice its hooks: compile it again, once."""
+    global _compiled_before
+    if not _compiled_before:
+        return
+    _compiled_before = False
+    torch.compiler.reset()
+    warn(
+        "some code was compiled by torch.compile before hookdrop was imported, and does not notice hooks: hookdrop "
+        "resets the compiler once (torch.compiler.reset()), and the next calls compile again.\n"
+        "  import hookdrop before the first compiled call to avoid that."
+    )
 
 
 def not_while_tracing(what: str) -> None:
     """Raise `InjectionError` if this runs inside a trace."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or torch_internals.is_tracing():
         raise InjectionError(f"{what} inside a trace: call it outside of the compiled or traced function.")
 
 
-def warn_of_recompile() -> None:
-    """Say that compiled code is about to be thrown away; nothing if there is none."""
-    frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
-    if frames and _somebody_compiles():
-        warn(
-            "code compiled by torch.compile does not notice changed hooks: hookdrop resets the compiler "
-            "(torch.compiler.reset()), and the next call compiles again.\n"
-            "  inject before the first compiled call to save that."
-        )
+# --- traces, exports and symbolic graphs, which keep a hook as it is at one moment
 
 
-def reset() -> None:
-    """Make compiled code see the hooks as they are now."""
-    if "torch._dynamo" in sys.modules:
-        _somebody_compiles()
-        torch.compiler.reset()
+def traced_text(where: str) -> str:
+    """The error for a hook at work that `torch.jit.trace` records."""
+    return (
+        f"{where} inside torch.jit.trace: the trace would keep it at the rate of this moment, in eval mode too.\n"
+        f"  trace {_INSTEAD}"
+    )
 
 
-_backends_seen = False
+def warn_of_export(name: str) -> bool:
+    """Warn while the graph is made (`assume_constant_result`); a compiled graph itself cannot raise warnings."""
+    warn(
+        f"torch.export in train mode: the program keeps {name!r}, at the rate of this moment for good.\n"
+        f"  export {_INSTEAD}"
+    )
+    return True
 
 
-def _somebody_compiles() -> bool:
-    """Whether torch.compile was ever called: torch.export traces frames, too, but has no backend, or one of its own."""
-    global _backends_seen
-    # A reset forgets the backends, though not the compiled modules that come back with them.
-    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {0: "unknown"})
-    _backends_seen = _backends_seen or any(map(_is_a_compilers, backends.values()))
-    return _backends_seen
+def is_symbolic(value: Any) -> bool:
+    """Whether `value` is, or has in it, a stand-in for what a graph of `torch.fx` will compute."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    return isinstance(value, Proxy) or (isinstance(value, tuple | list) and any(map(is_symbolic, value)))
 
 
-def _is_a_compilers(backend: object) -> bool:
-    return backend is not None and not getattr(backend, "__qualname__", "").startswith("export.")
+def left_behind_text(where: str) -> str:
+    """The warning for a hook that is called with a stand-in for a tensor."""
+    return (
+        f"{where} is not part of the graph: torch.fx traces through a module that has others in it, and leaves its "
+        "hooks behind.\n  hook layers without others in them, which keep theirs, or inject into the GraphModule."
+    )
+
+
+torch_internals.when_compiler_is_imported(_prepare)

@@ -1,42 +1,47 @@
 """The hook of one site.
 
-A hook holds no module, no model, no generator and no closure: it is copied and pickled with the module that it
-sits on, and the copies of one injection's hooks share a copy of its state.
+A hook holds no module, no model, no generator and no closure: it is copied and pickled with the module that it sits
+on, and the copies of one injection's hooks share a copy of its state. The rate is an argument of every call; nothing
+writes it anywhere for the duration of a call, so threads and recomputed forwards cannot disturb one another.
 """
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.diagnostics.judge import Judge
-from hookdrop.diagnostics.measurement import measured
-from hookdrop.diagnostics.rank_seeds import alike
 from hookdrop.errors import InjectionError, ShapeError
-from hookdrop.hooks import checkpointing as replay
-from hookdrop.hooks.graph_breaks import MEASURING, outside_of_graphs, prepare_for_compiling
-from hookdrop.hooks.state import State
-from hookdrop.hooks.tracing import is_exporting, is_symbolic, left_behind_text, tell_of_export, traced_text
-from hookdrop.regularizers import Regularizer, like
-from hookdrop.utils.tensor_tree import TensorKey, change, change_arguments
+from hookdrop.hooks import compiling
+from hookdrop.hooks.checkpointing import may_be_recomputed, random_state
+from hookdrop.hooks.state import InjectionState, all_states
+from hookdrop.regularizers.base import Regularizer
+from hookdrop.utils.tensor_tree import TensorKey, change, change_arguments, require_same_shape_and_dtype
+from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
 
-_tracing_state = torch._C._get_tracing_state
+Listener = Callable[["SiteHook", nn.Module, Any], None]
+"""Called with (hook, module, value) before the hook works. It may warn, raise, or unsubscribe itself."""
+
+first_listeners: list[Listener] = []
+"""The listeners of a new hook. They unsubscribe, so that in steady state a hook has none."""
 
 
-class _Again(NamedTuple):
-    """What is set, while a forward is run again as it was."""
+class Rate:
+    """The rate in force at a site, for eager and for compiled code."""
 
-    rate: float | None
-    idle: bool
-    unknown: tuple[int, Any] | None
-    """The random state, and what it is asked for, if no forward had it."""
+    def __init__(self, value: float, neutral: bool) -> None:
+        self.value = value
+        self.neutral = neutral
+        """Whether the regularizer does nothing at this rate: a bool, which compiled code can read."""
+        # Compiled code takes the rate as a tensor: a float would be compiled in. Each rate is another tensor, since
+        # a graph that waits for its backward pass may hold this one. It is real data, in whatever mode it is made.
+        with torch.inference_mode(False), without_dispatch_modes():
+            self.tensor = torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 class SiteHook:
@@ -44,50 +49,154 @@ class SiteHook:
 
     at = "output"
 
-    def __init__(self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: State) -> None:
+    def __init__(
+        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState
+    ) -> None:
         self.site = site
         self.regularizer = regularizer
         self.p_scale = p_scale
         self.tensor = tensor
         self.state = state
-        self.target = regularizer.rate
-        self.declared = regularizer.rate
-        self.fired = False
-        self.judge = Judge()
-        self.looked_at = False
-        self.doubted = False
-        self.seen: torch.Size | None = None
-        """The shape of a tensor that came by; in compiled code nothing is told of it before the next `refresh`."""
-        self.in_force: float | None = None
-        """The rate, but for the moments in which a forward is run again."""
-        self.rate: Tensor | None = None
-        """The same for compiled code."""
-        self.again: _Again | None = None
-        """What to do at the end of a call that runs a forward again."""
-        self.on = self.sampling = False
-        """Whether the hook works in training mode, and in eval mode."""
-        self.idle = False
-        """Whether the rate does nothing: a bool, for compiled code would compile anew for every rate that it reads."""
-        self.graph_break = regularizer.graph_break
+        self.target = self.initial_target = regularizer.rate
         self.handle: RemovableHandle | None = None
-        state.join(self)
-        self.refresh()
-        prepare_for_compiling(_regularize, self.graph_break)
+        self.graph_break = regularizer.graph_break
+        """Why compiled code leaves its graph here; empty if it does not."""
+        self._start()
+
+    def _start(self) -> None:
+        """What a new hook and a copy begin with."""
+        self.called = self.trained = False
+        self.last_shape: torch.Size | None = None
+        self.listeners: tuple[Listener, ...] = tuple(first_listeners)
+        self.state.live.members.add(self)
+        self.state.live.known_sites.add(self.site)
+        all_states.add(self.state)
+        rate = Rate(1.0, False)  # for a regularizer without a rate: on
+        if self.target is not None:
+            value = self.target * self.state.multiplier * self.p_scale
+            rate = Rate(value, value == self.regularizer.neutral)
+        self.set_rate(rate, self.state.on, self.state.sampling)
+        for reason in (self.graph_break, compiling.OBSERVED):
+            compiling.outside_of_graphs.add(reason, _apply)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("called", "trained", "last_shape", "listeners", "train_rate", "eval_rate")
+        return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.judge, self.fired = Judge(), False
-        self.state.join(self)
-        # The original's rate may be a context's; the copy's is what is set.
-        self.refresh()
-        prepare_for_compiling(_regularize, self.graph_break)
+        self._start()
+
+    # --- a call
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) and is_symbolic(output):
-            return self.state.tell("symbolic", left_behind_text(self.where))
-        if not self.is_on(module, output):
+        if not isinstance(output, Tensor) and compiling.is_symbolic(output):
+            return self.state.warn_once("symbolic", compiling.left_behind_text(self.where))
+        if is_compiling():
+            return self._call_in_graph(module, output)
+        return self._call(module, output)
+
+    def _call(self, module: nn.Module, value: Any) -> Any:
+        rate = self.train_rate if module.training else self.eval_rate
+        for listener in self.listeners:
+            listener(self, module, value)
+        if graph_task() != -1:
+            return self._recompute(module, value, rate)
+        if (rate is not None or module.training) and may_be_recomputed():
+            self.state.live.checkpointed.note((self.site, module.training, random_state(value)), rate)
+        if rate is None or rate.neutral:
             return None
-        return self._edited(lambda: change(output, self.tensor, self.regularize))
+        if is_tracing():
+            raise InjectionError(compiling.traced_text(self.where))
+        return self.edit(module, value, lambda x: self.apply(x, rate))
+
+    def _call_in_graph(self, module: nn.Module, value: Any) -> Any:
+        # Only what stays equal from call to call is read here; anything else would compile the code again.
+        exporting = compiling.is_exporting()
+        # An export is no call of the layer, and PyTorch warns about attributes that are set in it.
+        if not exporting:
+            self.called = True
+            if module.training:
+                self.trained = self.state.live.trained = True
+        rate = self.train_rate if module.training else self.eval_rate
+        if rate is None:
+            return None
+        if exporting:
+            compiling.warn_of_export(self.state.name)
+        return self.edit(module, value, lambda x: self.apply_in_graph(x, rate))
+
+    def _recompute(self, module: nn.Module, value: Any, rate: Rate | None) -> Any:
+        """Drop at the rate of the forward that an activation checkpoint repeats, whatever the rate is by now."""
+        checkpointed = self.state.live.checkpointed
+        if not checkpointed.calls and (rate is None or rate.neutral):
+            return None
+        before = random_state(value)
+        known = checkpointed.find((self.site, module.training, before))
+        rate = rate if known is None else known.rate
+        if rate is None or rate.neutral:
+            return None
+        result = self.edit(module, value, lambda x: self.apply(x, rate))
+        if known is None and checkpointed.is_certain and random_state(value) != before:
+            self.state.warn_once("drawn anew", _drawn_anew_text(self.state.name, self.site))
+        return result
+
+    def edit(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+        """`value` with `fn` applied to the site's tensor; errors say where they come from."""
+        try:
+            return self.map(module, value, fn)
+        except ShapeError as error:
+            error.args = (f"{self.where}{' ' if str(error).startswith('got ') else ': '}{error}",)
+            raise
+        except Exception as error:
+            error.add_note(f"in hookdrop's {self.where}")
+            raise
+
+    def map(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+        """`value` with `fn` applied to the site's tensor."""
+        return change(value, self.tensor, fn)
+
+    def apply(self, x: Tensor, rate: Rate) -> Tensor:
+        """`x` regularized at a rate."""
+        observe = self.state.live.observe
+        if observe is not None:
+            return observe(self, x, rate)
+        return require_same_shape_and_dtype(x, self.regularizer.regularize_at(x, rate.value))
+
+    def apply_in_graph(self, x: Tensor, rate: Rate) -> Tensor:
+        """The same while compiled code is traced: with nothing in it that differs from call to call."""
+        if self.state.live.observe is not None:
+            return compiling.outside_of_graphs[compiling.OBSERVED](self, x, rate)  # type: ignore[no-any-return]
+        if self.graph_break:
+            return compiling.outside_of_graphs[self.graph_break](self, x, rate)  # type: ignore[no-any-return]
+        self.regularizer.check(x.shape)
+        if not compiling.is_exporting():
+            self.last_shape = x.shape
+        if rate.neutral:
+            return x
+        return require_same_shape_and_dtype(x, self.regularizer.regularize_at(x, rate.tensor))
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Remove a listener; a second time does nothing."""
+        self.listeners = tuple(other for other in self.listeners if other is not listener)
+
+    # --- the rate
+
+    def set_rate(self, rate: Rate, on: bool, sampling: bool) -> None:
+        """Put a rate in force: in training mode if `on`, in eval mode too if `sampling`."""
+        self.train_rate = rate if on else None
+        self.eval_rate = rate if on and sampling else None
+        if self.graph_break:
+            # Another library's module, or a class that has `regularize` alone, reads its rate from an attribute.
+            self.regularizer.set_rate(rate.value)
+
+    @property
+    def p(self) -> float | None:
+        """The rate in force in training mode; while the hook is off, the one that does nothing."""
+        if self.target is None:
+            return None
+        return self.regularizer.neutral if self.train_rate is None else self.train_rate.value
+
+    # --- its place
 
     def place(self, module: nn.Module) -> None:
         """Sit on `module`."""
@@ -105,121 +214,9 @@ class SiteHook:
         return self.handle is not None
 
     @property
-    def sits_somewhere(self) -> bool:
+    def is_attached(self) -> bool:
         """Whether the module that it was placed on still exists."""
         return self.handle is not None and self.handle.hooks_dict_ref() is not None
-
-    def is_on(self, module: nn.Module, value: Any) -> bool:
-        """Note the call, and tell whether there is something to do in it."""
-        if is_compiling():
-            return self._is_on_in_graph(module)
-        self.fired = True
-        training = module.training
-        if not (training or self.sampling or torch.is_grad_enabled()):
-            return False
-        state, on = self.state, self.on if training else self.sampling
-        if (state.forwards.rates or (on and not self.idle)) and replay.running_again():
-            return self._is_on_again(on, training, value)
-        if not self.judge.done:
-            self.judge.look(module, self.site, state)
-        if on and _tracing_state() is not None:
-            raise InjectionError(traced_text(self.where))
-        if (training or on) and replay.may_run_again():
-            state.forwards.note((self.site, training, replay.random_state(value)), (on, self.regularizer.rate))
-        # At a rate that does nothing only the first tensor is looked at, for its shape.
-        return on and (not self.idle or not self.looked_at)
-
-    def _is_on_in_graph(self, module: nn.Module) -> bool:
-        # Counting would compile anew for each count, and so would what is read for it.
-        state, exporting = self.state, is_exporting()
-        # An export is no call of the layer, and PyTorch warns of notes that are made in it.
-        if not exporting:
-            self.fired = True
-            if module.training:
-                self.judge.trained = True
-        if not (self.on if module.training else self.sampling):
-            return False
-        if exporting:
-            tell_of_export(state.name)
-        return not self.idle or not self.looked_at
-
-    def _is_on_again(self, on: bool, training: bool, value: Any) -> bool:
-        """The same for a call in a backward pass: as it was in the forward pass, at the rate of then."""
-        random_state = replay.random_state(value)
-        forward = self.state.forwards.rate_of((self.site, training, random_state))
-        # What `refresh` set, for another thread may be running a forward again just now.
-        neutral = self.regularizer.neutral
-        now = _Again(self.in_force, self.in_force == neutral, None if forward else (random_state, value))
-        on, rate = forward or (on, now.rate)
-        if not on or rate == neutral:
-            return False
-        self.again = now
-        if rate is not None:
-            self.regularizer.set_rate(rate)
-            self.idle = False
-        return True
-
-    def _is_over_again(self, now: _Again) -> None:
-        """Set what was set, and tell if a mask was drawn that is not the forward's."""
-        self.again, self.idle = None, now.idle
-        if now.rate is not None:
-            self.regularizer.set_rate(now.rate)
-        if now.unknown is None or not self.state.forwards.complete:
-            return
-        before, value = now.unknown
-        if replay.random_state(value) != before:
-            self.state.tell("drawn anew", _drawn_anew_text(self.state.name, self.site))
-
-    def regularize(self, x: Tensor) -> Tensor:
-        """`x` regularized; in compiled code by the rate as a tensor, since a Python float would be frozen in."""
-        if not is_compiling():
-            return _regularize(self, x)
-        if self.state.meters:
-            return outside_of_graphs[MEASURING](self, x)
-        if self.graph_break:
-            return outside_of_graphs[self.graph_break](self, x)
-        return _regularize_in_graph(self, x)
-
-    def rate_at(self, multiplier: float) -> float | None:
-        """The rate that is set, under a multiplier."""
-        return None if self.target is None else self.target * multiplier * self.p_scale
-
-    def rate_in_force(self, multiplier: float, largest: float) -> float | None:
-        """The same, or that of the context in force, given the largest target of the injection."""
-        override = self.state.override
-        if self.target is None or override is None or override.p is None:
-            return self.rate_at(multiplier)
-        return (override.p * (self.target / largest) if largest else override.p) * self.p_scale
-
-    def refresh(self, largest: float = 0.0) -> None:
-        """Bring the rate up to date with the state."""
-        rate = self.rate_in_force(float(self.state.schedule(self.state.step_count)), largest)
-        if rate is not None:
-            self.regularizer.set_rate(rate)
-            if not self.graph_break:
-                # Another tensor, not another value: a graph that waits for its backward pass may hold the old one.
-                # A number, whatever the mode that it is made in: not one of inference, nor a fake one.
-                with torch.inference_mode(False), torch._C._DisableTorchDispatch():
-                    self.rate = torch.tensor(rate, dtype=torch.float64, device="cpu")
-        self.in_force, self.idle = rate, rate == self.regularizer.neutral
-        self.switch()
-
-    def switch(self) -> None:
-        """Bring up to date whether there is anything to do."""
-        self.on = self.state.on
-        self.sampling = self.on and self.state.sampling
-
-    def doubts(self) -> dict[str, str]:
-        """What is probably not meant of the shape that was seen, by kind: fifty blocks of one kind say the same."""
-        found = [] if self.seen is None else self.regularizer.doubts(self.seen)
-        see_all = "\n  all sites: print(plan(..., example_input=x))"
-        return {re.sub(r"\d+", "#", doubt): f"{self.where}: {doubt}{see_all}" for doubt in found}
-
-    def tell_doubts(self) -> None:
-        """Warn of them, once."""
-        self.doubted = True
-        for kind, text in self.doubts().items():
-            self.state.tell(kind, text)
 
     @property
     def where(self) -> str:
@@ -227,17 +224,12 @@ class SiteHook:
         place = repr(self.site) if self.site else "the model itself"
         return f"{self.regularizer.title} at {place}{'' if self.at == 'output' else f' ({self.at})'}"
 
-    def describe(self) -> str:
-        """The regularizer as text, with its target rate and not the moment's."""
-        aimed = copy.deepcopy(self.regularizer)
+    def describe(self, rate: float | None = None) -> str:
+        """The regularizer as text, at a rate or with its target."""
+        described = copy.deepcopy(self.regularizer)
         if self.target is not None:
-            aimed.set_rate(self.target)
-        return repr(aimed)
-
-    @property
-    def p(self) -> float | None:
-        """The rate in force; while it is off, the one that does nothing."""
-        return self.regularizer.rate if self.state.on or self.regularizer.rate is None else self.regularizer.neutral
+            described.set_rate(self.target if rate is None else rate)
+        return repr(described)
 
     def __getattr__(self, name: str) -> Any:
         # What torch.jit.script asks of a hook first.
@@ -247,19 +239,6 @@ class SiteHook:
         )
         raise AttributeError(script if name == "__name__" else f"{type(self).__name__!r} has no attribute {name!r}")
 
-    def _edited(self, edit: Callable[[], Any]) -> Any:
-        try:
-            return edit()
-        except ShapeError as error:
-            error.args = (f"{self.where}{' ' if str(error).startswith('got ') else ': '}{error}",)
-            raise
-        except Exception as error:
-            error.add_note(f"in hookdrop's {self.where}")
-            raise
-        finally:
-            if self.again is not None:
-                self._is_over_again(self.again)
-
 
 class InputHook(SiteHook):
     """A forward pre-hook that regularizes one tensor of a layer's arguments."""
@@ -267,37 +246,23 @@ class InputHook(SiteHook):
     at = "input"
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        if not (args and isinstance(args[0], Tensor)) and is_symbolic((*args, *(kwargs or {}).values())):
-            return self.state.tell("symbolic", left_behind_text(self.where))
-        if not self.is_on(module, (args, kwargs)):
-            return None
-        changed = self._edited(lambda: change_arguments(module, args, kwargs or {}, self.tensor, self.regularize))
-        # Registered anew by somebody else it may be called without the keywords, and must then return none.
-        return changed[0] if kwargs is None else changed
+        if not (args and isinstance(args[0], Tensor)) and compiling.is_symbolic((args, kwargs)):
+            return self.state.warn_once("symbolic", compiling.left_behind_text(self.where))
+        value = args, kwargs or {}
+        changed = self._call_in_graph(module, value) if is_compiling() else self._call(module, value)
+        # A hook that another library registered again may be called without keywords, and must then return none.
+        return changed[0] if changed is not None and kwargs is None else changed
+
+    def map(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+        args, kwargs = value
+        return change_arguments(module, args, kwargs, self.tensor, fn)
 
     def place(self, module: nn.Module) -> None:
         self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
 
-def _regularize(hook: SiteHook, x: Tensor) -> Tensor:
-    if not hook.looked_at:
-        _look_at(hook, x)
-    if hook.idle:
-        return x
-    if hook.state.meters:
-        return measured(hook.regularizer, x, hook.site, hook.state.meters)
-    return like(x, hook.regularizer.regularize(x))
-
-
-def _regularize_in_graph(hook: SiteHook, x: Tensor) -> Tensor:
-    """The same as it is traced: with nothing in it that differs from call to call."""
-    hook.regularizer.check(x.shape)
-    if not is_exporting():
-        hook.seen = x.shape
-    if hook.idle:
-        return x
-    given = hook.regularizer
-    return like(x, given.regularize(x) if hook.rate is None else given.regularize_at(x, hook.rate))
+def _apply(hook: SiteHook, x: Tensor, rate: Rate) -> Tensor:
+    return SiteHook.apply(hook, x, rate)
 
 
 def _drawn_anew_text(name: str, site: str) -> str:
@@ -307,15 +272,3 @@ def _drawn_anew_text(name: str, site: str) -> str:
         "  it must keep the random state: leave out preserve_rng_state=False; "
         "and inject or replace before the forward, not between it and its backward."
     )
-
-
-def _look_at(hook: SiteHook, x: Tensor) -> None:
-    """Check the first tensor's shape, also while idle: better than at step 1,000 of a ramp."""
-    hook.regularizer.check(x.shape)
-    hook.looked_at = True
-    # A symbol (make_fx) holds the trace that it is of, which can be neither copied nor pickled.
-    if all(type(size) is int for size in x.shape):
-        hook.seen = x.shape
-        hook.tell_doubts()
-    # The ranks of a job know of one another's seeds from the first mask on, whoever of them asks.
-    alike(x.device)

@@ -1,4 +1,4 @@
-"""Hooks on a model: finding them, taking them off, hiding them for a while.
+"""The hooks on a model: finding, removing and hiding them.
 
 A hook is looked for by what it is, not by the key that it was registered under: quantization and fusion register the
 hooks of a module anew on its successor.
@@ -13,10 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.diagnostics.judge import Judge
-from hookdrop.hooks.checkpointing import Forwards
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.skip_hook import GiveBack, Hook, owner_of
+from hookdrop.hooks.skip_hook import Hook, RestoreInputHook, owner_of
 
 _TABLES = (
     ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
@@ -24,7 +22,7 @@ _TABLES = (
 )
 
 hidden_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules whose hooks a `without_hooks` has off just now."""
+"""Modules whose hooks a `without_hooks` context hides now."""
 
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
@@ -37,8 +35,8 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
                 yield module, hook
 
 
-def take_off(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
-    """Take these hooks off `model`, and off the modules that they were placed on."""
+def remove_hooks(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
+    """Remove these hooks from `model`, and from the modules that they were placed on."""
     wanted = {id(hook): hook for hook in hooks}
     for module in model.modules() if model is not None else ():
         for table, key in _entries(module):
@@ -50,39 +48,22 @@ def take_off(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
 
 
 @contextmanager
-def hidden(model: nn.Module) -> Iterator[None]:
-    """None of hookdrop's hooks is on `model` inside; their order and ids are what they were after."""
-    states = {hook.state for _, hook in hooks_of(model)}
+def hooks_removed(model: nn.Module) -> Iterator[None]:
+    """None of hookdrop's hooks is on `model` inside; their order and ids are the same afterwards."""
+    lives = {hook.state.live for _, hook in hooks_of(model)}
     modules = [module for module in model.modules() if _entries(module)]
     taken = [_hide(module) for module in modules]
     hidden_modules.update(modules)
-    for state in states:
-        state.hidden += 1
+    for live in lives:
+        live.hidden += 1
     try:
         yield
     finally:
-        for state in states:
-            state.hidden -= 1
+        for live in lives:
+            live.hidden -= 1
         for module, tables in zip(modules, taken, strict=True):
             hidden_modules.discard(module)
             _show(tables)
-
-
-@contextmanager
-def unmarked(model: nn.Module) -> Iterator[None]:
-    """The forwards inside leave no mark on any hook: not that it ran, nor in which mode."""
-    hooks = [hook for _, hook in hooks_of(model)]
-    before = [(hook.fired, hook.looked_at, hook.judge, hook.seen) for hook in hooks]
-    forwards = {hook.state: hook.state.forwards for hook in hooks}
-    for hook in hooks:
-        hook.judge, hook.state.forwards = Judge(), Forwards()
-    try:
-        yield
-    finally:
-        for hook, mark in zip(hooks, before, strict=True):
-            hook.fired, hook.looked_at, hook.judge, hook.seen = mark
-        for state, kept in forwards.items():
-            state.forwards = kept
 
 
 def _entries(module: nn.Module) -> list[tuple[int, int]]:
@@ -91,7 +72,7 @@ def _entries(module: nn.Module) -> list[tuple[int, int]]:
         (index, key)
         for index, (name, _) in enumerate(_TABLES)
         for key, hook in getattr(module, name).items()
-        if isinstance(hook, SiteHook | GiveBack)
+        if isinstance(hook, SiteHook | RestoreInputHook)
     ]
 
 

@@ -14,11 +14,11 @@ from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from hookdrop.errors import InjectionError
-from hookdrop.hooks.checkpointing import running_again
-from hookdrop.hooks.hook import InputHook, SiteHook
-from hookdrop.hooks.state import State
-from hookdrop.regularizers import Regularizer
+from hookdrop.hooks.hook import InputHook, Rate, SiteHook
+from hookdrop.hooks.state import InjectionState
+from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey
+from hookdrop.utils.torch_internals import graph_task
 
 _KEPT = "_hookdrop_skipped"
 """On D(x), what x was: it goes when D(x) goes, and no two threads or forwards share it."""
@@ -43,7 +43,7 @@ class SkipHook(InputHook):
     at = "skip"
 
     def __init__(
-        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: State, branch: str
+        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, branch: str
     ) -> None:
         self.branch = branch
         """Where the residual branch begins: the name of its first layer within the block."""
@@ -59,13 +59,13 @@ class SkipHook(InputHook):
         super().__init__(site, regularizer, p_scale, tensor, state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kept": None, "awaits": False, "waiting": set(), "entered": set()}
+        return {**super().__getstate__(), "kept": None, "awaits": False, "waiting": set(), "entered": set()}
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not is_compiling():
             if self.waiting:  # of a forward that did not come to the branch
                 self._is_given()
-            if running_again():
+            if graph_task() != -1:
                 self.entered.add(threading.get_ident())
         return super().__call__(module, args, kwargs)
 
@@ -73,7 +73,7 @@ class SkipHook(InputHook):
         super().place(module)
         # Before anybody else's: what they do to the branch's input they do to x.
         self.giver = module.get_submodule(self.branch).register_forward_pre_hook(
-            GiveBack(self), prepend=True, with_kwargs=True
+            RestoreInputHook(self), prepend=True, with_kwargs=True
         )
 
     def remove(self) -> None:
@@ -83,8 +83,8 @@ class SkipHook(InputHook):
         self.giver = None
 
     @property
-    def sits_somewhere(self) -> bool:
-        return super().sits_somewhere and self.gives_back
+    def is_attached(self) -> bool:
+        return super().is_attached and self.gives_back
 
     @property
     def gives_back(self) -> bool:
@@ -92,19 +92,22 @@ class SkipHook(InputHook):
         table = None if self.giver is None else self.giver.hooks_dict_ref()
         return table is not None and self.giver is not None and self.giver.id in table
 
-    def regularize(self, x: Tensor) -> Tensor:
-        y = super().regularize(x)
+    def apply_in_graph(self, x: Tensor, rate: Rate) -> Tensor:
+        y = super().apply_in_graph(x, rate)
+        if y is not x:
+            self.kept = x
+        return y
+
+    def apply(self, x: Tensor, rate: Rate) -> Tensor:
+        y = super().apply(x, rate)
         if y is x:
             return x
-        if is_compiling():
-            self.kept = x
-        elif not self.gives_back:
+        if not self.gives_back:
             raise InjectionError(
                 f"{self.where}: {self.branch!r}, where the residual branch of it began, was replaced after inject: the "
                 'branch would be given what the skip carries.\n  inject again with on_existing="replace".'
             )
-        else:
-            self._lend(x, y)
+        self._lend(x, y)
         return y
 
     def _lend(self, x: Tensor, y: Tensor) -> None:
@@ -146,14 +149,15 @@ class SkipHook(InputHook):
 
     def _is_run_again(self, module: nn.Module) -> bool:
         """Whether a checkpoint inside of the block runs the branch again, on a copy of what the skip carries."""
-        if not running_again():
+        if graph_task() == -1:
             return False
         around = threading.get_ident() in self.entered
         self.entered.discard(threading.get_ident())
-        return module.training and self.on and not self.idle and not around
+        rate = self.train_rate
+        return module.training and rate is not None and not rate.neutral and not around
 
 
-class GiveBack:
+class RestoreInputHook:
     """A forward pre-hook on the first layer of a residual branch: it is given what the block was."""
 
     def __init__(self, owner: SkipHook) -> None:
@@ -180,9 +184,9 @@ def _not_given_text(hook: SkipHook) -> str:
     )
 
 
-Hook = SiteHook | GiveBack
+Hook = SiteHook | RestoreInputHook
 
 
 def owner_of(hook: Hook) -> SiteHook:
     """The hook of the site that `hook` belongs to."""
-    return hook.owner if isinstance(hook, GiveBack) else hook
+    return hook.owner if isinstance(hook, RestoreInputHook) else hook

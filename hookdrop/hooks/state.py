@@ -1,166 +1,149 @@
-"""What the hooks of one injection share."""
+"""What the hooks of one injection share: one object that copies carry along, and one that they never do."""
 
 from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from hookdrop.diagnostics.measurement import Meter
 from hookdrop.errors import warn
-from hookdrop.hooks.checkpointing import Forwards
+from hookdrop.hooks.checkpointing import CheckpointedRates
 from hookdrop.hooks.optimizer import Follower
-from hookdrop.schedules import Schedule, needs_driving
+from hookdrop.schedules import ConstantSchedule, Schedule
 
 
 @dataclass(eq=False)
 class Override:
-    """What a context says instead of what is set: off, or sampling (on in eval too, at a rate of its own)."""
+    """What a context puts in force; None leaves the setting as it is."""
 
-    sampling: bool
+    sampling: bool | None = None
+    """True: on, in eval mode too. False: off."""
     p: float | None = None
+    step: int | None = None
     open: bool = True
     """Whether its context has not ended yet."""
 
 
-# What belongs to contexts and to this very model: a copy starts without.
-_OWN: dict[str, Any] = {
-    "driven": False,
-    "moves": 0,
-    "version": None,
-    "seen_version": None,
-    "updates": 0,
-    "root": None,
-    "known": (),
-    "follower": None,
-    "hidden": 0,
-    "overrides": [],
-    "contexts": [],
-    "meters": [],
-    "forwards": None,
-    "members": (),
-}
+class LiveState:
+    """What belongs to this process and this very model; the copy of an injection starts with a new one."""
+
+    def __init__(self) -> None:
+        self.root: weakref.ref[nn.Module] | None = None
+        """The model that the hooks were placed on; None for a copy."""
+        self.members: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The hooks, held weakly: a copy of one layer must not drag the others along."""
+        self.known_sites: set[str] = set()
+        """The sites of all hooks that were ever among the members."""
+        self.follower: Follower | None = None
+        self.driven = False
+        """Whether `step`, `seek` or `follow` has moved the step count in this process."""
+        self.moves = 0
+        """How often the step count changed."""
+        self.trained = False
+        """Whether any hook ran in training mode."""
+        self.hidden = 0
+        """How many `without_hooks` contexts hide the hooks now."""
+        self.overrides: list[Override] = []
+        """What is in force instead of the settings, innermost last."""
+        self.contexts: list[Override] = []
+        """All contexts that have not ended."""
+        self.observe: Callable[[Any, Tensor, Any], Tensor] | None = None
+        """Called with (hook, tensor, rate) in place of the regularizer, while somebody measures or records."""
+        self.checkpointed = CheckpointedRates()
+        self.watch: Any = None
+        """What `diagnostics.watchdog` knows about the training."""
+
+    def __reduce__(self) -> Any:
+        return LiveState, ()
+
+
+all_states: weakref.WeakSet[InjectionState] = weakref.WeakSet()
+"""The states of all hooks that exist."""
 
 
 @dataclass(eq=False)
-class State:
-    """Name, places, schedule, where it stands, and what is set; copied and pickled with the hooks."""
+class InjectionState:
+    """Name, sites, schedule, progress and switches: copied and pickled with the hooks."""
 
     name: str
     sites: tuple[str, ...]
     schedule: Schedule
     step_count: int = 0
     enabled: bool = True
-    told: set[str] = field(default_factory=set)
-    """The problems that were warned of."""
     removed: bool = False
-    driven: bool = False
-    """Whether anybody has moved the step count, here and in this process."""
-    moves: int = 0
-    """How often it was moved."""
-    version: int | None = None
-    """The version of the model's weights when the hooks were placed."""
-    seen_version: int | None = None
-    """Their version after the last update that was counted."""
-    updates: int = 0
-    """Updates of the model's weights since somebody last drove the schedule."""
-    root: weakref.ref[nn.Module] | None = None
-    """The model that the hooks were placed on."""
-    known: set[str] = field(default_factory=set)
-    """The sites of all hooks that ever were among the members."""
+    warned_kinds: set[str] = field(default_factory=set)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     """What copies have in common with their original."""
-    follower: Follower | None = None
-    hidden: int = 0
-    """How many `without_hooks` have the hooks off the model just now."""
-    overrides: list[Override] = field(default_factory=list)
-    """What is in force instead of `enabled`: the last one."""
-    contexts: list[Override] = field(default_factory=list)
-    """All contexts that have not ended."""
-    meters: list[Meter] = field(default_factory=list)
-    forwards: Forwards = field(default_factory=Forwards)
-    """What a backward pass may run again."""
-    members: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    """The hooks, held weakly: a copy of one layer must not drag the others along."""
+    live: LiveState = field(default_factory=LiveState)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in _OWN}
+    @property
+    def scheduled(self) -> bool:
+        """Whether the rate changes only if `step`, `seek` or `follow` is used."""
+        return not isinstance(self.schedule, ConstantSchedule)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        for key, value in _OWN.items():
-            self.__dict__[key] = [] if isinstance(value, list) else value
-        self.forwards, self.members, self.known = Forwards(), weakref.WeakSet(), set()
+    @property
+    def followed(self) -> bool:
+        """Whether an optimizer that still exists counts the steps."""
+        return self.live.follower is not None and self.live.follower.alive
 
-    def join(self, hook: Any) -> None:
-        """Have `hook` among the members."""
-        self.members.add(hook)
-        self.known.add(hook.site)
+    @property
+    def step(self) -> int:
+        """The step in force: that of a context, or the step count."""
+        return next((o.step for o in reversed(self.live.overrides) if o.step is not None), self.step_count)
+
+    @property
+    def multiplier(self) -> float:
+        """The schedule's multiplier at the step in force."""
+        return float(self.schedule(self.step))
 
     @property
     def override(self) -> Override | None:
-        """What the innermost context says."""
-        return self.overrides[-1] if self.overrides else None
+        """The innermost context that switches hooks on or off."""
+        return next((o for o in reversed(self.live.overrides) if o.sampling is not None), None)
 
     @property
     def on(self) -> bool:
         """Whether hooks work in training mode."""
-        if self.removed:
-            return False
-        return self.overrides[-1].sampling if self.overrides else self.enabled
+        override = self.override
+        return not self.removed and (self.enabled if override is None else bool(override.sampling))
 
     @property
     def sampling(self) -> bool:
         """Whether hooks work in eval mode too."""
-        return bool(self.overrides) and self.overrides[-1].sampling
-
-    @cached_property
-    def scheduled(self) -> bool:
-        """Whether somebody must drive the schedule."""
-        return needs_driving(self.schedule)
-
-    @property
-    def undriven(self) -> bool:
-        """Whether the schedule waits for somebody, and nobody is there."""
-        followed = self.follower is not None and self.follower.alive
-        return self.scheduled and not self.driven and not followed
+        return not self.removed and self.override is not None and bool(self.override.sampling)
 
     @contextmanager
     def overriding(self, override: Override) -> Iterator[None]:
-        """`override` is in force inside; after it all is as it was before.
-
-        Contexts of several threads or generators may end in another order than they began: then each takes away its
-        own.
-        """
-        before = self.enabled, list(self.overrides)
-        self.contexts.append(override)
-        self.overrides.append(override)
+        """`override` is in force inside. Each context removes its own entry, so contexts may exit in any order."""
+        live, before = self.live, (self.enabled, list(self.live.overrides))
+        live.contexts.append(override)
+        live.overrides.append(override)
         try:
             yield
         finally:
             override.open = False
-            if self.contexts[-1] is override:
-                self.enabled, self.overrides = before
-            self.contexts = [context for context in self.contexts if context.open]
-            self.overrides = [context for context in self.overrides if context.open]
-
-    def is_whole(self, model: nn.Module) -> bool:
-        """Whether `model` is all of the model that the hooks were placed on, and not a part of it."""
-        root = None if self.root is None else self.root()
-        return root is not None and any(module is root for module in model.modules())
+            if live.contexts[-1] is override:
+                self.enabled, live.overrides = before
+            live.contexts = [context for context in live.contexts if context.open]
+            live.overrides = [context for context in live.overrides if context.open]
 
     def switch(self, enabled: bool) -> None:
-        """On or off from here on; inside of a context until its end."""
-        self.enabled, self.overrides = enabled, []
+        """Turn hooks on or off; inside of a context until it ends."""
+        self.enabled = enabled
+        self.live.overrides = [override for override in self.live.overrides if override.sampling is None]
 
-    def tell(self, kind: str, text: str) -> None:
+    def is_whole(self, model: nn.Module) -> bool:
+        """Whether `model` contains the whole model that the hooks were placed on, and not a part of it."""
+        root = None if self.live.root is None else self.live.root()
+        return root is not None and any(module is root for module in model.modules())
+
+    def warn_once(self, kind: str, text: str) -> None:
         """Warn, once of each kind."""
-        if kind not in self.told:
-            self.told.add(kind)
+        if kind not in self.warned_kinds:
+            self.warned_kinds.add(kind)
             warn(text)

@@ -11,7 +11,7 @@ from hookdrop import schedules
 from hookdrop.errors import StateError, nearest
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.skip_hook import SkipHook
-from hookdrop.hooks.state import State
+from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer, as_regularizer
 from hookdrop.schedules import Schedule
 
@@ -34,7 +34,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
 }
 
 
-def to_config(state: State, hooks: Sequence[SiteHook]) -> dict[str, Any]:
+def to_config(state: InjectionState, hooks: Sequence[SiteHook]) -> dict[str, Any]:
     """Settings and resolved site names, as JSON takes them.
 
     Raises:

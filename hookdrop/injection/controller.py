@@ -1,4 +1,4 @@
-"""What ties a handle to its hooks: finding them, changing their shared state, and letting go."""
+"""What ties a handle to its hooks: finding them, changing their rates together, and letting go."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hookdrop.diagnostics import watchdog as watch
+from hookdrop.diagnostics import watchdog
 from hookdrop.diagnostics.checks import MOVES_TO_JUDGE, problems
+from hookdrop.diagnostics.first_call import warn_about_shape
 from hookdrop.errors import InjectionError, warn
 from hookdrop.hooks import compiling
-from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.hook import Rate, SiteHook
 from hookdrop.hooks.optimizer import Follower
-from hookdrop.hooks.registry import hooks_of, take_off
-from hookdrop.hooks.state import Override, State
+from hookdrop.hooks.registry import hooks_of, remove_hooks
+from hookdrop.hooks.state import InjectionState, Override
 
 _changes = threading.RLock()
 """Held while rates change: a change by another thread in between would leave hooks at the rates of before."""
 
 
-class Handle:
+class Controller:
     """Holds the model weakly and the state strongly; the hooks hold neither handle nor model."""
 
-    def __init__(self, model: nn.Module, state: State, hooks: list[SiteHook] | None = None) -> None:
+    def __init__(self, model: nn.Module, state: InjectionState, hooks: list[SiteHook] | None = None) -> None:
         self._model = weakref.ref(model)
         self._state = state
         self._found = hooks
@@ -35,7 +36,7 @@ class Handle:
     # Handles are interchangeable, and are copied and pickled with the model.
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Handle) and other._state is self._state
+        return isinstance(other, Controller) and other._state is self._state
 
     def __hash__(self) -> int:
         return id(self._state)
@@ -45,14 +46,14 @@ class Handle:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The hooks are found at the first use: the model may still be under construction here.
-        Handle.__init__(self, state["model"], state["state"])
+        Controller.__init__(self, state["model"], state["state"])
 
     @property
     def _hooks(self) -> list[SiteHook]:
         state = self._state
-        if self._found is None and state.hidden:
-            # They are off just now, and this is not to be remembered.
-            placed = {hook.site: hook for hook in state.members if hook.placed}
+        if self._found is None and state.live.hidden:
+            # They are hidden now, and this must not be remembered.
+            placed = {hook.site: hook for hook in state.live.members if hook.placed}
             return [placed[site] for site in state.sites if site in placed]
         if self._found is None:
             self._found = [hook for _, hook in hooks_of(self._alive()) if hook.state is state]
@@ -60,99 +61,104 @@ class Handle:
 
     @property
     def _follower(self) -> Follower | None:
-        follower: Follower | None = self._state.follower
-        return follower if follower is not None and follower.alive else None
+        return self._state.live.follower if self._state.followed else None
 
     def _alive(self) -> nn.Module:
         model = self._model()
         if model is None:
-            raise InjectionError(
-                f"the model that {self._state.name!r} was injected into is gone.\n"
-                "  no handle keeps its model, and the copy of a handle alone has none: find(model) gives the handles."
-            )
+            raise self._gone()
         return model
+
+    def _gone(self) -> InjectionError:
+        return InjectionError(
+            f"the model that {self._state.name!r} was injected into is gone.\n"
+            "  no handle keeps its model, and the copy of a handle alone has none: find(model) gives the handles.\n"
+            "  if your trainer built a new model, inject into that one, in the trainer's callback."
+        )
 
     def _must_be_there(self, what: str) -> None:
         if self._state.removed:
             raise InjectionError(f"{what}: {self._state.name!r} was removed from its model.\n  inject again.")
         compiling.not_while_tracing(what)
 
+    # --- units: rates of one unit can be compared and set together
+
+    @property
+    def _units(self) -> dict[str, list[SiteHook]]:
+        """The hooks that have a rate, by the unit of the rate."""
+        units: dict[str, list[SiteHook]] = {}
+        for hook in self._state.live.members:
+            if hook.target is not None:
+                units.setdefault(_unit(hook), []).append(hook)
+        return units
+
+    @property
+    def _target(self) -> float | None:
+        """The largest target rate, whatever its sign; None if there is none, or if units differ."""
+        units = list(self._units.values())
+        return largest_target(units[0]) if len(units) == 1 else None
+
+    def _must_share_a_unit(self, what: str) -> float:
+        """The largest target rate, or an error that says why there is none."""
+        units = self._units
+        if not units:
+            raise InjectionError(
+                f"{what}: {self._state.name!r} has no rate that could be set: {self._hooks[0].describe()} has none of "
+                "p, drop_prob, drop_rate."
+            )
+        if len(units) > 1:
+            sites = "\n".join(
+                f"  {unit}: {', '.join(sorted(repr(hook.site) for hook in hooks))}" for unit, hooks in units.items()
+            )
+            raise InjectionError(
+                f"{what}: the sites of {self._state.name!r} have rates of different units.\n{sites}\n"
+                "  inject them as separate injections, each with a target of its own. No rate was changed."
+            )
+        return largest_target(next(iter(units.values())))
+
+    # --- changing rates
+
     def _advance(self, n: int = 1) -> None:
-        if self._follower is not None and not any(hook.sits_somewhere for hook in self._state.members):
+        if self._follower is not None and not any(hook.is_attached for hook in self._state.live.members):
             # An optimizer that outlives the model would keep its hooks. A wrapper or a part may go without the rest.
             self._follower.release()
         self._must_be_there("step()")
         self._seek(self._state.step_count + n)
 
     def _seek(self, step: int) -> None:
-        before = self._state.step_count
-        with self._changing():
-            self._state.step_count = step
-        self._state.driven, self._state.updates = True, 0
+        state, live = self._state, self._state.live
+        with _changes:
+            before, state.step_count = state.step_count, step
+            try:
+                self._update_rates(check=False)
+            except BaseException:
+                state.step_count = before
+                self._update_rates(check=False)
+                raise
+        live.driven = True
+        self._warn_about_shapes()
         if step != before:
-            self._state.moves += 1
-            if self._state.moves % MOVES_TO_JUDGE == 0:
-                self._tell_problems()
-
-    @property
-    def _target(self) -> float | None:
-        """The largest target rate, whatever its sign."""
-        return max((hook.target for hook in self._state.members if hook.target is not None), key=abs, default=None)
-
-    @property
-    def _neutral(self) -> float:
-        """The rate at which nothing is done, if the sites have one in common; else 0."""
-        found = {hook.regularizer.neutral for hook in self._state.members}
-        return found.pop() if len(found) == 1 else 0.0
-
-    @property
-    def _multiplier(self) -> float:
-        return float(self._state.schedule(self._state.step_count))
+            live.moves += 1
+            if live.moves % MOVES_TO_JUDGE == 0:
+                self._warn_about_problems()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """A change of the state that is undone if it does not fit, rates and all."""
+        """A change of the settings that is undone if it does not fit, rates and all."""
         with _changes:
-            state, members = self._state, list(self._state.members)
-            before = state.step_count, state.enabled, list(state.overrides)
+            state, members = self._state, list(self._state.live.members)
+            before = state.step_count, state.enabled, list(state.live.overrides)
             targets = [hook.target for hook in members]
             try:
                 yield
-                self._check_rates()
+                self._update_rates()
             except BaseException:
-                state.step_count, state.enabled, state.overrides = before
+                state.step_count, state.enabled, state.live.overrides = before
                 for hook, target in zip(members, targets, strict=True):
                     hook.target = target
+                self._update_rates(check=False)
                 raise
-            finally:
-                self._refresh()
-
-    def _check_rates(self) -> None:
-        """Raise `ValueError` if a rate has left its range, also one that a context has out of force."""
-        multiplier, largest = self._multiplier, self._target or 0.0
-        for hook in self._state.members:
-            for rate in (hook.rate_at(multiplier), hook.rate_in_force(multiplier, largest)):
-                if rate is not None:
-                    self._valid(hook, rate, multiplier)
-
-    def _refresh(self) -> None:
-        """Bring all rates up to date: also those of hooks that are not on this handle's part of the model."""
-        largest = self._target or 0.0
-        for hook in self._state.members:
-            hook.refresh(largest)
-        # After all of them: where a warning is an error, no rate may be left behind.
-        for hook in self._state.members:
-            if hook.seen is not None and not hook.doubted:
-                hook.tell_doubts()
-
-    def _valid(self, hook: SiteHook, rate: float, multiplier: float) -> None:
-        try:
-            hook.regularizer.valid_rate(rate)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}\n  at {hook.site!r}: target {hook.target:g} x p_scale {hook.p_scale:g} x schedule "
-                f"{multiplier:g} at step {self._state.step_count}. No rate was changed."
-            ) from None
+        self._warn_about_shapes()
 
     @contextmanager
     def _overriding(self, override: Override) -> Iterator[None]:
@@ -162,44 +168,128 @@ class Handle:
             context.__enter__()
         try:
             with _changes:
-                self._check_rates()
-                self._refresh()
+                self._update_rates()
             yield
         finally:
             with _changes:
                 context.__exit__(None, None, None)
-                self._refresh()
+                self._update_rates(check=False)
 
-    def _tell_problems(self) -> None:
+    def _update_rates(self, check: bool = True) -> None:
+        """Put the rates of this moment in force at all sites, also at those on other parts of the model."""
+        state, members = self._state, list(self._state.live.members)
+        multiplier, peak = state.multiplier, state.schedule.peak
+        rates = self._rates(members, multiplier)
+        # Up to its peak, a schedule's rates were checked when it was injected or the targets were set.
+        if check or peak is None or not 0.0 <= multiplier <= peak:
+            self._check_rates(members, rates, multiplier)
+        on, sampling = state.on, state.sampling
+        made: dict[tuple[float, float], Rate] = {}
+        for hook, value in zip(members, rates, strict=True):
+            if value is not None:
+                key = value, hook.regularizer.neutral
+                if key not in made:
+                    made[key] = Rate(value, value == key[1])
+                hook.set_rate(made[key], on, sampling)
+            else:
+                hook.set_rate(_ON, on, sampling)
+
+    def _warn_about_shapes(self) -> None:
+        """A compiled graph cannot raise warnings about its shapes: they are raised after the next change of a rate."""
+        for hook in self._state.live.members:
+            if hook.last_shape is not None and hook.listeners:
+                warn_about_shape(hook)
+
+    def _rates(self, members: list[SiteHook], multiplier: float) -> list[float | None]:
+        override = self._state.override
+        if override is None or override.p is None:
+            return [None if hook.target is None else hook.target * multiplier * hook.p_scale for hook in members]
+        largest = self._target or 0.0
+        return [
+            None
+            if hook.target is None
+            else (override.p * (hook.target / largest) if largest else override.p) * hook.p_scale
+            for hook in members
+        ]
+
+    def _check_rates(self, members: list[SiteHook], rates: list[float | None], multiplier: float) -> None:
+        """Raise `ValueError` if a rate is out of its range, now or at the peak of the schedule."""
+        peak = self._state.schedule.peak
+        for hook, rate in zip(members, rates, strict=True):
+            if rate is None or hook.target is None:
+                continue
+            valid_rate(hook, rate, multiplier, f"at step {self._state.step}. No rate was changed.")
+            for reached in {multiplier, multiplier if peak is None else peak}:
+                valid_rate(hook, hook.target * reached * hook.p_scale, reached, "at its peak. No rate was changed.")
+
+    # --- warnings and the end
+
+    def _warn_about_problems(self) -> None:
         model = self._model()
         found = {} if model is None else problems(model, self._state, self._hooks)
         for kind, text in found.items():
-            self._state.tell(kind, text)
+            self._state.warn_once(kind, text)
+
+    def _warn_about_restart(self, steps: int) -> None:
+        """Called with the steps that a followed optimizer has taken, before the first of them is counted."""
+        state = self._state
+        if state.scheduled and not state.live.driven and steps > state.step_count + 1:
+            state.warn_once(
+                "restarted",
+                f"{state.name!r} is at step {state.step_count} of {state.schedule}, but the optimizer that it follows "
+                f"has taken {steps - 1} steps already (a resumed training?): the schedule begins anew.\n"
+                f"  to go on: drop.seek({steps - 1}) or drop.load_state_dict(...) before training; if a new beginning "
+                f"is meant: drop.seek({state.step_count})",
+            )
 
     def _detach(self) -> None:
-        """Take the hooks off, without a word; on a part of a model those of that part alone."""
+        """Remove the hooks without emitting warnings; of a part of a model those of that part alone."""
         model = self._model()
-        take_off(model, self._hooks if model is not None else self._found or [])
-        state = self._state
-        gone = [hook for hook in state.members if not hook.placed]
-        left = {hook.site for hook in state.members if hook.placed}
+        remove_hooks(model, self._hooks if model is not None else self._found or [])
+        state, live = self._state, self._state.live
+        gone = [hook for hook in live.members if not hook.placed]
+        left = {hook.site for hook in live.members if hook.placed}
         state.sites = tuple(site for site in state.sites if site in left)
         if not left:
-            if state.follower is not None:
-                state.follower.detach()
-            state.follower = None
+            if live.follower is not None:
+                live.follower.detach()
+            live.follower = None
             state.removed = True
-            watch.forget(state)
+            watchdog.forget(state)
         for hook in gone:
-            hook.switch()
-            if left:  # is not to be held to the target of what is gone
-                state.members.discard(hook)
-        compiling.reset()
+            hook.train_rate = hook.eval_rate = None
+            if left:  # their targets no longer count
+                live.members.discard(hook)
 
-    def _warn_of_foreign(self, optimizer: Optimizer) -> None:
+    def _warn_about_other_model(self, optimizer: Optimizer) -> None:
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not any(id(parameter) in trained for parameter in self._alive().parameters()):
             warn(
                 f"{self._state.name!r} follows an optimizer that trains no parameter of this model: "
                 "is it the one of another model?"
             )
+
+
+_ON = Rate(1.0, False)
+"""For regularizers without a rate."""
+
+
+def valid_rate(hook: SiteHook, rate: float, multiplier: float, when: str) -> None:
+    """Raise `ValueError` if a rate is out of the range of the hook's regularizer."""
+    try:
+        hook.regularizer.valid_rate(rate)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}\n  at {hook.site!r}: target {hook.target:g} x p_scale {hook.p_scale:g} x schedule "
+            f"{multiplier:g} {when}"
+        ) from None
+
+
+def _unit(hook: SiteHook) -> str:
+    regularizer = hook.regularizer
+    return "p" if regularizer.probability else f"{regularizer.rate_name} of {regularizer.title}"
+
+
+def largest_target(hooks: list[SiteHook]) -> float:
+    """The target of the largest magnitude among hooks that have one."""
+    return max((hook.target for hook in hooks if hook.target is not None), key=abs)

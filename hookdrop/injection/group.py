@@ -13,7 +13,7 @@ from hookdrop.diagnostics.recording import Recording
 from hookdrop.errors import InjectionError, StateError
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
-from hookdrop.hooks.state import State
+from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.handle import Injection
 from hookdrop.utils.tables import html_table
 from hookdrop.utils.tensor_copies import Place
@@ -156,7 +156,7 @@ def find(model: nn.Module) -> Injections:
         >>> find(twin)
         <Injection 'dropout': 1 site, p=0.5 of 0.5, step 0 of ConstantSchedule()>
     """
-    groups: dict[State, list[SiteHook]] = {}
+    groups: dict[InjectionState, list[SiteHook]] = {}
     for _, hook in hooks_of(model):
         groups.setdefault(hook.state, []).append(hook)
     return Injections(Injection(model, state, hooks) for state, hooks in groups.items())

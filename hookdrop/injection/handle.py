@@ -10,17 +10,17 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hookdrop.diagnostics import checks as problems
-from hookdrop.diagnostics.measurement import Measurement
-from hookdrop.diagnostics.probe import empty_measurement, measured_into, probe
+from hookdrop.diagnostics.checks import discarded_text, problems
+from hookdrop.diagnostics.measurement import Measurement, measured_into
+from hookdrop.diagnostics.probe import empty_measurement, probe
 from hookdrop.diagnostics.recording import Recording, recorded
 from hookdrop.errors import InjectionError
 from hookdrop.hooks import compiling
-from hookdrop.hooks import optimizer as follow
+from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.optimizer import Follower, innermost
 from hookdrop.hooks.state import Override
-from hookdrop.injection import config
-from hookdrop.injection import state_dict as snapshot
-from hookdrop.injection.controller import Handle
+from hookdrop.injection import config, state_dict
+from hookdrop.injection.controller import Controller, largest_target
 from hookdrop.schedules import Schedule
 from hookdrop.utils.context import within
 from hookdrop.utils.tables import counted, html_table, text_table
@@ -43,7 +43,7 @@ class Site:
     """The regularizer with its target rate."""
 
 
-class Injection(Handle):
+class Injection(Controller):
     """A handle on the hooks that one `inject` placed.
 
     It holds the model weakly, and the hooks hold neither: all handles on the same hooks are interchangeable.
@@ -59,7 +59,7 @@ class Injection(Handle):
     @property
     def sites(self) -> tuple[Site, ...]:
         """The hooked layers in `named_modules()` order."""
-        return tuple(Site(hook.site, hook.p, hook.p_scale, hook.fired, hook.describe()) for hook in self._hooks)
+        return tuple(Site(hook.site, hook.p, hook.p_scale, hook.called, hook.describe()) for hook in self._hooks)
 
     @property
     def schedule(self) -> Schedule:
@@ -77,34 +77,30 @@ class Injection(Handle):
     def p(self) -> float | None:
         """The rate in force before `p_scale`: the largest, where sites differ.
 
-        While disabled it is the one that does nothing: 0, of a factor 1.
+        While disabled it is the one that does nothing: 0, of a factor 1. None where there is no rate, or where the
+        sites' rates are of different units (a probability and a standard deviation): then see `sites[i].p`.
         """
-        if self.target_p is None:
-            return None
-        override = self._state.override
-        if not self._state.on:
-            return self._neutral
-        if override is not None and override.p is not None:
-            return override.p
-        return self.target_p * self._multiplier
+        units = list(self._units.values())
+        return self._rate_of(units[0]) if len(units) == 1 else None
 
     @p.setter
     def p(self, value: float) -> None:
+        self._must_share_a_unit("p = ...")
         raise AttributeError(f"p follows the schedule; set its target: drop.target_p = {value}")
 
     @property
     def keep_prob(self) -> float | None:
-        """1 - p; None where p is not what is dropped (noise, `Cutout`)."""
-        probable = any(hook.regularizer.probability for hook in self._hooks)
-        return 1.0 - self.p if probable and self.p is not None else None
+        """1 - p; None where p is not what is dropped (noise, `Cutout`), and where `p` is None."""
+        return 1.0 - self.p if self.p is not None and "p" in self._units else None
 
     @keep_prob.setter
     def keep_prob(self, value: float) -> None:
+        self._must_share_a_unit("keep_prob = ...")
         raise AttributeError(f"keep_prob follows the schedule; set its target: drop.target_p = 1 - {value}")
 
     @property
     def target_p(self) -> float | None:
-        """The rate that the schedule multiplies: the largest, where sites differ. None if there is no rate.
+        """The rate that the schedule multiplies: the largest, where sites differ. None where `p` is None.
 
         May be set at any time; where sites differ they keep their proportions.
         """
@@ -113,19 +109,25 @@ class Injection(Handle):
     @target_p.setter
     def target_p(self, value: float) -> None:
         self._must_be_there("target_p = ...")
-        largest = self.target_p
-        if largest is None:
-            raise InjectionError(
-                f"{self.name!r} has no rate that could be set: {self.sites[0].regularizer} has none of p, drop_prob, "
-                "drop_rate."
-            )
+        largest = self._must_share_a_unit("target_p = ...")
         value = number(value, "target_p", self.name)
-        base = [hook.declared if largest == 0 else hook.target for hook in self._state.members]
-        most = max((target for target in base if target is not None), key=abs, default=0.0)
+        hooks = next(iter(self._units.values()))
+        base = [hook.initial_target if largest == 0 else hook.target for hook in hooks]
+        most = max((target for target in base if target is not None), key=abs)
         with self._changing():
-            for hook, target in zip(self._state.members, base, strict=True):
-                if target is not None:
-                    hook.target = hook.regularizer.valid_rate(value * (target / most) if most else value)
+            for hook, target in zip(hooks, base, strict=True):
+                assert target is not None
+                hook.target = hook.regularizer.valid_rate(value * (target / most) if most else value)
+
+    def _rate_of(self, hooks: list[SiteHook]) -> float:
+        """The largest rate in force of hooks of one unit, before `p_scale`."""
+        state = self._state
+        if not state.on:
+            neutral = {hook.regularizer.neutral for hook in hooks}
+            return neutral.pop() if len(neutral) == 1 else 0.0
+        if state.override is not None and state.override.p is not None:
+            return state.override.p
+        return largest_target(hooks) * state.multiplier
 
     def step(self, n: int = 1) -> None:
         """Count `n` optimizer steps. Call it after each `optimizer.step()`, unless `follow` does.
@@ -150,11 +152,11 @@ class Injection(Handle):
         self._seek(step)
 
     def follow(self, optimizer: Optimizer | None) -> Injection:
-        """Step by itself after each step of `optimizer` that was not skipped; None stops that.
+        """Count the steps of `optimizer` that are not skipped; None stops that.
 
         Args:
-            optimizer: any torch optimizer, inside Accelerate's, Lightning's or Lookahead's wrappers too. Following
-                the same one again does nothing.
+            optimizer: any torch optimizer, inside of Accelerate's, Lightning's, Lookahead's or fastai's wrappers too.
+                Following the same one again does nothing.
 
         Returns:
             The handle itself.
@@ -167,17 +169,17 @@ class Injection(Handle):
         if optimizer is None:
             if current is not None:
                 current.detach()
-            self._state.follower, self._state.driven = None, False
+            self._state.live.follower, self._state.live.driven = None, False
             return self
-        inner = follow.innermost(optimizer)
+        inner = innermost(optimizer)
         if current is not None and current.follows(inner):
             return self
         if current is not None:
             raise InjectionError(
                 f"{self.name!r} follows another {current.title} already; it still does.\n  first: drop.follow(None)"
             )
-        self._warn_of_foreign(inner)
-        self._state.follower = follow.Follower(inner, self._advance)
+        self._warn_about_other_model(inner)
+        self._state.live.follower = Follower(inner, self._advance, self._warn_about_restart)
         return self
 
     # --- on and off
@@ -213,15 +215,15 @@ class Injection(Handle):
         """
         self._must_be_there("sampling()")
         if p is not None:
-            if self.target_p is None:
-                raise InjectionError(f"{self.name!r} has no rate that p={p} could set.")
-            p = self._hooks[0].regularizer.valid_rate(p)
-        rate, nothing = p, self._neutral
-        if p is None and self.target_p is not None:
-            rate = self.target_p * self._multiplier
-        if rate == nothing:
+            self._must_share_a_unit(f"sampling(p={p})")
+            p = next(iter(self._units.values()))[0].regularizer.valid_rate(p)
+        multiplier = self._state.multiplier
+        rated = [hook for hooks in self._units.values() for hook in hooks]
+        rates = {hook.target * multiplier if p is None else p for hook in rated if hook.target is not None}
+        neutral = {hook.regularizer.neutral for hook in rated}
+        if rated and len(rates | neutral) == 1:
             raise InjectionError(
-                f"sampling at rate {nothing:g} gives the same output each time: {self.name!r} is at step "
+                f"sampling at rate {rates.pop():g} gives the same output each time: {self.name!r} is at step "
                 f"{self.step_count} of {self.schedule}.\n  give the rate: sampling(p={self.target_p or 0.1:g})   or "
                 "seek the step of the training (a copy, such as an EMA, has a count of its own)."
             )
@@ -243,15 +245,9 @@ class Injection(Handle):
             whether eval output is bit-identical with and without hooks. `print` it.
         """
         self._must_be_there("probe()")
-        state, before = self._state, self._state.step_count
-        try:
-            if step is not None:
-                with self._changing():
-                    state.step_count = count(step, "step", "probe", 0)
-            return probe(self._alive(), state, self._hooks, x, forwards)
-        finally:
-            state.step_count = before
-            self._refresh()
+        at_step = Override(step=None if step is None else count(step, "step", "probe", 0))
+        with self._overriding(at_step):
+            return probe(self._alive(), self._state, self._hooks, x, forwards)
 
     @contextmanager
     def measuring(self) -> Iterator[Measurement]:
@@ -284,14 +280,16 @@ class Injection(Handle):
             yield recording
 
     def check(self) -> list[str]:
-        """Problems now: lost sites, sites that never ran (so far) or only in eval, a schedule that nobody drives."""
-        return list(problems.problems(self._alive(), self._state, self._hooks, asked=True).values())
+        """Problems now: lost sites, layers that never ran or only in eval mode, a schedule that is not advancing."""
+        model, state = self._model(), self._state
+        if model is None:
+            return [discarded_text(state.name) if not state.live.trained else str(self._gone())]
+        return list(problems(model, state, self._hooks, asked=True).values())
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers for any logger: rate and step under `hookdrop/<name>/`."""
         self._must_be_there("metrics()")
-        self._tell_problems()
-        numbers: dict[str, float] = {} if self.p is None else {self._rate_name: self.p}
+        numbers = self._rates_by_name()
         if self.keep_prob is not None:
             numbers["keep_prob"] = self.keep_prob
         numbers |= {"step": float(self.step_count), "enabled": float(self._state.on)}
@@ -299,7 +297,7 @@ class Injection(Handle):
 
     def summary(self) -> str:
         """A table of the sites with the rates in force."""
-        self._tell_problems()
+        self._warn_about_problems()
         return f"{self!r}\n{text_table(_HEADER, self._rows())}"
 
     def __repr__(self) -> str:
@@ -307,7 +305,8 @@ class Injection(Handle):
             return f"<Injection {self.name!r}, removed>"
         if self._model() is None:
             return f"<Injection {self.name!r}, whose model is gone>"
-        p = "" if self.p is None else f" {self._rate_name}={self.p:.4g} of {self.target_p:.4g},"
+        targets = {name: largest_target(hooks) for name, hooks in self._units_by_name().items()}
+        p = "".join(f" {name}={rate:.4g} of {targets[name]:.4g}," for name, rate in self._rates_by_name().items())
         off = "" if self._state.on else " disabled,"
         sites = counted(len(self._hooks), "site")
         return f"<Injection {self.name!r}: {sites},{p}{off} step {self.step_count} of {self.schedule}>"
@@ -320,8 +319,7 @@ class Injection(Handle):
     def state_dict(self) -> dict[str, Any]:
         """Step count, target rates, on or off: what `load_state_dict` needs to go on from here."""
         self._must_be_there("state_dict()")
-        self._tell_problems()
-        return snapshot.save(self._state, self._hooks)
+        return state_dict.save(self._state, self._hooks)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Go on from a saved state; the schedule is the code's.
@@ -330,7 +328,7 @@ class Injection(Handle):
             StateError: other sites (with `strict`) or no state at all; nothing was loaded.
         """
         self._must_be_there("load_state_dict()")
-        snapshot.load(self._state, self._hooks, state, strict, self._changing)
+        state_dict.load(self._state, self._hooks, state, strict, self._changing)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -345,14 +343,12 @@ class Injection(Handle):
     # --- the end
 
     def remove(self) -> None:
-        """Take the hooks off: the model is what it was before. Again does nothing."""
+        """Remove the hooks: the model is what it was before. A second time does nothing."""
         if self._state.removed:
             return
         compiling.not_while_tracing("remove()")
         try:
-            if self._model() is not None:
-                self._tell_problems()
-                compiling.warn_of_recompile()
+            self._warn_about_problems()
         finally:
             self._detach()
 
@@ -364,15 +360,18 @@ class Injection(Handle):
     ) -> None:
         if error is None:
             self.remove()
-        else:  # What went wrong is to be read, not what else there is to say.
+        else:  # The error is what matters, and not further warnings.
             self._detach()
 
-    @property
-    def _rate_name(self) -> str:
-        """`std` for noise, `factor` ...; `p` for all that has a probability, whatever its class calls it."""
-        names = {hook.regularizer.rate_name for hook in self._hooks if not hook.regularizer.probability}
-        probable = any(hook.regularizer.probability for hook in self._hooks)
-        return "p" if probable or len(names) != 1 else str(names.pop())
+    def _units_by_name(self) -> dict[str, list[SiteHook]]:
+        """The hooks by the name of their rate: `p` for a probability, `std` for noise; longer where two share one."""
+        units = self._units
+        names = {unit: "p" if unit == "p" else str(hooks[0].regularizer.rate_name) for unit, hooks in units.items()}
+        shared = {name for name in names.values() if list(names.values()).count(name) > 1}
+        return {unit if names[unit] in shared else names[unit]: hooks for unit, hooks in units.items()}
+
+    def _rates_by_name(self) -> dict[str, float]:
+        return {name: self._rate_of(hooks) for name, hooks in self._units_by_name().items()}
 
     def _rows(self) -> list[tuple[str, float | None, float, str, str]]:
         return [(s.name, s.p, s.p_scale, "yes" if s.fired else "no", s.regularizer) for s in self.sites]

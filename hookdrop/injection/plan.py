@@ -9,14 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.diagnostics.judge import version_of
 from hookdrop.diagnostics.watchdog import watch
 from hookdrop.errors import InjectionError, nothing_placed, warn
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import InputHook, SiteHook
 from hookdrop.hooks.registry import hidden_modules, hooks_of
 from hookdrop.hooks.skip_hook import SkipHook
-from hookdrop.hooks.state import State
+from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.group import Injections, find
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.inspect import inspect_sites
@@ -88,17 +87,16 @@ class Plan:
             replaced = self._to_replace()
             for text in self.warnings:
                 warn(text)
-            compiling.warn_of_recompile()
-            state = State(self.name, tuple(site.name for site in self.sites), self.schedule or ConstantSchedule())
-            # What was warned of above is not to be told by the first forward again.
-            state.told |= self.told
-            state.version = version_of(self.model)
-            state.root = weakref.ref(unwrapped(self.model))
+            compiling.notice_changed_hooks()
+            state = InjectionState(self.name, tuple(s.name for s in self.sites), self.schedule or ConstantSchedule())
+            # What was warned about above is not to be repeated by the first forward.
+            state.warned_kinds |= self.told
+            root = unwrapped(self.model)
+            state.live.root = weakref.ref(root)
             hooks = self._place(state)
         for old in replaced:
             old._detach()
-        compiling.reset()
-        watch(self.model, state)
+        watch(root, state)
         return Injection(self.model, state, hooks)
 
     def _must_be_placeable(self) -> None:
@@ -109,7 +107,7 @@ class Plan:
             if id(site.module) not in modules:
                 raise InjectionError(f"{site.name!r} was replaced since the plan was made: plan again.")
 
-    def _place(self, state: State) -> list[SiteHook]:
+    def _place(self, state: InjectionState) -> list[SiteHook]:
         hooks = [_hook(site, self.tensor, state) for site in self.sites]
         try:
             for site, hook in zip(self.sites, hooks, strict=True):
@@ -200,7 +198,7 @@ def _valid_name(name: str | None, sites: list[PlannedSite]) -> str:
     return name
 
 
-def _hook(site: PlannedSite, tensor: TensorKey, state: State) -> SiteHook:
+def _hook(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> SiteHook:
     assert site.regularizer is not None
     # It has been seen to pickle, as it must; a deep copy takes ten times as long.
     own = pickle.loads(pickle.dumps(site.regularizer))

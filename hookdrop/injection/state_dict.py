@@ -8,7 +8,7 @@ from typing import Any
 
 from hookdrop.errors import StateError, warn
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.state import State
+from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.tables import counted
 from hookdrop.utils.validation import count
 
@@ -16,7 +16,7 @@ VERSION = 1
 _KEYS = ("version", "name", "sites", "step_count", "target_p", "declared_p", "enabled", "schedule")
 
 
-def save(state: State, hooks: Sequence[SiteHook]) -> dict[str, Any]:
+def save(state: InjectionState, hooks: Sequence[SiteHook]) -> dict[str, Any]:
     """Plain numbers, texts and lists, that `torch.load(weights_only=True)` and JSON both take.
 
     `declared_p` and `schedule` are what the code said: they are compared at loading, not loaded.
@@ -27,14 +27,14 @@ def save(state: State, hooks: Sequence[SiteHook]) -> dict[str, Any]:
         "sites": [hook.site for hook in hooks],
         "step_count": state.step_count,
         "target_p": [hook.target for hook in hooks],
-        "declared_p": [hook.declared for hook in hooks],
+        "declared_p": [hook.initial_target for hook in hooks],
         "enabled": state.enabled,
         "schedule": repr(state.schedule),
     }
 
 
 def load(
-    state: State,
+    state: InjectionState,
     hooks: Sequence[SiteHook],
     saved: Mapping[str, Any],
     strict: bool,
@@ -83,7 +83,7 @@ def _checked(saved: Mapping[str, Any]) -> tuple[int, bool]:
         raise StateError(f"{error} Nothing was loaded.") from None
 
 
-def _same_places(state: State, hooks: Sequence[SiteHook], saved: Mapping[str, Any]) -> None:
+def _same_places(state: InjectionState, hooks: Sequence[SiteHook], saved: Mapping[str, Any]) -> None:
     here, there = [hook.site for hook in hooks], list(saved["sites"])
     if saved["name"] == state.name and here == there:
         return
@@ -110,7 +110,7 @@ def _valid_target(hook: SiteHook, target: Any) -> float | None:
 
 
 def _tell_differences(
-    state: State,
+    state: InjectionState,
     hooks: Sequence[SiteHook],
     saved: Mapping[str, Any],
     known: Sequence[SiteHook],
@@ -121,12 +121,12 @@ def _tell_differences(
             f"{state.name!r}: the code's schedule {state.schedule} is used; the state was saved under "
             f"{saved['schedule']}. The step count ({saved['step_count']}) is the state's."
         )
-    other = [hook for hook in known if declared[hook.site] != hook.declared]
+    other = [hook for hook in known if declared[hook.site] != hook.initial_target]
     if other:
         warn(
             f"{state.name!r}: the state's target rates are used; it was saved when the code said "
-            f"{declared[other[0].site]} at {other[0].site!r}, and the code says {other[0].declared} now.\n"
-            f"  to use the code's: drop.target_p = {other[0].declared}"
+            f"{declared[other[0].site]} at {other[0].site!r}, and the code says {other[0].initial_target} now.\n"
+            f"  to use the code's: drop.target_p = {other[0].initial_target}"
         )
     left_out = len(hooks) - len(known), len(saved["sites"]) - len(known)
     if any(left_out):

@@ -10,7 +10,7 @@ from torch import nn
 
 from hookdrop.errors import LayerError, StateError, nothing_placed
 from hookdrop.hooks import compiling
-from hookdrop.hooks.registry import hidden
+from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.config import VERSION, Allowed, regularizer_of, schedule_of
 from hookdrop.injection.group import Injections, find
 from hookdrop.injection.handle import Injection
@@ -177,10 +177,9 @@ def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
         1
     """
     compiling.not_while_tracing("without_hooks()")
-    with hidden(model):
-        compiling.reset()
+    compiling.notice_changed_hooks()
+    with hooks_removed(model):
         yield model
-    compiling.reset()
 
 
 def from_config(model: nn.Module, config: Mapping[str, Any], allow: Allowed = ()) -> Injection:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookdrop.diagnostics.first_call import without_bookkeeping
 from hookdrop.diagnostics.isolation import preserved
 from hookdrop.errors import LayerError, ShapeError, nearest, warn
 from hookdrop.hooks import compiling
-from hookdrop.hooks.registry import unmarked
 from hookdrop.injection.select import Entries, Layer, select
 from hookdrop.observe.cam_methods import METHODS, Logits, Spot, library_class
 from hookdrop.utils.tables import counted, some
@@ -171,7 +171,7 @@ def _alone(model: nn.Module) -> Iterator[nn.Module]:
     inner = unwrapped(model)
     trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
     stance = torch.compiler.set_stance("force_eager")
-    with torch.inference_mode(False), torch.enable_grad(), unmarked(inner), preserved(inner), stance:
+    with torch.inference_mode(False), torch.enable_grad(), without_bookkeeping(inner), preserved(inner), stance:
         try:
             for parameter in trained:
                 parameter.requires_grad_(False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.errors import LayerError, ShapeError
-from hookdrop.hooks.checkpointing import running_again
+from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.select import Layer
 from hookdrop.observe.taps import first_tensor
 from hookdrop.utils.axes import as_map
@@ -59,7 +59,7 @@ class Spot:
         """Whether its output was (N, L, C)."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if running_again():
+        if is_recomputing():
             return None
         self.calls += 1
         return change(output, None, self.tensor)

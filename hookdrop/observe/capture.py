@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookdrop.errors import LayerError, ShapeError, nearest, warn
-from hookdrop.hooks.checkpointing import running_again
+from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.select import Entries, Layer
 from hookdrop.observe.taps import chosen_layers, chosen_tensor, first_tensor, tapped
 from hookdrop.utils.context import within
@@ -123,7 +123,7 @@ class _Watched:
         """By thread, the calls that have not ended and their inputs: several if the layer calls itself."""
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if running_again():
+        if is_recomputing():
             return
         x = first_tensor((args, kwargs))
         if x is None:
@@ -136,7 +136,7 @@ class _Watched:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         x = chosen_tensor(output, self._tensor, repr(self.name))
-        if running_again():
+        if is_recomputing():
             self._follow_again(x)
             return
         call = _Call(copied(x, self._to), self._input_of(_calling()), self._to)

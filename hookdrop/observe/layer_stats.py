@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.hooks.checkpointing import running_again
+from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.select import Layer
 from hookdrop.observe.axes import Axes
 from hookdrop.observe.moments import Moments
@@ -103,7 +103,7 @@ class LayerStats:
         x = first_tensor(output)
         if x is None or not x.is_floating_point():
             return
-        if not running_again():
+        if not is_recomputing():
             if not self.calls:
                 self._called.append(self)
             self.calls += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -63,7 +64,11 @@ class Regularizer(nn.Module):
 
         A class that has `regularize` alone is run outside of compiled graphs, if it has a rate.
         """
-        raise NotImplementedError
+        own = self
+        if self.rate is not None and not isinstance(rate, Tensor) and rate != self.rate:
+            own = copy.deepcopy(self)
+            own.set_rate(rate)
+        return own.regularize(x)
 
     def forward(self, x: Tensor) -> Tensor:
         """Regularize in training mode; in eval mode and at the neutral rate `x` itself comes back."""

@@ -92,6 +92,14 @@ def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name, p in inspect.signature(function).parameters.items() if p.kind in named)
 
 
+def require_same_shape_and_dtype(x: Tensor, y: object) -> Tensor:
+    """`y`, if it is a tensor with the shape and dtype of `x`."""
+    if isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype:
+        return y
+    got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+    raise ShapeError(f"got {tuple(x.shape)} {x.dtype} and returned {got}: a regularizer keeps shape and dtype.")
+
+
 def describe(value: Any) -> str:
     """`value` in a few words: shapes for tensors, types for all else."""
     if isinstance(value, Tensor):

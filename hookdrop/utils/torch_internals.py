@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
+import sys
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +37,10 @@ def version_of(x: Tensor) -> int:
 
 
 # --- who watches or rewrites operations
+
+_jit: Any = torch.jit
+is_tracing: Callable[[], bool] = _jit.is_tracing
+"""Whether `torch.jit.trace` records operations; a public function without types."""
 
 dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 """How many dispatch modes (fake tensors, tracing, profiling of operations) are active."""
@@ -80,3 +89,55 @@ current_node: Callable[[], Any] = _C._current_autograd_node
 
 saved_tensors_hooks: Callable[[bool], Any] | None = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
 """The innermost hooks on saved tensors, or None if there are none; itself None before PyTorch 2.8."""
+
+# --- the compiler
+
+
+def guard_hooks() -> bool:
+    """Have compiled code check its modules' hooks before it is reused; whether any was compiled that does not.
+
+    By default, compiled code ignores hooks that are placed after it was compiled, and of two models of one class the
+    one with hooks may run the code of the other.
+    """
+    config: Any = sys.modules["torch._dynamo.config"]
+    unguarded = bool(config.skip_nnmodule_hook_guards) and _something_is_compiled()
+    config.skip_nnmodule_hook_guards = False
+    return unguarded
+
+
+def _something_is_compiled() -> bool:
+    frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
+    # torch.export traces frames too, but has no backend, or one of its own.
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {0: "unknown"}).values()
+    return bool(frames) and any(
+        backend is not None and not getattr(backend, "__qualname__", "").startswith("export.") for backend in backends
+    )
+
+
+def when_compiler_is_imported(callback: Callable[[], None]) -> None:
+    """Call `callback` once `torch._dynamo` is imported: now, or later, after the import statement of somebody else."""
+    if "torch._dynamo" in sys.modules:
+        importlib.import_module("torch._dynamo")  # waits where another thread is importing it
+        callback()
+    else:
+        sys.meta_path.insert(0, _AfterImport("torch._dynamo", callback))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds one module as the other finders do, and has a callback run after it."""
+
+    def __init__(self, name: str, callback: Callable[[], None]) -> None:
+        self.name, self.callback = name, callback
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(self._run, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+    def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+        exec_module(module)
+        self.callback()
