@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,26 +76,123 @@ def test_eval_has_no_graph_break_and_is_the_clean_models(theirs: nn.Module) -> N
     assert torch.equal(fast(X), X)
 
 
-def test_hooks_placed_and_removed_after_the_first_call_are_noticed_at_once() -> None:
+def whole(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(model, backend="eager")
+
+
+def in_place(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    model.compile(backend="eager")
+    return model
+
+
+def by_regions(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    for block in model:
+        block.compile(backend="eager")
+    return model
+
+
+def step_function(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(lambda x: model(x), backend="eager")
+
+
+@pytest.mark.parametrize("compile_", [whole, in_place, by_regions, step_function])
+def test_hooks_placed_and_removed_after_the_first_call_are_noticed_at_once(compile_: Callable[..., Any]) -> None:
+    """By PyTorch's own guards, and without a warning."""
     model = net()
-    fast = compiled(model)
+    fast = compile_(model)
     assert zeroed(fast) == 0
     for _ in range(2):
-        with pytest.warns(HookdropWarning, match=r"torch.compiler.reset\(\)"):
-            drop = inject(fast, Dropout(0.5), layers="0")
+        drop = inject(model, Dropout(0.5), layers="0")
         assert zeroed(fast) == pytest.approx(0.5, abs=0.02)
-        with without_hooks(fast):
+        with without_hooks(model):
             assert zeroed(fast) == 0
         assert zeroed(fast) == pytest.approx(0.5, abs=0.02)
-        with pytest.warns(HookdropWarning, match="compile"):
-            drop.remove()
+        drop.remove()
         assert zeroed(fast) == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HookdropWarning)
-        inject(model, Dropout(0.5), layers="1")
-        assert zeroed(fast) > 0.4
-        eject(model)
+    inject(model, Dropout(0.5), layers="1")
+    assert zeroed(fast) > 0.4
+    eject(model)
     assert zeroed(fast) == 0
+
+
+def test_unrelated_compiled_models_are_not_compiled_again() -> None:
+    """Nor is the clean code of the model itself, which is used again after `remove`."""
+    compiled_graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        compiled_graphs.append(graph)
+        return graph
+
+    other = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend=backend)
+    model = nn.Sequential(nn.Tanh())
+    fast = torch.compile(model, backend=backend)
+
+    def call() -> int:
+        other(torch.ones(4))
+        fast(X)
+        return len(compiled_graphs)
+
+    assert call() == 2
+    drop = inject(model, Dropout(0.5), layers="0")
+    assert call() == 3
+    with without_hooks(model):
+        assert call() == 3
+    drop.remove()
+    assert call() == 3
+
+
+def run_program(code: str) -> None:
+    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_compiler_is_imported_only_when_something_is_compiled(tmp_path: Path) -> None:
+    """It takes about as long to import as PyTorch itself. (PyTorch's own optimizers import it when they are built.)"""
+    run_program(f"""
+import sys, torch
+from torch import nn
+from hookdrop import DropBlock, Dropout, LinearSchedule, find, inject
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 6))
+drop = inject(model, DropBlock(0.1, 3), layers="0", schedule=LinearSchedule(4), example_input=torch.ones(1, 3, 8, 8))
+inject(model, nn.Dropout(0.5), layers="1")
+model(torch.ones(1, 3, 8, 8)).sum().backward()
+drop.step()
+drop.probe(torch.ones(1, 3, 8, 8))
+torch.save(model, {str(tmp_path / "model.pt")!r})
+find(torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)).step()
+drop.remove()
+assert "torch._dynamo" not in sys.modules
+""")
+
+
+def test_like_models_with_and_without_hooks_do_not_share_code_if_hooks_came_before_the_compiler() -> None:
+    run_program("""
+import torch
+from torch import nn
+from hookdrop import Dropout, inject
+models = [nn.Sequential(nn.Identity()) for _ in range(2)]
+inject(models[1], Dropout(0.5), layers="0")
+clean, hooked = (torch.compile(model, backend="eager")(torch.ones(20_000)) for model in models)
+assert (clean == 0).sum() == 0 and 0.4 < (hooked == 0).float().mean() < 0.6
+""")
+
+
+def test_code_that_was_compiled_before_hookdrop_was_imported_is_compiled_again_once() -> None:
+    run_program("""
+import warnings, torch
+from torch import nn
+model = nn.Sequential(nn.Identity())
+fast = torch.compile(model, backend="eager")
+fast(torch.ones(20_000))
+from hookdrop import Dropout, HookdropWarning, inject
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    drop = inject(model, Dropout(0.5), layers="0")
+    assert 0.4 < (fast(torch.ones(20_000)) == 0).float().mean() < 0.6
+    drop.remove()
+    inject(model, Dropout(0.5), layers="0")
+assert ["import hookdrop before the first compiled call" in str(w.message) for w in caught] == [True], caught
+""")
 
 
 def test_an_export_is_not_taken_for_a_compiled_model() -> None:

@@ -413,7 +413,9 @@ class TestShapes:
 
     def test_a_function_that_changes_the_shape(self, model: Small, images: torch.Tensor) -> None:
         inject(model, torch.Tensor.sum, layers="fc")
-        with pytest.raises(ShapeError, match=r"sum at 'fc' got \(4, 10\) torch.float32 and returned \(\) torch.float32"):
+        with pytest.raises(
+            ShapeError, match=r"sum at 'fc' got \(4, 10\) torch.float32 and returned \(\) torch.float32"
+        ):
             model(images)
 
 

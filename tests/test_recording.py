@@ -118,7 +118,7 @@ def test_the_last_calls_are_kept_and_no_more() -> None:
     assert r["0"].before[0, 0] == 4
     model(X * 9)
     assert r["0"].before[0, 0] == 4  # it is over
-    assert drop._state.meters == []
+    assert drop._state.live.observe is None
 
 
 def test_it_is_over_after_an_error_too() -> None:
@@ -127,7 +127,7 @@ def test_it_is_over_after_an_error_too() -> None:
         model(X)
         raise ZeroDivisionError
     assert len(r) == 1
-    assert drop._state.meters == []
+    assert drop._state.live.observe is None
 
 
 @pytest.mark.parametrize("regularizer", [GaussianDropout(0.3), AlphaDropout(0.3)], ids=repr)

@@ -301,7 +301,7 @@ class TestRounds:
         for _ in range(100):
             drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4))
             drop.follow(torch.optim.SGD(model.parameters(), 0.01))
-            drop._state.told.add("optimizer gone")
+            drop._state.warned_kinds.add("optimizer gone")
             drop.remove()
 
     def test_rounds_with_copies(self, model: nn.Sequential) -> None:

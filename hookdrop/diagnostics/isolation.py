@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,6 +62,13 @@ def forked_rng(*where: nn.Module | Tensor) -> Iterator[None]:
             sys.modules["numpy"].random.set_state(others[1])
 
 
+def uncompiled() -> AbstractContextManager[Any]:
+    """Compiled code runs uncompiled inside, so that hooks are seen. What is not loaded has compiled nothing."""
+    loaded = "torch._dynamo" in sys.modules
+    stance: Any = torch.compiler.set_stance
+    return stance("force_eager") if loaded else nullcontext()
+
+
 def call(model: nn.Module, example: Any) -> Any:
     """`model` on a tensor (or any one argument), a tuple of arguments, or a mapping of keyword arguments.
 
@@ -71,7 +78,7 @@ def call(model: nn.Module, example: Any) -> Any:
         InjectionError: the model does not take it.
     """
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with uncompiled():
             if isinstance(example, tuple):
                 return model(*example)
             if isinstance(example, Mapping):

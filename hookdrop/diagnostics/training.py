@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hookdrop.hooks.state import InjectionState
-from hookdrop.utils.torch_internals import version_of
+from hookdrop.utils.torch_internals import dispatch_modes, functorch_stack, is_tracing, version_of
 
 UPDATES_TO_JUDGE = 20
 """Updates of the weights after which a mistake is warned about. Accumulated gradients, recurrent calls and validation
@@ -71,9 +71,13 @@ class Watch:
 
     def _values_changed(self, weight: nn.Parameter) -> bool:
         """An optimizer that writes to `parameter.data` moves no version: fastai's, say."""
+        captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        # None of this may become part of a trace.
+        recorded = is_tracing() or dispatch_modes() > 0 or functorch_stack() is not None or captured
+        if recorded or not weight.is_contiguous() or weight.is_meta:
+            return False
         data = weight.detach()
-        captured = data.is_cuda and torch.cuda.is_current_stream_capturing()
-        if type(data) is not Tensor or data.is_meta or captured or not data.is_contiguous() or not data.numel():
+        if type(data) is not Tensor or not data.numel():
             return False
         values = data.view(-1)[:: -(-data.numel() // _SAMPLED)].clone()
         before, self._values = self._values, values

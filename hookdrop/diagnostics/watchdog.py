@@ -50,19 +50,29 @@ def is_watched(state: InjectionState) -> bool:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    discarded: list[weakref.ref[InjectionState]] = []
-    state: InjectionState | None = None
+    discarded = []
     for state in list(_watched):
         seen: Watch = state.live.watch
         model = seen.model()
         if model is not None:
             _look(seen, model, state, optimizer)
-            continue
-        forget(state)
-        if not (state.live.trained or seen.copied):
+        elif state.live.trained or seen.copied:
+            forget(state)
+        else:
             discarded.append(weakref.ref(state))
-    del state
-    _warn_about_discarded(discarded)
+        del state
+    if discarded and not any(_trains(optimizer, state.live.watch) for state in list(all_states) if state.live.watch):
+        _warn_about_discarded(discarded)
+
+
+def _warn_about_discarded(discarded: list[weakref.ref[InjectionState]]) -> None:
+    """Warn about models that went away untrained, while another one is trained that has no hooks."""
+    gc.collect()  # or injections that nobody holds any more would be warned about
+    for state in filter(None, (reference() for reference in discarded)):
+        forget(state)
+        # A model that was pickled or copied lives on in its copy.
+        if not any(other.key == state.key and other is not state for other in list(all_states)):
+            state.warn_once("discarded", discarded_text(state.name))
 
 
 def _look(seen: Watch, model: nn.Module, state: InjectionState, optimizer: Optimizer) -> None:
@@ -77,16 +87,6 @@ def _look(seen: Watch, model: nn.Module, state: InjectionState, optimizer: Optim
     if not (seen.silent or state.scheduled):
         forget(state)
     _warn(state, stalled(state))
-
-
-def _warn_about_discarded(discarded: list[weakref.ref[InjectionState]]) -> None:
-    """Warn about models that went away untrained, if a handle is still held and no copy of the hooks is in use."""
-    if discarded:
-        gc.collect()  # or what nobody holds any more would be warned about
-    for reference in discarded:
-        state = reference()
-        if state is not None and not any(other.key == state.key and other is not state for other in all_states):
-            state.warn_once("discarded", discarded_text(state.name))
 
 
 def _trains(optimizer: Optimizer, seen: Watch) -> bool:

@@ -104,10 +104,12 @@ class SiteHook:
             return self._recompute(module, value, rate)
         if (rate is not None or module.training) and may_be_recomputed():
             self.state.live.checkpointed.note((self.site, module.training, random_state(value)), rate)
-        if rate is None or rate.neutral:
+        if rate is None:
             return None
         if is_tracing():
             raise InjectionError(compiling.traced_text(self.where))
+        if rate.neutral:
+            return None
         return self.edit(module, value, lambda x: self.apply(x, rate))
 
     def _call_in_graph(self, module: nn.Module, value: Any) -> Any:
