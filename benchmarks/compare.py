@@ -17,20 +17,22 @@ from multiprocessing import get_context
 
 from rich.console import Console
 
-from comparison import checks, costs, estimate, options, report, team
+from comparison import checks, costs, estimate, report
+from comparison.analysis.schema import Controls, Spread, Summary
+from comparison.analysis.summary import About, summarise
+from comparison.engines import team
 from comparison.engines.base import Engine, EngineError
-from comparison.entries import Entry
-from comparison.errors import ConfigError
-from comparison.folder import Folder, replace_text
-from comparison.lines import Lines
-from comparison.progress import watch
-from comparison.ranks import launched_rank, launched_world
-from comparison.record import Record
-from comparison.schema import Controls, Spread, Summary
-from comparison.store import Store, StoreError
-from comparison.study import Laboratory, Study
-from comparison.summary import About, summarise
-from comparison.table import table
+from comparison.engines.folder import Folder, replace_text
+from comparison.engines.store import Store, StoreError
+from comparison.report.progress import watch
+from comparison.report.table import table
+from comparison.run.ranks import launched_rank, launched_world
+from comparison.run.record import Record
+from comparison.spec import options
+from comparison.spec.entries import Entry
+from comparison.spec.errors import ConfigError
+from comparison.spec.study import Laboratory, Study
+from comparison.spec.yaml_lines import Lines
 from terminal import make_console, say
 
 

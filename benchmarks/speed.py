@@ -28,8 +28,8 @@ import bars
 import parts
 import peers
 from cost import Spread, disturbed, measure, ratios
-from demands import DEMANDS, Demand, beware, new_table, table
 from terminal import make_console, say
+from thresholds import DEMANDS, Demand, beware, new_table, table
 
 ROUNDS, FEW, QUICK_ROUNDS = 25, 12, 3
 Part = Callable[[argparse.Namespace, Console], dict[str, Any]]

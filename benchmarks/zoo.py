@@ -2,7 +2,7 @@
 
 Each model is built with random weights for the smallest input that it takes (at least 32 pixels), on real values:
 plan, inject DropBlock or what suits the rank at its normalization layers, one training step, and remove. What must be
-equal is compared bit for bit (zoo_check.py). A model that is too large for memory is planned and hooked on the meta
+equal is compared bit for bit (models/check.py). A model that is too large for memory is planned and hooked on the meta
 device, and counted apart.
 
 A whole run takes an hour on two cores, in two shards: `--shard 1/2` and `--shard 2/2`, each in a process of its own.
@@ -31,11 +31,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
-import zoo_models
-import zoo_report
+from models import catalog
+from models import report as zoo_report
+from models.catalog import Name, Trial
+from models.check import Check, NotRunnable, trace
 from terminal import make_console, say
-from zoo_check import Check, NotRunnable, trace
-from zoo_models import Name, Trial
 
 GIB = 2**30
 # Beside weights and gradients: activations, the interpreter and its libraries.
@@ -124,7 +124,7 @@ def available() -> float:
 
 def select(options: argparse.Namespace) -> list[Name]:
     """The names that were asked for."""
-    named = [name for name in zoo_models.names(options.library) if re.search(options.only, str(name))]
+    named = [name for name in catalog.names(options.library) if re.search(options.only, str(name))]
     return named[: options.limit]
 
 
@@ -188,9 +188,9 @@ def checked(name: Name, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _checked(name: Name, options: argparse.Namespace, record: dict[str, Any]) -> dict[str, Any]:
-    skeleton = zoo_models.skeleton_of(name)
+    skeleton = catalog.skeleton_of(name)
     record["parameters"] = sum(p.numel() for p in skeleton.parameters())
-    trials = (trial for trial in zoo_models.trials(name, skeleton) if zoo_models.accepted(trial, skeleton))
+    trials = (trial for trial in catalog.trials(name, skeleton) if catalog.accepted(trial, skeleton))
     need, (alone, beside) = bytes_of(skeleton), limits(options)
     if need > alone:
         found = first_that_runs(trials, "meta")
@@ -258,7 +258,7 @@ def in_a_line(record: dict[str, Any]) -> str:
 
 def conclude(console: Console, options: argparse.Namespace, folders: Sequence[Path]) -> int:
     """Write what all shards found so far, and say it in short; 1 if there is a failure."""
-    results = zoo_report.merge(folders, zoo_models.names(), options.hardware)
+    results = zoo_report.merge(folders, catalog.names(), options.hardware)
     zoo_report.write(options.out, results)
     say(console, zoo_report.in_short(results))
     say(console, f"All of it: {options.out / 'zoo.md'} and zoo.json")

@@ -12,7 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from comparison.schema import (
+from comparison.analysis.schema import (
     METRICS,
     ArmFound,
     Band,

@@ -22,12 +22,15 @@ pytest.importorskip("optuna")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from comparison import arms, calls, lines, models, peers, schedules
-from comparison.config import Config, check
-from comparison.errors import ConfigError
-from comparison.pyramidnet import PyramidNet
-from comparison.spec import Arm, Data, Model, Run
-from comparison.streams import generator, seed_of
+from comparison.run import models
+from comparison.run.pyramidnet import PyramidNet
+from comparison.spec import arms, peers, schedules
+from comparison.spec import call_syntax as calls
+from comparison.spec import yaml_lines as lines
+from comparison.spec.config import Config, check
+from comparison.spec.errors import ConfigError
+from comparison.spec.run_spec import Arm, Data, Model, Run
+from comparison.spec.seeds import generator, seed_of
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
 GOOD = """

@@ -37,8 +37,8 @@ from comparison.data import DataError, Task, check, load, readable, strata, synt
 from comparison.data.batches import loader
 from comparison.data.checking import check_seeds
 from comparison.data.stored import Stored
-from comparison.spec import Data
-from comparison.streams import generator
+from comparison.spec.run_spec import Data
+from comparison.spec.seeds import generator
 
 STILL = ("digits", "digits-noisy", "synthetic-cue")
 
@@ -783,9 +783,11 @@ class TestTheShippedConfigOfCifar100:
         """PyramidNet-200 in full, on six images: what is too large for a CPU begins, at least."""
         pytest.importorskip("timm")
         pytest.importorskip("optuna")
-        from comparison import checks, config, lines
-        from comparison.study import Study
-        from comparison.training import execute
+        from comparison import checks
+        from comparison.run.training import execute
+        from comparison.spec import config
+        from comparison.spec import yaml_lines as lines
+        from comparison.spec.study import Study
 
         path = Path(__file__).parents[1] / "benchmarks" / "configs" / "cifar100.yaml"
         settings, where = lines.load(path.read_text(), path.name)

@@ -21,10 +21,11 @@ pytest.importorskip("pydantic")
 from sklearn.metrics import log_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from comparison import inference, intervals, metrics
-from comparison.inference import Measured, difference, holm, minimum_detectable, permutation_p
-from comparison.record import Record
-from comparison.schema import Difference
+from comparison.analysis import inference, intervals
+from comparison.analysis.inference import Measured, difference, holm, minimum_detectable, permutation_p
+from comparison.analysis.schema import Difference
+from comparison.run import metrics
+from comparison.run.record import Record
 
 NUMBERS = st.floats(-50, 50).map(lambda value: round(value, 3))
 DIFFERENCES = st.lists(NUMBERS, min_size=2, max_size=9)

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import summaries
 
-from comparison import report, schema
+from comparison import report
+from comparison.analysis import schema
 from comparison.report import looks, numbers, strips, view
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\"'&"

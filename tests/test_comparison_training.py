@@ -20,11 +20,11 @@ pytest.importorskip("optuna")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from comparison import checkpoints, training
-from comparison.record import Outcome, Record
-from comparison.spec import Arm, Data, Model, Optimizer, Run
-from comparison.training import execute
-from comparison.unchanged import changes, face
+from comparison.run import checkpoints, training
+from comparison.run.footprint_check import changes, face
+from comparison.run.record import Outcome, Record
+from comparison.run.training import execute
+from comparison.spec.run_spec import Arm, Data, Model, Optimizer, Run
 
 SITES = ("layer*.*.bn2",)
 NONE = Arm(name="none", kind="none")

@@ -17,14 +17,14 @@ pytest.importorskip("yaml")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from comparison.arms import still_at_0
-from comparison.config import NONE, check
-from comparison.lines import Lines
-from comparison.record import Failure, Record
-from comparison.spec import Arm, Data, Model, Run
-from comparison.study import OTHER_SEEDS, Study
-from comparison.tuning import FIRST_SEED, Search, tune, with_settings
-from comparison.tuning_config import TuningConfig
+from comparison.run.record import Failure, Record
+from comparison.spec.arms import still_at_0
+from comparison.spec.config import NONE, check
+from comparison.spec.run_spec import Arm, Data, Model, Run
+from comparison.spec.search import FIRST_SEED, Search, tune, with_settings
+from comparison.spec.study import OTHER_SEEDS, Study
+from comparison.spec.tuning import TuningConfig
+from comparison.spec.yaml_lines import Lines
 
 GRID = TuningConfig(
     space={"p": [0.1, 0.2, 0.3], "weight_decay": [0.05]}, space_none={"weight_decay": [0.01, 0.05, 0.2]}

@@ -30,10 +30,10 @@ pytest.importorskip("resource")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import overhead
-import overhead_musts as musts
-import overhead_parts as parts
 from cost import Samples
-from overhead_musts import Estimate, added, milliseconds, ratio
+from hook_costs import parts
+from hook_costs import rows as musts
+from hook_costs.rows import Estimate, added, milliseconds, ratio
 
 MOST_CALLS = 20
 """Functions that are called in a call of a hook that has nothing to do."""

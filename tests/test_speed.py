@@ -28,7 +28,7 @@ import cost
 import memory
 import peers
 from cost import Samples, Spread
-from demands import DEMANDS, Demand
+from thresholds import DEMANDS, Demand
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SHAPES = ["2x4x28x28", "3x2x22x21"]

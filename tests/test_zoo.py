@@ -35,13 +35,13 @@ import fcntl
 import timm
 
 import zoo
-import zoo_models
-import zoo_report
-from zoo_check import Check, NotRunnable
-from zoo_models import Example, Name, Trial
-from zoo_sites import regularizers
-from zoo_state import fingerprint, same
-from zoo_weights import quick_weights
+from models import catalog
+from models import report as zoo_report
+from models.catalog import Example, Name, Trial
+from models.check import Check, NotRunnable
+from models.sites import regularizers
+from models.state import fingerprint, same
+from models.weights import quick_weights
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # Of each family a model that is checked quickly, the side length of its input, and how it is built. Most are the
@@ -185,10 +185,10 @@ def results(tmp_path: Path) -> dict[str, Any]:
 class TestFamilies:
     @pytest.mark.skipif(timm.__version__ != MADE_WITH, reason="the table is made with another timm")
     def test_the_table_has_every_family_of_timm(self) -> None:
-        assert len(zoo_models.names("timm")) == 1371
+        assert len(catalog.names("timm")) == 1371
         assert len(SMALL) == 98
         assert {family: Name("timm", name).family for family, (name, _, _) in SMALL.items()} == {
-            family: family for family in zoo_models.families()
+            family: family for family in catalog.families()
         }
 
     @pytest.mark.filterwarnings("ignore")  # the models' own; those of hookdrop are in the record
@@ -323,7 +323,7 @@ def failure(record: dict[str, Any]) -> tuple[str, str]:
     """The step and what it says, less the class of the error and the example."""
     assert record["status"] == "failed"
     assert record["traceback"].startswith("Traceback")
-    assert "benchmarks/zoo_check.py" in record["traceback"]
+    assert "benchmarks/models/check.py" in record["traceback"]
     assert str(BENCHMARKS) not in record["traceback"]
     return record["step"], record["error"].removeprefix("Broken: ").partition(", such as")[0]
 
@@ -397,9 +397,9 @@ class TestBuilding:
     def test_the_smallest_input_that_is_accepted(
         self, name: str, shape: tuple[int, ...], keywords: dict[str, Any]
     ) -> None:
-        skeleton = zoo_models.skeleton_of(Name("timm", name))
-        trials = zoo_models.trials(Name("timm", name), skeleton)
-        assert next(t for t in trials if zoo_models.accepted(t, skeleton)) == Trial(Name("timm", name), shape, keywords)
+        skeleton = catalog.skeleton_of(Name("timm", name))
+        trials = catalog.trials(Name("timm", name), skeleton)
+        assert next(t for t in trials if catalog.accepted(t, skeleton)) == Trial(Name("timm", name), shape, keywords)
 
     def test_quick_weights_are_random_and_scaled_as_the_initialization_asks(self) -> None:
         slow = torch.Tensor.normal_
@@ -423,7 +423,7 @@ class TestBuilding:
 @pytest.mark.filterwarnings("ignore")
 class TestRuns:
     def test_the_shards_are_all_models_once(self) -> None:
-        names = zoo_models.names()
+        names = catalog.names()
         parts = [zoo.shard_of(names, (index, 3)) for index in (1, 2, 3)]
         assert sorted(str(name) for part in parts for name in part) == sorted(map(str, names))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -536,24 +536,24 @@ class TestReport:
         found = results(tmp_path)
         assert found["hardware"] == "a machine"
         totals = {"passed": 2, "failed": 1, "crashed": 0, "clean": 0, "meta": 1}
-        size = sum(name.family == "resnet" for name in zoo_models.names("timm"))
+        size = sum(name.family == "resnet" for name in catalog.names("timm"))
         assert found["families"]["resnet"] == {"names": size, **totals, "meta": 0}
         assert found["totals"]["timm"] == totals
         assert len(found["models"]) == 5
-        names = len(zoo_models.names("timm"))
-        families = len(zoo_models.families())
+        names = len(catalog.names("timm"))
+        families = len(catalog.families())
         assert (
             f"timm: 2 of {names} models ({2 / names:.1%}) and 1 of {families} families passed the whole check; "
             f"1 failed; 1 on the meta device only; {names - 4} not yet run."
         ) in capsys.readouterr().out
 
     def test_the_table_names_each_failure_with_its_reason(self, folders: list[Path], tmp_path: Path) -> None:
-        zoo_report.write(tmp_path, zoo_report.merge(folders, zoo_models.names(), "a machine"))
+        zoo_report.write(tmp_path, zoo_report.merge(folders, catalog.names(), "a machine"))
         text = (tmp_path / "zoo.md").read_text()
         assert "## Failed: 1\n\n| model | step | why |\n|---|---|---|\n| timm:resnet34 | train | Broken: x |" in text
         assert "| timm:vit_7b_patch16_dinov3 |  | needs a\\|b |" in text
         assert "| torchvision:resnet18 |  | too small |" in text
-        size = sum(name.family == "resnet" for name in zoo_models.names("timm"))
+        size = sum(name.family == "resnet" for name in catalog.names("timm"))
         assert f"| resnet | {size} | 2 | 1 | 0 | 0 | 0 |" in text
         assert "Sites: 40 DropBlock." in text
         assert "of each of 2 models 9.9000% of 4,000 elements were dropped; 10.0000% were asked for." in text

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 import torch
 
 import hookdrop
-from comparison import arms, models
-from comparison.config import Config
 from comparison.data import DataError, check, load
-from comparison.errors import ConfigError
-from comparison.lines import Lines
-from comparison.spec import Data, Model
-from comparison.study import Study
-from comparison.trainee import at_final_rate, steps_of
-from comparison.training import batch_of, step
+from comparison.run import models
+from comparison.run.run_setup import at_final_rate, steps_of
+from comparison.run.training import batch_of, step
+from comparison.spec import arms
+from comparison.spec.config import Config
+from comparison.spec.errors import ConfigError
+from comparison.spec.run_spec import Data, Model
+from comparison.spec.study import Study
+from comparison.spec.yaml_lines import Lines
 
 WRONG = (DataError, ConfigError, hookdrop.HookdropError, ValueError, TypeError, ImportError)
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comparison.entries import Entry
-from comparison.folder import replace_text
-from comparison.schema import Spread
-from comparison.spec import Run
-from comparison.trainee import Trainee, at_final_rate
-from comparison.training import batch_of, step
+from comparison.analysis.schema import Spread
+from comparison.engines.folder import replace_text
+from comparison.run.run_setup import Trainee, at_final_rate
+from comparison.run.training import batch_of, step
+from comparison.spec.entries import Entry
+from comparison.spec.run_spec import Run
 
 STEPS_IN_TURN = 4
 FEWEST_ROUNDS = 5

@@ -12,13 +12,13 @@ import torch
 from rich import box
 from rich.table import Table
 
-from comparison.scoring import logits_of
-from comparison.spec import Run
-from comparison.store import Store
-from comparison.study import Study
-from comparison.trainee import prepare, steps_of
-from comparison.training import CURVE_POINTS, batch_of, step
-from comparison.tuning import rounds
+from comparison.engines.store import Store
+from comparison.run.run_setup import prepare, steps_of
+from comparison.run.scoring import logits_of
+from comparison.run.training import CURVE_POINTS, batch_of, step
+from comparison.spec.run_spec import Run
+from comparison.spec.search import rounds
+from comparison.spec.study import Study
 
 TIMED_STEPS = 3
 START_SECONDS = 8.0

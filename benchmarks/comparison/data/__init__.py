@@ -10,7 +10,7 @@ from comparison.data import cifar, digits, folder, synthetic
 from comparison.data.checking import check_seeds
 from comparison.data.errors import DataError
 from comparison.data.task import Split, Task
-from comparison.spec import Data
+from comparison.spec.run_spec import Data
 
 __all__ = ["DataError", "Split", "Task", "check", "load"]
 

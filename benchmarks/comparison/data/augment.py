@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from comparison.streams import seed_of
+from comparison.spec.seeds import seed_of
 
 Name = Literal["none", "shift", "crop-flip"]
 Transform = Callable[[Tensor], Tensor]

@@ -15,8 +15,8 @@ from comparison.data.errors import DataError
 from comparison.data.layout import Found, find
 from comparison.data.readable import notes_of
 from comparison.data.task import Task
-from comparison.spec import Data
-from comparison.streams import generator
+from comparison.spec.run_spec import Data
+from comparison.spec.seeds import generator
 
 SIDE = 224
 TEST_FRACTION = 0.2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from comparison.data import strata
 from comparison.data.errors import DataError, in_full
-from comparison.streams import generator
+from comparison.spec.seeds import generator
 
 
 class Source(Protocol):

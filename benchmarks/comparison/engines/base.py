@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from comparison.record import Record
-from comparison.spec import Run
-from comparison.store import Store
+from comparison.engines.store import Store
+from comparison.run.record import Record
+from comparison.spec.run_spec import Run
 
 BEAT_SECONDS = 0.5
 

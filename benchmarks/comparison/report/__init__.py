@@ -11,8 +11,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from comparison.analysis.schema import BETTER, DECIMALS, METRICS, TITLES, Summary
 from comparison.report import numbers, strips, view
-from comparison.schema import BETTER, DECIMALS, METRICS, TITLES, Summary
 
 HERE = Path(__file__).parent
 FILTERS = (

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
+from comparison.analysis.schema import ArmFound, Band, Bin
 from comparison.report.looks import Look
 from comparison.report.svg import GRID, SETTINGS, TEXT, arm_colour, inline
-from comparison.schema import ArmFound, Band, Bin
 
 WIDTH, HEIGHT = 328, 250
 """In pixels: as wide as a phone, so that text keeps its 14 pixels there."""

@@ -1,0 +1,165 @@
+"""Finished runs in one SQLite file, those that were started, and those that go on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from comparison.engines.database import Database, StoreError, unwritable
+from comparison.engines.rows import COLUMNS, record_of, row_of
+from comparison.run.record import Record
+
+__all__ = ["Attempt", "Beat", "Lock", "Store", "StoreError"]
+
+_TABLES = """
+CREATE TABLE records (
+    key TEXT PRIMARY KEY, done INTEGER NOT NULL, spec TEXT NOT NULL, outcome TEXT, images BLOB,
+    kind TEXT, message TEXT, environment TEXT NOT NULL, started TEXT NOT NULL, seconds REAL NOT NULL
+);
+CREATE TABLE attempts (id INTEGER PRIMARY KEY, key TEXT NOT NULL, worker TEXT NOT NULL, started TEXT NOT NULL);
+CREATE TABLE beats (
+    key TEXT PRIMARY KEY, label TEXT NOT NULL, step INTEGER NOT NULL, steps INTEGER NOT NULL, loss REAL
+);
+"""
+_NAMES = ", ".join(COLUMNS)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A run was started."""
+
+    key: str
+    worker: str
+    """The process that started it."""
+    started: str
+    """ISO 8601, UTC."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """How far a run has come that is going on."""
+
+    label: str
+    """For a person, as `DropBlock, seed 3`."""
+    step: int
+    steps: int
+    loss: float | None
+    """None if it is not a finite number."""
+
+
+class Store(Database):
+    """Records by the key of their run: one each, and what is done is never replaced.
+
+    A record is on the disk (`synchronous=FULL`) when `add` returns: neither SIGKILL nor a power cut loses a finished
+    run. The rest is written with NORMAL: a power cut may undo the last of it.
+
+    Raises:
+        StoreError: the file can't be made or written, is not a store, or is one of another version; it is unchanged.
+    """
+
+    tables = _TABLES
+
+    def add(self, record: Record) -> bool:
+        """Keep a record in one transaction; whether it was kept, which it is not if the run is done already.
+
+        Raises:
+            ValueError: the outcome holds a number that is not finite.
+            StoreError: nothing was written.
+        """
+        row = row_of(record)
+        with self.transaction("FULL") as connection:
+            kept = connection.execute(
+                f"INSERT INTO records ({_NAMES}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET "
+                + ", ".join(f"{name} = excluded.{name}" for name in COLUMNS[1:])
+                + " WHERE NOT records.done",
+                row,
+            )
+            connection.execute("DELETE FROM beats WHERE key = ?", (record.key,))
+        return kept.rowcount == 1
+
+    def get(self, key: str) -> Record | None:
+        """The record of one run."""
+        return self.records([key]).get(key)
+
+    def records(self, keys: Iterable[str] | None = None) -> dict[str, Record]:
+        """All records, or those of some runs, in the order in which the runs came in first."""
+        chosen = "" if keys is None else " WHERE key IN (SELECT value FROM json_each(?))"
+        values = () if keys is None else (json.dumps(list(keys)),)
+        rows = self.read(f"SELECT {_NAMES} FROM records{chosen} ORDER BY rowid", values)
+        return {row[0]: record_of(row) for row in rows}
+
+    def attempt(self, key: str, worker: str) -> None:
+        """Note that a worker starts a run."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        with self.transaction() as connection:
+            connection.execute("INSERT INTO attempts (key, worker, started) VALUES (?, ?, ?)", (key, worker, now))
+            connection.execute("DELETE FROM beats WHERE key = ?", (key,))
+
+    def attempts(self) -> list[Attempt]:
+        """All starts in their order."""
+        return [Attempt(*row) for row in self.read("SELECT key, worker, started FROM attempts ORDER BY id")]
+
+    def beat(self, key: str, step: int, steps: int, loss: float, label: str = "") -> None:
+        """Say how far a run has come; it is forgotten when its record is added."""
+        values = (key, label, step, steps, loss if math.isfinite(loss) else None)
+        with self.transaction() as connection:
+            connection.execute(
+                "INSERT OR REPLACE INTO beats (key, label, step, steps, loss) VALUES (?, ?, ?, ?, ?)", values
+            )
+
+    def beats(self) -> dict[str, Beat]:
+        """How far those runs are that are going on."""
+        rows = self.read("SELECT key, label, step, steps, loss FROM beats ORDER BY rowid")
+        return {key: Beat(*rest) for key, *rest in rows}
+
+    def forget_beats(self) -> None:
+        """Nothing is going on: what a killed comparison left is no news."""
+        with self.transaction() as connection:
+            connection.execute("DELETE FROM beats")
+
+
+class Lock:
+    """One comparison a folder: held until `release` or until the process ends, however it ends.
+
+    Raises:
+        StoreError: another process holds it, or the file can't be made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a+")  # noqa: SIM115
+        except OSError as error:
+            raise StoreError(unwritable(self.path, str(error))) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.seek(0)
+            pid = self._file.read().strip() or "unknown"
+            self._file.close()
+            raise StoreError(
+                f"{self.path.parent} is in use by another comparison, process {pid}.\n"
+                "  wait for it or end it, or name another folder with --out.\nNothing was trained."
+            ) from error
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let others in."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()

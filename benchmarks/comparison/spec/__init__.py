@@ -1,0 +1,1 @@
+"""What is asked for: the configuration, the arms, and the runs that they come to."""
