@@ -28,9 +28,8 @@ from comparison.analysis.schema import (
     Site,
     Spread,
     Summary,
-    Trial,
-    Tuning,
 )
+from comparison.spec.tuning import Trial, Tuning
 
 NAMES = (
     "none", "DropBlock", "Dropout", "Dropout2d", "DropPath", "GaussianNoise", "DropBlock, as in the paper",

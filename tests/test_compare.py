@@ -37,8 +37,7 @@ from comparison.analysis.schema import Summary
 from comparison.engines.store import Attempt, Store
 from comparison.report.table import WIDTH, table
 from comparison.run.record import Record
-from comparison.spec import options
-from comparison.spec import yaml_lines as lines
+from comparison.spec import options, yaml_lines
 from comparison.spec.config import check
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -323,7 +322,7 @@ class TestItsReadme:
 
     def test_the_yaml_is_a_comparison(self) -> None:
         (block,) = re.findall(r"```yaml\n(.*?)```", self.TEXT, re.DOTALL)
-        config = check(*lines.load(block, "README.md"))
+        config = check(*yaml_lines.load(block, "README.md"))
         assert [arm.kind for arm in config.all_arms()] == ["regularizer", "recipe", "peer"]
 
     def test_every_file_and_command_is_there(self) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 import hookdrop
-from comparison.data import DataError, check, load
+from comparison.data.catalog import check, load
+from comparison.data.task import DataError
 from comparison.run import models
 from comparison.run.run_setup import at_final_rate, steps_of
 from comparison.run.training import batch_of, step
@@ -94,8 +95,8 @@ def _try_steps(study: Study, data: Data, model: Model, lines: Lines, found: Find
         small = {"batch_size": 2, "compile": False}
         try:
             with torch.random.fork_rng(devices=[]):
-                trainee = at_final_rate(study.run(data, model, arm, 0).model_copy(update=small))
-                step(trainee, *batch_of(trainee))
+                setup = at_final_rate(study.run(data, model, arm, 0).model_copy(update=small))
+                step(setup, *batch_of(setup))
         except Exception as error:  # of somebody else's model, whatever it is
             found.errors.append(f"{at}, {arm.name} on {model.name} can't be trained: {type(error).__name__}: {error}")
 

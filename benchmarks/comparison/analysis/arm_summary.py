@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import t as student
 
 from comparison.analysis.pairs import Paired
 from comparison.analysis.schema import METRICS, ArmFound, Band, Bin, Difference, Mask, Metric, Site, Spread
-from comparison.run.metrics import reliability
+from comparison.run.metrics import BINS, bin_of
 from comparison.run.record import Outcome
 
 Point = tuple[float, float]
@@ -82,6 +83,18 @@ def _calibration(arm: Paired) -> list[Bin]:
         return []
     confidence, correct = (np.concatenate([of_run[name] for of_run in images]) for name in ("confidence", "correct"))
     return reliability(confidence, correct)
+
+
+def reliability(confidence_N: NDArray[np.generic], correct_N: NDArray[np.generic], bins: int = BINS) -> list[Bin]:
+    """Mean confidence and fraction right of the predictions in each bin that has any, in order."""
+    confidences, places = confidence_N.astype(np.float64), bin_of(confidence_N, bins)
+    counts, confident, right = (
+        np.bincount(places, weights=weights, minlength=bins) for weights in (None, confidences, correct_N)
+    )
+    return [
+        Bin(confidence=confident[i] / counts[i], accuracy=right[i] / counts[i], count=int(counts[i]))
+        for i in np.flatnonzero(counts)
+    ]
 
 
 def _realised(runs: Sequence[Outcome]) -> list[Site]:

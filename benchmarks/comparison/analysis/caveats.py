@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from comparison.analysis.inference import LEVEL, more_than_chance
 from comparison.analysis.pairs import NOT_RUN
 from comparison.analysis.schema import DECIMALS, METRICS, ArmFound, Cell, Difference, Metric
-from comparison.analysis.summary_text import NAMES, UNCLEAR, compared, listed, of_none, plural, text
+from comparison.analysis.summary_text import NAMES, UNCLEAR, baseline_name, compared, interval_text, listed, plural
 
 SHORT: dict[Metric, str] = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE"}
 UNITS: dict[Metric, str] = {"accuracy": "points of accuracy", "nll": "nats", "ece": "points of ECE"}
@@ -30,7 +30,7 @@ def _families(cell: Cell) -> dict[str, list[Difference]]:
     """What Holm's correction is over, in one metric; it is as large in the others."""
     against = [of_arm["accuracy"] for of_arm in compared(cell).values()]
     among = [pair.difference for pair in cell.between if pair.metric == "accuracy"]
-    families = {f"the differences to {of_none(cell)}": against, "the differences between regularizers": among}
+    families = {f"the differences to {baseline_name(cell)}": against, "the differences between regularizers": among}
     return {name: family for name, family in families.items() if family}
 
 
@@ -66,9 +66,9 @@ def _detectable(cell: Cell) -> Iterator[str]:
     if sizes:
         by_arm = " (by the arm)" if any(" to " in size for size in sizes) else ""
         yield (
-            f"Differences to {of_none(cell)} smaller than {listed(sizes)}{by_arm} would be found in fewer than 4 of 5 "
-            "such comparisons by a paired t test at 5 %, uncorrected and given the spread seen; half of that takes "
-            f"about {max(halves)} pairs. What cannot be distinguished is not thereby equal."
+            f"Differences to {baseline_name(cell)} smaller than {listed(sizes)}{by_arm} would be found in fewer than 4 "
+            "of 5 such comparisons by a paired t test at 5 %, uncorrected and given the spread seen; half of that "
+            f"takes about {max(halves)} pairs. What cannot be distinguished is not thereby equal."
         )
     still = [NAMES[metric] for metric in METRICS if found[metric] and not _sizes(found[metric], DECIMALS[metric])]
     if still:
@@ -81,7 +81,7 @@ def _sizes(found: list[Difference], decimals: int) -> str:
 
 
 def _aa(cell: Cell) -> Iterator[str]:
-    equal, seeds, none = cell.controls.aa_equal, cell.controls.aa_seeds, of_none(cell)
+    equal, seeds, none = cell.controls.aa_equal, cell.controls.aa_seeds, baseline_name(cell)
     if not seeds:
         yield "No run with p = 0 injected shows that the hooks alone change nothing."
     elif equal == seeds:
@@ -95,14 +95,14 @@ def _aa(cell: Cell) -> Iterator[str]:
 
 
 def _none_none(cell: Cell) -> Iterator[str]:
-    found, none = cell.controls.none_none, of_none(cell)
+    found, none = cell.controls.none_none, baseline_name(cell)
     start = f"Control: {none} with other seeds against {none}"
     if not found:
         yield f"No runs of {none} with other seeds show what comes of chance alone."
     elif len(found["accuracy"].values) < 2:
         yield f"{start} is one pair, which has no interval."
     elif outside := [metric for metric in METRICS if found[metric].verdict != UNCLEAR]:
-        said = listed([f"{SHORT[metric]} ({text(found[metric], metric)})" for metric in outside])
+        said = listed([f"{SHORT[metric]} ({interval_text(found[metric], metric)})" for metric in outside])
         which = f"the interval of {said} excludes" if len(outside) == 1 else f"the intervals of {said} exclude"
         more = "more" if more_than_chance(found) else "no more"
         yield (
@@ -135,7 +135,7 @@ def _unpaired(cell: Cell) -> Iterator[str]:
     if not cell.controls.paired:
         yield (
             "Beware: not all runs of a seed began with the same weights and saw the same batches; "
-            f"those that differ from {of_none(cell)} are set aside."
+            f"those that differ from {baseline_name(cell)} are set aside."
         )
 
 
@@ -208,6 +208,6 @@ def _timed(cell: Cell) -> Iterator[str]:
     times = [arm.time.median for arm in cell.arms if arm.kind == "control" and arm.time]
     if times:
         yield (
-            f"Time: the controls, which do the work of {of_none(cell)}, took {min(times):.2f} to {max(times):.2f} of "
-            "its time; what is as close to 1 as that is noise."
+            f"Time: the controls, which do the work of {baseline_name(cell)}, took {min(times):.2f} to "
+            f"{max(times):.2f} of its time; what is as close to 1 as that is noise."
         )

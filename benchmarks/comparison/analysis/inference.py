@@ -15,7 +15,7 @@ from scipy.stats import t as student
 
 from comparison.analysis.intervals import IMAGE_RESAMPLES, over_both, over_seeds, resamples, standard_error
 from comparison.analysis.schema import METRICS, Difference, Metric
-from comparison.run.metrics import resampled
+from comparison.run.metrics import BINS, bin_of
 from comparison.run.record import Record
 
 LEVEL = 0.05
@@ -41,6 +41,25 @@ def measured(record: Record) -> dict[Metric, Measured]:
     counts_BN = resamples(len(record.images["correct"]), IMAGE_RESAMPLES, 1)
     again = resampled(record.images, counts_BN)
     return {metric: Measured(record.outcome[metric], again[metric]) for metric in METRICS}
+
+
+def resampled(
+    images: Mapping[str, NDArray[np.generic]], counts_BN: NDArray[np.uint8]
+) -> dict[Metric, NDArray[np.float64]]:
+    """Each metric on each of B resamples of the images.
+
+    Args:
+        images: as in `Scores`.
+        counts_BN: (B, N), how often each image is in each resample.
+    """
+    confidence_N, correct_N = (images[name].astype(np.float64) for name in ("confidence", "correct"))
+    size = len(correct_N)
+    gaps_NM = np.zeros((size, BINS))
+    gaps_NM[np.arange(size), bin_of(confidence_N)] = confidence_N - correct_N
+    columns = np.column_stack([correct_N, images["nll"].astype(np.float64), gaps_NM])
+    blocks = np.array_split(counts_BN, max(1, counts_BN.size // 2_000_000))
+    means = np.concatenate([block.astype(np.float64) @ columns for block in blocks]) / size
+    return {"accuracy": 100 * means[:, 0], "nll": means[:, 1], "ece": 100 * np.abs(means[:, 2:]).sum(axis=1)}
 
 
 def difference(a: Mapping[int, Measured], b: Mapping[int, Measured]) -> Difference:

@@ -9,7 +9,7 @@ from typing import Any
 
 from comparison.analysis.schema import METRICS
 from comparison.run.record import Outcome, Record
-from comparison.spec.entries import Entry
+from comparison.spec.study import Entry
 
 NOT_RUN = "not run"
 

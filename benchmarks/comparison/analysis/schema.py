@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from comparison.spec.tuning import Tuning
+
 Metric = Literal["accuracy", "nll", "ece"]
 METRICS: tuple[Metric, ...] = ("accuracy", "nll", "ece")
 TITLES = {"accuracy": "Accuracy, %", "nll": "NLL, nats", "ece": "ECE, %"}
@@ -75,27 +77,6 @@ class Site(Found):
     name: str
     asked: float
     dropped: float
-
-
-class Trial(Found):
-    """Settings that were tried in tuning, and the mean validation NLL over the tuning seeds; None if a run failed."""
-
-    settings: dict[str, float]
-    score: float | None
-
-
-class Tuning(Found):
-    """How an arm came to its settings."""
-
-    method: str
-    """As in `grid` or `TPE`."""
-    space: dict[str, list[float]]
-    """The values of a grid, or the two ends of a range."""
-    trials: list[Trial]
-    seeds: list[int]
-    chosen: dict[str, float]
-    at_edge: list[str]
-    """Settings whose chosen value is the first or the last of its space: a better one may lie outside."""
 
 
 class Spread(Found):

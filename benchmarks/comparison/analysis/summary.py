@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from comparison.analysis import caveats, summary_text
 from comparison.analysis.arm_summary import arm_found
 from comparison.analysis.contrasts import between, controls, differences, measures
 from comparison.analysis.pairs import Paired, paired
 from comparison.analysis.schema import Cell, Environment, FailureFound, Spread, Summary
-from comparison.analysis.words import findings, words
 from comparison.run.record import Record
-from comparison.spec.entries import Entry
 from comparison.spec.run_spec import Run
+from comparison.spec.study import Entry
 
 Ratios = Mapping[tuple[str, str], Spread]
 """By cell and the name of the arm."""
@@ -99,7 +99,14 @@ def _cell(title: str, slug: str, arms: Sequence[Paired], times: Ratios, memory: 
         words=[],
     )
     first = [*about.first, *(f"Changed after the first run: {change}" for change in about.amendments)]
-    return cell.model_copy(update={"words": [*first, *words(cell)], "findings": len(first) + len(findings(cell))})
+    found = findings(cell)
+    words = [*first, *found, *caveats.after(cell)]
+    return cell.model_copy(update={"words": words, "findings": len(first) + len(found)})
+
+
+def findings(cell: Cell) -> list[str]:
+    """What was found, and what has to be known before; the words of the cell itself are not used."""
+    return [*caveats.first(cell), *summary_text.findings(cell)]
 
 
 def _varied(runs: Sequence[Run]) -> list[str]:

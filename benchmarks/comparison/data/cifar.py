@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torchvision import datasets
 
-from comparison.data.errors import DataError
-from comparison.data.stored import Stored
-from comparison.data.task import Task
+from comparison.data.sources import Stored
+from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
 
 _SETS: dict[str, Any] = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}

@@ -7,7 +7,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch.nn.functional import interpolate
 
-from comparison.data.stored import Stored
+from comparison.data.sources import Stored
 from comparison.data.task import Task
 from comparison.spec.run_spec import Data
 

@@ -29,9 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comparison.data.errors import DataError
-from comparison.data.stored import Stored
-from comparison.data.task import Task
+from comparison.data.sources import Stored
+from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
 from comparison.spec.seeds import generator
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 import hookdrop
-from comparison.engines.base import Beat, Job
+from comparison.engines.base import Job
 from comparison.engines.database import StoreError
 from comparison.run.environment import environment
-from comparison.run.record import Failure, Kind, Record
+from comparison.run.record import Beat, Failure, Kind, Record
 from comparison.spec.run_spec import Run
 
 FRAMES = 4

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from comparison.analysis.schema import DECIMALS, METRICS, ArmFound, Cell, Metric
-from comparison.analysis.summary_text import text
+from comparison.analysis.summary_text import interval_text
 
 WIDTH = 130
 COLUMNS = (
@@ -42,7 +42,9 @@ def _row(arm: ArmFound) -> list[str]:
     against = arm.against_none
     row = [escape(arm.name), _number(arm.rate_at_end, ".3g"), _number(arm.asked, ".3f"), _dropped(arm)]
     row += [_number(arm.means.get(metric), f".{DECIMALS[metric]}f") for metric in METRICS]
-    row += [text(against[metric], metric).replace(" ", "\n", 1) if against else NOTHING for metric in DIFFERENCES]
+    row += [
+        interval_text(against[metric], metric).replace(" ", "\n", 1) if against else NOTHING for metric in DIFFERENCES
+    ]
     corrected = against and arm.kind != "control"
     row.append(
         " / ".join(f"{against[metric].p_holm:.3f}" for metric in DIFFERENCES) if against and corrected else NOTHING

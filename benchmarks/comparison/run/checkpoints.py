@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from comparison.run import ranks
-from comparison.run.run_setup import Trainee
+from comparison.run.run_setup import RunSetup
 
 SECONDS = 20.0
 """Between checkpoints, at least."""
@@ -23,29 +23,29 @@ DIGEST = hashlib.sha256().digest_size
 class Checkpoint:
     """The file of one run; with several processes, a file each."""
 
-    def __init__(self, trainee: Trainee, folder: Path) -> None:
+    def __init__(self, setup: RunSetup, folder: Path) -> None:
         """Nothing is written or read yet."""
-        suffix = f".{ranks.rank()}" if trainee.run.world > 1 else ""
-        self._path = folder / f"{trainee.run.key}{suffix}.pt"
-        self._trainee = trainee
+        suffix = f".{ranks.rank()}" if setup.run.world > 1 else ""
+        self._path = folder / f"{setup.run.key}{suffix}.pt"
+        self._setup = setup
         self._last = time.monotonic()
 
     def due(self) -> bool:
         """Whether the last one is long enough ago; the first process decides for all."""
-        return bool(ranks.agreed(self._trainee.run, time.monotonic() - self._last >= SECONDS)[0])
+        return bool(ranks.agreed(self._setup.run, time.monotonic() - self._last >= SECONDS)[0])
 
     def save(self, epoch: int, history: Mapping[str, Any]) -> None:
         """Write the state after an epoch; a file that is there is replaced at once or not at all."""
-        trainee = self._trainee
+        setup = self._setup
         state = {
             "epoch": epoch,
             "history": dict(history),
-            "model": trainee.model.state_dict(),
-            "optimizer": trainee.optimizer.state_dict(),
-            "decay": trainee.decay.state_dict(),
-            "drop": trainee.drop.state_dict() if trainee.drop else None,
+            "model": setup.model.state_dict(),
+            "optimizer": setup.optimizer.state_dict(),
+            "decay": setup.decay.state_dict(),
+            "drop": setup.drop.state_dict() if setup.drop else None,
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(trainee.device) if trainee.device.type == "cuda" else None,
+            "cuda_rng": torch.cuda.get_rng_state(setup.device) if setup.device.type == "cuda" else None,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()
@@ -56,20 +56,20 @@ class Checkpoint:
         self._last = time.monotonic()
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Put the trainee where it was; the epochs that are done, and the history. (0, {}) if there is none."""
+        """Restore the state; the epochs that are done, and the history. (0, {}) if there is none."""
         state = self._read()
-        epochs = ranks.agreed(self._trainee.run, state["epoch"] if state else 0)
+        epochs = ranks.agreed(self._setup.run, state["epoch"] if state else 0)
         if state is None or len(set(epochs)) > 1:
             return 0, {}
-        trainee = self._trainee
-        trainee.model.load_state_dict(state["model"])
-        trainee.optimizer.load_state_dict(state["optimizer"])
-        trainee.decay.load_state_dict(state["decay"])
-        if trainee.drop:
-            trainee.drop.load_state_dict(state["drop"])
+        setup = self._setup
+        setup.model.load_state_dict(state["model"])
+        setup.optimizer.load_state_dict(state["optimizer"])
+        setup.decay.load_state_dict(state["decay"])
+        if setup.drop:
+            setup.drop.load_state_dict(state["drop"])
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"], trainee.device)
+            torch.cuda.set_rng_state(state["cuda_rng"], setup.device)
         return state["epoch"], state["history"]
 
     def _read(self) -> dict[str, Any] | None:

@@ -9,8 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from comparison.analysis.schema import Bin, Metric
-
 BINS = 15
 
 
@@ -59,40 +57,9 @@ def ece(confidence_N: NDArray[np.generic], correct_N: NDArray[np.bool_], bins: i
     return 100 * float(np.abs(sums).sum()) / len(gaps_N)
 
 
-def reliability(confidence_N: NDArray[np.generic], correct_N: NDArray[np.generic], bins: int = BINS) -> list[Bin]:
-    """Mean confidence and fraction right of the predictions in each bin that has any, in order."""
-    confidences, places = confidence_N.astype(np.float64), bin_of(confidence_N, bins)
-    counts, confident, right = (
-        np.bincount(places, weights=weights, minlength=bins) for weights in (None, confidences, correct_N)
-    )
-    return [
-        Bin(confidence=confident[i] / counts[i], accuracy=right[i] / counts[i], count=int(counts[i]))
-        for i in np.flatnonzero(counts)
-    ]
-
-
 def bin_of(confidence_N: NDArray[np.generic], bins: int = BINS) -> NDArray[np.intp]:
     """The bin of each confidence: the m-th of M has those above (m - 1) / M, up to and with m / M."""
     return np.searchsorted(np.arange(1, bins) / bins, confidence_N.astype(np.float64), side="left")
-
-
-def resampled(
-    images: Mapping[str, NDArray[np.generic]], counts_BN: NDArray[np.uint8]
-) -> dict[Metric, NDArray[np.float64]]:
-    """Each metric on each of B resamples of the images.
-
-    Args:
-        images: as in `Scores`.
-        counts_BN: (B, N), how often each image is in each resample.
-    """
-    confidence_N, correct_N = (images[name].astype(np.float64) for name in ("confidence", "correct"))
-    size = len(correct_N)
-    gaps_NM = np.zeros((size, BINS))
-    gaps_NM[np.arange(size), bin_of(confidence_N)] = confidence_N - correct_N
-    columns = np.column_stack([correct_N, images["nll"].astype(np.float64), gaps_NM])
-    blocks = np.array_split(counts_BN, max(1, counts_BN.size // 2_000_000))
-    means = np.concatenate([block.astype(np.float64) @ columns for block in blocks]) / size
-    return {"accuracy": 100 * means[:, 0], "nll": means[:, 1], "ece": 100 * np.abs(means[:, 2:]).sum(axis=1)}
 
 
 def _check(logits_NC: Tensor, y_N: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What came out of a training."""
+"""The outcome of a training run: scores, weights, rates, and whether the hooks came off without a trace."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ import torch
 from torch import Tensor
 
 import hookdrop
-from comparison.run import fingerprints, metrics
-from comparison.run import footprint_check as unchanged
+from comparison.run import metrics
+from comparison.run.footprint_check import changes, digest, digest_of
 from comparison.run.record import Mask, Outcome, Realised
-from comparison.run.run_setup import Trainee
-from comparison.run.scoring import images_of, logits_of
+from comparison.run.run_setup import RunSetup
 
 CHECKED_IMAGES = 200
 
 
-def concluded(trainee: Trainee, history: Any, measured: Any) -> tuple[Outcome, Mapping[str, Any]]:
+def outcome_of(setup: RunSetup, history: Any, measured: Any) -> tuple[Outcome, Mapping[str, Any]]:
     """The outcome after the last epoch, whichever was the best, and the scored images' numbers; the hooks come off."""
-    run, drop = trainee.run, trainee.drop
-    scored = trainee.split.test if run.stage == "final" else trainee.split.validation
-    logits = logits_of(trainee, scored)
-    scores = metrics.score(logits, trainee.task.labels_N[scored])
-    weights, rate, sites = fingerprints.of_model(trainee.model), trainee.rate, len(drop.sites) if drop else 0
-    mask, changes = None, None
-    checked = images_of(trainee, scored[:CHECKED_IMAGES])
+    run, drop = setup.run, setup.drop
+    scored = setup.split.test if run.stage == "final" else setup.split.validation
+    logits = setup.logits(scored)
+    scores = metrics.score(logits, setup.task.labels_N[scored])
+    weights, rate, sites = digest_of(setup.model), setup.rate, len(drop.sites) if drop else 0
+    mask, left = None, None
+    checked = setup.images(scored[:CHECKED_IMAGES])
     if drop:
-        mask = _mask(trainee, drop, checked[:1])
-        changes = unchanged.changes(trainee.model, drop, checked, trainee.face)
+        mask = _mask(setup, drop, checked[:1])
+        left = changes(setup.model, drop, checked, setup.footprint)
     # Of Cutout, what is dropped is not what its rate asks for.
     drops = measured is not None and all(site.drops for site in measured.sites.values())
     asks = measured is not None and drops and all(site.asked_sum is not None for site in measured.sites.values())
     outcome: Outcome = {
-        "call": trainee.call,
+        "call": setup.call,
         "sites": sites,
-        "flags": trainee.flags,
-        "weights_before": trainee.weights,
+        "flags": setup.flags,
+        "weights_before": setup.weights,
         "weights_after": weights,
         "batches": history.batches,
         "first_loss": history.first_loss,
@@ -49,16 +48,16 @@ def concluded(trainee: Trainee, history: Any, measured: Any) -> tuple[Outcome, M
         "asked": measured.asked if measured and asks else None,
         "dropped": measured.dropped if measured and drops else None,
         "realised": _realised(measured) if measured and asks else [],
-        "changes": changes,
+        "changes": left,
         "mask": mask,
         "accuracy": scores.accuracy,
         "nll": scores.nll,
         "ece": scores.ece,
-        "outputs": fingerprints.of([logits]),
+        "outputs": digest([logits]),
         "steps": history.steps,
-        "train_images": len(trainee.split.train),
+        "train_images": len(setup.split.train),
         "scored_images": len(scored),
-        "skipped_images": len(trainee.task.skipped),
+        "skipped_images": len(setup.task.skipped),
     }
     return outcome, scores.images
 
@@ -67,13 +66,13 @@ def _realised(measured: Any) -> list[Realised]:
     return [{"name": name, "asked": site.asked, "dropped": site.dropped} for name, site in measured.sites.items()]
 
 
-def _mask(trainee: Trainee, drop: hookdrop.Injection, x_1CHW: Tensor) -> Mask | None:
+def _mask(setup: RunSetup, drop: hookdrop.Injection, x_1CHW: Tensor) -> Mask | None:
     """One map of one sample at the first site that has maps, at the final rate; None if nothing is dropped there."""
-    if not trainee.rate:
+    if not setup.rate:
         return None
-    trainee.model.eval()
+    setup.model.eval()
     with drop.sampling(), drop.recording() as recorded, torch.no_grad():
-        trainee.model(x_1CHW)
+        setup.model(x_1CHW)
     for site in drop.sites:
         if site.name not in recorded:
             continue  # its rate is 0

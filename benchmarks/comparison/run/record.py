@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+Beat = Callable[[int, int, float], None]
+"""Called with the optimizer steps done, those in all, and the loss."""
 Kind = Literal["nan", "memory", "disk", "killed", "error"]
 # What another try may mend; a NaN or an error in the code comes again.
 PASSING: tuple[Kind, ...] = ("memory", "disk", "killed")

@@ -1,8 +1,9 @@
-"""What a run trains: the model, its hooks, its optimizer and the images; all of it follows from the run's spec."""
+"""What one run trains: the model with its hooks, the optimizer and the images, all made from the run's spec."""
 
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +13,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 
 import hookdrop
-from comparison.data import load
+from comparison.data.catalog import load
 from comparison.data.task import Split, Task
-from comparison.run import fingerprints, models, ranks
-from comparison.run import footprint_check as unchanged
+from comparison.run import models, ranks
+from comparison.run.footprint_check import Footprint, digest_of, footprint
 from comparison.spec import arms
 from comparison.spec.run_spec import Run
 from comparison.spec.seeds import seed_of
 
 AT_THE_END = 10**12
 """An optimizer step by which every ramp is over."""
+SCORED_AT_ONCE = 256
 
 
 @dataclass
-class Trainee:
+class RunSetup:
     """A model that is ready for its first step."""
 
     run: Run
@@ -44,7 +46,7 @@ class Trainee:
     device: torch.device
     weights: str
     """SHA-256 of all parameters and buffers."""
-    face: Any
+    footprint: Footprint
     """Of the model before it had hooks."""
 
     @property
@@ -52,15 +54,32 @@ class Trainee:
         """The rate in force."""
         return self.drop.p if self.drop else None
 
+    def logits(self, indices: Tensor) -> Tensor:
+        """The model's outputs for images, in eval mode, on the CPU: (N, classes), float32."""
+        self.model.eval()
+        with torch.no_grad(), self.precision():
+            parts = [self.model(self.images(part)).float().cpu() for part in torch.split(indices, SCORED_AT_ONCE)]
+        return torch.cat(parts)
 
-def prepare(run: Run) -> Trainee:
+    def precision(self) -> AbstractContextManager[object]:
+        """The context of the run's forwards."""
+        if self.run.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def images(self, indices: Tensor) -> Tensor:
+        """In eval form, on the run's device."""
+        return self.task.images(indices).to(self.device)
+
+
+def prepare(run: Run) -> RunSetup:
     """The model with fresh weights and hooks; the global generator is left at the start of the masks' stream."""
     task = load(run.data)
     split = task.split(run.data.train_size, run.data.validation_size, run.seed)
     device = ranks.device_of(run)
     torch.manual_seed(seed_of(run.seed, "weights"))
     model = models.build(run.model, task.classes, task.shape[0])
-    weights, face = fingerprints.of_model(model), unchanged.face(model)
+    weights, before = digest_of(model), footprint(model)
     example = torch.zeros(2, *task.shape)
     planned = arms.plan(run.arm, model, steps_of(run, len(split.train)), example)
     model.to(device)
@@ -70,7 +89,7 @@ def prepare(run: Run) -> Trainee:
         drop.follow(optimizer)
     forward = ranks.shared(run, model)
     torch.manual_seed(seed_of(run.seed, "masks", ranks.rank()))
-    return Trainee(
+    return RunSetup(
         run,
         task,
         split,
@@ -84,17 +103,17 @@ def prepare(run: Run) -> Trainee:
         arms.spelled(run.arm),
         device,
         weights,
-        face,
+        before,
     )
 
 
-def at_final_rate(run: Run) -> Trainee:
-    """A trainee as it is when its ramp is over, in one process, ready for a training step."""
-    trainee = prepare(run.model_copy(update={"world": 1}))
-    trainee.forward.train()
-    if trainee.drop and run.arm.p is not None:
-        trainee.drop.seek(AT_THE_END)
-    return trainee
+def at_final_rate(run: Run) -> RunSetup:
+    """The setup as it is when its ramp is over, in one process, ready for a training step."""
+    setup = prepare(run.model_copy(update={"world": 1}))
+    setup.forward.train()
+    if setup.drop and run.arm.p is not None:
+        setup.drop.seek(AT_THE_END)
+    return setup
 
 
 def steps_of(run: Run, train_images: int) -> int:

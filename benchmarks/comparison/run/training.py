@@ -6,7 +6,6 @@ import datetime
 import math
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,21 +16,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from comparison.data.batches import loader
-from comparison.run import fingerprints, metrics, ranks
+from comparison.run import metrics, ranks
 from comparison.run.checkpoints import Checkpoint
 from comparison.run.environment import environment
-from comparison.run.outcome import concluded
-from comparison.run.record import Record
-from comparison.run.run_setup import Trainee, prepare, steps_of
-from comparison.run.scoring import logits_of, precision
+from comparison.run.footprint_check import digest
+from comparison.run.outcome import outcome_of
+from comparison.run.record import Beat, Record
+from comparison.run.run_setup import RunSetup, prepare, steps_of
 from comparison.spec.run_spec import Run
 
 MEASURED_PART = 20
 """What is dropped is measured in the last twentieth of the epochs, where the rate is within 5 % of its target."""
 CURVE_POINTS = 8
-
-Beat = Callable[[int, int, float], None]
-"""Is told the steps done, the steps in all, and the loss."""
 
 
 @dataclass
@@ -59,10 +55,10 @@ def execute(run: Run, beat: Beat, scratch: Path) -> Record:
         FloatingPointError: a loss is not a finite number.
     """
     started, clock = datetime.datetime.now(datetime.UTC), time.perf_counter()
-    trainee = prepare(run)
-    checkpoint = Checkpoint(trainee, scratch)
-    history, measured = train(trainee, beat, checkpoint)
-    outcome, images = concluded(trainee, history, measured)
+    setup = prepare(run)
+    checkpoint = Checkpoint(setup, scratch)
+    history, measured = train(setup, beat, checkpoint)
+    outcome, images = outcome_of(setup, history, measured)
     # The checkpoint stays until the record is kept: what finds no room for it is not lost.
     return Record(
         key=run.key,
@@ -75,49 +71,47 @@ def execute(run: Run, beat: Beat, scratch: Path) -> Record:
     )
 
 
-def train(trainee: Trainee, beat: Beat, checkpoint: Checkpoint) -> tuple[History, Any]:
+def train(setup: RunSetup, beat: Beat, checkpoint: Checkpoint) -> tuple[History, Any]:
     """Train from where the checkpoint is to the last epoch, measuring what is dropped in the last few."""
     done, saved = checkpoint.load()
     history = History(**saved) if saved else History()
     if not done:
-        _note_rate(trainee, history)
-    last = _last_epoch(trainee)
+        _note_rate(setup, history)
+    last = _last_epoch(setup)
     measured, from_epoch = None, last - max(1, last // MEASURED_PART) + 1
     with ExitStack() as stack:
         for epoch in range(done + 1, last + 1):
-            if trainee.drop and epoch == from_epoch:
-                measured = stack.enter_context(trainee.drop.measuring())
-            _train_epoch(trainee, history, epoch)
-            _note_rate(trainee, history)
+            if setup.drop and epoch == from_epoch:
+                measured = stack.enter_context(setup.drop.measuring())
+            _train_epoch(setup, history, epoch)
+            _note_rate(setup, history)
             if epoch == last or epoch % math.ceil(last / CURVE_POINTS) == 0:
-                _validate(trainee, history, epoch)
-            beat(history.steps, last * _steps_per_epoch(trainee), history.train_loss[-1])
+                _validate(setup, history, epoch)
+            beat(history.steps, last * _steps_per_epoch(setup), history.train_loss[-1])
             if epoch < from_epoch - 1 and checkpoint.due():
                 checkpoint.save(epoch, asdict(history))
     return history, measured
 
 
-def batch_of(trainee: Trainee) -> tuple[Tensor, Tensor]:
+def batch_of(setup: RunSetup) -> tuple[Tensor, Tensor]:
     """The first training images, in eval form."""
-    size = trainee.run.batch_size
-    images = trainee.task.images(trainee.split.train[:size])
-    return images.to(trainee.device), trainee.labels_N[:size].to(trainee.device)
+    size = setup.run.batch_size
+    images = setup.task.images(setup.split.train[:size])
+    return images.to(setup.device), setup.labels_N[:size].to(setup.device)
 
 
-def _train_epoch(trainee: Trainee, history: History, epoch: int) -> None:
-    run = trainee.run
-    trainee.forward.train()
+def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
+    run = setup.run
+    setup.forward.train()
     losses, seen = [], []
-    batches = loader(
-        trainee.task, trainee.split.train, run.batch_size, run.seed, epoch, trainee.labels_N, run.data.workers
-    )
+    batches = loader(setup.task, setup.split.train, run.batch_size, run.seed, epoch, setup.labels_N, run.data.workers)
     for indices_B, x_BCHW, y_B in batches:
         if run.max_steps is not None and history.steps == run.max_steps:
             break
         seen.append(indices_B)
-        losses.append(step(trainee, *_shard(trainee, x_BCHW, y_B)))
+        losses.append(step(setup, *_shard(setup, x_BCHW, y_B)))
         history.steps += 1
-        _note_ramp(trainee, history)
+        _note_ramp(setup, history)
     numbers = torch.stack(losses).tolist()
     if not all(map(math.isfinite, numbers)):
         first = next(i for i, loss in enumerate(numbers) if not math.isfinite(loss))
@@ -126,51 +120,51 @@ def _train_epoch(trainee: Trainee, history: History, epoch: int) -> None:
     if epoch == 1:
         history.first_loss = numbers[0]
     history.train_loss.append(statistics.fmean(numbers))
-    history.batches.append(fingerprints.of(seen))
+    history.batches.append(digest(seen))
 
 
-def step(trainee: Trainee, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
+def step(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
     """One optimizer step; the loss before it."""
-    with precision(trainee):
-        loss = cross_entropy(trainee.forward(x_BCHW), y_B, label_smoothing=trainee.run.label_smoothing)
+    with setup.precision():
+        loss = cross_entropy(setup.forward(x_BCHW), y_B, label_smoothing=setup.run.label_smoothing)
     loss.backward()  # type: ignore[no-untyped-call]
-    trainee.optimizer.step()
-    trainee.optimizer.zero_grad()
-    trainee.decay.step()
+    setup.optimizer.step()
+    setup.optimizer.zero_grad()
+    setup.decay.step()
     return loss.detach()
 
 
-def _shard(trainee: Trainee, x_BCHW: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
-    mine = slice(ranks.rank(), None, trainee.run.world)
-    return x_BCHW[mine].to(trainee.device), y_B[mine].to(trainee.device)
+def _shard(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
+    mine = slice(ranks.rank(), None, setup.run.world)
+    return x_BCHW[mine].to(setup.device), y_B[mine].to(setup.device)
 
 
-def _validate(trainee: Trainee, history: History, epoch: int) -> None:
-    indices = trainee.split.validation
-    scores = metrics.score(logits_of(trainee, indices), trainee.task.labels_N[indices])
+def _validate(setup: RunSetup, history: History, epoch: int) -> None:
+    indices = setup.split.validation
+    scores = metrics.score(setup.logits(indices), setup.task.labels_N[indices])
     history.validation.append({"epoch": epoch, "accuracy": scores.accuracy, "nll": scores.nll})
 
 
-def _note_rate(trainee: Trainee, history: History) -> None:
-    if trainee.rate is not None:
-        history.rates.append((history.steps, trainee.rate))
-        _note_ramp(trainee, history)
+def _note_rate(setup: RunSetup, history: History) -> None:
+    if setup.rate is not None:
+        history.rates.append((history.steps, setup.rate))
+        _note_ramp(setup, history)
 
 
-def _note_ramp(trainee: Trainee, history: History) -> None:
-    drop = trainee.drop
+def _note_ramp(setup: RunSetup, history: History) -> None:
+    drop = setup.drop
     if drop is None or drop.p is None or drop.target_p is None or history.ramp_end is not None:
         return
     if abs(drop.p - drop.target_p) <= 1e-9:
         history.ramp_end = history.steps
 
 
-def _steps_per_epoch(trainee: Trainee) -> int:
-    return steps_of(trainee.run, len(trainee.split.train)) // trainee.run.epochs
+def _steps_per_epoch(setup: RunSetup) -> int:
+    return steps_of(setup.run, len(setup.split.train)) // setup.run.epochs
 
 
-def _last_epoch(trainee: Trainee) -> int:
-    run = trainee.run
+def _last_epoch(setup: RunSetup) -> int:
+    run = setup.run
     if run.max_steps is None:
         return run.epochs
-    return min(run.epochs, math.ceil(run.max_steps / _steps_per_epoch(trainee)))
+    return min(run.epochs, math.ceil(run.max_steps / _steps_per_epoch(setup)))

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 import hookdrop
 from comparison.spec import peers
-from comparison.spec.call_syntax import Call, read
+from comparison.spec.call_syntax import Call, read, schedule_of
 from comparison.spec.errors import or_nearest
 from comparison.spec.run_spec import Arm
-from comparison.spec.schedules import schedule_of
 from hookdrop import recipes
 
 RECIPES = ("dropblock_resnet", "timm_dropblock", "stochastic_depth", "residual_dropout")

@@ -18,10 +18,9 @@ from pydantic import (
 )
 
 from comparison.spec import arms
-from comparison.spec.call_syntax import read
+from comparison.spec.call_syntax import read, schedule_of
 from comparison.spec.errors import ConfigError, or_nearest
 from comparison.spec.run_spec import Arm, Data, Model, Optimizer, cell_of
-from comparison.spec.schedules import schedule_of
 from comparison.spec.tuning import TuningConfig
 from comparison.spec.yaml_lines import Lines, Place, spelled
 

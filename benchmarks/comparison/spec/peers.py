@@ -11,7 +11,7 @@ import torch
 import torchvision.ops
 from torch import nn
 
-from comparison.spec.call_syntax import Call
+from comparison.spec.call_syntax import Call, read
 from comparison.spec.errors import or_nearest
 
 ELEMENTS = 200_000
@@ -83,8 +83,6 @@ def rate_for(call: Call, fraction: float, shapes: Sequence[tuple[int, ...]]) -> 
 
 @functools.lru_cache(maxsize=256)
 def _rate_for(text: str, fraction: float, shapes: tuple[tuple[int, ...], ...]) -> float:
-    from comparison.spec.call_syntax import read
-
     low, high = 0.0, 0.99
     if fraction <= 0:
         return 0.0

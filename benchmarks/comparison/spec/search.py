@@ -11,11 +11,9 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 
-from comparison.analysis.schema import Trial, Tuning
-from comparison.run.record import Record
 from comparison.spec.run_spec import Run
 from comparison.spec.seeds import seed_of
-from comparison.spec.tuning import TuningConfig
+from comparison.spec.tuning import Trial, Tuning, TuningConfig
 
 FIRST_SEED = 1_000_000
 """Of the tuning runs; final runs have smaller ones, the control with other seeds larger ones."""
@@ -24,8 +22,8 @@ LOG_FROM = 10
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-Demand = Callable[[Sequence[Run]], Mapping[str, Record]]
-"""Makes the runs that are not made yet; the record of each run by its key."""
+Score = Callable[[Sequence[Run]], Mapping[str, float | None]]
+"""Makes the runs that are missing; the validation NLL of each run by its key, None for a run that failed."""
 
 
 class Search:
@@ -50,10 +48,10 @@ class Search:
         seeds = range(FIRST_SEED, FIRST_SEED + self.config.seeds)
         return trial, [run.model_copy(update={"stage": "tuning", "seed": seed}) for seed in seeds]
 
-    def tell(self, trial: optuna.Trial, records: Sequence[Record]) -> None:
+    def tell(self, trial: optuna.Trial, losses: Sequence[float | None]) -> None:
         """Score the trial by the mean NLL of its runs; a trial with a failed run has no score."""
-        failed = [record for record in records if record.outcome is None]
-        score = None if failed else statistics.fmean(record.outcome["nll"] for record in records if record.outcome)
+        known = [loss for loss in losses if loss is not None]
+        score = statistics.fmean(known) if len(known) == len(losses) else None
         state = optuna.trial.TrialState.FAIL if score is None else optuna.trial.TrialState.COMPLETE
         self._study.tell(trial, score, state)
         self.trials.append(Trial(settings=dict(trial.params), score=score))
@@ -77,13 +75,13 @@ class Search:
         return len(self.space[name]) > 1 and not low + margin < value < high - margin
 
 
-def tune(searches: Sequence[Search], demand: Demand) -> list[Tuning]:
+def tune(searches: Sequence[Search], score: Score) -> list[Tuning]:
     """All searches side by side: all trials at once, or of each arm one at a time where what is tried depends on it."""
     for count in rounds(searches[0].config) if searches else ():
         asked = [(search, *search.ask()) for search in searches for _ in range(count)]
-        records = demand([run for _, _, runs in asked for run in runs])
+        losses = score([run for _, _, runs in asked for run in runs])
         for search, trial, runs in asked:
-            search.tell(trial, [records[run.key] for run in runs])
+            search.tell(trial, [losses[run.key] for run in runs])
     return [search.result() for search in searches]
 
 

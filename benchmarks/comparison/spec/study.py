@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from comparison.analysis.schema import Tuning
-from comparison.engines.base import Engine
-from comparison.engines.store import Store
-from comparison.run.checkpoints import forget
-from comparison.run.record import Record
-from comparison.run.training import execute
 from comparison.spec.arms import still_at_0
 from comparison.spec.config import NONE, RESERVED, Config
-from comparison.spec.entries import Control, Entry
 from comparison.spec.run_spec import Arm, Data, Model, Run
-from comparison.spec.search import FIRST_SEED, Search, tune, with_settings
+from comparison.spec.search import FIRST_SEED, Search, with_settings
+from comparison.spec.tuning import Tuning
 
 OTHER_SEEDS = 2 * FIRST_SEED
 """Where the seeds of the control begin."""
 
+Control = Literal["", "aa", "seeds"]
 Tunings = Mapping[tuple[str, str], Tuning]
 """By cell and arm."""
 
 
-class Watch(Protocol):
-    """Shows how far a number of runs is: called with the total, it gives what is told of each record."""
+@dataclass(frozen=True)
+class Entry:
+    """An arm in one cell, with the final run of each seed."""
 
-    def __call__(self, total: int, title: str) -> AbstractContextManager[Callable[[Record], None]]: ...
+    cell: str
+    arm: Arm
+    runs: Mapping[int, Run]
+    """By the seed of the pair. The run's own seed is another one for the control that has other seeds."""
+    control: Control = ""
+    """`aa`: p = 0 injected, has to be bit-equal to none. `seeds`: none again, with other seeds."""
+    tuning: Tuning | None = None
+    """Its own; None if its settings are those that were written, or another arm's."""
+    like: str = ""
+    """The arm whose tuned settings it takes, if it is not tuned itself."""
+    command: str = ""
+    """A shell command that makes these runs."""
 
 
 @dataclass
@@ -108,66 +112,3 @@ class Study:
     def _command(self, arm: Arm, control: str) -> str:
         chosen = [] if control or arm is NONE else ["--only", arm.name]
         return " ".join([self.command, shlex.join(chosen)]).strip()
-
-
-@dataclass
-class Laboratory:
-    """Makes runs that are not in the store yet."""
-
-    store: Store
-    engine: Engine
-    scratch: Path
-    watch: Watch
-    seen: dict[str, Record] = field(default_factory=dict)
-    """Every record that was asked for, of tuning too."""
-    again: bool = False
-    """Whether failures that would come again are tried again, as their cause was mended."""
-    unstored: dict[str, Record] = field(default_factory=dict)
-    """Failures that there was no room to write down."""
-    tried: set[str] = field(default_factory=set)
-    """Runs that failed since this process began: not tried again before its next start."""
-
-    def demand(self, runs: Sequence[Run], title: str) -> Mapping[str, Record]:
-        """The record of each run by its key."""
-        missing = self.missing(runs)
-        if missing:
-            with self.watch(len(missing), title) as advance:
-                for record in self.engine.run(missing, execute, self.store, self.scratch):
-                    self._note(record)
-                    advance(record)
-                    if record.done and record.key not in self.unstored:
-                        forget(self.scratch, record.key)
-        found = self.records(runs)
-        self.seen.update(found)
-        return found
-
-    def missing(self, runs: Sequence[Run]) -> list[Run]:
-        """Those without a record, and those whose failure may have passed."""
-        wanted = {run.key: run for run in runs}
-        known = self.records(runs)
-        return [run for key, run in wanted.items() if self._open(key, known.get(key))]
-
-    def records(self, runs: Sequence[Run]) -> Mapping[str, Record]:
-        """Of the runs that have one."""
-        found = self.store.records([run.key for run in runs])
-        return {**{run.key: self.unstored[run.key] for run in runs if run.key in self.unstored}, **found}
-
-    def tune(self, searches: Mapping[tuple[str, str], Search]) -> Tunings:
-        """What each search chose."""
-        rounds = itertools.count(1)
-        results = tune(list(searches.values()), lambda runs: self.demand(runs, f"Tuning, round {next(rounds)}"))
-        return dict(zip(searches, results, strict=True))
-
-    def _open(self, key: str, record: Record | None) -> bool:
-        if record is None:
-            return True
-        if record.failure is None or key in self.tried:
-            return False
-        return self.again or record.failure.passing
-
-    def _note(self, record: Record) -> None:
-        if record.failure is None:
-            return
-        self.tried.add(record.key)
-        if self.store.get(record.key) is None:
-            self.unstored[record.key] = record

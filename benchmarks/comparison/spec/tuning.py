@@ -73,3 +73,28 @@ class TuningConfig(BaseModel):
     def budget(self) -> int:
         """Trials of each arm."""
         return self.trials or math.prod(map(len, self.space.values()))
+
+
+class Trial(BaseModel):
+    """Settings that were tried in tuning, and the mean validation NLL over the tuning seeds; None if a run failed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    settings: dict[str, float]
+    score: float | None
+
+
+class Tuning(BaseModel):
+    """How an arm came to its settings."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    method: str
+    """As in `grid` or `TPE`."""
+    space: dict[str, list[float]]
+    """The values of a grid, or the two ends of a range."""
+    trials: list[Trial]
+    seeds: list[int]
+    chosen: dict[str, float]
+    at_edge: list[str]
+    """Settings whose chosen value is the first or the last of its space: a better one may lie outside."""

@@ -1,15 +1,23 @@
-"""Which image files there are, of which class, and which can be read."""
+"""Images in folders, a folder for each class: which files there are, which can be read, and which are for testing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-from comparison.data.errors import DataError
-from comparison.data.readable import unreadable
+from comparison.data import strata
+from comparison.data.readable import notes_of, unreadable
+from comparison.data.sources import Files
+from comparison.data.task import DataError, Task
+from comparison.spec.run_spec import Data
+from comparison.spec.seeds import generator
 
+SIDE = 224
+TEST_FRACTION = 0.2
 NAMED = 3
 
 
@@ -24,6 +32,52 @@ class Found:
     for_test: tuple[bool, ...] | None
     """None if the folder does not say which."""
     skipped: tuple[str, ...]
+
+
+def load(data: Data) -> Task:
+    """The images of `imagefolder:PATH`.
+
+    PATH has either a folder of each class, and a fifth of each class's images is for testing, the same fifth
+    always; or `train` and `val` or `test` with folders of the same classes. With both `val` and `test`, the
+    images of `val` are added to those of `train`: validation images are drawn from all that are not for testing.
+    All images are read once beforehand; which could be read is noted in the folder `data.root`.
+
+    Raises:
+        DataError: there is no such folder, there are no images or no two classes, or `strict` and an unreadable image.
+    """
+    path = Path(data.name.partition(":")[2])
+    found = find(path, data.strict, notes_of(path, Path(data.root)))
+    labels_N = torch.tensor(found.labels)
+    pool, test = _pool_and_test(found, labels_N)
+    source = Files(found.paths, data.image_size or SIDE, data.augmentation)
+    return Task(
+        data.name,
+        len(found.classes),
+        (3, source.side, source.side),
+        labels_N,
+        pool,
+        test,
+        source,
+        data.label_noise or 0.0,
+        found.skipped,
+    )
+
+
+def _pool_and_test(found: Found, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    every = torch.arange(len(labels_N))
+    if found.for_test is not None:
+        test = torch.tensor(found.for_test)
+        return every[~test], every[test]
+    available = strata.per_class(every, labels_N, len(found.classes))
+    if min(available) < 2:
+        alone = ", ".join(repr(name) for name, have in zip(found.classes, available, strict=True) if have < 2)
+        raise DataError(
+            f"{str(found.root)!r} has one image only of {alone}: it can't be both trained on and tested on.",
+            "add images, take the class away, or have folders train/ and val/ of your own",
+        )
+    counts = strata.proportional(available, max(1, round(TEST_FRACTION * len(every))))
+    test = strata.drawn(every, labels_N, counts, generator(0, "test"))
+    return strata.without(every, test), test
 
 
 def find(root: Path, strict: bool, notes: Path) -> Found:
