@@ -1,4 +1,4 @@
-"""What hookdrop's speed has to be, and whether it is."""
+"""Thresholds on ratios of times that hookdrop must meet or aims at, and whether it does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from terminal import say
 
 
 @dataclass(frozen=True)
-class Demand:
+class Threshold:
     """A bound on the ratio of two times, `over` / `under`: one that must hold, and a stricter one to aim at."""
 
     over: str
@@ -39,7 +39,7 @@ class Demand:
         found = {"must_holds": self.holds(ratio.median, self.must), "aim_holds": self.holds(ratio.median, self.aim)}
         return {**asdict(self), "ratio": ratio._asdict(), **found}
 
-    def without_kernel(self) -> Demand:
+    def without_kernel(self) -> Threshold:
         """The same for hookdrop without its compiled loops."""
         over, under = (name + peers.NO_KERNEL if name.startswith("hookdrop") else name for name in self.pair)
         return replace(self, over=over, under=under)
@@ -50,14 +50,14 @@ class Demand:
         return self.over, self.under
 
 
-DEMANDS = (
-    Demand(peers.TORCHVISION, peers.BATCH, must=12, aim=30, at_least=True),
-    Demand(peers.TIMM, peers.BATCH, must=12, aim=30, at_least=True),
-    Demand(peers.BATCH, peers.LIMIT, must=3.0, aim=1.3),
-    Demand(peers.EXPECTED, peers.LIMIT, must=2.4, aim=1.1),
-    Demand(peers.TORCH_DROPOUT, peers.BATCH, must=4, aim=10, at_least=True),
-    Demand(peers.SHARED, peers.TIMM_SHARED, must=1.1, aim=0.8),
-    Demand(peers.DROPOUT, peers.TORCH_DROPOUT, must=1.0, aim=0.2),
+THRESHOLDS = (
+    Threshold(peers.TORCHVISION, peers.BATCH, must=12, aim=30, at_least=True),
+    Threshold(peers.TIMM, peers.BATCH, must=12, aim=30, at_least=True),
+    Threshold(peers.BATCH, peers.LIMIT, must=3.0, aim=1.3),
+    Threshold(peers.EXPECTED, peers.LIMIT, must=2.4, aim=1.1),
+    Threshold(peers.TORCH_DROPOUT, peers.BATCH, must=4, aim=10, at_least=True),
+    Threshold(peers.SHARED, peers.TIMM_SHARED, must=1.1, aim=0.8),
+    Threshold(peers.DROPOUT, peers.TORCH_DROPOUT, must=1.0, aim=0.2),
 )
 BYTES_MUST, BYTES_AIM = 0.05, 0.02
 """Bytes kept for the backward pass, per element, at p = 0.1 in blocks of 7."""
@@ -79,12 +79,14 @@ def word(holds: bool) -> str:
 
 
 def table(title: str, judged: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    """One row a demand, one column a shape."""
+    """One row for each threshold, one column for each shape."""
     shown = new_table(title, "ratio of times", "must", "aim", *judged)
     for row in zip(*judged.values(), strict=True):
-        demand = Demand(*(row[0][name] for name in ("over", "under", "must", "aim", "at_least")))
+        threshold = Threshold(*(row[0][name] for name in ("over", "under", "must", "aim", "at_least")))
         verdicts = (f"{Spread(**cell['ratio'])}\n{_verdict(cell)}" for cell in row)
-        shown.add_row(" / ".join(demand.pair), demand.text(demand.must), demand.text(demand.aim), *verdicts)
+        shown.add_row(
+            " / ".join(threshold.pair), threshold.text(threshold.must), threshold.text(threshold.aim), *verdicts
+        )
     return shown
 
 

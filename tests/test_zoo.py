@@ -35,8 +35,7 @@ import fcntl
 import timm
 
 import zoo
-from models import catalog
-from models import report as zoo_report
+from models import catalog, report, sweep
 from models.catalog import Example, Name, Trial
 from models.check import Check, NotRunnable
 from models.sites import regularizers
@@ -207,7 +206,7 @@ class TestFamilies:
     @pytest.mark.filterwarnings("ignore")
     @pytest.mark.parametrize("name", TORCHVISION)
     def test_torchvision_models_of_every_kind_run_it(self, name: str, tmp_path: Path) -> None:
-        record = zoo.checked(Name("torchvision", name), options(tmp_path))
+        record = sweep.checked(Name("torchvision", name), options(tmp_path))
         assert record["status"] == "passed", record
         assert record["family"].startswith("torchvision.")
         assert record["finite"]
@@ -455,15 +454,15 @@ class TestRuns:
         assert len(results(tmp_path)["models"]) == 1
 
     def test_a_model_that_is_too_large_is_planned_on_the_meta_device(self, tmp_path: Path) -> None:
-        record = zoo.checked(Name("timm", "test_vit"), options(tmp_path, "--memory", "1"))
+        record = sweep.checked(Name("timm", "test_vit"), options(tmp_path, "--memory", "1"))
         assert record["status"] == "meta", record
         assert record["sites"] == {"Dropout": 13}
         assert record["error"] == "needs about 1.5 GiB, there are 1.0"
 
     def test_shards_share_the_memory(self, tmp_path: Path) -> None:
-        alone, beside = zoo.limits(options(tmp_path, "--shard", "1/2"))
-        assert (alone / zoo.GIB, beside / zoo.GIB) == (6.0, 2.0)
-        assert zoo.limits(options(tmp_path)) == (8 * zoo.GIB, 8 * zoo.GIB)
+        alone, beside = sweep.limits(options(tmp_path, "--shard", "1/2"))
+        assert (alone / sweep.GIB, beside / sweep.GIB) == (6.0, 2.0)
+        assert sweep.limits(options(tmp_path)) == (8 * sweep.GIB, 8 * sweep.GIB)
 
     def test_large_models_take_turns(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def is_free() -> bool:
@@ -477,16 +476,16 @@ class TestRuns:
         def look(trials: object, device: str) -> dict[str, Any]:
             return {"status": "passed", "free": is_free()}
 
-        monkeypatch.setattr(zoo, "first_that_runs", look)
+        monkeypatch.setattr(sweep, "first_that_runs", look)
         name = Name("timm", "test_vit")
         for memory, free in ((8, True), (5, False)):
             arguments = ("--shard", "1/2", "--memory", str(memory))
-            assert zoo.checked(name, options(tmp_path, *arguments))["free"] is free
+            assert sweep.checked(name, options(tmp_path, *arguments))["free"] is free
         assert is_free()
 
     def test_a_model_that_takes_no_input_is_counted_apart(self) -> None:
         trials = (Trial(Name("timm", "test_resnet"), shape) for shape in ((5, 32, 32), (3, 0, 0)))
-        record = zoo.first_that_runs(trials, "cpu")
+        record = sweep.first_that_runs(trials, "cpu")
         assert record["status"] == "clean"
         assert record["error"].endswith("[2x3x0x0]")
 
@@ -496,8 +495,8 @@ class TestRuns:
             raise AssertionError
 
         before = signal.getsignal(signal.SIGALRM)
-        monkeypatch.setattr(zoo, "first_that_runs", broken)
-        record = zoo.checked(Name("timm", "test_vit"), options(tmp_path))
+        monkeypatch.setattr(sweep, "first_that_runs", broken)
+        record = sweep.checked(Name("timm", "test_vit"), options(tmp_path))
         assert (record["status"], record["error"]) == ("failed", "TimeoutError: not done after 900 s")
         assert signal.getsignal(signal.SIGALRM) == before
 
@@ -548,7 +547,7 @@ class TestReport:
         ) in capsys.readouterr().out
 
     def test_the_table_names_each_failure_with_its_reason(self, folders: list[Path], tmp_path: Path) -> None:
-        zoo_report.write(tmp_path, zoo_report.merge(folders, catalog.names(), "a machine"))
+        report.write(tmp_path, report.merge(folders, catalog.names(), "a machine"))
         text = (tmp_path / "zoo.md").read_text()
         assert "## Failed: 1\n\n| model | step | why |\n|---|---|---|\n| timm:resnet34 | train | Broken: x |" in text
         assert "| timm:vit_7b_patch16_dinov3 |  | needs a\\|b |" in text

@@ -32,6 +32,7 @@ from hook_costs.rows import (
     milliseconds,
     ratio,
 )
+from hook_costs.toys import EmptyModule, Tiny, empty, in_a_row, nested, twin
 from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule
 from thresholds import beware
 
@@ -75,34 +76,6 @@ def forward(options: argparse.Namespace, console: Console) -> dict[str, Row]:
                 beware(console, samples, where)
                 rows |= {f"{where}: {over} / {under}": ratio(samples, over, under, must) for over, under, must in PAIRS}
     return rows
-
-
-def twin(model: nn.Module) -> nn.Module:
-    """A copy with the same parameters and buffers: where weights lie in memory makes a difference of its own."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-
-
-class Tiny(nn.Module):
-    """Does nothing, but has a weight: on a layer without one a hook counts calls, and tells at the thousandth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` itself."""
-        return x
-
-
-class EmptyModule(nn.Module):
-    """A hook that is a module."""
-
-    def forward(self, *_: Any) -> None:
-        """Nothing."""
-
-
-def empty(*_: Any) -> None:
-    """A hook that is a function."""
 
 
 class Arm(NamedTuple):
@@ -190,16 +163,6 @@ def _note(samples: dict[str, Samples], name: str, turn: int, job: Job) -> None:
     if turn >= 0:  # The first time is another: the compiler is loaded with the first hook.
         found = samples.setdefault(name, Samples())
         found.seconds[turn], found.faults[turn], found.waits[turn] = seconds, faults, waits
-
-
-def in_a_row(count: int) -> nn.Sequential:
-    """So many small layers."""
-    return nn.Sequential(*(Tiny() for _ in range(count)))
-
-
-def nested(count: int, depth: int) -> nn.Module:
-    """So many in so many in ..."""
-    return nn.Sequential(*(nested(count, depth - 1) for _ in range(count))) if depth else Tiny()
 
 
 def plan(options: argparse.Namespace, console: Console) -> dict[str, Row]:

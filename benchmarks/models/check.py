@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import hookdrop
 from models.catalog import Example
 from models.sites import BLOCK, Chooser, P, label, regularizers
-from models.state import differences, face, fingerprint, same, tensors
+from models.state import differences, fingerprint, footprint, same, tensors
 
 RATE = 1e-3
 STANDARD_ERRORS = 5.0
@@ -58,7 +58,7 @@ class Check:
                 self.model(*self.example.eval)
         except Exception as error:
             raise NotRunnable(f"on the meta device, {_first_line(error)}") from error
-        self.face = face(self.model)
+        self.before = footprint(self.model)
         return self._steps(self._plan, self._inject_on_meta)
 
     def _steps(self, *steps: Callable[[], None]) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Check:
         if not self.gradients or not self.output:
             raise NotRunnable("it has no gradient or no output")
         self.record["finite"] = all(bool(x.isfinite().all()) for x in self.output)
-        self.face, self.bits = face(self.model), fingerprint(self.model)
+        self.before, self.bits = footprint(self.model), fingerprint(self.model)
 
     def _plan(self) -> None:
         random = torch.get_rng_state()
@@ -116,7 +116,7 @@ class Check:
         must(planned == [(s.name, s.shape, s.calls) for s in listed.sites if s.name in self.chosen], "other sites")
 
     def _unchanged(self, what: str, randomness: bool) -> None:
-        changed = differences(self.face, face(self.model))
+        changed = differences(self.before, footprint(self.model))
         must(not changed, f"{what} changed {', '.join(changed)}")
         must(randomness, f"{what} changed the random state")
 
@@ -130,11 +130,11 @@ class Check:
         must(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
 
     def _footprint(self, randomness: bool) -> None:
-        after = face(self.model)
-        changed = [part for part in differences(self.face, after) if part != "hooks"]
+        after = footprint(self.model)
+        changed = [part for part in differences(self.before, after) if part != "hooks"]
         must(not changed, f"inject changed {', '.join(changed)}")
         must(randomness, "inject changed the random state")
-        must(after["hooks"] != self.face["hooks"], "inject placed no hook")
+        must(after["hooks"] != self.before["hooks"], "inject placed no hook")
 
     def _inject_on_meta(self) -> None:
         self.drop = self.plan.apply()

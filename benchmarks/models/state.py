@@ -60,7 +60,7 @@ def _bytes(x: Tensor) -> Tensor:
     return x.detach().contiguous().flatten().view(torch.uint8)
 
 
-def face(model: nn.Module) -> dict[str, Any]:
+def footprint(model: nn.Module) -> dict[str, Any]:
     """What no injection may change but the hooks, and what none may leave behind."""
     modules = list(model.named_modules(remove_duplicate=False))
     return {
@@ -77,5 +77,5 @@ def face(model: nn.Module) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The parts of two faces that are not equal."""
+    """The parts of two footprints that are not equal."""
     return [part for part in before if before[part] != after[part]]
