@@ -16,9 +16,9 @@ from comparison.analysis.schema import (
     METRICS,
     ArmFound,
     Band,
-    Between,
     Bin,
     Cell,
+    Contrast,
     Controls,
     Difference,
     Environment,
@@ -94,7 +94,7 @@ def cell(title: str, slug: str, names: tuple[str, ...], seeds: int, rng: np.rand
         skipped_images=0,
         arms=arms,
         between=[
-            Between(a=a.name, b=b.name, metric=metric, difference=difference(np.array(a.values[metric]) - np.array(b.values[metric])))
+            Contrast(a=a.name, b=b.name, metric=metric, difference=difference(np.array(a.values[metric]) - np.array(b.values[metric])))
             for a, b in itertools.combinations(shown, 2)
             for metric in METRICS
         ],

@@ -1,1 +1,1 @@
-"""What the records of a comparison allow to say: pairs, contrasts, intervals, and the sentences about them."""
+"""From records to findings: pairs, contrasts, intervals and tests, and the sentences that the results support."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from comparison.analysis.inference import Measured, corrected, difference, measured
-from comparison.analysis.pairs import Paired, all_alike
-from comparison.analysis.schema import METRICS, Between, Controls, Difference, Metric
+from comparison.analysis.pairs import Paired, same_start
+from comparison.analysis.schema import METRICS, Contrast, Controls, Difference, Metric
 
 Differences = Mapping[str, dict[Metric, Difference]]
 """To none, by the name of the arm; arms without a complete pair are not there."""
@@ -38,14 +38,14 @@ def differences(arms: Sequence[Paired], of: Measures) -> Differences:
     return found
 
 
-def between(arms: Sequence[Paired], of: Measures) -> list[Between]:
+def contrasts(arms: Sequence[Paired], of: Measures) -> list[Contrast]:
     """Each two arms that are neither none nor a control; Holm's correction is over all of them in one metric."""
     names = [arm.entry.arm.name for arm in arms[1:] if not arm.entry.control]
     found = []
     for metric in METRICS:
         pairs = [(a, b) for a, b in combinations(names, 2) if of[a][metric].keys() & of[b][metric].keys()]
         family = corrected([difference(of[a][metric], of[b][metric]) for a, b in pairs])
-        found += [Between(a=a, b=b, metric=metric, difference=one) for (a, b), one in zip(pairs, family, strict=True)]
+        found += [Contrast(a=a, b=b, metric=metric, difference=one) for (a, b), one in zip(pairs, family, strict=True)]
     return found
 
 
@@ -58,7 +58,7 @@ def controls(arms: Sequence[Paired], against: Differences) -> Controls:
         aa_equal=sum(equal),
         aa_seeds=len(equal),
         none_none=other,
-        paired=all_alike(arms),
+        paired=same_start(arms),
         unchanged=sum(not changes for changes in hooked),
         hooked=len(hooked),
     )

@@ -59,7 +59,7 @@ def paired(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[Pair
     return found
 
 
-def all_alike(arms: Sequence[Paired]) -> bool:
+def same_start(arms: Sequence[Paired]) -> bool:
     """Whether the runs of each seed began with the same weights and saw the same batches; but for other seeds' none."""
     of_seed: dict[int, Any] = {}
     return all(

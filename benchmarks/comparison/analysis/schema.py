@@ -141,7 +141,7 @@ class ArmFound(Found):
     mask: Mask | None
 
 
-class Between(Found):
+class Contrast(Found):
     """Two arms that are not none."""
 
     a: str
@@ -179,7 +179,7 @@ class Cell(Found):
     test_images: int
     skipped_images: int
     arms: list[ArmFound]
-    between: list[Between]
+    between: list[Contrast]
     controls: Controls
     varied: list[str] = ["training set", "weights", "batch order", "augmentation", "masks"]
     """What differs between seeds."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from comparison.analysis import caveats, summary_text
 from comparison.analysis.arm_summary import arm_found
-from comparison.analysis.contrasts import between, controls, differences, measures
+from comparison.analysis.contrasts import contrasts, controls, differences, measures
 from comparison.analysis.pairs import Paired, paired
 from comparison.analysis.schema import Cell, Environment, FailureFound, Spread, Summary
 from comparison.run.record import Record
@@ -92,7 +92,7 @@ def _cell(title: str, slug: str, arms: Sequence[Paired], times: Ratios, memory: 
             )
             for arm in arms
         ],
-        between=between(arms, of),
+        between=contrasts(arms, of),
         controls=controls(arms, against),
         varied=_varied(runs),
         remarks=about.remarks.get(title, []),

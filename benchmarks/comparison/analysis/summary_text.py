@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from comparison.analysis.inference import LEVEL
-from comparison.analysis.schema import DECIMALS, METRICS, Between, Cell, Difference, Metric
+from comparison.analysis.schema import DECIMALS, METRICS, Cell, Contrast, Difference, Metric
 
 NAMES: dict[Metric, str] = {
     "accuracy": "Accuracy (more is better)",
@@ -66,7 +66,7 @@ def _other_images(found: dict[str, Difference]) -> Iterator[str]:
         yield f"With test images redrawn too, the interval of {listed(lost)} covers 0: it may hold for these only."
 
 
-def _among(pairs: Sequence[Between]) -> str:
+def _among(pairs: Sequence[Contrast]) -> str:
     apart = [
         f"{pair.a} is {pair.difference.verdict} {pair.b} ({interval_text(pair.difference, pair.metric)})"
         for pair in pairs

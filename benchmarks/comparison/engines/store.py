@@ -1,4 +1,4 @@
-"""Finished runs in one SQLite file, those that were started, and those that go on."""
+"""One SQLite file of finished runs, attempts and the progress of runs under way; and the lock of its folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -124,7 +125,7 @@ class Store(Database):
         return {key: Beat(*rest) for key, *rest in rows}
 
     def forget_beats(self) -> None:
-        """Nothing is going on: what a killed comparison left is no news."""
+        """Reset in-progress rows left by a killed process."""
         with self.transaction() as connection:
             connection.execute("DELETE FROM beats")
 
@@ -183,28 +184,29 @@ class Lock:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a+")  # noqa: SIM115
-        except OSError as error:
-            raise StoreError(unwritable(self.path, str(error))) from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.seek(0)
-            pid = self._file.read().strip() or "unknown"
-            self._file.close()
-            raise StoreError(
-                f"{self.path.parent} is in use by another comparison, process {pid}.\n"
-                "  wait for it or end it, or name another folder with --out.\nNothing was trained."
-            ) from error
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
+        with ExitStack() as stack:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(open(self.path, "a+"))
+            except OSError as error:
+                raise StoreError(unwritable(self.path, str(error))) from error
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                file.seek(0)
+                pid = file.read().strip() or "unknown"
+                raise StoreError(
+                    f"{self.path.parent} is in use by another comparison, process {pid}.\n"
+                    "  wait for it or end it, or name another folder with --out.\nNothing was trained."
+                ) from error
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            self._held = stack.pop_all()
 
     def release(self) -> None:
         """Let others in."""
-        self._file.close()
+        self._held.close()
 
     def __enter__(self) -> Self:
         return self

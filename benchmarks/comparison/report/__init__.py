@@ -1,1 +1,1 @@
-"""What a person sees of a comparison: the HTML page, the table in the terminal, and the progress."""
+"""What a comparison shows: the HTML page, the table in the terminal, and progress while it runs."""

@@ -1,4 +1,4 @@
-"""The runs of a comparison, in the order in which they are demanded: trials first, then the pairs and the controls."""
+"""The arms of a comparison and their runs, in the order in which they are made: trials, then pairs and controls."""
 
 from __future__ import annotations
 
