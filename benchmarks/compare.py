@@ -17,20 +17,22 @@ from multiprocessing import get_context
 
 from rich.console import Console
 
-from comparison import checks, costs, estimate, options, report, team
+from comparison import checks, costs, estimate
+from comparison.analysis.schema import Controls, Spread, Summary
+from comparison.analysis.summary import About, summarise
+from comparison.engines import laboratory
 from comparison.engines.base import Engine, EngineError
-from comparison.entries import Entry
-from comparison.errors import ConfigError
-from comparison.folder import Folder, replace_text
-from comparison.lines import Lines
-from comparison.progress import watch
-from comparison.ranks import launched_rank, launched_world
-from comparison.record import Record
-from comparison.schema import Controls, Spread, Summary
-from comparison.store import Store, StoreError
-from comparison.study import Laboratory, Study
-from comparison.summary import About, summarise
-from comparison.table import table
+from comparison.engines.folder import Folder, replace_text
+from comparison.engines.store import Store, StoreError
+from comparison.report import page
+from comparison.report.progress import watch
+from comparison.report.table import table
+from comparison.run.ranks import launched_rank, launched_world
+from comparison.run.record import Record
+from comparison.spec import options
+from comparison.spec.errors import ConfigError
+from comparison.spec.study import Entry, Study
+from comparison.spec.yaml_lines import Lines
 from terminal import make_console, say
 
 
@@ -53,9 +55,9 @@ def _compare(asked: argparse.Namespace, console: Console) -> int:
     config, lines, text = options.config_of(asked)
     study = Study(config, asked.only, launched_world(), asked.command)
     remarks = _look(study, lines, console)
-    engine = team.chosen(asked.engine, asked.workers, asked.address)
+    engine = laboratory.choose_engine(asked.engine, asked.workers, asked.address)
     if launched_rank() != 0:
-        return team.follow(engine, asked.out / "checkpoints")
+        return laboratory.follow(engine, asked.out / "checkpoints")
     with Folder(asked.out) as folder:
         if asked.dry_run:
             console.print(estimate.table(estimate.batches(study, folder.store), asked.workers))
@@ -76,13 +78,13 @@ def _run(
 ) -> tuple[list[Entry], Mapping[str, Record]]:
     """Make all runs that are missing; the arms, and the records of everything that was asked for."""
     shown = partial(_watch, console, folder.store)
-    laboratory = Laboratory(folder.store, engine, folder.checkpoints, shown, again=again)
-    entries = study.entries(laboratory.tune(study.searches()))
+    lab = laboratory.Laboratory(folder.store, engine, folder.checkpoints, shown, again=again)
+    entries = study.entries(lab.tune(study.searches()))
     # Seed by seed: what is interrupted has whole pairs.
     runs = [entry.runs[seed] for seed in entries[0].runs for entry in entries]
-    laboratory.demand(runs, "Final runs")
-    team.dismiss(engine)
-    return entries, laboratory.seen
+    lab.demand(runs, "Final runs")
+    laboratory.dismiss(engine)
+    return entries, lab.seen
 
 
 def _watch(console: Console, store: Store, total: int, title: str) -> AbstractContextManager[Callable[[Record], None]]:
@@ -148,17 +150,17 @@ def _report(summary: Summary, folder: Folder, console: Console, part: bool, seco
     for failure in summary.failures:
         say(console, f"FAILED: {failure.cell}, {failure.arm}, seed {failure.seed}: {failure.kind}: {failure.message}")
     # A part of the arms is not to take the place of the report of all.
-    page, numbers = (path.with_stem(f"{path.stem}-only") if part else path for path in (folder.report, folder.summary))
+    html, numbers = (path.with_stem(f"{path.stem}-only") if part else path for path in (folder.report, folder.summary))
     try:
         replace_text(numbers, summary.model_dump_json(indent=1))
-        report.write(summary, page)
+        page.write(summary, html)
     except OSError as error:
         say(
             console,
             f"compare.py: the report can't be written: {error}.\n  The runs are kept: the same command makes it.",
         )
         return 2
-    say(console, f"Total time: {seconds:.0f} s\nAll numbers: {numbers}\nReport: {page.resolve()}")
+    say(console, f"Total time: {seconds:.0f} s\nAll numbers: {numbers}\nReport: {html.resolve()}")
     return 1 if summary.failures or not all(_sound(cell.controls) for cell in summary.cells) else 0
 
 

@@ -20,8 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 import peers
-from demands import BYTES_AIM, BYTES_MUST, new_table, word
 from terminal import make_console, say
+from thresholds import BYTES_AIM, BYTES_MUST, new_table, word
 
 RATES = (0.01, 0.1, 0.3, 0.5)
 Numbers = dict[str, dict[str, float]]

@@ -22,10 +22,10 @@ import torch
 from rich.table import Table
 
 import peers
-from demands import new_table
-from overhead_musts import Estimate
-from overhead_parts import PARTS
+from hook_costs.parts import PARTS
+from hook_costs.rows import Estimate
 from terminal import make_console, say
+from thresholds import new_table
 
 ROUNDS, QUICK_ROUNDS, FEW = 200, 3, 20
 

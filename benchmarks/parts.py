@@ -16,9 +16,9 @@ import bars
 import hookdrop
 import peers
 from cost import Samples, Spread, digits, measure, ratios
-from demands import BLOCKS_MUST, COMPILED_MUST, STEP_MUST, beware, new_table, word
 from hookdrop.kernels.seed_rate import gamma_for
 from terminal import say
+from thresholds import BLOCKS_MUST, COMPILED_MUST, STEP_MUST, beware, new_table, word
 
 SIZES = (7, 13, 21)
 GROWING = (peers.LIMIT, peers.BATCH, peers.TORCHVISION, peers.TIMM, peers.TORCH_DROPOUT)

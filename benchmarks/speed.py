@@ -28,8 +28,8 @@ import bars
 import parts
 import peers
 from cost import Spread, disturbed, measure, ratios
-from demands import DEMANDS, Demand, beware, new_table, table
 from terminal import make_console, say
+from thresholds import THRESHOLDS, Threshold, beware, new_table, table
 
 ROUNDS, FEW, QUICK_ROUNDS = 25, 12, 3
 Part = Callable[[argparse.Namespace, Console], dict[str, Any]]
@@ -101,7 +101,7 @@ def legend(options: argparse.Namespace) -> str:
 
 
 def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Everything at each shape, and what that says of the demands."""
+    """Everything at each shape, and what that says of the thresholds."""
     found = {}
     for shape in options.shapes:
         say(console, f"timing at {peers.named(shape)} ...")
@@ -130,13 +130,13 @@ def _at(shape: peers.Shape, options: argparse.Namespace, console: Console) -> di
         for name, one in contestants.items()
     }
 
-    def judged(demands: Sequence[Demand]) -> list[dict[str, Any]]:
-        return [demand.judged(samples) for demand in demands if set(demand.pair) <= set(samples)]
+    def judged(thresholds: Sequence[Threshold]) -> list[dict[str, Any]]:
+        return [threshold.judged(samples) for threshold in thresholds if set(threshold.pair) <= set(samples)]
 
-    bare = [demand.without_kernel() for demand in DEMANDS]
+    bare = [threshold.without_kernel() for threshold in THRESHOLDS]
     return {
         "contestants": numbers,
-        "demands": judged(DEMANDS),
+        "demands": judged(THRESHOLDS),
         "demands_without_kernel": judged(bare),
         "disturbed_turns": disturbed(samples),
     }

@@ -21,8 +21,8 @@ import torch
 
 import hookdrop
 from comparison.engines.base import Beat
-from comparison.record import Record
-from comparison.spec import Arm, Data, Model, Run
+from comparison.run.record import Record
+from comparison.spec.run_spec import Arm, Data, Model, Run
 
 Job = Callable[[Run, Beat, Path], Record]
 

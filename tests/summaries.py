@@ -12,13 +12,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from comparison.schema import (
+from comparison.analysis.schema import (
     METRICS,
     ArmFound,
     Band,
-    Between,
     Bin,
     Cell,
+    Contrast,
     Controls,
     Difference,
     Environment,
@@ -28,9 +28,8 @@ from comparison.schema import (
     Site,
     Spread,
     Summary,
-    Trial,
-    Tuning,
 )
+from comparison.spec.tuning import Trial, Tuning
 
 NAMES = (
     "none", "DropBlock", "Dropout", "Dropout2d", "DropPath", "GaussianNoise", "DropBlock, as in the paper",
@@ -95,7 +94,7 @@ def cell(title: str, slug: str, names: tuple[str, ...], seeds: int, rng: np.rand
         skipped_images=0,
         arms=arms,
         between=[
-            Between(a=a.name, b=b.name, metric=metric, difference=difference(np.array(a.values[metric]) - np.array(b.values[metric])))
+            Contrast(a=a.name, b=b.name, metric=metric, difference=difference(np.array(a.values[metric]) - np.array(b.values[metric])))
             for a, b in itertools.combinations(shown, 2)
             for metric in METRICS
         ],

@@ -33,12 +33,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from rich.console import Console
 
 import compare
-from comparison import lines, options
-from comparison.config import check
-from comparison.record import Record
-from comparison.schema import Summary
-from comparison.store import Attempt, Store
-from comparison.table import WIDTH, table
+from comparison.analysis.schema import Summary
+from comparison.engines.store import Attempt, Store
+from comparison.report.table import WIDTH, table
+from comparison.run.record import Record
+from comparison.spec import options, yaml_lines
+from comparison.spec.config import check
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = """
@@ -322,11 +322,11 @@ class TestItsReadme:
 
     def test_the_yaml_is_a_comparison(self) -> None:
         (block,) = re.findall(r"```yaml\n(.*?)```", self.TEXT, re.DOTALL)
-        config = check(*lines.load(block, "README.md"))
+        config = check(*yaml_lines.load(block, "README.md"))
         assert [arm.kind for arm in config.all_arms()] == ["regularizer", "recipe", "peer"]
 
     def test_every_file_and_command_is_there(self) -> None:
-        named = re.findall(r"benchmarks/[\w/.]+\.(?:py|yaml)|results/[\w./-]+|comparison/\w+\.py", self.TEXT)
+        named = re.findall(r"benchmarks/[\w/.]+\.(?:py|yaml)|results/[\w./-]+|comparison/[\w/]+\.py", self.TEXT)
         assert len(named) > 15
         for name in named:
             assert (BENCHMARKS / name.removeprefix("benchmarks/")).exists(), name

@@ -22,12 +22,13 @@ pytest.importorskip("optuna")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from comparison import arms, calls, lines, models, peers, schedules
-from comparison.config import Config, check
-from comparison.errors import ConfigError
-from comparison.pyramidnet import PyramidNet
-from comparison.spec import Arm, Data, Model, Run
-from comparison.streams import generator, seed_of
+from comparison.run import models
+from comparison.run.pyramidnet import PyramidNet
+from comparison.spec import arms, call_syntax, peers, yaml_lines
+from comparison.spec.config import Config, check
+from comparison.spec.errors import ConfigError
+from comparison.spec.run_spec import Arm, Data, Model, Run
+from comparison.spec.seeds import generator, seed_of
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
 GOOD = """
@@ -41,7 +42,7 @@ arms:
 
 
 def config_of(text: str) -> Config:
-    return check(*lines.load(text, "mine.yaml"))
+    return check(*yaml_lines.load(text, "mine.yaml"))
 
 
 def error_of(text: str) -> str:
@@ -64,13 +65,13 @@ class TestTheFile:
 
     @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
     def test_those_that_are_shipped_are_read(self, path: Path) -> None:
-        config = check(*lines.load(path.read_text(), path.name))
+        config = check(*yaml_lines.load(path.read_text(), path.name))
         assert config.title
         assert len(config.all_arms()) >= 2
 
     def test_the_committed_results_have_sixteen_seeds_or_more(self) -> None:
         for name in ("digits", "synthetic"):
-            assert check(*lines.load((CONFIGS / f"{name}.yaml").read_text(), name)).seeds >= 16
+            assert check(*yaml_lines.load((CONFIGS / f"{name}.yaml").read_text(), name)).seeds >= 16
 
 
 class TestErrorsNameTheirLine:
@@ -163,7 +164,7 @@ class TestCalls:
     @pytest.mark.parametrize("text", ["DropBlock(p=f(1))", "DropBlock(**{})", "a b", "", "lambda: 1", "x[0](1)"])
     def test_nothing_is_evaluated(self, text: str) -> None:
         with pytest.raises(ValueError, match="can't read"):
-            calls.read(text)
+            call_syntax.read(text)
 
     def test_a_peer_without_a_rate(self) -> None:
         with pytest.raises(ValueError, match="has no rate: write timm.DropPath"):
@@ -172,22 +173,22 @@ class TestCalls:
 
 class TestSchedules:
     def test_is_over_all_steps(self) -> None:
-        assert schedules.schedule_of("LinearSchedule", 400) == hookdrop.LinearSchedule(steps=400)
+        assert call_syntax.schedule_of("LinearSchedule", 400) == hookdrop.LinearSchedule(steps=400)
 
     def test_a_fraction_is_of_all_steps_and_a_whole_number_is_steps(self) -> None:
-        assert schedules.schedule_of("CosineSchedule(steps=0.5, delay=0.25)", 400) == hookdrop.CosineSchedule(
+        assert call_syntax.schedule_of("CosineSchedule(steps=0.5, delay=0.25)", 400) == hookdrop.CosineSchedule(
             steps=200, delay=100
         )
-        assert schedules.schedule_of("EarlySchedule(0.5)", 400) == hookdrop.EarlySchedule(cutoff=200)
-        assert schedules.schedule_of("LateSchedule(cutoff=7)", 400) == hookdrop.LateSchedule(cutoff=7)
+        assert call_syntax.schedule_of("EarlySchedule(0.5)", 400) == hookdrop.EarlySchedule(cutoff=200)
+        assert call_syntax.schedule_of("LateSchedule(cutoff=7)", 400) == hookdrop.LateSchedule(cutoff=7)
 
     def test_none_is_the_full_rate_from_the_start(self) -> None:
-        assert schedules.schedule_of("none", 400) is None
+        assert call_syntax.schedule_of("none", 400) is None
 
     @pytest.mark.parametrize("text", ["LinearSchedule(steps=1.5)", "LinearSchedule(cutoff=3)", "Linear", "1"])
     def test_what_is_none_is_an_error(self, text: str) -> None:
         with pytest.raises(ValueError):
-            schedules.schedule_of(text, 400)
+            call_syntax.schedule_of(text, 400)
 
 
 class TestPeers:
@@ -195,9 +196,9 @@ class TestPeers:
 
     @pytest.mark.parametrize("text", ["torchvision.DropBlock2d(block_size=3)", "timm.DropBlock2d(block_size=3)"])
     def test_at_equal_fraction_they_drop_what_was_asked_for(self, text: str) -> None:
-        rate = peers.rate_for(calls.read(text), 0.2, self.SHAPES)
+        rate = peers.rate_for(call_syntax.read(text), 0.2, self.SHAPES)
         torch.manual_seed(1)
-        module = peers.make(calls.read(text), rate).train()
+        module = peers.make(call_syntax.read(text), rate).train()
         zeros = [(module(torch.ones(200, *shape[1:])) == 0).double() for shape in self.SHAPES]
         dropped = torch.cat([part.flatten() for part in zeros]).mean().item()
         # Blocks of 9 in 200 maps of 32 and 16 channels, and as many to find the rate: sd about 0.001.
@@ -206,16 +207,16 @@ class TestPeers:
 
     @pytest.mark.parametrize("text", ["torchvision.StochasticDepth()", "timm.DropPath()"])
     def test_whole_samples_are_dropped_at_the_rate_itself(self, text: str) -> None:
-        assert peers.rate_for(calls.read(text), 0.2, [(1, 64, 8, 8)]) == pytest.approx(0.2, abs=0.06)
+        assert peers.rate_for(call_syntax.read(text), 0.2, [(1, 64, 8, 8)]) == pytest.approx(0.2, abs=0.06)
 
     def test_the_global_generator_is_left_alone(self) -> None:
         before = torch.get_rng_state()
-        peers.rate_for(calls.read("timm.DropBlock2d(block_size=5)"), 0.15, self.SHAPES)
+        peers.rate_for(call_syntax.read("timm.DropBlock2d(block_size=5)"), 0.15, self.SHAPES)
         assert torch.equal(before, torch.get_rng_state())
 
     def test_a_fraction_that_is_never_reached(self) -> None:
         with pytest.raises(ValueError, match="and never 0.9"):
-            peers.rate_for(calls.read("torchvision.DropBlock2d(block_size=7)"), 0.9, [(1, 8, 14, 14)])
+            peers.rate_for(call_syntax.read("torchvision.DropBlock2d(block_size=7)"), 0.9, [(1, 8, 14, 14)])
 
     def test_takes_the_tuned_settings_of_its_namesake(self) -> None:
         config = config_of(

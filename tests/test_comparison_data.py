@@ -32,13 +32,13 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torchvision import datasets
 
-from comparison import data as comparison_data
-from comparison.data import DataError, Task, check, load, readable, strata, synthetic
+from comparison.data import catalog, readable, strata, synthetic
 from comparison.data.batches import loader
-from comparison.data.checking import check_seeds
-from comparison.data.stored import Stored
-from comparison.spec import Data
-from comparison.streams import generator
+from comparison.data.catalog import check, check_seeds, load
+from comparison.data.sources import Stored
+from comparison.data.task import DataError, Task
+from comparison.spec.run_spec import Data
+from comparison.spec.seeds import generator
 
 STILL = ("digits", "digits-noisy", "synthetic-cue")
 
@@ -63,7 +63,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing loaded before, and the default root in an empty folder."""
     with contextlib.chdir(tmp_path_factory.mktemp("here")):
         yield
-    comparison_data._load.cache_clear()
+    catalog._load.cache_clear()
 
 
 def write_images(root: Path, counts: dict[str, int], size: tuple[int, int] = (40, 30)) -> None:
@@ -318,7 +318,7 @@ class TestGlobalGenerator:
         data = Data(name=name, augmentation=augmentation, image_size=16, train_size=10, label_noise=0.5)
 
         def everything(workers: int) -> list[Tensor]:
-            comparison_data._load.cache_clear()
+            catalog._load.cache_clear()
             check(data, 2)
             task = load(data)
             split = task.split(10, 3, 1)
@@ -637,7 +637,7 @@ class TestImageFolder:
         assert (len(task.pool), task.shape) == (16, (3, 16, 16))
         assert per_class(task, task.test) == [2, 2]
         assert not set(task.pool.tolist()) & set(task.test.tolist())
-        comparison_data._load.cache_clear()
+        catalog._load.cache_clear()
         assert torch.equal(folder_task(folder).test, task.test)
 
     @pytest.mark.parametrize("held", ["val", "test"])
@@ -695,7 +695,7 @@ class TestImageFolder:
 
         def checked() -> tuple[int, int]:
             seen.clear()
-            comparison_data._load.cache_clear()
+            catalog._load.cache_clear()
             return len(folder_task(folder, root="notes").skipped), len(seen)
 
         assert checked() == (2, 20)
@@ -783,12 +783,13 @@ class TestTheShippedConfigOfCifar100:
         """PyramidNet-200 in full, on six images: what is too large for a CPU begins, at least."""
         pytest.importorskip("timm")
         pytest.importorskip("optuna")
-        from comparison import checks, config, lines
-        from comparison.study import Study
-        from comparison.training import execute
+        from comparison import checks
+        from comparison.run.training import execute
+        from comparison.spec import config, yaml_lines
+        from comparison.spec.study import Study
 
         path = Path(__file__).parents[1] / "benchmarks" / "configs" / "cifar100.yaml"
-        settings, where = lines.load(path.read_text(), path.name)
+        settings, where = yaml_lines.load(path.read_text(), path.name)
         settings["data"] |= {"root": str(write_cifar("cifar100")), "validation_size": 2, "workers": 0}
         settings |= {"batch_size": 2, "max_steps": 2, "device": "cpu", "precision": "float32", "seeds": 2}
         study = Study(config.check(settings, where))

@@ -30,9 +30,9 @@ from comparison_jobs import job, record_of, run_of, runs_of
 from comparison.engines.base import EngineError, label, seldom
 from comparison.engines.guard import failure_of, guarded
 from comparison.engines.local import LocalEngine
+from comparison.engines.store import Store, StoreError
 from comparison.engines.torchrun import TorchrunEngine
-from comparison.record import Record
-from comparison.store import Store, StoreError
+from comparison.run.record import Record
 
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 
@@ -193,7 +193,7 @@ DRIVER = """
 import sys
 from pathlib import Path
 from comparison.engines.local import LocalEngine
-from comparison.store import Lock, Store
+from comparison.engines.store import Lock, Store
 from comparison_jobs import job, runs_of
 
 if __name__ == "__main__":
@@ -294,7 +294,7 @@ ON_RAY = """
 import sys
 from pathlib import Path
 from comparison.engines.ray import RayEngine
-from comparison.store import Store
+from comparison.engines.store import Store
 from comparison_jobs import job, runs_of
 
 folder = Path(sys.argv[1])

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rich.console import Console
 
 import hookdrop
-from comparison import progress
-from comparison.environment import determinism, environment, revision, versions
-from comparison.record import Failure, Record
-from comparison.store import Store
+from comparison.engines.store import Store
+from comparison.report import progress
+from comparison.run.environment import determinism, environment, revision, versions
+from comparison.run.record import Failure, Record
 
 
 def leaves(value: object) -> list[object]:
@@ -45,7 +45,7 @@ class TestEnvironment:
         assert {"torchvision", "timm", "scikit-learn", "optuna"} < set(found)
 
     def test_has_none_for_what_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("comparison.environment.PACKAGES", ("numpy", "no-such-package"))
+        monkeypatch.setattr("comparison.run.environment.PACKAGES", ("numpy", "no-such-package"))
         assert versions()["no-such-package"] is None
         assert versions()["numpy"] == version("numpy")
 

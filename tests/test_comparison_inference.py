@@ -21,10 +21,11 @@ pytest.importorskip("pydantic")
 from sklearn.metrics import log_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from comparison import inference, intervals, metrics
-from comparison.inference import Measured, difference, holm, minimum_detectable, permutation_p
-from comparison.record import Record
-from comparison.schema import Difference
+from comparison.analysis import arm_summary, inference, intervals
+from comparison.analysis.inference import Measured, difference, holm, minimum_detectable, permutation_p
+from comparison.analysis.schema import Difference
+from comparison.run import metrics
+from comparison.run.record import Record
 
 NUMBERS = st.floats(-50, 50).map(lambda value: round(value, 3))
 DIFFERENCES = st.lists(NUMBERS, min_size=2, max_size=9)
@@ -75,7 +76,7 @@ class TestMetrics:
 
     def test_reliability_gives_the_ece_and_counts_every_image_once(self) -> None:
         found = metrics.score(*made_scores(5))
-        bins = metrics.reliability(found.images["confidence"], found.images["correct"])
+        bins = arm_summary.reliability(found.images["confidence"], found.images["correct"])
         assert sum(b.count for b in bins) == 300
         assert [b.confidence for b in bins] == sorted(b.confidence for b in bins)
         assert sum(b.count * abs(b.confidence - b.accuracy) for b in bins) / 3 == pytest.approx(found.ece)
@@ -88,7 +89,7 @@ class TestMetrics:
     def test_resamples_of_images_are_scored_as_if_they_were_the_images(self) -> None:
         logits, labels = made_scores(7, images=50)
         counts = intervals.resamples(50, 20, 1)
-        found = metrics.resampled(metrics.score(logits, labels).images, counts)
+        found = inference.resampled(metrics.score(logits, labels).images, counts)
         for b, count in enumerate(counts):
             rows = np.repeat(np.arange(50), count)
             again = metrics.score(logits[rows], labels[rows])

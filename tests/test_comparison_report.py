@@ -25,8 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import summaries
 
-from comparison import report, schema
+from comparison.analysis import schema
 from comparison.report import looks, numbers, strips, view
+from comparison.report.page import render, write
+from comparison.spec import tuning
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\"'&"
 LONG = "a_regularizer_with_a_name_that_does_not_end_" * 6
@@ -80,10 +82,10 @@ def with_names(summary: schema.Summary, name: str) -> schema.Summary:
         if arm.mask:
             arm.mask.site = name
         if arm.tuning:
-            arm.tuning = schema.Tuning(
+            arm.tuning = tuning.Tuning(
                 method=name,
                 space={name: [1, 2]},
-                trials=[schema.Trial(settings={name: 1}, score=None)],
+                trials=[tuning.Trial(settings={name: 1}, score=None)],
                 seeds=[1],
                 chosen={name: 1},
                 at_edge=[name],
@@ -119,7 +121,7 @@ def summary() -> schema.Summary:
 
 @pytest.fixture(scope="module")
 def html(summary: schema.Summary) -> str:
-    return report.render(summary)
+    return render(summary)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +136,7 @@ def small() -> schema.Summary:
 
 @pytest.fixture(scope="module")
 def three() -> str:
-    return report.render(summaries.summary(cells=3, arms=4, seeds=3))
+    return render(summaries.summary(cells=3, arms=4, seeds=3))
 
 
 class TestHtml:
@@ -164,17 +166,17 @@ class TestHtml:
         assert arm.against_none
         arm.means["nll"] = float("nan")
         arm.against_none["nll"].values[0] = arm.against_none["nll"].high_images = float("inf")
-        html = report.render(broken)
+        html = render(broken)
         data = json.loads(Parsed(html).scripts[0], parse_constant=pytest.fail)
         assert data["cells"][0]["arms"][1]["means"]["nll"] is None
         assert not re.search(r'="[^"]*\b(nan|inf)\b', html)
 
     def test_is_the_same_bytes_for_the_same_summary(self, three: str, tmp_path: Path) -> None:
-        report.write(summaries.summary(cells=3, arms=4, seeds=3), tmp_path / "report.html")
+        write(summaries.summary(cells=3, arms=4, seeds=3), tmp_path / "report.html")
         assert (tmp_path / "report.html").read_bytes() == three.encode()
 
     def test_text_of_users_makes_no_element(self, small: schema.Summary) -> None:
-        expected, found = (Parsed(report.render(with_names(small, name))) for name in ("name", HOSTILE))
+        expected, found = (Parsed(render(with_names(small, name))) for name in ("name", HOSTILE))
         assert [tag for tag, _ in found.tags] == [tag for tag, _ in expected.tags]
         assert json.loads(found.scripts[0])["title"] == HOSTILE
 
@@ -202,7 +204,7 @@ class TestHtml:
 
 class TestWhatItSays:
     def text(self, summary: schema.Summary) -> str:
-        return re.sub(r"\s+", " ", " ".join(Parsed(report.render(summary)).texts))
+        return re.sub(r"\s+", " ", " ".join(Parsed(render(summary)).texts))
 
     def test_begins_with_the_words_of_the_cells(self, summary: schema.Summary, page: Parsed) -> None:
         text = "".join(page.texts)
@@ -216,7 +218,7 @@ class TestWhatItSays:
         )
 
     def test_what_was_not_measured_says_so(self, small: schema.Summary) -> None:
-        html = report.render(bare(small))
+        html = render(bare(small))
         for name in ("between", "calibration", "masks", "cost", "tuning"):
             section = html.split(f'id="cell1-{name}"')[1].split("<h3")[0]
             assert ("<p>Not tuned" if name == "tuning" else "<p>Not measured") in section, name
@@ -234,7 +236,7 @@ class TestWhatItSays:
 
     def test_one_seed_has_no_mde(self) -> None:
         one = summaries.summary(arms=4, seeds=1, failures=[])
-        html = report.render(one)
+        html = render(one)
         assert re.search(
             r'data-col="mde" data-sort-accuracy=""[^>]*>.*?<span class="m" data-m="accuracy">–</span>', html
         )
@@ -248,7 +250,7 @@ class TestWhatItSays:
             update={"environments": [summaries.environment("8f161cd"), summaries.environment("cd8f161")]}
         )
         assert "The runs were made in 2 different environments" in self.text(two)
-        marked = re.findall(r'class="differs"><th scope="row">(.*?)</th>', report.render(two))
+        marked = re.findall(r'class="differs"><th scope="row">(.*?)</th>', render(two))
         assert marked == ["git.revision"] * 2
 
     def test_a_control_that_fails_is_said_at_the_top(self, small: schema.Summary) -> None:
@@ -352,7 +354,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
 
     def opened(shown: schema.Summary | str, **options: Any) -> Any:
         file = tmp_path / "report.html"
-        file.write_text(shown if isinstance(shown, str) else report.render(shown), encoding="utf-8")
+        file.write_text(shown if isinstance(shown, str) else render(shown), encoding="utf-8")
         contexts.append(browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}))
         tab = contexts[-1].new_page()
         tab.on("console", lambda message: noise.append(f"{message.type}: {message.text}"))

@@ -24,9 +24,9 @@ pytest.importorskip("pebble")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from comparison import database
-from comparison.record import Failure, Record
-from comparison.store import Beat, Lock, Store, StoreError
+from comparison.engines import database
+from comparison.engines.store import Beat, Lock, Store, StoreError
+from comparison.run.record import Failure, Record
 
 IMAGES = {"correct": np.array([True, False]), "nll": np.array([0.25, 2.5], np.float32)}
 NAN = Failure("nan", "the loss is NaN")
@@ -183,7 +183,7 @@ class TestSeveralWriters:
         assert store.connection is mine
 
     def test_a_new_file_is_made_once_by_many(self, path: Path) -> None:
-        program = f"from comparison.store import Store\nStore({str(path)!r}).attempt('a', 'b')"
+        program = f"from comparison.engines.store import Store\nStore({str(path)!r}).attempt('a', 'b')"
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         started = [subprocess.Popen([sys.executable, "-c", program], env=env) for _ in range(4)]
         assert [process.wait() for process in started] == [0] * 4

@@ -19,15 +19,15 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from comparison import metrics
-from comparison.entries import Entry
-from comparison.inference import holm
-from comparison.record import Failure, Outcome, Record
-from comparison.schema import ArmFound, Cell, Difference, Spread, Summary, Trial, Tuning
-from comparison.spec import Arm, Data, Model, Run
-from comparison.summary import About, summarise
-from comparison.table import WIDTH, table
-from comparison.words import findings
+from comparison.analysis.inference import holm
+from comparison.analysis.schema import ArmFound, Cell, Difference, Spread, Summary
+from comparison.analysis.summary import About, findings, summarise
+from comparison.report.table import WIDTH, table
+from comparison.run import metrics
+from comparison.run.record import Failure, Outcome, Record
+from comparison.spec.run_spec import Arm, Data, Model, Run
+from comparison.spec.study import Entry
+from comparison.spec.tuning import Trial, Tuning
 
 IMAGES = 400
 NONE = Arm(name="none", kind="none")

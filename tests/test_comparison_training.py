@@ -20,11 +20,11 @@ pytest.importorskip("optuna")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from comparison import checkpoints, training
-from comparison.record import Outcome, Record
-from comparison.spec import Arm, Data, Model, Optimizer, Run
-from comparison.training import execute
-from comparison.unchanged import changes, face
+from comparison.run import checkpoints, training
+from comparison.run.footprint_check import changes, footprint
+from comparison.run.record import Outcome, Record
+from comparison.run.training import execute
+from comparison.spec.run_spec import Arm, Data, Model, Optimizer, Run
 
 SITES = ("layer*.*.bn2",)
 NONE = Arm(name="none", kind="none")
@@ -139,7 +139,7 @@ class TestWhatIsRecorded:
         import hookdrop
 
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
-        before = face(model)
+        before = footprint(model)
         drop = hookdrop.inject(model, "Dropout(p=0.5)", layers="1")
         model.add_module("2", torch.nn.Tanh())
         model[0].register_forward_hook(lambda *_: None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ pytest.importorskip("yaml")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from comparison.arms import still_at_0
-from comparison.config import NONE, check
-from comparison.lines import Lines
-from comparison.record import Failure, Record
-from comparison.spec import Arm, Data, Model, Run
-from comparison.study import OTHER_SEEDS, Study
-from comparison.tuning import FIRST_SEED, Search, tune, with_settings
-from comparison.tuning_config import TuningConfig
+from comparison.engines.base import Job
+from comparison.engines.laboratory import Laboratory
+from comparison.engines.store import Store
+from comparison.run.record import Failure, Record
+from comparison.spec.arms import still_at_0
+from comparison.spec.config import NONE, check
+from comparison.spec.run_spec import Arm, Data, Model, Run
+from comparison.spec.search import FIRST_SEED, Search, tune, with_settings
+from comparison.spec.study import OTHER_SEEDS, Study
+from comparison.spec.tuning import TuningConfig
+from comparison.spec.yaml_lines import Lines
 
 GRID = TuningConfig(
     space={"p": [0.1, 0.2, 0.3], "weight_decay": [0.05]}, space_none={"weight_decay": [0.01, 0.05, 0.2]}
@@ -37,21 +41,21 @@ def run_of(arm: Arm) -> Run:
 
 
 class Oracle:
-    """Answers demands with NLLs that are least at p = 0.2 and at a weight decay of 0.01."""
+    """Scores runs with NLLs that are least at p = 0.2 and at a weight decay of 0.01."""
 
     def __init__(self, failing: float | None = None) -> None:
         self.demanded: list[list[Run]] = []
         self.failing = failing
 
-    def __call__(self, runs: Sequence[Run]) -> Mapping[str, Record]:
+    def __call__(self, runs: Sequence[Run]) -> Mapping[str, float | None]:
         self.demanded.append(list(runs))
-        return {run.key: self.record(run) for run in runs}
+        return {run.key: self.nll(run) for run in runs}
 
-    def record(self, run: Run) -> Record:
+    def nll(self, run: Run) -> float | None:
         if self.failing is not None and run.arm.p == self.failing:
-            return Record(run.key, {}, failure=Failure("nan", "the loss is nan"))
+            return None
         nll = run.optimizer.weight_decay if run.arm.p is None else abs(run.arm.p - 0.2)
-        return Record(run.key, {}, outcome={"nll": nll + run.seed % 2})  # type: ignore[typeddict-item]
+        return nll + run.seed % 2
 
 
 class TestFairness:
@@ -105,6 +109,26 @@ class TestResults:
     def test_settings_go_where_they_belong(self) -> None:
         run = with_settings(run_of(DROPPING), {"p": 0.3, "lr": 0.5, "weight_decay": 0.0, "label_smoothing": 0.1})
         assert (run.arm.p, run.optimizer.lr, run.optimizer.weight_decay, run.label_smoothing) == (0.3, 0.5, 0.0, 0.1)
+
+
+class TestTheLaboratory:
+    def test_scores_runs_by_their_nll_and_failed_runs_not_at_all(self, tmp_path: Path) -> None:
+        """Of three trials the second fails: the record of a failed run is no score."""
+
+        class Engine:
+            def run(self, runs: Sequence[Run], job: Job, store: Store, scratch: Path) -> Iterator[Record]:
+                for run in runs:
+                    outcome: Any = {"nll": Oracle().nll(run)}
+                    failed = Record(run.key, {}, failure=Failure("nan", "the loss is nan"))
+                    record = failed if run.arm.p == 0.2 else Record(run.key, {}, outcome=outcome)
+                    store.add(record)
+                    yield record
+
+        with Store(tmp_path / "runs.sqlite") as store:
+            lab = Laboratory(store, Engine(), tmp_path, lambda total, title: nullcontext(lambda record: None))
+            (found,) = lab.tune({("cell", "Dropout"): Search(GRID, run_of(DROPPING))}).values()
+        assert [trial.score for trial in found.trials] == [pytest.approx(0.6), None, pytest.approx(0.6)]
+        assert found.chosen["p"] in (0.1, 0.3)
 
 
 class TestTheStudy:

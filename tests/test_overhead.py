@@ -30,10 +30,9 @@ pytest.importorskip("resource")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import overhead
-import overhead_musts as musts
-import overhead_parts as parts
 from cost import Samples
-from overhead_musts import Estimate, added, milliseconds, ratio
+from hook_costs import parts, rows, toys
+from hook_costs.rows import Estimate, added, milliseconds, ratio
 
 MOST_CALLS = 20
 """Functions that are called in a call of a hook that has nothing to do."""
@@ -128,7 +127,7 @@ class TestTheScript:
 class TestWhatIsCompared:
     def test_the_models_differ_in_their_hooks_alone(self) -> None:
         clean = Small().eval()
-        other = parts.twin(clean)
+        other = toys.twin(clean)
         assert all(a is b for a, b in zip(clean.parameters(), other.parameters(), strict=True))
         assert all(a is b for a, b in zip(clean.buffers(), other.buffers(), strict=True))
         assert not {id(m) for m in clean.modules()} & {id(m) for m in other.modules()}
@@ -166,8 +165,8 @@ class TestWhatIsCompared:
         is_on = SiteHook.is_on
 
         def slow(hook: SiteHook, module: nn.Module, value: object) -> bool:
-            parts.empty()
-            parts.empty()
+            toys.empty()
+            toys.empty()
             return is_on(hook, module, value)
 
         monkeypatch.setattr(SiteHook, "is_on", slow)
@@ -240,7 +239,7 @@ class TestEstimates:
         samples = {"clean": Samples(clean)}
         for factor, verdict in ((1.001, "holds"), (1.01, "misses")):
             samples["hooked"] = Samples({turn: factor * seconds for turn, seconds in clean.items()})
-            assert ratio(samples, "hooked", "clean", musts.FORWARD_MUST).numbers()["verdict"] == verdict
+            assert ratio(samples, "hooked", "clean", rows.FORWARD_MUST).numbers()["verdict"] == verdict
 
 
 class TestWhatKeepsTheCostLow:

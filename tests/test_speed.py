@@ -28,7 +28,7 @@ import cost
 import memory
 import peers
 from cost import Samples, Spread
-from demands import DEMANDS, Demand
+from thresholds import THRESHOLDS, Threshold
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SHAPES = ["2x4x28x28", "3x2x22x21"]
@@ -75,17 +75,17 @@ class TestSpeed:
                 assert numbers["rounds"][0] == 0
             assert set(contestants[peers.LIMIT]["over_limit"].values()) == {1.0}
 
-    def test_every_demand_is_judged_by_its_ratio(self, speed: tuple[str, dict[str, Any], Path]) -> None:
+    def test_every_threshold_is_judged_by_its_ratio(self, speed: tuple[str, dict[str, Any], Path]) -> None:
         text, results, _ = speed
         for shape in SHAPES:
             judged = results["main"][shape]["demands"]
-            assert [(one["over"], one["under"]) for one in judged] == [demand.pair for demand in DEMANDS]
-            for one, demand in zip(judged, DEMANDS, strict=True):
-                assert one["must_holds"] == demand.holds(one["ratio"]["median"], demand.must)
-        for demand in DEMANDS:
-            assert " / ".join(demand.pair) in text
+            assert [(one["over"], one["under"]) for one in judged] == [threshold.pair for threshold in THRESHOLDS]
+            for one, threshold in zip(judged, THRESHOLDS, strict=True):
+                assert one["must_holds"] == threshold.holds(one["ratio"]["median"], threshold.must)
+        for threshold in THRESHOLDS:
+            assert " / ".join(threshold.pair) in text
         bare = results["main"][SHAPES[0]]["demands_without_kernel"]
-        assert len(bare) == (len(DEMANDS) if kernel.available() else 0)
+        assert len(bare) == (len(THRESHOLDS) if kernel.available() else 0)
 
     def test_the_other_parts(self, speed: tuple[str, dict[str, Any], Path]) -> None:
         _, results, _ = speed
@@ -226,11 +226,11 @@ class TestCost:
 class TestDemands:
     @pytest.mark.parametrize(("at_least", "above", "below"), [(True, True, False), (False, False, True)])
     def test_bounds(self, at_least: bool, above: bool, below: bool) -> None:
-        demand = Demand("a", "b", must=2.0, aim=3.0, at_least=at_least)
-        assert demand.holds(2.0, 2.0)
-        assert demand.holds(2.1, 2.0) == above
-        assert demand.holds(1.9, 2.0) == below
+        threshold = Threshold("a", "b", must=2.0, aim=3.0, at_least=at_least)
+        assert threshold.holds(2.0, 2.0)
+        assert threshold.holds(2.1, 2.0) == above
+        assert threshold.holds(1.9, 2.0) == below
 
     def test_without_the_kernel_only_hookdrops_name_changes(self) -> None:
-        assert DEMANDS[0].without_kernel().pair == (peers.TORCHVISION, f"{peers.BATCH}, no kernel")
-        assert DEMANDS[2].without_kernel().pair == (f"{peers.BATCH}, no kernel", peers.LIMIT)
+        assert THRESHOLDS[0].without_kernel().pair == (peers.TORCHVISION, f"{peers.BATCH}, no kernel")
+        assert THRESHOLDS[2].without_kernel().pair == (f"{peers.BATCH}, no kernel", peers.LIMIT)

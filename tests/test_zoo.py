@@ -35,13 +35,12 @@ import fcntl
 import timm
 
 import zoo
-import zoo_models
-import zoo_report
-from zoo_check import Check, NotRunnable
-from zoo_models import Example, Name, Trial
-from zoo_sites import regularizers
-from zoo_state import fingerprint, same
-from zoo_weights import quick_weights
+from models import catalog, report, sweep
+from models.catalog import Example, Name, Trial
+from models.check import Check, NotRunnable
+from models.sites import regularizers
+from models.state import fingerprint, same
+from models.weights import quick_weights
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # Of each family a model that is checked quickly, the side length of its input, and how it is built. Most are the
@@ -185,10 +184,10 @@ def results(tmp_path: Path) -> dict[str, Any]:
 class TestFamilies:
     @pytest.mark.skipif(timm.__version__ != MADE_WITH, reason="the table is made with another timm")
     def test_the_table_has_every_family_of_timm(self) -> None:
-        assert len(zoo_models.names("timm")) == 1371
+        assert len(catalog.names("timm")) == 1371
         assert len(SMALL) == 98
         assert {family: Name("timm", name).family for family, (name, _, _) in SMALL.items()} == {
-            family: family for family in zoo_models.families()
+            family: family for family in catalog.families()
         }
 
     @pytest.mark.filterwarnings("ignore")  # the models' own; those of hookdrop are in the record
@@ -207,7 +206,7 @@ class TestFamilies:
     @pytest.mark.filterwarnings("ignore")
     @pytest.mark.parametrize("name", TORCHVISION)
     def test_torchvision_models_of_every_kind_run_it(self, name: str, tmp_path: Path) -> None:
-        record = zoo.checked(Name("torchvision", name), options(tmp_path))
+        record = sweep.checked(Name("torchvision", name), options(tmp_path))
         assert record["status"] == "passed", record
         assert record["family"].startswith("torchvision.")
         assert record["finite"]
@@ -323,7 +322,7 @@ def failure(record: dict[str, Any]) -> tuple[str, str]:
     """The step and what it says, less the class of the error and the example."""
     assert record["status"] == "failed"
     assert record["traceback"].startswith("Traceback")
-    assert "benchmarks/zoo_check.py" in record["traceback"]
+    assert "benchmarks/models/check.py" in record["traceback"]
     assert str(BENCHMARKS) not in record["traceback"]
     return record["step"], record["error"].removeprefix("Broken: ").partition(", such as")[0]
 
@@ -397,9 +396,9 @@ class TestBuilding:
     def test_the_smallest_input_that_is_accepted(
         self, name: str, shape: tuple[int, ...], keywords: dict[str, Any]
     ) -> None:
-        skeleton = zoo_models.skeleton_of(Name("timm", name))
-        trials = zoo_models.trials(Name("timm", name), skeleton)
-        assert next(t for t in trials if zoo_models.accepted(t, skeleton)) == Trial(Name("timm", name), shape, keywords)
+        skeleton = catalog.skeleton_of(Name("timm", name))
+        trials = catalog.trials(Name("timm", name), skeleton)
+        assert next(t for t in trials if catalog.accepted(t, skeleton)) == Trial(Name("timm", name), shape, keywords)
 
     def test_quick_weights_are_random_and_scaled_as_the_initialization_asks(self) -> None:
         slow = torch.Tensor.normal_
@@ -423,7 +422,7 @@ class TestBuilding:
 @pytest.mark.filterwarnings("ignore")
 class TestRuns:
     def test_the_shards_are_all_models_once(self) -> None:
-        names = zoo_models.names()
+        names = catalog.names()
         parts = [zoo.shard_of(names, (index, 3)) for index in (1, 2, 3)]
         assert sorted(str(name) for part in parts for name in part) == sorted(map(str, names))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -455,15 +454,15 @@ class TestRuns:
         assert len(results(tmp_path)["models"]) == 1
 
     def test_a_model_that_is_too_large_is_planned_on_the_meta_device(self, tmp_path: Path) -> None:
-        record = zoo.checked(Name("timm", "test_vit"), options(tmp_path, "--memory", "1"))
+        record = sweep.checked(Name("timm", "test_vit"), options(tmp_path, "--memory", "1"))
         assert record["status"] == "meta", record
         assert record["sites"] == {"Dropout": 13}
         assert record["error"] == "needs about 1.5 GiB, there are 1.0"
 
     def test_shards_share_the_memory(self, tmp_path: Path) -> None:
-        alone, beside = zoo.limits(options(tmp_path, "--shard", "1/2"))
-        assert (alone / zoo.GIB, beside / zoo.GIB) == (6.0, 2.0)
-        assert zoo.limits(options(tmp_path)) == (8 * zoo.GIB, 8 * zoo.GIB)
+        alone, beside = sweep.limits(options(tmp_path, "--shard", "1/2"))
+        assert (alone / sweep.GIB, beside / sweep.GIB) == (6.0, 2.0)
+        assert sweep.limits(options(tmp_path)) == (8 * sweep.GIB, 8 * sweep.GIB)
 
     def test_large_models_take_turns(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def is_free() -> bool:
@@ -477,16 +476,16 @@ class TestRuns:
         def look(trials: object, device: str) -> dict[str, Any]:
             return {"status": "passed", "free": is_free()}
 
-        monkeypatch.setattr(zoo, "first_that_runs", look)
+        monkeypatch.setattr(sweep, "first_that_runs", look)
         name = Name("timm", "test_vit")
         for memory, free in ((8, True), (5, False)):
             arguments = ("--shard", "1/2", "--memory", str(memory))
-            assert zoo.checked(name, options(tmp_path, *arguments))["free"] is free
+            assert sweep.checked(name, options(tmp_path, *arguments))["free"] is free
         assert is_free()
 
     def test_a_model_that_takes_no_input_is_counted_apart(self) -> None:
         trials = (Trial(Name("timm", "test_resnet"), shape) for shape in ((5, 32, 32), (3, 0, 0)))
-        record = zoo.first_that_runs(trials, "cpu")
+        record = sweep.first_that_runs(trials, "cpu")
         assert record["status"] == "clean"
         assert record["error"].endswith("[2x3x0x0]")
 
@@ -496,8 +495,8 @@ class TestRuns:
             raise AssertionError
 
         before = signal.getsignal(signal.SIGALRM)
-        monkeypatch.setattr(zoo, "first_that_runs", broken)
-        record = zoo.checked(Name("timm", "test_vit"), options(tmp_path))
+        monkeypatch.setattr(sweep, "first_that_runs", broken)
+        record = sweep.checked(Name("timm", "test_vit"), options(tmp_path))
         assert (record["status"], record["error"]) == ("failed", "TimeoutError: not done after 900 s")
         assert signal.getsignal(signal.SIGALRM) == before
 
@@ -536,24 +535,24 @@ class TestReport:
         found = results(tmp_path)
         assert found["hardware"] == "a machine"
         totals = {"passed": 2, "failed": 1, "crashed": 0, "clean": 0, "meta": 1}
-        size = sum(name.family == "resnet" for name in zoo_models.names("timm"))
+        size = sum(name.family == "resnet" for name in catalog.names("timm"))
         assert found["families"]["resnet"] == {"names": size, **totals, "meta": 0}
         assert found["totals"]["timm"] == totals
         assert len(found["models"]) == 5
-        names = len(zoo_models.names("timm"))
-        families = len(zoo_models.families())
+        names = len(catalog.names("timm"))
+        families = len(catalog.families())
         assert (
             f"timm: 2 of {names} models ({2 / names:.1%}) and 1 of {families} families passed the whole check; "
             f"1 failed; 1 on the meta device only; {names - 4} not yet run."
         ) in capsys.readouterr().out
 
     def test_the_table_names_each_failure_with_its_reason(self, folders: list[Path], tmp_path: Path) -> None:
-        zoo_report.write(tmp_path, zoo_report.merge(folders, zoo_models.names(), "a machine"))
+        report.write(tmp_path, report.merge(folders, catalog.names(), "a machine"))
         text = (tmp_path / "zoo.md").read_text()
         assert "## Failed: 1\n\n| model | step | why |\n|---|---|---|\n| timm:resnet34 | train | Broken: x |" in text
         assert "| timm:vit_7b_patch16_dinov3 |  | needs a\\|b |" in text
         assert "| torchvision:resnet18 |  | too small |" in text
-        size = sum(name.family == "resnet" for name in zoo_models.names("timm"))
+        size = sum(name.family == "resnet" for name in catalog.names("timm"))
         assert f"| resnet | {size} | 2 | 1 | 0 | 0 | 0 |" in text
         assert "Sites: 40 DropBlock." in text
         assert "of each of 2 models 9.9000% of 4,000 elements were dropped; 10.0000% were asked for." in text

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 import torch
 
 import hookdrop
-from comparison import arms, models
-from comparison.config import Config
-from comparison.data import DataError, check, load
-from comparison.errors import ConfigError
-from comparison.lines import Lines
-from comparison.spec import Data, Model
-from comparison.study import Study
-from comparison.trainee import at_final_rate, steps_of
-from comparison.training import batch_of, step
+from comparison.data.catalog import check, load
+from comparison.data.task import DataError
+from comparison.run import models
+from comparison.run.run_setup import at_final_rate, steps_of
+from comparison.run.training import batch_of, step
+from comparison.spec import arms
+from comparison.spec.config import Config
+from comparison.spec.errors import ConfigError
+from comparison.spec.run_spec import Data, Model
+from comparison.spec.study import Study
+from comparison.spec.yaml_lines import Lines
 
 WRONG = (DataError, ConfigError, hookdrop.HookdropError, ValueError, TypeError, ImportError)
 
@@ -93,8 +95,8 @@ def _try_steps(study: Study, data: Data, model: Model, lines: Lines, found: Find
         small = {"batch_size": 2, "compile": False}
         try:
             with torch.random.fork_rng(devices=[]):
-                trainee = at_final_rate(study.run(data, model, arm, 0).model_copy(update=small))
-                step(trainee, *batch_of(trainee))
+                setup = at_final_rate(study.run(data, model, arm, 0).model_copy(update=small))
+                step(setup, *batch_of(setup))
         except Exception as error:  # of somebody else's model, whatever it is
             found.errors.append(f"{at}, {arm.name} on {model.name} can't be trained: {type(error).__name__}: {error}")
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comparison.entries import Entry
-from comparison.folder import replace_text
-from comparison.schema import Spread
-from comparison.spec import Run
-from comparison.trainee import Trainee, at_final_rate
-from comparison.training import batch_of, step
+from comparison.analysis.schema import Spread
+from comparison.engines.folder import replace_text
+from comparison.run.run_setup import RunSetup, at_final_rate
+from comparison.run.training import batch_of, step
+from comparison.spec.run_spec import Run
+from comparison.spec.study import Entry
 
 STEPS_IN_TURN = 4
 FEWEST_ROUNDS = 5
@@ -64,13 +64,13 @@ def of_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
         seconds: start no further round after this.
     """
     torch.set_num_threads(1)
-    trainees = {name: at_final_rate(run) for name, run in runs.items()}
-    batches = {name: batch_of(trainee) for name, trainee in trainees.items()}
-    held = {name: _memory(trainee, *batches[name]) for name, trainee in trainees.items()}
+    setups = {name: at_final_rate(run) for name, run in runs.items()}
+    batches = {name: batch_of(setup) for name, setup in setups.items()}
+    held = {name: _memory(setup, *batches[name]) for name, setup in setups.items()}
     rounds: list[dict[str, float]] = []
     started = time.perf_counter()
     while len(rounds) < FEWEST_ROUNDS or time.perf_counter() - started < seconds:
-        rounds.append({name: _time(trainee, *batches[name]) for name, trainee in trainees.items()})
+        rounds.append({name: _time(setup, *batches[name]) for name, setup in setups.items()})
     return {
         name: (
             _spread([times[name] / times["none"] for times in rounds]),
@@ -80,22 +80,22 @@ def of_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
     }
 
 
-def _time(trainee: Trainee, x_BCHW: Tensor, y_B: Tensor) -> float:
-    _wait(trainee)
+def _time(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> float:
+    _wait(setup)
     started = time.perf_counter()
     for _ in range(STEPS_IN_TURN):
-        step(trainee, x_BCHW, y_B)
-    _wait(trainee)
+        step(setup, x_BCHW, y_B)
+    _wait(setup)
     return time.perf_counter() - started
 
 
-def _memory(trainee: Trainee, x_BCHW: Tensor, y_B: Tensor) -> float:
+def _memory(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> float:
     """Bytes: on CUDA the most that is allocated during a step, on a CPU what a forward keeps for its backward."""
-    step(trainee, x_BCHW, y_B)
-    if trainee.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(trainee.device)
-        step(trainee, x_BCHW, y_B)
-        return float(torch.cuda.max_memory_allocated(trainee.device))
+    step(setup, x_BCHW, y_B)
+    if setup.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(setup.device)
+        step(setup, x_BCHW, y_B)
+        return float(torch.cuda.max_memory_allocated(setup.device))
     storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -104,13 +104,13 @@ def _memory(trainee: Trainee, x_BCHW: Tensor, y_B: Tensor) -> float:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        trainee.forward(x_BCHW)
+        setup.forward(x_BCHW)
     return float(sum(storage.nbytes() for storage in storages.values()))
 
 
-def _wait(trainee: Trainee) -> None:
-    if trainee.device.type == "cuda":
-        torch.cuda.synchronize(trainee.device)
+def _wait(setup: RunSetup) -> None:
+    if setup.device.type == "cuda":
+        torch.cuda.synchronize(setup.device)
 
 
 def _spread(values: Sequence[float]) -> Spread:

@@ -12,13 +12,12 @@ import torch
 from rich import box
 from rich.table import Table
 
-from comparison.scoring import logits_of
-from comparison.spec import Run
-from comparison.store import Store
-from comparison.study import Study
-from comparison.trainee import prepare, steps_of
-from comparison.training import CURVE_POINTS, batch_of, step
-from comparison.tuning import rounds
+from comparison.engines.store import Store
+from comparison.run.run_setup import prepare, steps_of
+from comparison.run.training import CURVE_POINTS, batch_of, step
+from comparison.spec.run_spec import Run
+from comparison.spec.search import rounds
+from comparison.spec.study import Study
 
 TIMED_STEPS = 3
 START_SECONDS = 8.0
@@ -120,17 +119,17 @@ class _Times:
 def seconds_of(run: Run) -> float:
     """What a whole run would take, from the time of a few of its steps and of one validation."""
     torch.set_num_threads(1)
-    trainee = prepare(run)
-    trainee.forward.train()
-    batch = batch_of(trainee)
-    step(trainee, *batch)
+    setup = prepare(run)
+    setup.forward.train()
+    batch = batch_of(setup)
+    step(setup, *batch)
     started = time.perf_counter()
     for _ in range(TIMED_STEPS):
-        step(trainee, *batch)
+        step(setup, *batch)
     stepped = time.perf_counter()
-    some = trainee.split.validation[:256]
-    logits_of(trainee, some)
+    some = setup.split.validation[:256]
+    setup.logits(some)
     each = (time.perf_counter() - stepped) / len(some)
-    steps = min(run.max_steps or 10**12, steps_of(run, len(trainee.split.train)))
-    images = CURVE_POINTS * len(trainee.split.validation) + len(trainee.split.test)
+    steps = min(run.max_steps or 10**12, steps_of(run, len(setup.split.train)))
+    images = CURVE_POINTS * len(setup.split.validation) + len(setup.split.test)
     return (stepped - started) / TIMED_STEPS * steps + each * images

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from comparison_jobs import record_of, runs_of
 
 from comparison.engines.base import Beat, EngineError
+from comparison.engines.store import Store
 from comparison.engines.torchrun import TorchrunEngine
-from comparison.record import Record
-from comparison.spec import Run
-from comparison.store import Store
+from comparison.run.record import Record
+from comparison.spec.run_spec import Run
 
 
 def job(run: Run, beat: Beat, scratch: Path) -> Record:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from comparison.data.task import Task
-from comparison.streams import generator
+from comparison.spec.seeds import generator
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """(indices_B, x_BCHW, y_B)."""

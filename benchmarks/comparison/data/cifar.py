@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torchvision import datasets
 
-from comparison.data.errors import DataError
-from comparison.data.stored import Stored
-from comparison.data.task import Task
-from comparison.spec import Data
+from comparison.data.sources import Stored
+from comparison.data.task import DataError, Task
+from comparison.spec.run_spec import Data
 
 _SETS: dict[str, Any] = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
 _MEAN = {"cifar10": (0.4914, 0.4822, 0.4465), "cifar100": (0.5071, 0.4865, 0.4409)}

@@ -7,9 +7,9 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch.nn.functional import interpolate
 
-from comparison.data.stored import Stored
+from comparison.data.sources import Stored
 from comparison.data.task import Task
-from comparison.spec import Data
+from comparison.spec.run_spec import Data
 
 SIZE = 32
 TEST = 797

@@ -29,11 +29,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comparison.data.errors import DataError
-from comparison.data.stored import Stored
-from comparison.data.task import Task
-from comparison.spec import Data
-from comparison.streams import generator
+from comparison.data.sources import Stored
+from comparison.data.task import DataError, Task
+from comparison.spec.run_spec import Data
+from comparison.spec.seeds import generator
 
 CLASSES = 8
 SIZE = 32

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from comparison.data import strata
-from comparison.data.errors import DataError, in_full
-from comparison.streams import generator
+from comparison.spec.seeds import generator
+
+
+class DataError(ValueError):
+    """Data that can't be had, or that can't be split as asked; its text says what to do."""
+
+    def __init__(self, fact: str, *lines: str) -> None:
+        super().__init__("\n".join([fact, *(f"  {line}" for line in lines), "Nothing was trained."]))
 
 
 class Source(Protocol):
@@ -112,7 +118,7 @@ class Task:
             )
         if not 1 <= size <= most:
             raise DataError(
-                f"validation_size={size} can't be drawn from the {in_full(len(self.pool))} images of {self.name!r} "
+                f"validation_size={size} can't be drawn from the {len(self.pool):,} images of {self.name!r} "
                 "that are not for testing.",
                 f"allowed: 1 to {most}, so that an image of each class is left to train on",
             )
@@ -122,8 +128,8 @@ class Task:
     def _check_train_size(self, size: int | None, most: int, validation: int) -> None:
         if size is not None and not self.classes <= size <= most:
             raise DataError(
-                f"train_size={size} can't be drawn from {self.name!r}: {in_full(most)} images of "
-                f"{self.classes} classes are neither for testing nor among the {in_full(validation)} for validation.",
+                f"train_size={size} can't be drawn from {self.name!r}: {most:,} images of "
+                f"{self.classes} classes are neither for testing nor among the {validation:,} for validation.",
                 f"allowed: {self.classes} (one a class) to {most}, or none for all",
                 *(["a smaller validation_size leaves more"] if size > most else []),
             )

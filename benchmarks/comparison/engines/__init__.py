@@ -1,1 +1,1 @@
-"""How runs get done: in processes, on a cluster, or in the ranks that torchrun started."""
+"""How runs are made and kept: in processes, on a Ray cluster or in torchrun's ranks; the store and the folder."""

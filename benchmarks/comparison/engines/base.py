@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from comparison.record import Record
-from comparison.spec import Run
-from comparison.store import Store
+from comparison.engines.store import Store
+from comparison.run.record import Beat, Record
+from comparison.spec.run_spec import Run
 
 BEAT_SECONDS = 0.5
-
-Beat = Callable[[int, int, float], None]
-"""Called with the optimizer steps done, those in all, and the loss."""
 
 
 class Job(Protocol):

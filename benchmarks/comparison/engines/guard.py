@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 import hookdrop
-from comparison.database import StoreError
-from comparison.engines.base import Beat, Job
-from comparison.environment import environment
-from comparison.record import Failure, Kind, Record
-from comparison.spec import Run
+from comparison.engines.base import Job
+from comparison.engines.database import StoreError
+from comparison.run.environment import environment
+from comparison.run.record import Beat, Failure, Kind, Record
+from comparison.spec.run_spec import Run
 
 FRAMES = 4
 LONGEST = 2000

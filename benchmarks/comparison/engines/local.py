@@ -21,9 +21,9 @@ from pebble import ProcessExpired, ProcessPool
 
 from comparison.engines.base import EngineError, Job, label, seldom
 from comparison.engines.guard import failed, failure_of, guarded, prepare
-from comparison.record import Failure, Record
-from comparison.spec import Run
-from comparison.store import Store, StoreError
+from comparison.engines.store import Store, StoreError
+from comparison.run.record import Failure, Record
+from comparison.spec.run_spec import Run
 
 _PR_SET_PDEATHSIG = 1
 

@@ -18,9 +18,9 @@ import hookdrop
 from comparison.engines.base import EngineError, Job, label, seldom
 from comparison.engines.guard import failed, failure_of, guarded, prepare
 from comparison.engines.local import Task, keep
-from comparison.record import Failure, Record
-from comparison.spec import Run
-from comparison.store import Store, StoreError
+from comparison.engines.store import Store, StoreError
+from comparison.run.record import Failure, Record
+from comparison.spec.run_spec import Run
 
 BENCHMARKS = Path(__file__).parents[2]
 POLL_SECONDS = 0.5

@@ -16,12 +16,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Store as Talk
 from torch.distributed.rendezvous import rendezvous
 
-from comparison.engines.base import Beat, EngineError, Job, label, seldom
+from comparison.engines.base import EngineError, Job, label, seldom
 from comparison.engines.guard import failed, guarded, prepare
 from comparison.engines.local import keep
-from comparison.record import Failure, Record
-from comparison.spec import Run
-from comparison.store import Store, StoreError
+from comparison.engines.store import Store, StoreError
+from comparison.run.record import Beat, Failure, Record
+from comparison.spec.run_spec import Run
 
 AGREE_SECONDS = 7 * 86400.0
 """How long one rank waits for another to end a run. A rank that dies does not make it wait: torchrun ends them all."""

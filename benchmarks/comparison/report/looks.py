@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from comparison.schema import ArmFound
+from comparison.analysis.schema import ArmFound
 
 COLOURS = 8
 """`--arm-0` (text colour, for none) to `--arm-7` of style.css: Okabe's and Ito's."""

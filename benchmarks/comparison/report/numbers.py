@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-from comparison.schema import BETTER, DECIMALS, Difference, Metric
+from comparison.analysis.schema import BETTER, DECIMALS, Difference, Metric
 
 ABSENT = "–"
 

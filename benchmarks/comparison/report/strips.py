@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from matplotlib.ticker import MaxNLocator
 
-from comparison.schema import Difference
+from comparison.analysis.schema import Difference
 
 WIDTH, HEIGHT, EDGE = 236, 40, 22
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from comparison.inference import more_than_chance
+from comparison.analysis.inference import more_than_chance
+from comparison.analysis.schema import BETTER, METRICS, ArmFound, Cell, Difference, Environment, Metric, Summary
 from comparison.report import figures
 from comparison.report.looks import Look, looks_of
 from comparison.report.numbers import count
 from comparison.report.strips import Axis, axis_of
-from comparison.schema import BETTER, METRICS, ArmFound, Cell, Difference, Environment, Metric, Summary
 
 CURVES = (
     ("train_loss", "Training loss", "with what was dropped; a regularized loss may be higher and the model no worse"),

@@ -1,0 +1,121 @@
+"""What the runs of one arm have in common."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import t as student
+
+from comparison.analysis.pairs import Paired
+from comparison.analysis.schema import METRICS, ArmFound, Band, Bin, Difference, Mask, Metric, Site, Spread
+from comparison.run.metrics import BINS, bin_of
+from comparison.run.record import Outcome
+
+Point = tuple[float, float]
+
+
+def arm_found(
+    arm: Paired, against_none: dict[Metric, Difference] | None, time: Spread | None, memory: Spread | None
+) -> ArmFound:
+    """One arm, over those of its runs that finished."""
+    entry, runs = arm.entry, arm.outcomes
+    first = runs[0] if runs else None
+    dropped = _known(run["dropped"] for run in runs)
+    values: dict[Metric, list[float]] = {metric: [run[metric] for run in runs] for metric in METRICS}
+    return ArmFound(
+        name=entry.arm.name,
+        kind="control" if entry.control else entry.arm.kind,
+        call=first["call"] if first else entry.arm.call,
+        layers=list(entry.arm.layers),
+        sites=first["sites"] if first else 0,
+        flags=list(dict.fromkeys(flag for run in runs for flag in run["flags"])),
+        command=entry.command,
+        runs=len(runs),
+        asked=_mean(_known(run["asked"] for run in runs)),
+        dropped=_mean(dropped),
+        dropped_half=half_width(dropped),
+        rate_at_end=_mean(_known(run["rate_at_end"] for run in runs)),
+        ramp_end=_last([run["ramp_end"] for run in runs]),
+        realised=_realised(runs),
+        values=values,
+        seeds=list(arm.finished),
+        means={metric: statistics.fmean(found) for metric, found in values.items() if found},
+        against_none=against_none,
+        set_aside=dict(arm.set_aside),
+        train_loss=band([list(enumerate(run["train_loss"], 1)) for run in runs]),
+        validation_accuracy=band([[(at["epoch"], at["accuracy"]) for at in run["validation"]] for run in runs]),
+        validation_nll=band([[(at["epoch"], at["nll"]) for at in run["validation"]] for run in runs]),
+        rate=band([run["rates"] for run in runs]),
+        calibration=_calibration(arm),
+        tuning=entry.tuning,
+        like=entry.like,
+        time=time,
+        memory=memory,
+        mask=next((Mask(**run["mask"]) for run in runs if run["mask"]), None),
+    )
+
+
+def band(curves: Sequence[Sequence[Point]]) -> Band:
+    """Quartiles over the runs at each x that all of them have."""
+    tables = [dict(curve) for curve in curves]
+    shared = sorted(set.intersection(*map(set, tables))) if tables else []
+    if not shared:
+        return Band(x=[], low=[], median=[], high=[])
+    low, median, high = np.quantile([[table[x] for x in shared] for table in tables], (0.25, 0.5, 0.75), axis=0)
+    return Band(x=shared, low=list(low), median=list(median), high=list(high))
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Half the width of Student's 95 % interval of the mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    error: float = statistics.stdev(values) / math.sqrt(len(values))
+    return float(student.ppf(0.975, len(values) - 1)) * error
+
+
+def _calibration(arm: Paired) -> list[Bin]:
+    images = [record.images for record in arm.finished.values()]
+    if not images:
+        return []
+    confidence, correct = (np.concatenate([of_run[name] for of_run in images]) for name in ("confidence", "correct"))
+    return reliability(confidence, correct)
+
+
+def reliability(confidence_N: NDArray[np.generic], correct_N: NDArray[np.generic], bins: int = BINS) -> list[Bin]:
+    """Mean confidence and fraction right of the predictions in each bin that has any, in order."""
+    confidences, places = confidence_N.astype(np.float64), bin_of(confidence_N, bins)
+    counts, confident, right = (
+        np.bincount(places, weights=weights, minlength=bins) for weights in (None, confidences, correct_N)
+    )
+    return [
+        Bin(confidence=confident[i] / counts[i], accuracy=right[i] / counts[i], count=int(counts[i]))
+        for i in np.flatnonzero(counts)
+    ]
+
+
+def _realised(runs: Sequence[Outcome]) -> list[Site]:
+    sites: dict[str, list[Point]] = {}
+    for run in runs:
+        for site in run["realised"]:
+            sites.setdefault(site["name"], []).append((site["asked"], site["dropped"]))
+    return [
+        Site(name=name, **dict(zip(("asked", "dropped"), map(statistics.fmean, zip(*found, strict=True)), strict=True)))
+        for name, found in sites.items()
+    ]
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _last(steps: Sequence[int | None]) -> int | None:
+    known = [step for step in steps if step is not None]
+    return max(known) if known and len(known) == len(steps) else None

@@ -1,0 +1,177 @@
+"""Whether paired differences are more than chance, and what could have been found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import brentq
+from scipy.stats import nct
+from scipy.stats import t as student
+
+from comparison.analysis.intervals import IMAGE_RESAMPLES, over_both, over_seeds, resamples, standard_error
+from comparison.analysis.schema import METRICS, Difference, Metric
+from comparison.run.metrics import BINS, bin_of
+from comparison.run.record import Record
+
+LEVEL = 0.05
+POWER = 0.8
+EXACT_PAIRS = 20
+"""Up to so many, all sign flips are tried; beyond, `RANDOM_FLIPS` of them."""
+RANDOM_FLIPS = 100_000
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run in one metric."""
+
+    value: float
+    resampled_B: NDArray[np.float64] = field(repr=False)
+    """On resamples of the test images, the same ones for all runs."""
+
+
+def measured(record: Record) -> dict[Metric, Measured]:
+    """A finished run in each metric."""
+    if record.outcome is None:
+        raise ValueError(f"run {record.key} has no outcome; it cannot be measured.")
+    counts_BN = resamples(len(record.images["correct"]), IMAGE_RESAMPLES, 1)
+    again = resampled(record.images, counts_BN)
+    return {metric: Measured(record.outcome[metric], again[metric]) for metric in METRICS}
+
+
+def resampled(
+    images: Mapping[str, NDArray[np.generic]], counts_BN: NDArray[np.uint8]
+) -> dict[Metric, NDArray[np.float64]]:
+    """Each metric on each of B resamples of the images.
+
+    Args:
+        images: as in `Scores`.
+        counts_BN: (B, N), how often each image is in each resample.
+    """
+    confidence_N, correct_N = (images[name].astype(np.float64) for name in ("confidence", "correct"))
+    size = len(correct_N)
+    gaps_NM = np.zeros((size, BINS))
+    gaps_NM[np.arange(size), bin_of(confidence_N)] = confidence_N - correct_N
+    columns = np.column_stack([correct_N, images["nll"].astype(np.float64), gaps_NM])
+    blocks = np.array_split(counts_BN, max(1, counts_BN.size // 2_000_000))
+    means = np.concatenate([block.astype(np.float64) @ columns for block in blocks]) / size
+    return {"accuracy": 100 * means[:, 0], "nll": means[:, 1], "ece": 100 * np.abs(means[:, 2:]).sum(axis=1)}
+
+
+def difference(a: Mapping[int, Measured], b: Mapping[int, Measured]) -> Difference:
+    """`a - b`, seed by seed, over the seeds that both have; Holm's correction is still to come.
+
+    Raises:
+        ValueError: they have no seed in common.
+    """
+    seeds = sorted(a.keys() & b.keys())
+    if not seeds:
+        raise ValueError(f"no pairs: the seeds of one are {sorted(a)}, of the other {sorted(b)}. Nothing was compared.")
+    values = [a[seed].value - b[seed].value for seed in seeds]
+    low, high = over_seeds(values)
+    images = over_both(values, np.stack([a[seed].resampled_B - b[seed].resampled_B for seed in seeds]))
+    p, mde = permutation_p(values), minimum_detectable(values)
+    return Difference(
+        seeds=seeds,
+        values=values,
+        mean=float(np.mean(values)),
+        low=low,
+        high=high,
+        low_images=images[0],
+        high_images=images[1],
+        p=p,
+        p_holm=p,
+        p_smallest=smallest_p(len(seeds)),
+        mde=mde,
+        seeds_for_half=None if mde is None else pairs_for_half(len(seeds)),
+        verdict=_verdict(values, low, high, p),
+    )
+
+
+def corrected(family: Sequence[Difference]) -> list[Difference]:
+    """The same differences with Holm's correction over all of them."""
+    adjusted = holm([found.p for found in family])
+    return [found.model_copy(update={"p_holm": p}) for found, p in zip(family, adjusted, strict=True)]
+
+
+def permutation_p(values: ArrayLike) -> float:
+    """Two-sided p of the sign-flip test of the mean: how often flipped differences lie as far from 0, or farther.
+
+    Exact with up to `EXACT_PAIRS` values. With more, (1 + count) / (1 + flips) of random flips, always the same ones.
+    1 without values, or if all are 0.
+    """
+    values_S = np.asarray(values, dtype=np.float64)
+    tolerance = 1e-9 * float(np.abs(values_S).sum())
+    reached = abs(float(values_S.sum())) - tolerance
+    if len(values_S) > EXACT_PAIRS:
+        signs = np.random.default_rng(len(values_S)).choice((-1.0, 1.0), size=(RANDOM_FLIPS, len(values_S)))
+        return (1 + int((np.abs(signs @ values_S) >= reached).sum())) / (1 + RANDOM_FLIPS)
+    # The first sign can stay: all signs turned give the same distance from 0.
+    sums = values_S[:1].copy()
+    for value in values_S[1:]:
+        sums = np.concatenate([sums + value, sums - value])
+    return float((np.abs(sums) >= reached).mean()) if len(sums) else 1.0
+
+
+def smallest_p(pairs: int) -> float:
+    """What `permutation_p` cannot be smaller than with so many values."""
+    return min(1.0, 2.0 ** (1 - pairs)) if pairs <= EXACT_PAIRS else 1 / (1 + RANDOM_FLIPS)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Holm's step-down correction: reject where the result is at most the level, and the family-wise error is too."""
+    adjusted, running = [0.0] * len(ps), 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        running = max(running, min(1.0, (len(ps) - rank) * ps[i]))
+        adjusted[i] = running
+    return adjusted
+
+
+def more_than_chance(of_metrics: Mapping[Metric, Difference]) -> bool:
+    """Whether a difference that should be none is one at 5 %, by the permutation test corrected over the metrics."""
+    return min(holm([found.p for found in of_metrics.values()]), default=1.0) <= LEVEL
+
+
+def minimum_detectable(values: ArrayLike) -> float | None:
+    """The true difference that a paired t test at 5 %, two-sided, finds with 80 % power, given the spread seen.
+
+    The interval over seeds is nowhere narrower than Student's, so the verdict finds it with 80 % power at the most.
+    None for one value, and where all are the same: there is no spread to go by.
+    """
+    values_S = np.asarray(values, dtype=np.float64)
+    error = standard_error(values_S)
+    return _noncentrality(len(values_S)) * error if error else None
+
+
+def pairs_for_half(pairs: int) -> int:
+    """How many pairs it takes for half the `minimum_detectable` of `pairs` (2 or more) with the same spread."""
+    aim = _noncentrality(pairs) / pairs**0.5 / 2
+    low, high = pairs, 8 * pairs
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _noncentrality(middle) / middle**0.5 <= aim else (middle, high)
+    return high
+
+
+@lru_cache(maxsize=4096)
+def _noncentrality(pairs: int) -> float:
+    """The true mean over its standard error that the t test finds with 80 % power.
+
+    The tail on the other side adds less than 1e-5 to that power.
+    """
+    critical = student.ppf(1 - LEVEL / 2, pairs - 1)
+    return float(brentq(lambda shift: nct.sf(critical, pairs - 1, shift) - POWER, 1.0, 100.0))
+
+
+def _verdict(
+    values: Sequence[float], low: float, high: float, p: float
+) -> Literal["above", "below", "cannot be distinguished"]:
+    # Without a spread the interval is a point, which excludes 0 however few the pairs are; the exact test does not.
+    certain = low < high or p <= LEVEL
+    if len(values) > 1 and certain and low > 0:
+        return "above"
+    return "below" if len(values) > 1 and certain and high < 0 else "cannot be distinguished"

@@ -1,0 +1,151 @@
+"""What a comparison found, from its records; also of one that was interrupted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from comparison.analysis import caveats, summary_text
+from comparison.analysis.arm_summary import arm_found
+from comparison.analysis.contrasts import contrasts, controls, differences, measures
+from comparison.analysis.pairs import Paired, paired
+from comparison.analysis.schema import Cell, Environment, FailureFound, Spread, Summary
+from comparison.run.record import Record
+from comparison.spec.run_spec import Run
+from comparison.spec.study import Entry
+
+Ratios = Mapping[tuple[str, str], Spread]
+"""By cell and the name of the arm."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What is said of a comparison besides its numbers."""
+
+    title: str
+    created: str
+    """ISO 8601, UTC."""
+    command: str
+    config: str
+    """The YAML text."""
+    seeds: int
+    """Fixed before the first run, unless there are amendments."""
+    amendments: list[str] = field(default_factory=list)
+    """What was changed after the first run, and why."""
+    first: list[str] = field(default_factory=list)
+    """Sentences that have to be read before the findings."""
+    remarks: Mapping[str, list[str]] = field(default_factory=dict)
+    """Of the data, by cell."""
+
+
+def summarise(
+    entries: Sequence[Entry], records: Mapping[str, Record], about: About, times: Ratios, memory: Ratios
+) -> Summary:
+    """Everything that the report and the terminal show.
+
+    Args:
+        entries: the arms of all cells, with the runs that they should have.
+        records: by key, the runs that were made, of tuning too; a run without a record has not been made yet.
+        about: what goes into the head.
+        times: a training step / one of none, by cell and arm; arms that were not measured are left out.
+        memory: likewise.
+
+    Raises:
+        ValueError: a cell has no arm without a regularizer, or more than one, or two arms of one name.
+    """
+    of_cell: dict[str, list[Entry]] = {}
+    for entry in entries:
+        of_cell.setdefault(entry.cell, []).append(entry)
+    cells: list[Cell] = []
+    for title, arms in of_cell.items():
+        cells.append(_cell(title, _slug(title, cells), paired(arms, records), times, memory, about))
+    said = {name: value for name, value in vars(about).items() if name not in ("first", "remarks")}
+    return Summary(
+        **said,
+        cells=cells,
+        failures=_failures(entries, records),
+        environments=_environments(records.values()),
+        seconds=sum(record.seconds for record in records.values()),
+    )
+
+
+def _cell(title: str, slug: str, arms: Sequence[Paired], times: Ratios, memory: Ratios, about: About) -> Cell:
+    of = measures(arms)
+    against = differences(arms, of)
+    outcomes = [outcome for arm in arms for outcome in arm.outcomes]
+    runs = [run for arm in arms for run in arm.entry.runs.values()]
+    cell = Cell(
+        title=title,
+        slug=slug,
+        epochs=max((run.epochs for run in runs), default=0),
+        steps=max((outcome["steps"] for outcome in outcomes), default=0),
+        train_images=max((outcome["train_images"] for outcome in outcomes), default=0),
+        test_images=max((outcome["scored_images"] for outcome in outcomes), default=0),
+        skipped_images=max((outcome["skipped_images"] for outcome in outcomes), default=0),
+        arms=[
+            arm_found(
+                arm,
+                against.get(arm.entry.arm.name),
+                *(ratios.get((title, arm.entry.arm.name)) for ratios in (times, memory)),
+            )
+            for arm in arms
+        ],
+        between=contrasts(arms, of),
+        controls=controls(arms, against),
+        varied=_varied(runs),
+        remarks=about.remarks.get(title, []),
+        words=[],
+    )
+    first = [*about.first, *(f"Changed after the first run: {change}" for change in about.amendments)]
+    found = findings(cell)
+    words = [*first, *found, *caveats.after(cell)]
+    return cell.model_copy(update={"words": words, "findings": len(first) + len(found)})
+
+
+def findings(cell: Cell) -> list[str]:
+    """What was found, and what has to be known before; the words of the cell itself are not used."""
+    return [*caveats.first(cell), *summary_text.findings(cell)]
+
+
+def _varied(runs: Sequence[Run]) -> list[str]:
+    sets = ["training set"] if any(run.data.train_size for run in runs) else []
+    augmented = ["augmentation"] if any(run.data.augmentation != "none" for run in runs) else []
+    return [*sets, "weights", "batch order", *augmented, "masks"]
+
+
+def _slug(title: str, cells: Sequence[Cell]) -> str:
+    taken = {cell.slug for cell in cells}
+    slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "cell"
+    return slug if slug not in taken else next(s for i in range(2, 3 + len(taken)) if (s := f"{slug}-{i}") not in taken)
+
+
+def _failures(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[FailureFound]:
+    """Of the final runs in the order of the entries, then of tuning."""
+    final = {run.key: (entry.cell, entry.arm.name) for entry in entries for run in entry.runs.values()}
+    failed = {key: record for key, record in records.items() if not record.done}
+    others = {key: Run.model_validate(record.spec) for key, record in failed.items() if key not in final}
+    tuning = {key: (run.cell, run.arm.name) for key, run in others.items()}
+    return [
+        FailureFound(
+            cell=cell,
+            arm=arm,
+            seed=records[key].spec["seed"],
+            stage=records[key].spec["stage"],
+            kind=failure.kind,
+            message=failure.message,
+            key=key,
+        )
+        for key, (cell, arm) in {**final, **tuning}.items()
+        if key in records and (failure := records[key].failure)
+    ]
+
+
+def _environments(records: Iterable[Record]) -> list[Environment]:
+    counts: dict[str, int] = {}
+    for record in records:
+        text = json.dumps(record.environment, sort_keys=True, default=str)
+        counts[text] = counts.get(text, 0) + 1
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return [Environment(runs=count, details=json.loads(text)) for text, count in ordered]

@@ -1,0 +1,145 @@
+"""What one run trains: the model with its hooks, the optimizer and the images, all made from the run's spec."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
+
+import hookdrop
+from comparison.data.catalog import load
+from comparison.data.task import Split, Task
+from comparison.run import models, ranks
+from comparison.run.footprint_check import Footprint, digest_of, footprint
+from comparison.spec import arms
+from comparison.spec.run_spec import Run
+from comparison.spec.seeds import seed_of
+
+AT_THE_END = 10**12
+"""An optimizer step by which every ramp is over."""
+SCORED_AT_ONCE = 256
+
+
+@dataclass
+class RunSetup:
+    """A model that is ready for its first step."""
+
+    run: Run
+    task: Task
+    split: Split
+    labels_N: Tensor
+    """Of the training images, in their order."""
+    model: nn.Module
+    forward: Any
+    """The same for training: shared by processes, or compiled."""
+    optimizer: Optimizer
+    decay: LRScheduler
+    drop: hookdrop.Injection | None
+    flags: list[str]
+    call: str
+    device: torch.device
+    weights: str
+    """SHA-256 of all parameters and buffers."""
+    footprint: Footprint
+    """Of the model before it had hooks."""
+
+    @property
+    def rate(self) -> float | None:
+        """The rate in force."""
+        return self.drop.p if self.drop else None
+
+    def logits(self, indices: Tensor) -> Tensor:
+        """The model's outputs for images, in eval mode, on the CPU: (N, classes), float32."""
+        self.model.eval()
+        with torch.no_grad(), self.precision():
+            parts = [self.model(self.images(part)).float().cpu() for part in torch.split(indices, SCORED_AT_ONCE)]
+        return torch.cat(parts)
+
+    def precision(self) -> AbstractContextManager[object]:
+        """The context of the run's forwards."""
+        if self.run.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def images(self, indices: Tensor) -> Tensor:
+        """In eval form, on the run's device."""
+        return self.task.images(indices).to(self.device)
+
+
+def prepare(run: Run) -> RunSetup:
+    """The model with fresh weights and hooks; the global generator is left at the start of the masks' stream."""
+    task = load(run.data)
+    split = task.split(run.data.train_size, run.data.validation_size, run.seed)
+    device = ranks.device_of(run)
+    torch.manual_seed(seed_of(run.seed, "weights"))
+    model = models.build(run.model, task.classes, task.shape[0])
+    weights, before = digest_of(model), footprint(model)
+    example = torch.zeros(2, *task.shape)
+    planned = arms.plan(run.arm, model, steps_of(run, len(split.train)), example)
+    model.to(device)
+    optimizer, decay = _optimizer(run, model, len(split.train))
+    drop, flags = _placed(planned)
+    if drop and run.arm.p is not None:
+        drop.follow(optimizer)
+    forward = ranks.shared(run, model)
+    torch.manual_seed(seed_of(run.seed, "masks", ranks.rank()))
+    return RunSetup(
+        run,
+        task,
+        split,
+        task.training_labels(split.train, run.seed),
+        model,
+        torch.compile(forward) if run.compile else forward,
+        optimizer,
+        decay,
+        drop,
+        flags,
+        arms.spelled(run.arm),
+        device,
+        weights,
+        before,
+    )
+
+
+def at_final_rate(run: Run) -> RunSetup:
+    """The setup as it is when its ramp is over, in one process, ready for a training step."""
+    setup = prepare(run.model_copy(update={"world": 1}))
+    setup.forward.train()
+    if setup.drop and run.arm.p is not None:
+        setup.drop.seek(AT_THE_END)
+    return setup
+
+
+def steps_of(run: Run, train_images: int) -> int:
+    """Optimizer steps of all epochs; what is left after an epoch's last full batch is not trained on."""
+    return run.epochs * max(1, train_images // run.batch_size)
+
+
+def _placed(planned: hookdrop.Plan | None) -> tuple[hookdrop.Injection | None, list[str]]:
+    """The hooks, and what hookdrop warned of: a flag in the report, while any later warning is an error."""
+    if planned is None:
+        return None, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hookdrop.HookdropWarning)
+        return planned.apply(), list(planned.warnings)
+
+
+def _optimizer(run: Run, model: nn.Module, train_images: int) -> tuple[Optimizer, LRScheduler]:
+    settings, steps = run.optimizer, steps_of(run, train_images)
+    optimizer: Optimizer
+    if settings.name == "SGD":
+        nesterov = settings.momentum > 0
+        optimizer = torch.optim.SGD(
+            model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, nesterov=nesterov
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), settings.lr, weight_decay=settings.weight_decay)
+    if settings.decay == "steps":
+        return optimizer, MultiStepLR(optimizer, [round(steps / 2), round(steps * 3 / 4)])
+    return optimizer, CosineAnnealingLR(optimizer, steps)

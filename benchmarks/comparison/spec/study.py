@@ -1,0 +1,114 @@
+"""The arms of a comparison and their runs, in the order in which they are made: trials, then pairs and controls."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from comparison.spec.arms import still_at_0
+from comparison.spec.config import NONE, RESERVED, Config
+from comparison.spec.run_spec import Arm, Data, Model, Run
+from comparison.spec.search import FIRST_SEED, Search, with_settings
+from comparison.spec.tuning import Tuning
+
+OTHER_SEEDS = 2 * FIRST_SEED
+"""Where the seeds of the control begin."""
+
+Control = Literal["", "aa", "seeds"]
+Tunings = Mapping[tuple[str, str], Tuning]
+"""By cell and arm."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An arm in one cell, with the final run of each seed."""
+
+    cell: str
+    arm: Arm
+    runs: Mapping[int, Run]
+    """By the seed of the pair. The run's own seed is another one for the control that has other seeds."""
+    control: Control = ""
+    """`aa`: p = 0 injected, has to be bit-equal to none. `seeds`: none again, with other seeds."""
+    tuning: Tuning | None = None
+    """Its own; None if its settings are those that were written, or another arm's."""
+    like: str = ""
+    """The arm whose tuned settings it takes, if it is not tuned itself."""
+    command: str = ""
+    """A shell command that makes these runs."""
+
+
+@dataclass
+class Study:
+    """All runs that a config asks for."""
+
+    config: Config
+    only: Sequence[str] = ()
+    """Names of arms; all if empty. None and the controls are always there."""
+    world: int = 1
+    command: str = "python benchmarks/compare.py"
+
+    @property
+    def arms(self) -> list[Arm]:
+        """None, and the arms that were chosen."""
+        return [NONE, *(arm for arm in self.config.all_arms() if not self.only or arm.name in self.only)]
+
+    def tuned_arms(self) -> list[Arm]:
+        """Those that are tuned themselves: all but the peers, and those whose settings a chosen peer takes."""
+        wanted = {self.config.like(arm.name) for arm in self.arms[1:]}
+        return [NONE, *(arm for arm in self.config.all_arms() if arm.name in wanted)]
+
+    def searches(self) -> dict[tuple[str, str], Search]:
+        """A search for each cell and arm; none if nothing is tuned."""
+        if self.config.tuning is None:
+            return {}
+        return {
+            (run.cell, arm.name): Search(self.config.tuning, run)
+            for data, model in self.config.cells()
+            for arm in self.tuned_arms()
+            for run in [self.run(data, model, arm, self.config.first_seed)]
+        }
+
+    def entries(self, tunings: Tunings) -> list[Entry]:
+        """The arms of each cell with the runs of their seeds, at the settings that tuning chose."""
+        return [entry for data, model in self.config.cells() for entry in self._cell(data, model, tunings)]
+
+    def run(self, data: Data, model: Model, arm: Arm, seed: int) -> Run:
+        """A final run at the settings that were written."""
+        config = self.config
+        shared = ("epochs", "batch_size", "optimizer", "label_smoothing", "precision", "compile", "device", "max_steps")
+        return Run(
+            data=data,
+            model=model,
+            arm=arm,
+            seed=seed,
+            world=self.world,
+            **{name: getattr(config, name) for name in shared},
+        )
+
+    def _cell(self, data: Data, model: Model, tunings: Tunings) -> Iterator[Entry]:
+        seeds = range(self.config.first_seed, self.config.first_seed + self.config.seeds)
+
+        def entry(arm: Arm, settings_of: str, control: Control = "", offset: int = 0) -> Entry:
+            run = self.run(data, model, arm, 0)
+            tuning = tunings.get((run.cell, settings_of))
+            chosen = dict(tuning.chosen) if tuning else {}
+            if control:
+                # Of a control, all but the optimizer's settings is as written here.
+                chosen.pop("p", None)
+            run = with_settings(run, chosen)
+            runs = {seed: run.model_copy(update={"seed": seed + offset}) for seed in seeds}
+            own = tuning if settings_of == arm.name else None
+            like = settings_of if tuning and not own else ""
+            return Entry(run.cell, run.arm, runs, control, own, like, self._command(arm, control))
+
+        for arm in self.arms:
+            yield entry(arm, self.config.like(arm.name) if arm is not NONE else arm.name)
+        if still := next(filter(still_at_0, self.arms), None):
+            yield entry(still.model_copy(update={"name": RESERVED[2], "p": 0.0}), NONE.name, "aa")
+        yield entry(NONE.model_copy(update={"name": RESERVED[1]}), NONE.name, "seeds", OTHER_SEEDS)
+
+    def _command(self, arm: Arm, control: str) -> str:
+        chosen = [] if control or arm is NONE else ["--only", arm.name]
+        return " ".join([self.command, shlex.join(chosen)]).strip()

@@ -1,0 +1,81 @@
+"""What a model is, to the last bit: its outputs, its parameters and buffers, its structure and its hooks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_FOLD = 2**15
+_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Every tensor in the output of a model."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [x for part in parts for x in tensors(part)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether all bits are equal, those of NaN too."""
+    return len(a) == len(b) and all(
+        x.shape == y.shape and x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def fingerprint(model: nn.Module) -> dict[str, int]:
+    """A checksum of each parameter and buffer: a copy of a large model would not fit beside it."""
+    return {name: _bits(x) for named in (model.named_parameters(), model.named_buffers()) for name, x in named}
+
+
+def _bits(x: Tensor) -> int:
+    """A checksum of the bytes: CRC-32, of sums of 8-byte words 32 KiB apart where there are many."""
+    raw = _bytes(x)
+    folded = len(raw) // _FOLD * _FOLD
+    if raw.data_ptr() % 8 or not folded:
+        return zlib.crc32(raw.numpy())
+    sums = raw[:folded].view(torch.int64).view(-1, _FOLD // 8).sum(0)
+    return zlib.crc32(raw[folded:].numpy(), zlib.crc32(sums.numpy()))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().flatten().view(torch.uint8)
+
+
+def footprint(model: nn.Module) -> dict[str, Any]:
+    """What no injection may change but the hooks, and what none may leave behind."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    return {
+        "class": type(model),
+        "repr": repr(model),
+        "state_dict keys": list(model.state_dict(keep_vars=True)),
+        "modules": [(name, type(module), id(module)) for name, module in modules],
+        "parameters": [(name, id(p), p.requires_grad, p.grad is None) for name, p in model.named_parameters()],
+        "buffers": [(name, id(b)) for name, b in model.named_buffers()],
+        "attributes": [sorted(vars(module)) for _, module in modules],
+        "training flags": [module.training for _, module in modules],
+        "hooks": [[list(getattr(module, table, None) or ()) for table in _TABLES] for _, module in modules],
+    }
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The parts of two footprints that are not equal."""
+    return [part for part in before if before[part] != after[part]]
