@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +33,8 @@ from hookdrop import (
 )
 from hookdrop.diagnostics import watchdog
 from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
+from hookdrop.hooks import checkpointing
+from hookdrop.hooks.checkpointing import is_recomputing
 
 Forward = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
 
@@ -473,3 +476,79 @@ def test_pytorchs_checkpoint_wrapper() -> None:
     drop = inject(model, case.regularizer, layers=SITES)
     assert [site.name for site in drop.sites] == SITES
     assert same(run(model, x, plain), expected)
+
+
+class TestOtherThreads:
+    """A recomputed forward uses its own rate, and changes nobody else's."""
+
+    @staticmethod
+    def recompute_while(during: Callable[[nn.Module, Injection], object]) -> tuple[list[Any], list[Any], Injection]:
+        """Gradients of a checkpointed step at rate 0.25 whose recompute meets rate 0.5 and `during`, and without."""
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        drop = inject(model, Dropout(0.5), layers=SITES, schedule=LinearSchedule(4))
+        drop.seek(2)
+        expected = run(model, x, plain)
+
+        def hold(module: nn.Module, args: Any, output: Any) -> None:
+            if is_recomputing():
+                thread = threading.Thread(target=during, args=(model, drop))
+                thread.start()
+                thread.join()
+
+        handles = [module.register_forward_hook(hold, prepend=True) for module in model]
+        found = run(model, x, non_reentrant, between=lambda: drop.seek(4))
+        for handle in handles:
+            handle.remove()
+        return found, expected, drop
+
+    def test_a_forward_in_another_thread_runs_at_the_current_rate(self) -> None:
+        rates = []
+
+        def forward(model: nn.Module, drop: Injection) -> None:
+            state = torch.get_rng_state()
+            with torch.no_grad(), drop.measuring() as measured:
+                model(EVERY["Dropout"].input())
+            torch.set_rng_state(state)
+            rates.append(measured.asked)
+
+        found, expected, _ = self.recompute_while(forward)
+        assert same(found, expected)
+        assert rates
+        assert rates == pytest.approx([0.5] * len(rates))
+
+    def test_seek_in_another_thread_takes_effect_and_lasts(self) -> None:
+        found, expected, drop = self.recompute_while(lambda model, drop: drop.seek(0))
+        assert same(found, expected)
+        assert drop.p == 0.0
+        assert [site.p for site in drop.sites] == [0.0, 0.0]
+        model = nn.Sequential(nn.Identity())
+        assert torch.equal(model(torch.ones(9)), torch.ones(9))
+
+
+class TestBeforePyTorch28:
+    """PyTorch 2.6 and 2.7 do not say whether saved tensors are hooked: a checkpoint is known by its function."""
+
+    @pytest.fixture(autouse=True)
+    def without_the_function(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checkpointing, "saved_tensors_hooks", None)
+
+    def test_ordinary_forwards_are_not_remembered(self) -> None:
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        drop = inject(model, Dropout(0.3), layers=SITES)
+        run(model, x, plain)
+        assert not drop._state.live.checkpointed.calls
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_checkpointed_ones_are(self, mode: Forward) -> None:
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        drop = inject(model, Dropout(0.3), layers=SITES, schedule=LinearSchedule(4))
+        drop.step()
+        expected = run(model, x, plain)
+        assert same(run(model, x, mode, between=drop.step), expected)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_random_state_that_is_not_kept_is_warned_about(self, mode: Forward) -> None:
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        inject(model, Dropout(0.3), layers=SITES)
+        with pytest.warns(HookdropWarning, match="leave out preserve_rng_state=False"), suppress(CheckpointError):
+            run(model, x, functools.partial(mode, preserve_rng_state=False))

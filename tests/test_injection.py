@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from torch import nn
 
 from hookdrop import (
+    ClipActivationGrad,
     ConstantSchedule,
     DropBlock,
     Dropout,
@@ -20,6 +22,7 @@ from hookdrop import (
     GaussianDropout,
     GaussianNoise,
     HookdropWarning,
+    Injection,
     InjectionError,
     LambdaSchedule,
     LinearSchedule,
@@ -505,3 +508,57 @@ def test_warnings_point_at_the_callers_line(model: Small) -> None:
         warnings.simplefilter("always")
         inject(model, Dropout(0.5), layers="**")
     assert caught[0].filename == __file__
+
+
+class TestUnits:
+    """A probability and a standard deviation are no rates of one kind."""
+
+    def drop(self) -> tuple[nn.Module, Injection]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        return model, inject(model, {"0": Dropout(0.1), "1": GaussianNoise(5.0), "2": Dropout(0.2)})
+
+    def test_they_have_no_common_p(self) -> None:
+        model, drop = self.drop()
+        assert (drop.p, drop.keep_prob, drop.target_p) == (None, None, None)
+        assert [site.p for site in drop.sites] == [0.1, 5.0, 0.2]
+        assert "p=0.2 of 0.2, std=5 of 5" in repr(drop)
+        assert drop.metrics() == {
+            "hookdrop/dropout+gaussiannoise/p": 0.2,
+            "hookdrop/dropout+gaussiannoise/std": 5.0,
+            "hookdrop/dropout+gaussiannoise/step": 0.0,
+            "hookdrop/dropout+gaussiannoise/enabled": 1.0,
+        }
+        assert len(find(model)) == 1
+
+    def test_setting_one_names_the_sites_and_changes_nothing(self) -> None:
+        model, drop = self.drop()
+        sets: list[Callable[[], object]] = [
+            lambda: setattr(drop, "target_p", 0.5),
+            lambda: setattr(drop, "p", 0.5),
+            lambda: setattr(drop, "keep_prob", 0.5),
+            lambda: drop.sampling(p=0.2).__enter__(),
+        ]
+        for change in sets:
+            with pytest.raises(InjectionError, match=r"different units(.|\n)*p: '0', '2'(.|\n)*No rate was changed"):
+                change()
+        assert [site.p for site in drop.sites] == [0.1, 5.0, 0.2]
+        with drop.sampling():
+            assert not torch.equal(model.eval()(torch.ones(4)), model(torch.ones(4)))
+
+    def test_one_unit_beside_a_regularizer_without_a_rate(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        drop = inject(model, {"0": Dropout(0.1), "1": ClipActivationGrad(max_norm=1.0)})
+        drop.target_p = 0.3
+        assert (drop.p, drop.keep_prob, [site.p for site in drop.sites]) == (0.3, 0.7, [0.3, None])
+
+
+def test_a_lazy_first_parameter() -> None:
+    """It has no values before the first forward."""
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 4))
+    drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(10))
+    optimizer = torch.optim.SGD(model[2].parameters(), 0.1)
+    drop.follow(optimizer)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert (drop.step_count, drop.check()) == (1, [])
+    drop.remove()

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch import nn
 
 from hookdrop import (
     ChainedSchedule,
     ConstantSchedule,
     CosineSchedule,
+    Dropout,
     EarlySchedule,
     ExponentialSchedule,
     LambdaSchedule,
     LateSchedule,
     LinearSchedule,
     Schedule,
+    inject,
 )
-from hookdrop.schedules import needs_driving
 
 ALL = [
     ConstantSchedule(0.5),
@@ -113,10 +116,6 @@ def test_peak_is_the_largest_multiplier(schedule: Schedule) -> None:
         assert max(schedule.simulate(1000)) == pytest.approx(schedule.peak, abs=1e-4)
 
 
-def test_only_a_constant_needs_no_driving() -> None:
-    assert [type(s).__name__ for s in ALL if not needs_driving(s)] == ["ConstantSchedule"]
-
-
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
@@ -145,3 +144,42 @@ def test_only_a_constant_needs_no_driving() -> None:
 def test_bad_settings_say_what_is_wrong(make: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()
+
+
+@dataclass(frozen=True, repr=False)
+class Table(Schedule):
+    """A user's schedule, which is defined at the steps of the training alone."""
+
+    values: tuple[float, ...]
+
+    def __call__(self, step: int) -> float:
+        return self.values[step]
+
+    @property
+    def peak(self) -> float:
+        return max(self.values)
+
+
+def test_a_schedule_is_never_evaluated_beyond_the_training() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    drop = inject(model, Dropout(0.8), layers="0", schedule=Table((0.0, 0.5, 1.0)))
+    model(torch.ones(2)).sum().backward()
+    assert "is still at step 0 of Table" in drop.check()[0]
+    for p in (0.4, 0.8):
+        drop.step()
+        model(torch.ones(2)).sum().backward()
+        assert (drop.p, drop.check()) == (p, [])
+    with pytest.raises(IndexError):
+        drop.step()
+    assert (drop.step_count, drop.p) == (2, 0.8)
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=repr)
+def test_settles_at_is_the_first_step_from_which_nothing_changes(schedule: Schedule) -> None:
+    end = schedule.settles_at
+    if end is None:
+        assert isinstance(schedule, LambdaSchedule)
+        return
+    last = schedule(end + 10_000)
+    assert all(schedule(step) == last for step in range(end, end + 300))
+    assert end == 0 or schedule(end // 2) != last

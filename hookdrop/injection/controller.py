@@ -90,7 +90,7 @@ class Controller:
         for hook in self._state.live.members:
             if hook.target is not None:
                 units.setdefault(_unit(hook), []).append(hook)
-        return units
+        return dict(sorted(units.items(), key=lambda item: (item[0] != "p", item[0])))
 
     @property
     def _target(self) -> float | None:
