@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hookdrop.errors import ShapeError
-from hookdrop.observe.taps import first_tensor
+from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.utils.axes import channel_axis
 
 _BATCHED = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)

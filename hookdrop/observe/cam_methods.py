@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.hooks.checkpointing import running_again
 from hookdrop.injection.select import Layer
-from hookdrop.observe.taps import first_tensor
+from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.utils.axes import as_map
 from hookdrop.utils.optional_dependencies import needs
 from hookdrop.utils.tensor_tree import change, describe

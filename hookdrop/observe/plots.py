@@ -12,7 +12,7 @@ from hookdrop.diagnostics.figures import Block, Row, blank, blocks_figure, sprea
 from hookdrop.diagnostics.recording import Recording
 from hookdrop.errors import LayerError
 from hookdrop.injection.handle import Injection
-from hookdrop.observe.layer_stats import LayerStats
+from hookdrop.observe.layer_statistics import LayerStats
 from hookdrop.schedules import Schedule
 from hookdrop.utils.tables import counted, shape_text
 from hookdrop.utils.validation import count

@@ -5,7 +5,7 @@ Besides, `set_dropout` and `report_dropout` are for the dropout that a model cam
 
 from hookdrop.recipes.depth import stochastic_depth
 from hookdrop.recipes.dropblock import dropblock_resnet, timm_dropblock
-from hookdrop.recipes.existing import DropoutChange, DropoutReport, report_dropout, set_dropout
+from hookdrop.recipes.model_dropout import DropoutChange, DropoutReport, report_dropout, set_dropout
 from hookdrop.recipes.recipe import Recipe
 from hookdrop.recipes.residual import residual_dropout
 

@@ -10,7 +10,7 @@ from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.select import Layer, walk
 from hookdrop.recipes.branches import decoder_ends, left_out
-from hookdrop.recipes.rates import rates
+from hookdrop.recipes.dropout_rates import rates
 from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places
 from hookdrop.regularizers import Dropout
 from hookdrop.schedules import Schedule

@@ -12,7 +12,7 @@ from hookdrop.hooks.checkpointing import running_again
 from hookdrop.injection.select import Layer
 from hookdrop.observe.axes import Axes
 from hookdrop.observe.moments import Moments
-from hookdrop.observe.taps import first_tensor
+from hookdrop.observe.read_only_hooks import first_tensor
 
 _ENDS: tuple[tuple[type[nn.Module], float | None, float | None], ...] = (
     (nn.ReLU6, None, 6.0),  # its 0 is what `dead` is about

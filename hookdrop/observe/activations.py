@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hookdrop.errors import LayerError, ShapeError, nearest, warn
 from hookdrop.hooks.checkpointing import running_again
 from hookdrop.injection.select import Entries, Layer
-from hookdrop.observe.taps import chosen_layers, chosen_tensor, first_tensor, tapped
+from hookdrop.observe.read_only_hooks import chosen_layers, chosen_tensor, first_tensor, tapped
 from hookdrop.utils.context import within
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_copies import NotKept, Place, copied, place

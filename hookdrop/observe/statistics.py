@@ -12,9 +12,9 @@ from hookdrop.diagnostics.figures import pixels
 from hookdrop.errors import nearest, warn
 from hookdrop.injection.select import Entries, walk
 from hookdrop.observe.axes import Axes
-from hookdrop.observe.layer_stats import LayerStats
+from hookdrop.observe.layer_statistics import LayerStats
 from hookdrop.observe.plots import stats_figure
-from hookdrop.observe.taps import chosen_layers, tapped
+from hookdrop.observe.read_only_hooks import chosen_layers, tapped
 from hookdrop.utils.context import within
 from hookdrop.utils.tables import html_table, some, text_table
 from hookdrop.utils.tensor_copies import NotKept

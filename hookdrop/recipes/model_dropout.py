@@ -12,7 +12,7 @@ from typing import TypeAlias
 from torch import nn
 
 from hookdrop.errors import LayerError, nearest, nothing_placed, warn
-from hookdrop.recipes.rates import Rate, out_of_reach, rates
+from hookdrop.recipes.dropout_rates import Rate, out_of_reach, rates
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted, html_table, some, text_table
 from hookdrop.utils.validation import rate as valid_rate

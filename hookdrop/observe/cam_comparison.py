@@ -13,7 +13,7 @@ from hookdrop.diagnostics.isolation import call, preserved
 from hookdrop.errors import LayerError
 from hookdrop.injection.select import Entries
 from hookdrop.observe.cam import Target, grad_cam, must_be_model
-from hookdrop.observe.taps import first_tensor
+from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.utils.tables import html_table, text_table
 
 if TYPE_CHECKING:

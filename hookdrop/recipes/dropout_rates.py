@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookdrop.injection.select import walk
-from hookdrop.recipes.reading import DropCall, Reading, read
+from hookdrop.recipes.source_analysis import DropCall, Reading, read
 from hookdrop.regularizers import Regularizer
 
 _NAME = re.compile(r"\w*drop(_?out|_?path|_?block|_?connect)?(_?rate|_?prob|_?p|_?ratio)?\d*")
