@@ -5,8 +5,8 @@ Nothing here needs more than PyTorch, but pictures, class activation maps and Te
 """
 
 from hookdrop.diagnostics.recording import Record, Recording
-from hookdrop.observe.cam import grad_cam
 from hookdrop.observe.activations import Captured, capture
+from hookdrop.observe.cam import grad_cam
 from hookdrop.observe.cam_comparison import CamComparison, compare_cam, plot_cam
 from hookdrop.observe.layer_statistics import LayerStats
 from hookdrop.observe.parameter_gradients import GradientEdit, clamp, edit_parameter_gradients, scale, zero

@@ -1,7 +1,6 @@
-"""The dropout that a model has by itself: where its rates are kept, and read at each forward.
+"""The dropout rates that a model came with: which attributes hold them, and which rates cannot be changed.
 
-A rate can be changed where a forward reads it from an attribute at each call. Whether it does is read from the source
-of its class: of `forward`, and of the methods that it calls.
+A rate can be changed if a forward reads it from an attribute at each call, according to the source of its class.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookdrop.injection.select import walk
-from hookdrop.recipes.source_analysis import DropCall, Reading, read
+from hookdrop.recipes.source_analysis import DropoutSource, Path, analyze, attribute
 from hookdrop.regularizers import Regularizer
 
 _NAME = re.compile(r"\w*drop(_?out|_?path|_?block|_?connect)?(_?rate|_?prob|_?p|_?ratio)?\d*")
-_OTHER_NAMES = ("p", "prob", "rate")
-"""What modules whose class says that they drop call their rate, if not by a name with "drop" in it."""
+_NAMES_IN_DROPOUT = ("p", "prob", "rate")
+"""Names of the rate in modules whose class name says that they drop."""
 
 
 @dataclass(frozen=True)
@@ -28,27 +27,27 @@ class Rate:
     """An attribute that a forward reads its drop probability from."""
 
     name: str
-    """Of a module that does nothing but drop: its name; else that and the attribute."""
+    """The module's name if it does nothing but drop, otherwise the module's name and the attribute."""
     module: nn.Module
     attribute: str
 
     @property
     def value(self) -> float:
-        """What it is now."""
+        """The current rate."""
         return float(getattr(self.module, self.attribute))
 
 
 def rates(model: nn.Module) -> list[Rate]:
     """Every rate of the model that can be changed, in `named_modules()` order."""
     return [
-        Rate(_rate_name(layer.name, layer.module, attribute, index), layer.module, attribute)
+        Rate(_rate_name(layer.name, layer.module, name, index), layer.module, name)
         for layer in walk(model)
-        for index, attribute in enumerate(_attributes(layer.module))
+        for index, name in enumerate(_attributes(layer.module))
     ]
 
 
 def out_of_reach(model: nn.Module) -> dict[str, list[str]]:
-    """What can't be changed: a line about the code, and the names of the modules that run it."""
+    """Dropout that cannot be changed: a line about the code, and the names of the modules that run it."""
     found: dict[str, list[str]] = {}
     for layer in walk(model):
         for line in dict.fromkeys(_lines(layer.module)):
@@ -57,111 +56,95 @@ def out_of_reach(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _lines(module: nn.Module) -> Iterator[str]:
-    reading, kind = _reading(module), type(module).__name__
-    if _is_replaced(module):
-        yield f"the forward of this {kind} is another than its class has"
-    yield from [f"the source of {kind}.{method} can't be read" for method in reading.unread]
+    source, kind = _source(module), type(module).__name__
+    if _has_own_forward(module):
+        yield f"this {kind} has another forward than its class"
+    yield from [f"the source of {kind}.{method} can't be read" for method in source.unreadable]
     if isinstance(module, Regularizer):
         return
-    for call in reading.calls:
-        if _is_out_of_reach(module, call):
+    for call in source.calls:
+        if call.elsewhere or not all(_is_accounted_for(module, path) for path in call.rates):
             yield f"{kind}.forward calls {call.code}"
-    for name in reading.from_config:
-        if isinstance(getattr(getattr(module, "config", None), name, None), int | float):
+    for name in source.from_config:
+        if isinstance(attribute(attribute(module, "config"), name), int | float):
             yield f"{kind}.forward reads config.{name}"
-    for attribute in reading.attributes:
-        if (why := _why_not(module, attribute)) is not None:
-            yield f"{kind}.forward reads {attribute}, {why}"
+    for name in source.attributes:
+        if (why := _why_not(module, name)) is not None:
+            yield f"{kind}.forward reads {name}, {why}"
 
 
-def _is_out_of_reach(module: nn.Module, call: DropCall) -> bool:
-    return call.elsewhere or not all(_is_known(module, path) for path in call.rates)
-
-
-def _is_known(module: nn.Module, path: tuple[str, ...]) -> bool:
-    """Whether what stands below `module` there is a rate that is listed, or none, or is told otherwise."""
-    *before, attribute = path
-    for name in before:
-        module = getattr(module, name, None)  # type: ignore[assignment]
-    if before == ["config"] and "drop" in attribute:
+def _is_accounted_for(module: nn.Module, path: Path) -> bool:
+    """Whether the value at `path` is None, a listed rate, or reported in another line."""
+    *before, name = path
+    if before == ["config"] and "drop" in name:
         return True
-    value = getattr(module, attribute, None)
-    if isinstance(module, nn.Module) and attribute in _attributes(module):
+    owner: Any = module
+    for part in before:
+        owner = attribute(owner, part)
+    if isinstance(owner, nn.Module) and name in _attributes(owner):
         return True
-    return value is None or (not before and _why_not(module, attribute) is not None)
+    return attribute(owner, name) is None or (not before and _why_not(module, name) is not None)
 
 
-def _why_not(module: nn.Module, attribute: str) -> str | None:
-    """Why what a forward reads, and may be a rate, is none that can be set."""
-    value, by_name = getattr(module, attribute, None), "drop" in attribute
-    if not by_name and attribute not in _given_as_rate(module):
+def _why_not(module: nn.Module, name: str) -> str | None:
+    """Why an attribute that may be a rate cannot be set; None if it can, or is no rate."""
+    if "drop" not in name and name not in _source(module).rate_attributes:
         return None
+    value = attribute(module, name)
     if isinstance(value, Tensor):
         return f"a {type(value).__name__}" if value.numel() == 1 and value.is_floating_point() else None
-    if not _is_probability(value) or _has_no_effect(module, attribute):
+    if not _is_probability(value) or _has_no_effect(module, name):
         return None
-    if not _can_be_set(module, attribute):
+    if not _can_be_set(module, name):
         return "a property without a setter"
     between = isinstance(value, float) and 0.0 < value < 1.0
-    return "which may be a drop rate" if between and attribute not in _attributes(module) else None
+    return "which may be a drop rate" if between and name not in _attributes(module) else None
 
 
 def _attributes(module: nn.Module) -> list[str]:
     if isinstance(module, Regularizer):
         return [module.rate_name] if module.drops and module.rate_name is not None else []
-    return [attribute for attribute in _reading(module).attributes if _is_rate(module, attribute)]
+    return [name for name in _source(module).attributes if _is_rate(module, name)]
 
 
-def _is_rate(module: nn.Module, attribute: str) -> bool:
-    if not _is_probability(getattr(module, attribute, None)) or not _can_be_set(module, attribute):
-        return False
-    if _has_no_effect(module, attribute):
-        return False
-    by_name = _NAME.fullmatch(attribute) or (attribute in _OTHER_NAMES and drops_only(module))
-    return bool(by_name) or attribute in _given_as_rate(module)
+def _is_rate(module: nn.Module, name: str) -> bool:
+    usable = _is_probability(attribute(module, name)) and _can_be_set(module, name) and not _has_no_effect(module, name)
+    by_name = _NAME.fullmatch(name) or (name in _NAMES_IN_DROPOUT and _only_drops(module))
+    return usable and (bool(by_name) or name in _source(module).rate_attributes)
 
 
 def _is_probability(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0.0 <= value <= 1.0
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0.0 <= value <= 1.0
 
 
-def _given_as_rate(module: nn.Module) -> set[str]:
-    """The attributes that its calls of dropout have as their rate."""
-    return {path[0] for call in _reading(module).calls for path in call.rates if len(path) == 1}
-
-
-def _can_be_set(module: nn.Module, attribute: str) -> bool:
-    kept = inspect.getattr_static(type(module), attribute, None)
+def _can_be_set(module: nn.Module, name: str) -> bool:
+    kept = inspect.getattr_static(type(module), name, None)
     return not isinstance(kept, property) or kept.fset is not None
 
 
-def _has_no_effect(module: nn.Module, attribute: str) -> bool:
-    """Recurrent layers of PyTorch drop between layers."""
-    return isinstance(module, nn.RNNBase) and attribute == "dropout" and module.num_layers == 1
+def _has_no_effect(module: nn.Module, name: str) -> bool:
+    """PyTorch's recurrent layers drop between layers only."""
+    return isinstance(module, nn.RNNBase) and name == "dropout" and module.num_layers == 1
 
 
-def drops_only(module: nn.Module) -> bool:
-    """Whether dropping is all that a module does: it has no other module and no weight."""
-    names = [cls.__name__ for cls in type(module).__mro__]
-    says_so = any(re.search("drop|stochastic", name, re.IGNORECASE) for name in names)
+def _only_drops(module: nn.Module) -> bool:
+    """Whether dropping is all that a module does: its class says so, and it has no children and no weights."""
+    says_so = any(re.search("drop|stochastic", cls.__name__, re.IGNORECASE) for cls in type(module).__mro__)
     return says_so and not any(module.children()) and not any(True for _ in module.parameters(recurse=False))
 
 
-def _rate_name(name: str, module: nn.Module, attribute: str, index: int) -> str:
-    """Of what only drops the name alone; where it has several rates, that is the first one's."""
-    if drops_only(module) and index == 0:
+def _rate_name(name: str, module: nn.Module, rate: str, index: int) -> str:
+    if _only_drops(module) and index == 0:
         return name
-    return f"{name}.{attribute}" if name else attribute
+    return f"{name}.{rate}" if name else rate
 
 
-def _is_replaced(module: nn.Module) -> bool:
-    """Whether somebody gave this module alone another forward, which is not read."""
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether a forward was set on this module alone, whose source is not analyzed."""
     own: Any = vars(module).get("forward")
     return own is not None and getattr(inspect.unwrap(own), "__func__", None) is not type(module).forward
 
 
-def _reading(module: nn.Module) -> Reading:
+def _source(module: nn.Module) -> DropoutSource:
     cls: Any = type(module)
-    return read(cls)
+    return analyze(cls)
