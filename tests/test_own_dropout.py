@@ -683,7 +683,7 @@ class TestSetting:
         assert self.rates(model) == [0.1, 0.2, 0.3]
 
     def test_two_patterns_for_one_rate_are_an_error(self, model: Any) -> None:
-        with pytest.raises(LayerError, match=r"'0' is under two patterns"):
+        with pytest.raises(LayerError, match=r"two patterns match '0'"):
             set_dropout(model, {"0": 0.5, "**": 0.4})
 
     @pytest.mark.parametrize("p", [1.5, -0.1, float("nan")])
@@ -698,7 +698,7 @@ class TestSetting:
             set_dropout(model, p)
 
     def test_a_model_without_dropout_is_an_error(self) -> None:
-        with pytest.raises(LayerError, match="finds no dropout in Linear"):
+        with pytest.raises(LayerError, match="finds no rate that it can change in Linear"):
             set_dropout(nn.Linear(2, 2), 0.1)
 
     def test_a_rate_that_can_not_be_set_changes_nothing(self) -> None:
@@ -735,7 +735,7 @@ class TestSetting:
     def test_what_somebody_else_changed_since_is_left_and_told(self, model: Any) -> None:
         change = set_dropout(model, 0.5)
         model[0].p = 0.7
-        with pytest.warns(HookdropWarning, match=r"1 rate changed again since, and left so: '0'"):
+        with pytest.warns(HookdropWarning, match=r"1 rate changed again since, and not restored: '0'"):
             change.remove()
         assert self.rates(model) == [0.7, 0.2, 0.3]
         change.remove()
