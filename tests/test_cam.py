@@ -301,7 +301,7 @@ class TestTransformers:
         assert torch.equal(maps[0].flatten(1), x[0, -grid[0] * grid[1] :].T)
 
     def test_a_grid_that_can_not_be_told_is_asked_for(self) -> None:
-        with pytest.raises(ShapeError, match=r"got 99 tokens.*224 x 224.*\n  say which it is: grid=\(rows, columns\)"):
+        with pytest.raises(ShapeError, match=r"got 99 tokens.*224 x 224.*\n  give the grid: grid=\(rows, columns\)"):
             as_map(torch.ones(1, 99, 2), (224, 224))
         assert as_map(torch.ones(1, 99, 2), (224, 224), (14, 7)).shape == (1, 2, 14, 7)
         with pytest.raises(ShapeError, match="99 tokens do not fill a grid of 10 x 10"):

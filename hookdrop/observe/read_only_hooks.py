@@ -1,60 +1,59 @@
-"""Hooks that only look, for the length of a `with` block."""
+"""Hooks that only read, for the duration of a `with` block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hookdrop.errors import InjectionError, ShapeError, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.injection.select import Entries, Layer, select
 from hookdrop.utils.tensor_tree import TensorKey, change, describe, tensors
+from hookdrop.utils.torch_internals import functorch_stack
 
 Look = Callable[..., None]
 
 
-class Tap:
-    """A hook that returns None whatever it sees; a copy of the model, and a pickle, has one that sees nothing."""
+class ReadOnlyHook:
+    """A hook that never changes what passes; copies and pickles of the model get one that does nothing."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: Look | None) -> None:
         self.look = look
 
     def __call__(self, *args: Any) -> None:
-        if self.look is not _nothing and torch._C._functorch.peek_interpreter_stack() is not None:
+        if self.look is None:
+            return
+        if functorch_stack() is not None:
+            if sys.exc_info()[0] is not None:  # raised already, and PyTorch calls hooks that want to know
+                return
             raise InjectionError(
-                "capture() and stats() can't look into torch.func (vmap, grad, ...): its tensors end with it.\n"
-                "  run the model plainly inside the `with` block, or torch.func outside of it."
+                "capture() and stats() cannot be used inside torch.func (vmap, grad, ...), whose tensors do not "
+                "outlive it.\n  run the model directly inside the `with` block, or torch.func outside of it."
             )
         self.look(*args)
 
     def __reduce__(self) -> Any:
-        return Tap, (_nothing,)
-
-
-def _nothing(*args: Any) -> None:
-    pass
+        return ReadOnlyHook, (None,)
 
 
 @contextmanager
-def tapped(after: Iterable[tuple[nn.Module, Look]], before: Iterable[tuple[nn.Module, Look]] = ()) -> Iterator[None]:
-    """`look(module, args, output)` is called after a forward, `look(module, args, kwargs)` before one.
+def observed(after: Iterable[tuple[nn.Module, Look]], before: Sequence[tuple[nn.Module, Look]] = ()) -> Iterator[None]:
+    """Call `look(module, args, output)` after each forward, and `look(module, args, kwargs)` before one.
 
-    Compiled code runs uncompiled inside: it would skip hooks that it has not seen, or compile anew for each call.
+    With `before`, the `look` after a forward that raised is called too, with None as the output. Compiled code runs
+    uncompiled inside: it would skip hooks that it was not compiled with, or compile again for each call.
     """
-    handles: list[RemovableHandle] = []
-    with torch.compiler.set_stance("force_eager"):
-        try:
-            handles += [module.register_forward_hook(Tap(look)) for module, look in after]
-            handles += [module.register_forward_pre_hook(Tap(look), with_kwargs=True) for module, look in before]
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    with torch.compiler.set_stance("force_eager"), ExitStack() as handles:
+        for module, look in after:
+            handles.enter_context(module.register_forward_hook(ReadOnlyHook(look), always_call=bool(before)))
+        for module, look in before:
+            handles.enter_context(module.register_forward_pre_hook(ReadOnlyHook(look), with_kwargs=True))
+        yield
 
 
 def chosen_layers(model: nn.Module, layers: Entries, exclude: Entries, what: str) -> list[Layer]:
@@ -65,7 +64,7 @@ def chosen_layers(model: nn.Module, layers: Entries, exclude: Entries, what: str
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first floating-point tensor in `value`, or the first of another kind, or None."""
+    """The first floating-point tensor in `value`, or else the first tensor, or None."""
     found = tensors(value)
     return next((x for x in found if x.is_floating_point()), found[0] if found else None)
 
@@ -79,7 +78,7 @@ def chosen_tensor(value: Any, which: TensorKey, where: str) -> Tensor:
     if which is None:
         first = first_tensor(value)
         if first is None:
-            raise ShapeError(f"{where} gave {describe(value)}: there is no tensor in it.\n  leave it out: exclude=...")
+            raise ShapeError(f"{where} returned {describe(value)}, which contains no tensor.\n  skip it: exclude=...")
         return first
     found: list[Tensor] = []
 
