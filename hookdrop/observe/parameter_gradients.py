@@ -89,8 +89,9 @@ def edit_parameter_gradients(model: nn.Module, params: Pattern | Iterable[Patter
         raise TypeError(
             f"fn must be a function from a gradient to a gradient, got {fn!r}.\n  observe.zero, clamp, scale"
         )
-    if fn in (clamp, scale):
-        call = "clamp(min, max)" if fn is clamp else "scale(factor)"
+    maker: Any = fn
+    if maker is clamp or maker is scale:
+        call = "clamp(min, max)" if maker is clamp else "scale(factor)"
         raise TypeError(f"fn must be a function from a gradient to a gradient.\n  call it: {call}")
     given: Any = params
     several = isinstance(given, Iterable) and not isinstance(given, str | Tensor | nn.Module | type)
