@@ -62,7 +62,7 @@ def stochastic_depth(
         raise ValueError(f"stochastic_depth: mode={mode!r} is DropPath's; give it to your regularizer instead.")
     found = list(blocks(model))
     ends = {f"{block.name}.{end}": block.module.get_submodule(end) for block, ends in found for end in ends}
-    require_sites("stochastic_depth", model, list(ends), "residual blocks of a kind that it recognizes")
+    require_sites("stochastic_depth", model, list(ends), "residual blocks of a kind that it knows")
     _must_be_off(model, ends)
     _must_be_distinct(ends)
     scales = [1.0] * len(found) if p_scale is None else factors([block for block, _ in found], p_scale)
