@@ -1,7 +1,6 @@
-"""Seeing what goes through a model: what the regularizers do, and what its layers and gradients look like.
+"""Look into a model: what the regularizers do, and what its layers and gradients look like.
 
-Nothing here needs more than PyTorch, but pictures, class activation maps and TensorBoard:
-`pip install 'hookdrop[observe]'`.
+Figures, class activation maps and TensorBoard need `pip install 'hookdrop[observe]'`; the rest needs PyTorch alone.
 """
 
 from hookdrop.diagnostics.recording import Record, Recording

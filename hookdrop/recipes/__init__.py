@@ -1,6 +1,6 @@
-"""Named placements from papers: each takes a model, places, and returns one injection.
+"""Placements from papers: each takes a model and returns one injection.
 
-Besides, `set_dropout` and `report_dropout` are for the dropout that a model came with.
+`set_dropout` and `report_dropout` are for the dropout that a model came with.
 """
 
 from hookdrop.recipes.depth import stochastic_depth
