@@ -91,6 +91,7 @@ __all__ = [
     "observe",
     "parse",
     "plan",
+    "recipes",
     "seed_per_rank",
     "without_hooks",
 ]

@@ -134,7 +134,7 @@ class TestTargets:
     def test_mistakes(self, model: Small, images: torch.Tensor, method: str) -> None:
         with pytest.raises(ValueError, match="classes 0 to 9, got 10"):
             grad_cam(model, images, "layer2", 10, method)
-        with pytest.raises(ValueError, match="one for each of the 4 pictures, got 3"):
+        with pytest.raises(ValueError, match="one for each of the 4 images, got 3"):
             grad_cam(model, images, "layer2", [1, 2, 3], method)
         with pytest.raises(ValueError, match="target must be at least 0, got -1"):
             grad_cam(model, images, "layer2", -1, method)
@@ -265,7 +265,7 @@ class TestTransformers:
     def test_a_class_token_alone_has_no_map_and_a_warning_says_where_there_is_one(self) -> None:
         timm = pytest.importorskip("timm")
         model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=5)
-        with pytest.warns(HookdropWarning, match="are 0 everywhere.*\n  of a vision transformer"):
+        with pytest.warns(HookdropWarning, match="are 0 everywhere.*\n  in a vision transformer"):
             assert not grad_cam(model, torch.randn(2, 3, 64, 64), "blocks.1", 1).any()
 
     def test_swin_has_its_channels_last(self) -> None:
@@ -301,7 +301,7 @@ class TestTransformers:
         assert torch.equal(maps[0].flatten(1), x[0, -grid[0] * grid[1] :].T)
 
     def test_a_grid_that_can_not_be_told_is_asked_for(self) -> None:
-        with pytest.raises(ShapeError, match=r"got 99 tokens.*224 x 224.*\n  say which it is: grid=\(rows, columns\)"):
+        with pytest.raises(ShapeError, match=r"got 99 tokens.*224 x 224.*\n  give the grid: grid=\(rows, columns\)"):
             as_map(torch.ones(1, 99, 2), (224, 224))
         assert as_map(torch.ones(1, 99, 2), (224, 224), (14, 7)).shape == (1, 2, 14, 7)
         with pytest.raises(ShapeError, match="99 tokens do not fill a grid of 10 x 10"):
@@ -386,7 +386,7 @@ class TestMistakes:
     def test_what_is_not_finite_is_told(self, model: Small, images: torch.Tensor) -> None:
         bad = images.clone()
         bad[2, 0, 3, 3] = torch.nan
-        with pytest.warns(HookdropWarning, match="1 map of 4 is NaN: x is not finite there.\n  pictures: 2$"):
+        with pytest.warns(HookdropWarning, match="1 map of 4 is NaN: x is not finite there.\n  images: 2$"):
             maps = grad_cam(model, bad, "layer2", 1)
         assert maps[2].isnan().all()
         assert torch.equal(maps[[0, 1, 3]], grad_cam(model, images, "layer2", 1)[[0, 1, 3]])
@@ -398,14 +398,14 @@ class TestMistakes:
     def test_a_map_of_nothing_is_told_in_words_of_its_model(self, model: Small, images: torch.Tensor) -> None:
         with torch.no_grad():
             model.fc.weight[1] = 0
-        with pytest.warns(HookdropWarning, match="0 everywhere.*\n  take another layer, or another class") as told:
+        with pytest.warns(HookdropWarning, match="0 everywhere.*\n  use another layer, or another class") as told:
             assert not grad_cam(model, images, "layer2", 1).any()
         assert "transformer" not in str(told[0].message)
 
     def test_what_is_no_picture_and_what_is_no_classifier(self, model: Small, images: torch.Tensor) -> None:
-        with pytest.raises(ShapeError, match=r"pictures \(N, C, H, W\), got \(3, 16, 16\)"):
+        with pytest.raises(ShapeError, match=r"images \(N, C, H, W\), got \(3, 16, 16\)"):
             grad_cam(model, images[0], "layer2")
-        with pytest.raises(ShapeError, match=r"must give \(N, classes\), got \(4, 8, 16, 16\)"):
+        with pytest.raises(ShapeError, match=r"must return \(N, classes\), got \(4, 8, 16, 16\)"):
             grad_cam(nn.Sequential(model.conv1, model.layer1), images, "1")
 
     def test_without_the_library_the_error_says_what_to_install(

@@ -345,7 +345,7 @@ class TestMistakes:
             with capture(model, ["spare", "fc"]) as seen:
                 model(images)
         assert list(seen) == ["fc"]
-        with pytest.raises(LayerError, match="'spare' was not called, so nothing of it was captured.\n  called: 'fc'"):
+        with pytest.raises(LayerError, match="'spare' was not called, so nothing was captured.\n  called: 'fc'"):
             seen["spare"]
         assert seen.get("spare") is None
 
@@ -369,7 +369,7 @@ class TestMistakes:
                 return "text"
 
         model = nn.Sequential(Text())
-        with pytest.raises(ShapeError, match="'0' gave str: there is no tensor in it.\n  leave it out: exclude="):
+        with pytest.raises(ShapeError, match="'0' returned str, which contains no tensor.\n  skip it: exclude="):
             with capture(model, "0"):
                 model(torch.ones(1))
 
@@ -398,10 +398,10 @@ class TestMistakes:
         """Its wrappers would be kept beyond their end."""
         model = nn.Sequential(nn.Linear(3, 3))
         for inputs in (False, True):
-            with pytest.raises(InjectionError, match=r"can't look into torch.func \(vmap, grad, ...\)"):
+            with pytest.raises(InjectionError, match=r"cannot be used inside torch.func \(vmap, grad, ...\)"):
                 with capture(model, "0", inputs=inputs):
                     torch.func.vmap(model)(torch.ones(2, 3))
-        with pytest.raises(InjectionError, match="can't look into torch.func"), capture(model, "0"):
+        with pytest.raises(InjectionError, match="cannot be used inside torch.func"), capture(model, "0"):
             torch.func.grad(lambda x: model(x).sum())(torch.ones(3))
 
     @pytest.mark.parametrize("to", ["nope", "cuda:99", 1.5], ids=repr)

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 import hookdrop
-from hookdrop.cli import main
-from hookdrop.cli import models as zoo
-from hookdrop.kernels import native as kernel
+from hookdrop.cli import main, models
+from hookdrop.kernels import native
 
 for _extra in ("timm", "torchvision", "rich"):
     pytest.importorskip(_extra)
@@ -159,15 +158,15 @@ def test_each_kind_of_model_gets_an_input_that_it_takes(
 
 
 def test_a_model_that_needs_values_has_the_same_each_time_and_leaves_the_random_state() -> None:
-    first = zoo.load("regnet_y_400mf").model.state_dict()
+    first = models.load("regnet_y_400mf").model.state_dict()
     before = torch.manual_seed(7).get_state()
-    second = zoo.load("regnet_y_400mf").model.state_dict()
+    second = models.load("regnet_y_400mf").model.state_dict()
     assert all(not value.is_meta and torch.equal(value, second[name]) for name, value in first.items())
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_model_that_needs_none_takes_no_memory() -> None:
-    assert all(parameter.is_meta for parameter in zoo.load("vit_h_14").model.parameters())
+    assert all(parameter.is_meta for parameter in models.load("vit_h_14").model.parameters())
 
 
 @pytest.mark.parametrize(("size", "shape"), [("64", "1x3x64x64"), ("64x96", "1x3x64x96"), ("3x96x64", "1x3x96x64")])
@@ -196,7 +195,7 @@ def test_a_size_that_the_model_refuses_is_an_error_with_its_reason(refused: Any)
 def test_a_name_that_both_libraries_have_is_timms_unless_said(run: Any, name: str, library: str, other: str) -> None:
     title, *rest = run("layers", name)
     assert title.startswith(f"resnet18 from {library}, ")
-    assert title.endswith(f" has one too: {other})")
+    assert title.endswith(f" (also in {other.partition(chr(58))[0]}: {other})")
     # Only timm's has a layer for each activation.
     assert any(line.startswith("layer1.0.act1") for line in rest) == (library == "timm")
 
@@ -225,7 +224,7 @@ def test_a_name_that_its_library_lacks_is_unknown(refused: Any, name: str) -> No
 
 def test_plan_prints_sites_counts_and_the_line_of_python(run: Any) -> None:
     assert run("plan", "resnet18", "--layers", "layer3.*", "fc", "--exclude", "fc", "--regularizer", DROPBLOCK) == [
-        "resnet18 from timm, input 1x3x224x224 (torchvision has one too: torchvision:resnet18)",
+        "resnet18 from timm, input 1x3x224x224 (also in torchvision: torchvision:resnet18)",
         "DropBlock(p=0.1, block_size=7) on 2 sites of ResNet",
         "site      type        shape        read as          calls    p",
         "--------  ----------  -----------  ---------------  -----  ---",
@@ -391,7 +390,7 @@ def test_a_recipe_whose_settings_differ_shows_them_all(run: Any) -> None:
 def test_the_line_of_python_of_a_recipe_does_what_was_planned(run: Any) -> None:
     argv = ("plan", "resnet18", "--recipe", "stochastic_depth(p=0.2, mode='batch')", "--json")
     told = json.loads("\n".join(run(*argv)))
-    scope = {"model": zoo.load("resnet18").model, "recipes": hookdrop.recipes}
+    scope = {"model": models.load("resnet18").model, "recipes": hookdrop.recipes}
     exec(told["code"], scope)
     assert [(site.name, site.p) for site in scope["drop"].sites] == [(s["name"], s["p"]) for s in told["sites"]]
 
@@ -404,14 +403,14 @@ def test_the_line_of_python_of_a_recipe_does_what_was_planned(run: Any) -> None:
         ("set_dropout", "is not a recipe"),
         ("stochastic_depth(p=open('x'))", "not a literal"),
         ("recipes.stochastic_depth", "can't read"),
-        ("stochastic_depth(example_input=1)", "example_input is made by the command line"),
-        ("stochastic_depth(name=[])", "name must be a text, got []"),
+        ("stochastic_depth(example_input=1)", "the command line creates example_input"),
+        ("stochastic_depth(name=[])", "name must be a string, got []"),
     ],
 )
 def test_a_slip_in_a_recipe_is_told_before_a_model_is_built(
     refused: Any, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
-    monkeypatch.setattr(zoo, "load", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was built"))
     assert message in refused("plan", "resnet18", "--recipe", text)
 
 
@@ -435,7 +434,7 @@ def test_a_recipe_takes_no_layers_besides(option: list[str], capsys: pytest.Capt
     with pytest.raises(SystemExit) as end:
         main(["plan", "resnet18", "--recipe", "stochastic_depth", *option])
     assert end.value.code == 2
-    assert f"leave out {option[0]}" in capsys.readouterr().err
+    assert f"{option[0]} cannot be combined with --recipe" in capsys.readouterr().err
 
 
 # programs
@@ -530,7 +529,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
-    loops = "yes" if kernel.available() else "no"
+    loops = "yes" if native.available() else "no"
     assert capsys.readouterr().out == f"hookdrop {hookdrop.__version__} (compiled loops: {loops})\n"
 
 

@@ -161,6 +161,12 @@ def bart() -> nn.Module:
     return transformers.BartModel(transformers.BartConfig(**size, **heads, vocab_size=50, activation_dropout=0.1))
 
 
+def lora(lora_dropout: float) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, num_key_value_heads=2, vocab_size=50))
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], lora_dropout=lora_dropout))
+
+
 def resnet(**rates: float) -> nn.Module:
     return timm.create_model("resnet18", zero_init_last=False, num_classes=5, **rates)
 
@@ -494,6 +500,42 @@ class Refusing(Fixed):
         raise KeyError("not today")
 
 
+class ManyDropouts(nn.Module):
+    """Multi-sample dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropouts = nn.ModuleList([nn.Dropout(0.1), nn.Dropout(0.2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(dropout(x) for dropout in self.dropouts)
+
+
+LAZY: Any = None
+
+
+class LazyAttributes:
+    """A module that is imported when an attribute is read, and can't be."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"failed to import {name}")
+
+
+class LazyEverything(LazyAttributes):
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"failed to import {name}")
+
+
+class OfALazyImport(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return LAZY.attend(x) + LAZY.nn.dropped(x)
+
+
+class OfALazyRate(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, LAZY.rate, self.training)
+
+
 class TestWhatIsRead:
     @pytest.mark.parametrize("name", UNREACHED)
     def test_a_rate_that_is_kept_elsewhere_is_out_of_reach(self, name: str) -> None:
@@ -531,7 +573,7 @@ class TestWhatIsRead:
     def test_a_forward_that_one_module_alone_has_is_told(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[1].forward = lambda x: F.dropout(x, 0.3)
-        assert report_dropout(model).out_of_reach == {"the forward of this Linear is another than its class has": ["1"]}
+        assert report_dropout(model).out_of_reach == {"this Linear has another forward than its class": ["1"]}
 
     def test_flags_and_counts_are_no_rates(self) -> None:
         report = report_dropout(Flags(drop_first=1, num_dropped=0, drop_count=0, drop_rate_id=3))
@@ -585,6 +627,27 @@ class TestWhatIsRead:
         assert [rate.name for rate in report.rates] == ["0"]
         assert report.out_of_reach == {"Fixed.forward reads drop_rate, a property without a setter": ["1"]}
 
+    @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+    def test_the_dropout_of_lora_is_in_reach(self) -> None:
+        """PEFT calls it as `dropout = self.lora_dropout[name]; dropout(x)`."""
+        model = lora(0.1)
+        report = report_dropout(model)
+        names = [rate.name for rate in report.rates if rate.value]
+        assert names == [f"model.layers.{i}.self_attn.q_proj.lora_dropout.default" for i in (0, 1)]
+        assert report.out_of_reach == {}
+
+    def test_dropout_modules_in_a_loop_are_in_reach(self) -> None:
+        report = report_dropout(ManyDropouts())
+        assert [rate.name for rate in report.rates] == ["dropouts.0", "dropouts.1"]
+        assert report.out_of_reach == {}
+
+    @pytest.mark.parametrize("lazy", [LazyAttributes, LazyEverything])
+    def test_a_lazy_import_that_fails_is_not_raised(self, lazy: type, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(globals(), "LAZY", lazy())
+        report = report_dropout(nn.Sequential(nn.Dropout(0.1), OfALazyImport(), OfALazyRate()))
+        assert [rate.name for rate in report.rates] == ["0"]
+        assert report.out_of_reach == {"OfALazyRate.forward calls F.dropout(x, LAZY.rate, self.training)": ["2"]}
+
 
 class TestSetting:
     @pytest.fixture
@@ -620,7 +683,7 @@ class TestSetting:
         assert self.rates(model) == [0.1, 0.2, 0.3]
 
     def test_two_patterns_for_one_rate_are_an_error(self, model: Any) -> None:
-        with pytest.raises(LayerError, match=r"'0' is under two patterns"):
+        with pytest.raises(LayerError, match=r"two patterns match '0'"):
             set_dropout(model, {"0": 0.5, "**": 0.4})
 
     @pytest.mark.parametrize("p", [1.5, -0.1, float("nan")])
@@ -635,7 +698,7 @@ class TestSetting:
             set_dropout(model, p)
 
     def test_a_model_without_dropout_is_an_error(self) -> None:
-        with pytest.raises(LayerError, match="finds no dropout in Linear"):
+        with pytest.raises(LayerError, match="finds no rate that it can change in Linear"):
             set_dropout(nn.Linear(2, 2), 0.1)
 
     def test_a_rate_that_can_not_be_set_changes_nothing(self) -> None:
@@ -672,7 +735,7 @@ class TestSetting:
     def test_what_somebody_else_changed_since_is_left_and_told(self, model: Any) -> None:
         change = set_dropout(model, 0.5)
         model[0].p = 0.7
-        with pytest.warns(HookdropWarning, match=r"1 rate changed again since, and left so: '0'"):
+        with pytest.warns(HookdropWarning, match=r"1 rate changed again since, and not restored: '0'"):
             change.remove()
         assert self.rates(model) == [0.7, 0.2, 0.3]
         change.remove()
@@ -740,15 +803,12 @@ class TestResidualDropout:
         assert measured.dropped == pytest.approx(0.3, abs=0.01)  # of 65,536 elements: 5 standard errors
 
     @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-    def test_is_found_inside_a_language_model_and_under_peft(self) -> None:
-        peft = pytest.importorskip("peft")
-        config = transformers.LlamaConfig(**SIZE, num_key_value_heads=2, vocab_size=50)
-        model = transformers.LlamaForCausalLM(config)
-        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-        assert residual_dropout(adapted).sites[0].name.endswith("layers.0.self_attn")
+    @pytest.mark.parametrize("lora_dropout", [0.0, 0.1])
+    def test_is_found_inside_a_language_model_and_under_peft(self, lora_dropout: float) -> None:
+        assert residual_dropout(lora(lora_dropout)).sites[0].name.endswith("layers.0.self_attn")
 
     def test_a_model_that_ships_with_it_on_is_refused(self) -> None:
-        with pytest.raises(InjectionError, match=r"dropout of its own: h\.0\.attn\.resid_dropout is 0\.1") as told:
+        with pytest.raises(InjectionError, match=r"already has dropout: h\.0\.attn\.resid_dropout is 0\.1") as told:
             residual_dropout(gpt2())
         assert "set_dropout" in str(told.value)
 

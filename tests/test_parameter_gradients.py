@@ -148,7 +148,7 @@ class TestCopies:
         model = nn.Sequential(nn.Linear(2, 2))
         with (
             edit_parameter_gradients(model, "**", zero),
-            pytest.warns(HookdropWarning, match="neither deepcopy nor pickle"),
+            pytest.warns(HookdropWarning, match="neither deepcopy nor pickle copies"),
         ):
             saved = pickle.dumps(model)
         assert b"hookdrop.observe" not in saved
@@ -181,21 +181,21 @@ class TestMistakes:
 
     def test_frozen_parameters(self, model: Small) -> None:
         model.fc.bias.requires_grad_(False)
-        with pytest.raises(LayerError, match="'fc.bias' matches frozen parameters alone.*'fc.bias'"):
+        with pytest.raises(LayerError, match="'fc.bias' matches only frozen parameters.*'fc.bias'"):
             edit_parameter_gradients(model, "fc.bias", zero)
-        with pytest.warns(HookdropWarning, match=r"'fc.\*' matches frozen parameters too.*'fc.bias'"):
+        with pytest.warns(HookdropWarning, match=r"'fc.\*' also matches frozen parameters.*'fc.bias'"):
             assert edit_parameter_gradients(model, "fc.*", zero).names == ("fc.weight",)
 
     def test_nothing_at_all(self, model: Small) -> None:
         with pytest.raises(LayerError, match="`params` is empty"):
             edit_parameter_gradients(model, [], zero)
-        with pytest.raises(TypeError, match="names, globs or compiled expressions, got Linear itself"):
+        with pytest.raises(TypeError, match="names, globs or compiled expressions, got a Linear"):
             edit_parameter_gradients(model, [model.fc], zero)
         for params, got in (
-            (model.fc, "Linear itself"),
-            (model.layer1, "Sequential itself"),
-            (model.parameters(), "Parameter itself"),
-            (model.fc.weight, "Parameter itself"),
+            (model.fc, "a Linear"),
+            (model.layer1, "a Sequential"),
+            (model.parameters(), "a Parameter"),
+            (model.fc.weight, "a Parameter"),
             (nn.Linear, "the class Linear"),
             (3, r"3 \(int\)"),
         ):
@@ -253,7 +253,7 @@ class TestWrapped:
         fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
         model = nn.Sequential(nn.Linear(4, 4))
         fully_shard(model)
-        with pytest.raises(InjectionError, match="FSDP writes gradients past the hooks of parameters"):
+        with pytest.raises(InjectionError, match="FSDP bypasses the hooks of parameters"):
             edit_parameter_gradients(model, "0.bias", zero)
 
 

@@ -281,6 +281,22 @@ class TestEveryRecipe:
         with pytest.raises((InjectionError, torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
             torch.compile(step, fullgraph=True, backend="eager")()
 
+    @pytest.mark.parametrize("recipe", [dropblock_resnet, stochastic_depth], ids=lambda recipe: recipe.__name__)
+    @pytest.mark.parametrize("name", ["", "backbone."])
+    def test_a_traced_model_is_refused(self, recipe: Any, name: str) -> None:
+        """Its blocks are gone: some of the sites would be missing, and a skip has no module any more."""
+        traced = torch.fx.symbolic_trace(torchvision.models.resnet18())
+        model = nn.ModuleDict({"backbone": traced}) if name else traced
+        with pytest.raises(InjectionError, match=f"{name.strip('.')}.* is an fx GraphModule") as told:
+            recipe(model)
+        assert "inject before tracing" in str(told.value)
+        assert len(find(model)) == 0
+
+    def test_a_model_is_not_refused_for_another_part_that_is_traced(self) -> None:
+        traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(1000, 2)))
+        model = nn.Sequential(torchvision.models.resnet18(), traced)
+        assert len(stochastic_depth(model).sites) == 8
+
     def test_needs_no_library_but_torch(self) -> None:
         code = (
             "import sys; sys.modules.update(timm=None, torchvision=None, transformers=None); "

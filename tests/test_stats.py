@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdrop import HookdropWarning, InjectionError, LayerError, ShapeError
 from hookdrop.observe import Stats, capture, stats
-from hookdrop.observe.moments import Moments
+from hookdrop.observe.layer_statistics import Moments
 
 
 def deep(activation: type[nn.Module], depth: int, gain: float = 1.0) -> nn.Sequential:
@@ -210,7 +210,7 @@ class TestDeadAndSaturated:
         with pytest.raises(TypeError, match="stats: channel_dim must be a whole number, got 'a'"):
             with stats(model, channel_dim="a"):
                 pass
-        with pytest.raises(ShapeError, match=r"'0' gave \(2, 4\): channel_dim=3 is not one of its axes 0 to 1"):
+        with pytest.raises(ShapeError, match=r"'0' returned \(2, 4\): channel_dim=3 is not one of its axes 0 to 1"):
             with stats(model, channel_dim=3):
                 model(torch.ones(2, 3))
 
@@ -278,7 +278,7 @@ class TestDoubts:
         nn.init.zeros_(model.layer2[1].bn2.weight)  # as residual branches are often started
         with stats(model) as seen:
             backward(model, images)
-        assert "'layer2.1.bn2': its output is 0 (as it is for one step around layers that start at 0)" in seen.doubts()
+        assert "'layer2.1.bn2': its output is 0 (expected at step 0 around layers initialized to 0)" in seen.doubts()
         assert any(doubt.startswith("'layer2.1.conv1': its gradient is 0") for doubt in seen.doubts())
         assert seen["layer1.0.conv1"].gradient_norm > 0
 
@@ -300,7 +300,7 @@ class TestDoubts:
             model[2].bias[:3] = -1e3
         with stats(model) as seen:
             model(torch.randn(64, 4))
-        assert "'3': 75% of its channels are dead, 0 in all that was seen" in seen.doubts()
+        assert "'3': 75% of its channels are dead (0 in every call)" in seen.doubts()
         assert any(doubt.startswith("'1': 9") and "is saturated" in doubt for doubt in seen.doubts())
         assert not any("dead" in doubt for doubt in seen.doubts(dead=0.8))
 
@@ -333,10 +333,10 @@ class TestWhichLayers:
         with pytest.raises(LayerError, match="'spare.0' was not called"):
             seen["spare.0"]
         with pytest.raises(
-            LayerError, match="'conv2' is none of the layers that were looked at.\n  did you mean: 'conv1'"
+            LayerError, match="'conv2' is not one of the layers of these stats.\n  did you mean: 'conv1'"
         ):
             seen["conv2"]
-        with pytest.warns(HookdropWarning, match="never called while gathering numbers.*'spare.0'"):
+        with pytest.warns(HookdropWarning, match="never called inside stats.*'spare.0'"):
             with stats(model, ["spare.0", "fc"]):
                 model(images)
         with pytest.warns(HookdropWarning, match="never called"), stats(model) as seen:
@@ -347,7 +347,7 @@ class TestWhichLayers:
         """What a vmap shows is one slice, in a wrapper that ends with it."""
         model = nn.Sequential(nn.Linear(3, 4))
         with stats(model) as seen:
-            with pytest.raises(InjectionError, match="can't look into torch.func"):
+            with pytest.raises(InjectionError, match="cannot be used inside torch.func"):
                 torch.func.vmap(model)(torch.ones(2, 3))
             model(torch.ones(2, 3))
         assert seen["0"].calls == 1

@@ -169,6 +169,94 @@ class TestWhereTheLibraryHasNone:
             assert torch.equal(states[1], states[0])
         assert not torch.equal(plain[1], plain[0])
 
+    @pytest.mark.parametrize("norm_first", [True, False])
+    @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "UniSpeech"])
+    def test_audio_encoders_are_their_skips(self, kind: str, norm_first: bool) -> None:
+        transformers = pytest.importorskip("transformers")
+        size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        convolutions = {"conv_dim": (16,), "conv_stride": (4,), "conv_kernel": (4,), "num_conv_pos_embeddings": 4}
+        off = {"hidden_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0, "feat_proj_dropout": 0.0}
+        groups = {"num_conv_pos_embedding_groups": 2, "do_stable_layer_norm": norm_first}
+        config = getattr(transformers, f"{kind}Config")(**size, **convolutions, **off, **groups)
+        model = getattr(transformers, f"{kind}Model")(config).train()
+        drop = stochastic_depth(model, p=1.0, p_scale=None)
+        assert [site.name for site in drop.sites][:2] == ["encoder.layers.0.attention", "encoder.layers.0.feed_forward"]
+        before, after, _ = model(torch.randn(2, 400), output_hidden_states=True).hidden_states
+        if not norm_first:  # its norms are on the skip
+            layer = model.encoder.layers[0]
+            before = layer.final_layer_norm(layer.layer_norm(before))
+        assert torch.equal(after, before)
+        with drop.disabled():
+            before, after, _ = model(torch.randn(2, 400), output_hidden_states=True).hidden_states
+        assert not torch.equal(after, before)
+
+    @staticmethod
+    def encoder_decoder(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
+        transformers = pytest.importorskip("transformers")
+        size = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 2, "decoder_layers": 2}
+        size |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 50, "dropout": 0.0}
+        size |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        inputs = {"input_ids": torch.arange(3, 9)[None]}
+        if kind == "Whisper":
+            size |= {"num_mel_bins": 8, "max_source_positions": 10}
+            inputs = {"input_features": torch.randn(1, 8, 20)}
+        model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**size))
+        return model, {**inputs, "decoder_input_ids": torch.arange(3, 9)[None]}
+
+    @pytest.mark.parametrize("kind", ["Whisper", "MBart", "Pegasus", "Bart", "Marian"])
+    def test_encoder_decoders_are_their_skips(self, kind: str) -> None:
+        model, inputs = self.encoder_decoder(kind)
+        drop = stochastic_depth(model.train(), p=1.0, p_scale=None)
+        assert len(drop.sites) == 2 * 2 + 2 * 3
+        for part, layers in (("encoder", model.encoder.layers), ("decoder", model.decoder.layers)):
+            before, after, *_ = model(**inputs, output_hidden_states=True)[f"{part}_hidden_states"]
+            if kind in ("Bart", "Marian"):  # their norms are on the skip
+                for name in ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"):
+                    before = getattr(layers[0], name, nn.Identity())(before)
+            assert torch.equal(after, before)
+            with drop.disabled():
+                before, after, *_ = model(**inputs, output_hidden_states=True)[f"{part}_hidden_states"]
+            assert not torch.equal(after, before)
+
+    def test_a_sample_of_whisper_skips_a_branch_as_a_whole(self) -> None:
+        model, inputs = self.encoder_decoder("Whisper")
+        drop = stochastic_depth(model.train(), p=0.5, p_scale=None)
+        samples = {name: value.expand(16, *value.shape[1:]) for name, value in inputs.items()}
+        with drop.recording() as seen:
+            model(**samples)
+        for record in seen.values():
+            assert len(record.mask) == 16
+            assert (record.mask.flatten(1).all(1) | ~record.mask.flatten(1).any(1)).all()
+
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            "models.opt.modeling_opt.OPTDecoderLayer",
+            "models.fsmt.modeling_fsmt.EncoderLayer",
+            "models.pegasus_x.modeling_pegasus_x.PegasusXEncoderLayer",
+            "models.qwen2_5_omni.modeling_qwen2_5_omni.Qwen2_5OmniAudioEncoderLayer",
+        ],
+    )
+    def test_layers_that_call_their_parts_with_other_axes_are_not_recognized(self, kind: str) -> None:
+        """Whole tokens or times would be dropped instead of samples."""
+        pytest.importorskip("transformers")
+        module, _, name = kind.rpartition(".")
+        library = pytest.importorskip(f"transformers.{module}")
+        config: Any = {
+            "OPTDecoderLayer": lambda: library.OPTConfig(hidden_size=16, ffn_dim=16, num_attention_heads=2),
+            "EncoderLayer": lambda: library.FSMTConfig(d_model=16, encoder_ffn_dim=16, encoder_attention_heads=2),
+            "PegasusXEncoderLayer": lambda: library.PegasusXConfig(
+                d_model=16, encoder_ffn_dim=16, encoder_attention_heads=2
+            ),
+            "Qwen2_5OmniAudioEncoderLayer": lambda: library.Qwen2_5OmniAudioEncoderConfig(
+                d_model=16, encoder_ffn_dim=16, encoder_attention_heads=2
+            ),
+        }[name]()
+        extra = {"stagger_blocks_this_layer": False} if name.startswith("Pegasus") else {}
+        layer = getattr(library, name)(config=config, **extra)
+        assert {"self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"} <= set(layer._modules)
+        assert branch_ends(layer) is None
+
 
 def norm(block: Any) -> tuple[Tensor, Tensor]:
     return block.downsample[1].weight, block.downsample[1].bias
@@ -314,7 +402,7 @@ class TestBlocksOfOthers:
         other = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         plan = stochastic_depth.plan(nn.ModuleDict({"layers": nn.ModuleList([self.block(), other, self.block()])}))
         assert plan.warnings == [
-            "1 of the 3 layers of 'layers' are of a kind that the recipe does not know, and get nothing: 'layers.1'."
+            "skipped 1 of the 3 layers of 'layers', which the recipe does not recognize: 'layers.1'."
         ]
 
     @pytest.mark.parametrize("library", ["BERT", "GPT-2"])

@@ -1,4 +1,4 @@
-"""The command line: `hookdrop layers MODEL` to choose layers, `hookdrop plan MODEL ...` to see what would happen."""
+"""The command line: `hookdrop layers MODEL` lists layers, `hookdrop plan MODEL ...` shows what would happen."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import hookdrop
 from hookdrop.cli.layers import list_layers
 from hookdrop.cli.plan import RECIPES, show_plan
 from hookdrop.errors import HookdropError, HookdropWarning, LayerError
-from hookdrop.kernels import native as kernel
+from hookdrop.kernels import native
 
 _ENTRY = "a full name, a quoted glob ('layer3.*', '**.bn[12]', '**'), or a class (type:BatchNorm2d)"
 _RECIPE = f"instead of layers and a regularizer: {', '.join(RECIPES)}; with settings: 'stochastic_depth(p=0.2)'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 if it could be done, 2 if not."""
+    """Run one command; return 0 on success and 2 on an error."""
     args = _parser().parse_args(argv)
     try:
         with warnings.catch_warnings():
-            # What libraries and models warn of is not what was asked.
+            # Warnings of libraries and models are not about the plan.
             warnings.simplefilter("ignore")
             warnings.simplefilter("default", HookdropWarning)
             args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has left, as `head` does. Python flushes once more at exit, to where nobody minds.
+        # The reader has closed the pipe, as `head` does. Python flushes again at exit, now to the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (HookdropError, ValueError, TypeError) as error:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _version() -> str:
-    return f"hookdrop {hookdrop.__version__} (compiled loops: {'yes' if kernel.available() else 'no'})"
+    return f"hookdrop {hookdrop.__version__} (compiled loops: {'yes' if native.available() else 'no'})"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(plan)
     plan.add_argument("--recipe", metavar="NAME", help=_RECIPE)
     plan.add_argument("--layers", nargs="+", action="extend", default=[], metavar="ENTRY", help=_ENTRY)
-    plan.add_argument("--exclude", nargs="+", action="extend", default=[], metavar="ENTRY", help="what to leave out")
+    plan.add_argument("--exclude", nargs="+", action="extend", default=[], metavar="ENTRY", help="layers to skip")
     plan.add_argument("--regularizer", metavar="TEXT", help="such as 'DropBlock(p=0.1, block_size=7)'")
     plan.add_argument("--at", choices=("output", "input"), help="which side of the layers; the output if not given")
     plan.add_argument("--tensor", type=_key, metavar="KEY", help="which tensor of several: an index, a key or 'all'")

@@ -1,11 +1,11 @@
-"""What the commands write with."""
+"""Output of the commands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hookdrop.cli import models as zoo
+from hookdrop.utils.optional_dependencies import needs
 from hookdrop.utils.tables import text_table
 
 if TYPE_CHECKING:
@@ -15,18 +15,18 @@ ROOT = "(the model)"
 
 
 def make_console() -> Console:
-    with zoo.extra():
+    with needs("cli"):
         from rich.console import Console
     return Console(markup=False, highlight=False, emoji=False)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    # soft_wrap: a line is never cut or folded, so that it can be copied from a terminal and parsed in a pipe.
+    # soft_wrap: lines are never cut or folded, so they can be copied from a terminal and parsed in a pipe.
     console.print(text, style=style or None, soft_wrap=True)
 
 
 def show_table(console: Console, header: Sequence[str], rows: Sequence[Sequence[object]], dim: list[bool]) -> None:
-    """The columns in which some row has something."""
+    """Print a table without its empty columns."""
     used = [i for i in range(len(header)) if any(row[i] not in ("", None) for row in rows)]
     table = text_table([header[i] for i in used], [[row[i] for i in used] for row in rows])
     styles = ["bold", "dim", *("dim" if is_dim else "" for is_dim in dim)]

@@ -1,4 +1,4 @@
-"""`hookdrop layers MODEL`: choose layers."""
+"""`hookdrop layers MODEL`: list layers to choose from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from hookdrop.cli import models as zoo
+from hookdrop.cli import models
 from hookdrop.cli.console import ROOT, make_console, say, show_table
 from hookdrop.diagnostics.dry_run import dry_run
 from hookdrop.errors import ShapeError
@@ -21,37 +21,39 @@ if TYPE_CHECKING:
 
 _HEADER = ("name", "type", "output shape", "calls")
 
-# What is proposed to plan next: the first that suits the shapes.
+# Regularizers to suggest; the first that suits the shapes.
 _TRIALS = ("DropBlock(p=0.1, block_size=7)", "DropBlock(p=0.1, block_size=3)", "Dropout(p=0.1)")
 
 
 def list_layers(args: argparse.Namespace) -> None:
+    """Print the layers of a model with their types, output shapes and calls."""
     console = None if args.json else make_console()
-    found = zoo.load(args.model, args.input_size)
-    # The model itself is left out: it has no name to choose it by.
+    found = models.load(args.model, args.input_size)
+    # The model itself is skipped: it has no name to choose it by.
     chosen = select(found.model, found.entries(args.match)).layers if args.match else walk(found.model)[1:]
     seen = dry_run(found.model, [layer.module for layer in chosen], found.example_input)
     rows = [
-        {"name": layer.name, "type": type(layer.module).__name__, "shape": what.shape, "calls": what.calls}
-        for layer, what in zip(chosen, seen, strict=True)
+        {"name": layer.name, "type": type(layer.module).__name__, "shape": run.shape, "calls": run.calls}
+        for layer, run in zip(chosen, seen, strict=True)
     ]
     if console is None:
-        print(json.dumps({**found.about(), "layers": rows}, indent=2))
+        print(json.dumps({**found.summary(), "layers": rows}, indent=2))
     else:
         _show(console, args, found, rows)
 
 
-def _show(console: Console, args: argparse.Namespace, found: zoo.Specimen, rows: list[dict[str, Any]]) -> None:
+def _show(console: Console, args: argparse.Namespace, found: models.LoadedModel, rows: list[dict[str, Any]]) -> None:
     say(console, str(found))
     cells = [(row["name"] or ROOT, row["type"], _output(row), row["calls"]) for row in rows]
     show_table(console, _HEADER, cells, dim=[row["shape"] is None for row in rows])
     never = sum(not row["calls"] for row in rows)
-    mute = sum(row["shape"] is None for row in rows) - never
-    parts = [f"{counted(len(rows), 'module')}: {len(rows) - never - mute} hookable"]
+    no_tensor = sum(row["shape"] is None for row in rows) - never
+    hookable = len(rows) - never - no_tensor
+    parts = [f"{counted(len(rows), 'module')}: {hookable} hookable"]
     parts += [f"{never} never called in an eval forward (a hook there never fires)"] * bool(never)
-    parts += [f"{mute} with no tensor to regularize"] * bool(mute)
+    parts += [f"{no_tensor} with no tensor to regularize"] * bool(no_tensor)
     say(console, ", ".join(parts))
-    if never + mute < len(rows):
+    if hookable:
         say(console, f"next: {_next_command(args, rows)}")
 
 
@@ -60,7 +62,7 @@ def _output(row: dict[str, Any]) -> str:
 
 
 def _next_command(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
-    """A `plan` of the same layers, or of a row of outer blocks in the second half of the model."""
+    """A `plan` of the same layers, or of a list of outer blocks in the second half of the model."""
     hookable = {row["name"]: row["shape"] for row in rows if row["shape"]}
     parents = [name.rpartition(".")[0] for name in hookable if name.rpartition(".")[2].isdigit()]
     outer = [parent for parent in parents if parent and parent.count(".") == min(p.count(".") for p in parents if p)]

@@ -1,10 +1,10 @@
-"""Models of timm and torchvision by name, each with an input that it takes. Nothing is ever downloaded."""
+"""Models of timm and torchvision by name, each with an example input. Nothing is downloaded."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from hookdrop.utils.tensor_tree import tensors
 
 LIBRARIES = ("timm", "torchvision")
 
-# Where a builder of torchvision lives, and what its models take; the first that is part of the path.
+# Input sizes of torchvision's models, by the module of the builder; the first that is part of its path.
 _TORCHVISION_SIZES = (
     (".video.resnet", (3, 16, 112, 112)),
     (".video.", (3, 16, 224, 224)),
@@ -30,19 +30,19 @@ _TORCHVISION_SIZES = (
 
 
 @dataclass
-class Specimen:
-    """A model with random weights and what to call it with."""
+class LoadedModel:
+    """A model with random weights and an example input."""
 
     name: str
     library: str
     model: nn.Module
     example_input: Any
     also_in: str = ""
-    """The other library, if it has a model of this name too."""
+    """The other library, if it also has a model of this name."""
 
     def __str__(self) -> str:
         shapes = ", ".join(map(shape_text, self.input_shapes))
-        other = f" ({self.also_in} has one too: {self.also_in}:{self.name})" if self.also_in else ""
+        other = f" (also in {self.also_in}: {self.also_in}:{self.name})" if self.also_in else ""
         return f"{self.name} from {self.library}, input {shapes}{other}"
 
     @property
@@ -50,50 +50,43 @@ class Specimen:
         """The shape of each tensor in the example."""
         return [tuple(x.shape) for x in tensors(self.example_input)]
 
-    def about(self) -> dict[str, Any]:
-        """The same for JSON."""
+    def summary(self) -> dict[str, Any]:
+        """Name, library and input shapes, for JSON."""
         return {"model": self.name, "library": self.library, "input": self.input_shapes}
 
     def entries(self, texts: list[str]) -> list[Entry]:
-        """`layers` entries as they are typed: `type:Name` is the class of this name, all else stays text."""
+        """The `layers` entries for typed texts: `type:Name` is the class of this name, other texts stay as they are."""
         entries: list[Entry] = []
         for text in texts:
             entries += _classes(self.model, text[5:]) if text.startswith("type:") else [text]
         return entries
 
 
-def extra() -> AbstractContextManager[None]:
-    """An import inside that fails says which extra to install."""
-    return needs("cli")
-
-
-def load(text: str, size: str = "") -> Specimen:
+def load(text: str, size: str = "") -> LoadedModel:
     """The model that `text` names: `resnet50` (timm's, where both have one), `timm:resnet50`, `torchvision:resnet50`.
 
     Args:
         text: the name.
-        size: instead of the model's own input: `320`, `320x256` or `3x320x320`; what is left out stays.
+        size: replaces the model's own input size: `320`, `320x256` or `3x320x320`; missing parts keep their values.
 
     Raises:
-        HookdropError: neither library has it, it can't be built, or the size is none.
+        HookdropError: neither library has it, it can't be built, or the size can't be read.
     """
     sizes = _sizes(size)
     name, library, also_in = _find(text)
     with _fixed_weights():
         model, example = _build(name, library, sizes)
-    return Specimen(name, library, model, example, also_in)
+    return LoadedModel(name, library, model, example, also_in)
 
 
 def _build(name: str, library: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any]:
     """On the meta device, in no time and memory, if a forward works there; on the CPU otherwise."""
     make = _from_timm if library == "timm" else _from_torchvision
-    try:
+    with suppress(Exception):  # any, as the code of a model may need the values of tensors
         with torch.device("meta"):
             model, example = make(name, sizes)
         dry_run(model, [], example)
         return model, example
-    except Exception:  # whatever code of a model does where tensors have no values
-        pass
     try:
         return make(name, sizes)
     except HookdropError:
@@ -105,31 +98,31 @@ def _build(name: str, library: str, sizes: tuple[int, ...]) -> tuple[nn.Module, 
 def _find(text: str) -> tuple[str, str, str]:
     """Name, library, and the other library if it has the name too."""
     prefix, colon, rest = text.partition(":")
-    asked, name = (prefix, rest) if colon and prefix in LIBRARIES else ("", text)
+    requested, name = (prefix, rest) if colon and prefix in LIBRARIES else ("", text)
     known = _names()
-    # A tag behind a dot (resnet50.a1_in1k) chooses weights, in timm only.
+    # A tag after a dot (resnet50.a1_in1k) selects weights, in timm only.
     having = [library for library in LIBRARIES if name in known[library]]
     if not having and name.partition(".")[0] in known["timm"]:
         having = ["timm"]
-    chosen = [library for library in having if asked in ("", library)]
+    chosen = [library for library in having if requested in ("", library)]
     if not chosen:
-        raise HookdropError(_unknown(name, asked, known))
+        raise HookdropError(_unknown(name, requested, known))
     other = [library for library in having if library != chosen[0]]
     return name, chosen[0], "".join(other)
 
 
 def _names() -> dict[str, list[str]]:
-    with extra():
+    with needs("cli"):
         import timm
         import torchvision
     return {"timm": timm.list_models(), "torchvision": torchvision.models.list_models()}
 
 
-def _unknown(name: str, asked: str, known: dict[str, list[str]]) -> str:
+def _unknown(name: str, requested: str, known: dict[str, list[str]]) -> str:
     near = {library: ", ".join(map(repr, nearest(name, known[library]))) for library in LIBRARIES}
     lines = [f"  {library + ':':13}{names}" for library, names in near.items() if names]
     hint = "did you mean:" if lines else "see timm.list_models() and torchvision.models.list_models()."
-    return "\n".join([f"there is no model {name!r} in {asked or 'timm or torchvision'}.", f"  {hint}", *lines])
+    return "\n".join([f"there is no model {name!r} in {requested or 'timm or torchvision'}.", f"  {hint}", *lines])
 
 
 def _from_timm(name: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any]:
@@ -170,7 +163,7 @@ def _resized(own: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _classes(model: nn.Module, name: str) -> list[type[nn.Module]]:
-    """The classes of this name in the model, less those that derive from another of them."""
+    """The classes of this name in the model, without those that derive from another of them."""
     there = {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
     found = [cls for cls in there if cls.__name__ == name]
     if not found:
@@ -184,7 +177,7 @@ def _classes(model: nn.Module, name: str) -> list[type[nn.Module]]:
 
 @contextmanager
 def _fixed_weights() -> Iterator[None]:
-    """The same random weights each time (a detector's boxes depend on them); the caller's random state stays."""
+    """The same random weights each time (a detector's boxes depend on them), without changing the random state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         yield

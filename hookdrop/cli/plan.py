@@ -1,4 +1,4 @@
-"""`hookdrop plan MODEL ...`: see what an injection would do."""
+"""`hookdrop plan MODEL ...`: show what an injection would do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 import hookdrop
 from hookdrop import recipes
-from hookdrop.cli import models as zoo
+from hookdrop.cli import models
 from hookdrop.cli.console import ROOT, make_console, say, show_table
 from hookdrop.injection.select import Entry, entry_text
 from hookdrop.recipes import Recipe
@@ -31,20 +31,20 @@ RECIPES: dict[str, Recipe[...]] = {
 }
 _KIND = Kind("--recipe", "recipe", RECIPES, "dropblock_resnet(p=0.1, block_size=5)", bare=True)
 _OWN = ("layers", "exclude", "regularizer", "at", "tensor", "p_scale")
-"""Options of a plan by layers that a recipe has no use for."""
+"""Options that cannot be combined with a recipe."""
 _HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 
 
 @dataclass
 class _Planned:
-    """A plan with what is told beside it."""
+    """A plan and what is printed with it."""
 
     plan: Plan
-    model: zoo.Specimen
+    model: models.LoadedModel
     code: str
-    """The line of Python that does it."""
+    """The line of Python that does the same."""
     counts: dict[str, int]
-    """By the entries as they were typed."""
+    """Layers matched, by the entries as typed."""
 
 
 def show_plan(args: argparse.Namespace) -> None:
@@ -53,7 +53,7 @@ def show_plan(args: argparse.Namespace) -> None:
         args.refuse("--layers and --regularizer are required, or --recipe")
     own = [name for name in _OWN if getattr(args, name) not in (None, [])]
     if args.recipe is not None and own:
-        args.refuse(f"--recipe chooses by itself; leave out --{', --'.join(own).replace('_', '-')}")
+        args.refuse(f"--{', --'.join(own).replace('_', '-')} cannot be combined with --recipe")
     console = None if args.json else make_console()
     planned = _by_layers(args) if args.recipe is None else _by_recipe(args)
     if console is None:
@@ -63,9 +63,9 @@ def show_plan(args: argparse.Namespace) -> None:
 
 
 def _by_layers(args: argparse.Namespace) -> _Planned:
-    parse(args.regularizer)  # A slip in it is told before a model is built.
+    parse(args.regularizer)  # reports a typo before the model is built
     schedule = None if args.schedule_steps is None else LinearSchedule(steps=args.schedule_steps)
-    found = zoo.load(args.model, args.input_size)
+    found = models.load(args.model, args.input_size)
     entries = found.entries(args.layers)
     options = {
         "layers": entries,
@@ -84,39 +84,37 @@ def _by_layers(args: argparse.Namespace) -> _Planned:
 def _by_recipe(args: argparse.Namespace) -> _Planned:
     call = read_call(args.recipe, _KIND)
     recipe, settings = RECIPES[call.name], _settings(args, call)
-    found = zoo.load(args.model, args.input_size)
+    found = models.load(args.model, args.input_size)
     plan = recipe.plan(found.model, *call.args, example_input=found.example_input, **settings)
-    said = ["model", *map(repr, call.args), *(f"{name}={value!r}" for name, value in settings.items())]
+    arguments = ["model", *map(repr, call.args), *(f"{name}={value!r}" for name, value in settings.items())]
     follow = "" if plan.schedule is None else ".follow(optimizer)"
-    return _Planned(plan, found, f"drop = recipes.{call.name}({', '.join(said)}){follow}", plan.counts)
+    return _Planned(plan, found, f"drop = recipes.{call.name}({', '.join(arguments)}){follow}", plan.counts)
 
 
 def _settings(args: argparse.Namespace, call: Call) -> dict[str, Any]:
-    """What a recipe is called with by name: what was spelled, and the schedule.
+    """The keywords that a recipe is called with: those of the text, and the schedule.
 
     Raises:
-        TypeError: the recipe does not take it.
-        ValueError: it is for the command line to say, or was said twice.
+        TypeError: the recipe does not take them.
+        ValueError: the command line sets one itself, or one is given twice.
     """
-    settings, said = dict(call.kwargs), f"--recipe: {args.recipe!r}"
+    settings, text = dict(call.kwargs), f"--recipe: {args.recipe!r}"
     signature = inspect.signature(RECIPES[call.name])
     try:
-        spelled = signature.bind(None, *call.args, **settings).arguments
+        given = signature.bind(None, *call.args, **settings).arguments
     except TypeError as error:
-        raise TypeError(f"{said}: {error}{signature_of(call.name, _KIND)}") from None
-    if "example_input" in spelled:
-        raise ValueError(
-            f"{said}: example_input is made by the command line; leave it out.\n  its size: --input-size 224"
-        )
-    if not isinstance(spelled.get("name", ""), str):
-        raise TypeError(f"{said}: name must be a text, got {spelled['name']!r}.\n  write: name='mine'")
+        raise TypeError(f"{text}: {error}{signature_of(call.name, _KIND)}") from None
+    if "example_input" in given:
+        raise ValueError(f"{text}: the command line creates example_input; remove it.\n  its size: --input-size 224")
+    if not isinstance(given.get("name", ""), str):
+        raise TypeError(f"{text}: name must be a string, got {given['name']!r}.\n  write: name='mine'")
     if args.schedule_steps is None:
         return settings
     schedule = "schedule" if "schedule" in signature.parameters else "steps"
-    if schedule in spelled:
+    if schedule in given:
         raise ValueError(
-            f"{said} has {schedule}={spelled[schedule]!r}, and --schedule-steps {args.schedule_steps} is given too.\n"
-            "  leave out one of them."
+            f"{text} has {schedule}={given[schedule]!r}, and --schedule-steps {args.schedule_steps} is given too.\n"
+            "  remove one of them."
         )
     steps = args.schedule_steps
     return {**settings, schedule: LinearSchedule(steps=steps) if schedule == "schedule" else steps}
@@ -130,8 +128,8 @@ def _object(planned: _Planned) -> dict[str, Any]:
         for s in plan.sites
     ]
     how = {"at": plan.at, "schedule": None if plan.schedule is None else repr(plan.schedule)}
-    told = {"counts": planned.counts, "warnings": plan.warnings, "code": planned.code}
-    return {**planned.model.about(), **how, "sites": sites, **told}
+    notes = {"counts": planned.counts, "warnings": plan.warnings, "code": planned.code}
+    return {**planned.model.summary(), **how, "sites": sites, **notes}
 
 
 def _show(console: Console, planned: _Planned) -> None:
@@ -161,7 +159,7 @@ def _show(console: Console, planned: _Planned) -> None:
 
 
 def _code(regularizer: str, options: dict[str, Any]) -> str:
-    """The line of Python that does what was planned."""
+    """The line of Python that does what is planned."""
     parts = ["model", repr(parse(regularizer))]
     for name, value in options.items():
         code = f"[{', '.join(map(_entry_code, value))}]" if isinstance(value, list) else _quoted(value)

@@ -1,4 +1,4 @@
-"""Tensors in, a matplotlib `Figure` out: never through pyplot, so that nothing is kept open or shown twice."""
+"""Tensors in, a matplotlib `Figure` out; without pyplot, which would keep figures open and show them twice."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 KEPT, DROPPED = "#d5dde8", "#b2182b"
 SCALE = "viridis"
 MOST_BLOCKS = 6
-"""Layers in one picture, unless more are asked for by name."""
+"""Layers in one figure, unless more are named."""
 
 
 def spread(names: Sequence[str]) -> list[str]:
-    """At most `MOST_BLOCKS` of them, from the first to the last."""
+    """At most `MOST_BLOCKS` of the names, evenly from the first to the last."""
     if len(names) <= MOST_BLOCKS:
         return list(names)
     return [names[round(i * (len(names) - 1) / (MOST_BLOCKS - 1))] for i in range(MOST_BLOCKS)]
@@ -38,12 +38,12 @@ class Row:
 
     label: str
     tensor: Tensor
-    """Of numbers, or a mask: True where an element was kept."""
+    """Numbers, or a mask that is True where an element was kept."""
 
 
 @dataclass
 class Block:
-    """The rows of one layer, on one colour scale."""
+    """The rows of one layer, with one color scale."""
 
     title: str
     rows: Sequence[Row]
@@ -56,7 +56,7 @@ class Panel:
     title: str
     values: Tensor
     axes: tuple[str, str] | None = None
-    """What its columns and rows are, where they are not the width and height of a map."""
+    """Names of its columns and rows, unless it is a map."""
 
 
 def blank(figure: Any, width: float, height: float) -> Any:
@@ -72,9 +72,9 @@ def panels(x: Tensor, sample: int, channels: int, channel_dim: int | None = None
     Args:
         x: (N, C, H, W) or (N, H, W, C): the first `channels` maps; (N, C, D, H, W): their middle slices; (N, L, C): one
             image of tokens by channels; (N, C) or (N,): one image of all samples.
-        sample: which of the N.
+        sample: index into the batch.
         channels: how many maps at most.
-        channel_dim: the axis of the channels of a map, if it is not the one that the shape tells.
+        channel_dim: the axis of the channels of a map; None is the one that the shape suggests.
 
     Raises:
         ShapeError: there is no such sample, or nothing to show.
@@ -106,44 +106,42 @@ def blocks_figure(
     figure: Any = None,
     there_are: int = 0,
 ) -> Figure:
-    """Each block is a grid: a row for each of its tensors, a column for each channel; one below the other.
+    """Blocks from top to bottom, each a grid with a row for each tensor and a column for each channel.
 
     Args:
-        blocks: from top to bottom.
-        sample: which of the batch.
-        channels: how many channels of a map at most.
+        blocks: the layers.
+        sample: as in `panels`.
+        channels: as in `panels`.
         channel_dim: as in `panels`.
         figure: to draw in, instead of a new one.
-        there_are: how many blocks there would be, if not all are given: a line says so.
+        there_are: how many blocks exist; the title says so if not all are given.
     """
     channels, sample = count(channels, "channels", "pictures"), count(sample, "sample", "pictures", -sys.maxsize)
     if not blocks:
         raise LayerError("no layer is named, so there is nothing to show.\n  leave out `layers` for all, or name some")
     shown = [[panels(row.tensor, sample, channels, channel_dim) for row in block.rows] for block in blocks]
-    heights = [_height(rows) for rows in shown]
-    figure = blank(figure, max(5.0, *(_width(rows) for rows in shown)), sum(heights))
+    sizes = [_size(rows) for rows in shown]
+    heights = [height for _, height in sizes]
+    figure = blank(figure, max(5.0, *(width for width, _ in sizes)), sum(heights))
     parts = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, block, rows in zip(parts, blocks, shown, strict=True):
         _draw_block(part, block, rows)
     if there_are > len(blocks):
         parts[0].suptitle(f"{len(blocks)} of {there_are} layers\n{blocks[0].title}", fontsize=10)
     masked = [part for part, block in zip(parts, blocks, strict=True) if any(map(_is_mask, block.rows))]
-    for part in masked[-1:]:
-        _legend(part)
+    if masked:
+        _add_legend(masked[-1])
     return figure  # type: ignore[no-any-return]
 
 
-def _height(rows: list[list[Panel]]) -> float:
-    flat = len(rows[0]) == 1
-    return 2.6 if flat else 0.75 + 1.05 * len(rows)
-
-
-def _width(rows: list[list[Panel]]) -> float:
-    return 1.6 + (3.0 * len(rows) if len(rows[0]) == 1 else 1.05 * max(2, len(rows[0])))
+def _size(rows: list[list[Panel]]) -> tuple[float, float]:
+    """Width and height of a block, in inches."""
+    columns = len(rows[0])
+    return (1.6 + 3.0 * len(rows), 2.6) if columns == 1 else (1.6 + 1.05 * max(2, columns), 0.75 + 1.05 * len(rows))
 
 
 def _draw_block(part: SubFigure, block: Block, rows: list[list[Panel]]) -> None:
-    """Maps: a row a tensor. One image a tensor: side by side."""
+    """A row for each tensor; tensors of one image each are side by side."""
     part.suptitle(block.title, fontsize=10)
     flat = len(rows[0]) == 1
     table = part.subplots(*((1, len(rows)) if flat else (len(rows), len(rows[0]))), squeeze=False)
@@ -155,7 +153,7 @@ def _draw_block(part: SubFigure, block: Block, rows: list[list[Panel]]) -> None:
     for row, line, axes_of_row in zip(block.rows, rows, table, strict=True):
         for index, (panel, axes) in enumerate(zip(line, axes_of_row, strict=True)):
             if _is_mask(row):
-                draw_mask(axes, panel.values)
+                _draw_mask(axes, panel.values)
             else:
                 drawn = axes.imshow(panel.values.numpy(), cmap=SCALE, vmin=low, vmax=high, interpolation="nearest")
             _label(axes, panel, row.label, first=index == 0, top=row is block.rows[0] or flat)
@@ -182,15 +180,14 @@ def _label(axes: Axes, panel: Panel, label: str, *, first: bool, top: bool) -> N
         axes.set_ylabel(label, fontsize=8)
 
 
-def draw_mask(axes: Axes, mask: Tensor) -> None:
-    """A mask in two colours."""
+def _draw_mask(axes: Axes, mask: Tensor) -> None:
     from matplotlib.colors import ListedColormap
 
-    colours = ListedColormap([DROPPED, KEPT])
-    axes.imshow(mask.float().numpy(), cmap=colours, vmin=0, vmax=1, interpolation="nearest")
+    colors = ListedColormap([DROPPED, KEPT])
+    axes.imshow(mask.float().numpy(), cmap=colors, vmin=0, vmax=1, interpolation="nearest")
 
 
-def _legend(part: SubFigure) -> None:
+def _add_legend(part: SubFigure) -> None:
     from matplotlib.patches import Patch
 
     patches = [Patch(color=KEPT, label="kept"), Patch(color=DROPPED, label="dropped")]
@@ -199,19 +196,18 @@ def _legend(part: SubFigure) -> None:
 
 def limits(values: Sequence[Tensor]) -> tuple[float, float]:
     """The smallest and the largest finite number."""
-    finite = [v[v.isfinite()] for v in values]
-    found = [v for v in finite if v.numel()]
-    if not found:
+    finite = torch.cat([torch.empty(0), *(v[v.isfinite()] for v in values)])
+    if not finite.numel():
         return 0.0, 1.0
-    low, high = min(float(v.min()) for v in found), max(float(v.max()) for v in found)
-    # Of one number alone matplotlib would give each image a scale of its own.
+    low, high = float(finite.min()), float(finite.max())
+    # For a range of one number matplotlib would give each image another scale.
     return (low, high) if low < high else (low - 0.5, high + 0.5)
 
 
 def as_pictures(x: Tensor) -> Tensor:
-    """Images (N, C, H, W) for `imshow`: (N, H, W, 3) in [0, 1] of three channels, or (N, H, W), the mean of others.
+    """Images (N, C, H, W) for `imshow`: (N, H, W, 3) in [0, 1] of three channels, otherwise (N, H, W), their mean.
 
-    What is not finite is as dark as the darkest.
+    Values that are not finite become the smallest finite value.
     """
     x = _on_cpu(x)
     if x.dim() != 4:

@@ -1,17 +1,16 @@
-"""Seeing what goes through a model: what the regularizers do, and what its layers and gradients look like.
+"""Look into a model: what the regularizers do, and what its layers and gradients look like.
 
-Nothing here needs more than PyTorch, but pictures, class activation maps and TensorBoard:
-`pip install 'hookdrop[observe]'`.
+Figures, class activation maps and TensorBoard need `pip install 'hookdrop[observe]'`; the rest needs PyTorch alone.
 """
 
 from hookdrop.diagnostics.recording import Record, Recording
+from hookdrop.observe.activations import Captured, capture
 from hookdrop.observe.cam import grad_cam
-from hookdrop.observe.capture import Captured, capture
-from hookdrop.observe.compare import CamComparison, compare_cam, plot_cam
-from hookdrop.observe.layer_stats import LayerStats
+from hookdrop.observe.cam_comparison import CamComparison, compare_cam, plot_cam
+from hookdrop.observe.layer_statistics import LayerStats
 from hookdrop.observe.parameter_gradients import GradientEdit, clamp, edit_parameter_gradients, scale, zero
 from hookdrop.observe.plots import plot_features, plot_masks, plot_schedule
-from hookdrop.observe.stats import Stats, stats
+from hookdrop.observe.statistics import Stats, stats
 
 __all__ = [
     "CamComparison",

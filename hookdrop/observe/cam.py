@@ -1,4 +1,4 @@
-"""Class activation maps: which part of a picture a class is read from."""
+"""Class activation maps: which part of an image is evidence for a class."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hookdrop.diagnostics.first_call import without_bookkeeping
 from hookdrop.diagnostics.isolation import preserved
 from hookdrop.errors import LayerError, ShapeError, nearest, warn
 from hookdrop.hooks import compiling
-from hookdrop.injection.select import Entries, Layer, select
-from hookdrop.observe.cam_methods import METHODS, Logits, Spot, library_class
+from hookdrop.injection.select import Entries, select
+from hookdrop.observe.cam_methods import METHODS, Logits, WatchedLayer, library_class
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_copies import copied
 from hookdrop.utils.tensor_tree import describe
@@ -33,36 +33,35 @@ def grad_cam(
     *,
     grid: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Which part of each picture speaks for a class, by pytorch-grad-cam (`pip install grad-cam`).
+    """Which part of each image is evidence for a class, by pytorch-grad-cam (`pip install grad-cam`).
 
-    The model runs in eval mode, uncompiled; modes, buffers, the random state and the parameters' gradients are what
-    they were before, after an error too. Parameters get no gradients at all, so that it works under
-    DistributedDataParallel, and no hook on them is called.
+    The model runs in eval mode, uncompiled. Modes, buffers, the random state and the parameters' gradients are restored
+    afterwards, also after an error. Parameters get no gradients at all, so this works under DistributedDataParallel and
+    calls no parameter hook.
 
     Args:
-        model: a classifier, from (N, C, H, W) to (N, classes), or to something with such a tensor first in it.
-        x: the pictures, (N, C, H, W).
-        layer: one layer, as `inject` names it. Of a CNN the last that still has a map (`"layer4"`); of a vision
-            transformer one whose patch tokens are still used (`"blocks.11.norm1"`: what comes out of the last block is
-            read at the class token alone).
-        target: the class, one for all or one for each picture; or functions from an output (classes,) to a number.
-            None is the class that the model says.
+        model: a classifier from (N, C, H, W) to (N, classes), or to a container whose first tensor this is.
+        x: the images, (N, C, H, W).
+        layer: one layer, as in `inject`. In a CNN the last with a map (`"layer4"`); in a vision transformer one whose
+            patch tokens are still used (`"blocks.11.norm1"`: only the class token of the last block's output is read).
+        target: the class, one for all or one for each image; or functions from an output (classes,) to a number.
+            None is the predicted class.
         method: `"gradcam"` (Selvaraju et al. 2016, arXiv:1610.02391), `"gradcam++"`, `"xgradcam"`, `"hirescam"`,
-            `"layercam"`, `"eigencam"` (which knows no class), or `"cam"`: class activation mapping itself (Zhou et al.
-            2015, arXiv:1512.04150), where global average pooling and one linear layer follow `layer`.
-        grid: rows and columns of the tokens, where the picture's proportions do not tell. The last rows * columns
-            tokens are the picture's; those before (class, distillation, registers) are left out.
+            `"layercam"`, `"eigencam"` (which uses no class), or `"cam"`: class activation mapping (Zhou et al. 2015,
+            arXiv:1512.04150), where global average pooling and one linear layer follow `layer`.
+        grid: rows and columns of the tokens, where the image's proportions do not determine them. The last
+            rows * columns tokens are the image's; those before (class, distillation, registers) are ignored.
 
     Returns:
-        (N, H, W), float32, on the CPU: each picture's map from 0 to 1; 0 everywhere where nothing speaks for the class,
-        and NaN, with a warning, where the model's numbers are not finite.
+        (N, H, W), float32, on the CPU: each image's map from 0 to 1; 0 everywhere without positive evidence, and NaN,
+        with a warning, where the model's numbers are not finite.
 
     Raises:
         HookdropError: grad-cam is not installed.
-        LayerError: no such layer, more than one, or one that is not called just once.
-        ShapeError: the layer gives neither a map nor tokens of a known grid; or the model gives no (N, classes).
+        LayerError: no such layer, more than one, or one that is not called exactly once.
+        ShapeError: the layer returns neither a map nor tokens of a known grid; or the model returns no (N, classes).
         ValueError: no such class, no such method, or no such grid.
-        TypeError: an argument of another kind, such as pictures of bytes.
+        TypeError: an argument of another type, such as images of bytes.
 
     Example:
         >>> model = timm.create_model("resnet18", pretrained=True)  # doctest: +SKIP
@@ -72,27 +71,32 @@ def grad_cam(
     compiling.not_while_tracing("grad_cam()")
     must_be_model(model, "grad_cam", "model, x, layer")
     if not isinstance(method, str) or method not in METHODS:
-        known = ", ".join(map(repr, METHODS))
-        raise ValueError(f"there is no method {method!r}.\n  there are: {known}{_near(method)}")
+        near = nearest(method, METHODS, 1) if isinstance(method, str) else []
+        hint = f"\n  did you mean: {near[0]!r}" if near else ""
+        raise ValueError(f"there is no method {method!r}.\n  there are: {', '.join(map(repr, METHODS))}{hint}")
     if not isinstance(x, Tensor) or x.dim() != 4 or not x.numel():
-        raise ShapeError(f"x are pictures (N, C, H, W), got {describe(x)}.")
+        raise ShapeError(f"x must be images (N, C, H, W), got {describe(x)}.")
     floating(x, "grad_cam")
     grid = None if grid is None else _checked(grid)
-    chosen = _one(model, layer)
+    found = select(model, layer).layers
+    if len(found) > 1:
+        names = some([one.name for one in found])
+        raise LayerError(f"a class activation map is of one layer, got {len(found)}: {names}.")
     targets = _targets(target, len(x), method)
-    spot = Spot(chosen, (x.shape[-2], x.shape[-1]), grid)
-    method_class = library_class(method, spot)
-    with _alone(model) as inner:
-        maps = _run(method_class, inner, spot, x, targets)
-    _tell_of_no_numbers(maps, x)
-    _tell_of_empty(maps, spot)
+    watched = WatchedLayer(found[0], (x.shape[-2], x.shape[-1]), grid)
+    method_class = library_class(method, watched)
+    with _isolated(model) as inner:
+        maps = _run(method_class, inner, watched, x, targets)
+    _warn_of_nan(maps, x)
+    if not maps.any():
+        _warn_of_no_evidence(watched)
     peaks = maps.amax((1, 2), keepdim=True)
-    # The library adds a small number to what it divides by, which matters where gradients are as small.
+    # The library adds a small number to its divisor, which matters where gradients are as small.
     return maps / torch.where(peaks > 0.0, peaks, 1.0)
 
 
 def must_be_model(model: object, owner: str, order: str) -> None:
-    """Raise `TypeError` for what is no module."""
+    """Raise `TypeError` for anything but a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{owner}: the model comes first, got {describe(model)}.\n  write {owner}({order})")
 
@@ -103,30 +107,15 @@ def _checked(grid: Any) -> tuple[int, int]:
     return count(grid[0], "grid's rows", "grad_cam"), count(grid[1], "grid's columns", "grad_cam")
 
 
-def _near(method: object) -> str:
-    if not isinstance(method, str):
-        return ""
-    near = nearest(method, METHODS, 1)
-    return f"\n  did you mean: {near[0]!r}" if near else ""
-
-
-def _one(model: nn.Module, layer: Entries) -> Layer:
-    found = select(model, layer).layers
-    if len(found) > 1:
-        names = some([one.name for one in found])
-        raise LayerError(f"a class activation map is of one layer, got {len(found)}: {names}.")
-    return found[0]
-
-
 def _targets(target: Target, samples: int, method: str) -> list[_Class | Callable[[Tensor], Tensor]] | None:
-    """What is explained of each sample; None is the class that the model says."""
+    """What is explained for each sample; None is the predicted class."""
     if target is None:
         return None
     if isinstance(target, Tensor):
         target = target.tolist()
     listed = list(target) if isinstance(target, Sequence) else [target] * samples
     if len(listed) != samples:
-        raise ValueError(f"target: give one class, or one for each of the {samples} pictures, got {len(listed)}.")
+        raise ValueError(f"target: give one class, or one for each of the {samples} images, got {len(listed)}.")
     if method == "cam" and any(map(callable, listed)):
         raise TypeError('method="cam" reads the weights of a class: target is a class, not a function.')
     return [_Function(one) if callable(one) else _Class(count(one, "target", "grad_cam", 0)) for one in listed]
@@ -145,7 +134,7 @@ class _Class:
 
 
 class _Function:
-    """What somebody's function makes of an output."""
+    """The result of the user's function of an output."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self._function = function
@@ -166,8 +155,8 @@ class _Function:
 
 
 @contextmanager
-def _alone(model: nn.Module) -> Iterator[nn.Module]:
-    """The model without wrappers, to be run with gradients but without any of the parameters'."""
+def _isolated(model: nn.Module) -> Iterator[nn.Module]:
+    """The model without wrappers, to be run with gradients but with frozen parameters."""
     inner = unwrapped(model)
     trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
     stance = torch.compiler.set_stance("force_eager")
@@ -181,13 +170,13 @@ def _alone(model: nn.Module) -> Iterator[nn.Module]:
                 parameter.requires_grad_(True)
 
 
-def _run(method_class: Any, model: nn.Module, spot: Spot, x: Tensor, targets: Any) -> Tensor:
+def _run(method_class: Any, model: nn.Module, watched: WatchedLayer, x: Tensor, targets: Any) -> Tensor:
     place = next((p.device for p in model.parameters()), x.device)
-    handle = spot.module.register_forward_hook(spot)
+    handle = watched.module.register_forward_hook(watched)
     cam = None
     try:
-        cam = method_class(Logits(model), [spot.tensor], reshape_transform=spot.as_map)
-        # A leaf that wants gradients must not be written to, as some models do with what they are given.
+        cam = method_class(Logits(model), [watched.tensor], reshape_transform=watched.as_map)
+        # Some models modify their input in place, which a leaf that requires gradients does not allow.
         maps = cam(input_tensor=copied(x, place).requires_grad_().clone(), targets=targets)
     finally:
         handle.remove()
@@ -196,20 +185,19 @@ def _run(method_class: Any, model: nn.Module, spot: Spot, x: Tensor, targets: An
     return torch.from_numpy(maps)
 
 
-def _tell_of_no_numbers(maps: Tensor, x: Tensor) -> None:
+def _warn_of_nan(maps: Tensor, x: Tensor) -> None:
     which = maps.isnan().flatten(1).any(1).nonzero().flatten().tolist()
     if which:
         bad = not x[which].isfinite().all()
         why = "x is not finite there" if bad else "what the model computes, or its gradient, is not finite"
         warn(f"{counted(len(which), 'map')} of {len(maps)} {'is' if len(which) == 1 else 'are'} NaN: {why}.\n"
-             f"  pictures: {', '.join(map(str, which[:8]))}{', ...' if len(which) > 8 else ''}")  # fmt: skip
+             f"  images: {', '.join(map(str, which[:8]))}{', ...' if len(which) > 8 else ''}")  # fmt: skip
 
 
-def _tell_of_empty(maps: Tensor, spot: Spot) -> None:
-    if not maps.any():
-        instead = (
-            "of a vision transformer take a layer whose patch tokens are used after it, such as 'blocks.11.norm1'"
-            if spot.of_tokens
-            else "take another layer, or another class: what speaks against one is not shown"
-        )
-        warn(f"the maps at {spot.name!r} are 0 everywhere: nothing there speaks for the class.\n  {instead}")
+def _warn_of_no_evidence(watched: WatchedLayer) -> None:
+    instead = (
+        "in a vision transformer use a layer whose patch tokens are used after it, such as 'blocks.11.norm1'"
+        if watched.of_tokens
+        else "use another layer, or another class: evidence against a class is not shown"
+    )
+    warn(f"the maps at {watched.name!r} are 0 everywhere: no positive evidence for the class there.\n  {instead}")

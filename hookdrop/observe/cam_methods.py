@@ -1,4 +1,4 @@
-"""pytorch-grad-cam held to what its answers need: one call of the layer, a gradient, and for CAM itself its premise."""
+"""pytorch-grad-cam with checks of its requirements: one call of the layer, a gradient, and CAM's pooling and head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.select import Layer
-from hookdrop.observe.taps import first_tensor
+from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.utils.axes import as_map
 from hookdrop.utils.optional_dependencies import needs
 from hookdrop.utils.tensor_tree import change, describe
@@ -27,11 +27,11 @@ METHODS = {
     "eigencam": "EigenCAM",
     "cam": "",
 }
-"""By what they are called here, the classes of the library; CAM itself it has not."""
+"""The library's classes by method. It has none for CAM."""
 
 
 class Logits(nn.Module):
-    """The model as the library wants it: one tensor (N, classes) comes out, and nobody's gradients are set to None."""
+    """The model as the library needs it: it returns one tensor (N, classes), and `zero_grad` keeps all gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -41,15 +41,15 @@ class Logits(nn.Module):
         out = self.model(x)
         logits = first_tensor(out)
         if logits is None or logits.dim() != 2 or len(logits) != len(x):
-            raise ShapeError(f"the model must give (N, classes), got {describe(out)} for {len(x)} pictures.")
+            raise ShapeError(f"the model must return (N, classes), got {describe(out)} for {len(x)} pictures.")
         return logits.float()  # NumPy has no bfloat16
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the parameters have no gradients of ours."""
+        """Nothing: no gradient of a parameter is computed."""
 
 
-class Spot:
-    """The forward hook of the layer; the library watches `tensor`, through which the layer's output goes."""
+class WatchedLayer:
+    """The forward hook of the layer. It passes the output through `tensor`, which the library watches."""
 
     def __init__(self, layer: Layer, image: tuple[int, int], grid: tuple[int, int] | None) -> None:
         self.name, self.module = layer.name, layer.module
@@ -65,7 +65,7 @@ class Spot:
         return change(output, None, self.tensor)
 
     def as_map(self, x: Tensor) -> Tensor:
-        """(N, C, h, w) of an output, or of its gradient, which nobody writes to afterwards."""
+        """An output, or its gradient, as (N, C, h, w), safe from in-place edits."""
         self.of_tokens = x.dim() == 3
         try:
             return as_map(x, self._image, self._grid).detach().float().clone()
@@ -74,21 +74,21 @@ class Spot:
             raise
 
 
-def library_class(method: str, spot: Spot) -> Any:
-    """The class of a method, which raises `LayerError` where the library would go on with too little."""
+def library_class(method: str, watched: WatchedLayer) -> Any:
+    """The class of a method, which raises `LayerError` where the library would continue without what it needs."""
     with needs("observe"):
         import pytorch_grad_cam
     base: Any = pytorch_grad_cam.base_cam.BaseCAM if method == "cam" else getattr(pytorch_grad_cam, METHODS[method])
 
     class Checked(base):  # type: ignore[misc]  # known when it runs
         def compute_cam_per_layer(self, *args: Any) -> Any:
-            if spot.calls != 1:
+            if watched.calls != 1:
                 raise LayerError(
-                    f"{spot.name!r} was called {spot.calls} times in a forward: which of the maps is meant can't be "
-                    "told.\n  choose a layer that is called once, such as the block that it is in"
+                    f"{watched.name!r} was called {watched.calls} times in a forward, so its map is ambiguous.\n"
+                    "  choose a layer that is called once, such as the block that contains it"
                 )
             if self.uses_gradients and not self.activations_and_grads.gradients:
-                raise LayerError(f"no gradient flows through {spot.name!r} from what the model says.")
+                raise LayerError(f"no gradient flows through {watched.name!r} from the model's output.")
             return super().compute_cam_per_layer(*args)
 
     class Cam(Checked):
@@ -98,9 +98,9 @@ def library_class(method: str, spot: Spot) -> Any:
         def get_cam_weights(
             self, x: Tensor, layers: Any, targets: Any, activations: numpy.ndarray[Any, Any], gradients: None
         ) -> numpy.ndarray[Any, Any]:
-            head = _head(self.model, torch.from_numpy(activations), self.outputs.detach().cpu(), spot.name)
+            head = _head(self.model, torch.from_numpy(activations), self.outputs.detach().cpu(), watched.name)
             for target, output in zip(targets, self.outputs, strict=True):
-                target(output)  # is there such a class?
+                target(output)  # raises if there is no such class
             weights: numpy.ndarray[Any, Any] = head.weight[[one.category for one in targets]].float().cpu().numpy()
             return weights
 
@@ -108,10 +108,10 @@ def library_class(method: str, spot: Spot) -> Any:
 
 
 def _head(model: nn.Module, maps: Tensor, logits: Tensor, name: str) -> nn.Linear:
-    """The linear layer that makes the logits of the maps' means.
+    """The linear layer that computes the logits from the maps' means.
 
     Raises:
-        LayerError: there is none, so that its weights are no class activation map.
+        LayerError: there is none, so class activation mapping does not apply.
     """
     means = maps.mean((2, 3))
     for module in model.modules():
@@ -122,6 +122,6 @@ def _head(model: nn.Module, maps: Tensor, logits: Tensor, name: str) -> nn.Linea
             if torch.allclose(said, logits, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
                 return module
     raise LayerError(
-        f'method="cam" is for models in which global average pooling and one linear layer follow {name!r}; the logits '
-        'here are not that.\n  use method="gradcam", which is the same where both can be used'
+        f'method="cam" is for models in which global average pooling and one linear layer follow {name!r}; these '
+        'logits are not.\n  use method="gradcam", which gives the same map where both apply'
     )

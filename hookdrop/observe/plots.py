@@ -1,4 +1,4 @@
-"""Pictures of schedules, of captured tensors, and of numbers by layer."""
+"""Figures of schedules, of captured tensors, and of statistics by layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hookdrop.diagnostics.figures import Block, Row, blank, blocks_figure, sprea
 from hookdrop.diagnostics.recording import Recording
 from hookdrop.errors import LayerError
 from hookdrop.injection.handle import Injection
-from hookdrop.observe.layer_stats import LayerStats
+from hookdrop.observe.layer_statistics import LayerStats
 from hookdrop.schedules import Schedule
 from hookdrop.utils.tables import counted, shape_text
 from hookdrop.utils.validation import count
@@ -33,14 +33,14 @@ def plot_features(
     channel_dim: int | None = None,
     figure: Any = None,
 ) -> Figure:
-    """The channels of a layer's output as images, one colour scale a layer.
+    """The channels of a layer's output as images, with one color scale for each layer.
 
     Args:
-        what: a tensor; what `capture` gave (the last call of each layer, 6 layers at most, from first to last), or its
-            `inputs` or `gradients`; or a recording, whose own `plot_features` it is.
-        sample: which of the batch.
-        channels: how many channels of a map at most. Tokens (N, L, C) are one image, features (N, C) too.
-        channel_dim: the axis of the channels of a map; None is axis 1, or the last of what is square before it.
+        what: a tensor; the result of `capture` (the last call of each layer, at most 6 layers from first to last), or
+            its `inputs` or `gradients`; or a recording, for its own `plot_features`.
+        sample: index into the batch.
+        channels: how many channels of a map at most. Tokens (N, L, C) are one image, and so are features (N, C).
+        channel_dim: the axis of the channels of a map; None is axis 1, or the last after two equal ones.
         figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
 
     Raises:
@@ -54,7 +54,7 @@ def plot_features(
         what = what[-1]
     if not isinstance(what, Tensor | Mapping):
         raise TypeError(
-            f"plot_features: give a tensor, what capture() gave, or a recording, got {type(what).__name__}.\n"
+            f"plot_features takes a tensor, the result of capture(), or a recording, got {type(what).__name__}.\n"
             "  with capture(model, layers) as seen: model(x)   then plot_features(seen)"
         )
     calls: Mapping[str, Any] = {"": [what]} if isinstance(what, Tensor) else what
@@ -84,24 +84,24 @@ def plot_masks(
 
 
 def plot_schedule(what: Schedule | Injection, steps: int, *, figure: Any = None) -> Figure:
-    """How a rate moves over the optimizer's steps.
+    """A rate over the optimizer's steps.
 
     Args:
-        what: a schedule: its multiplier. Or an injection: each different rate of its sites, with keep_prob = 1 - p to
-            the right where the rate is a probability, and a line at the step where it stands.
+        what: a schedule, for its multiplier; or an injection, for each different rate of its sites, with
+            keep_prob = 1 - p on the right if the rate is a probability, and a line at the current step.
         steps: from step 0 to this one, at least 1.
         figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
 
     Raises:
         HookdropError: matplotlib is not installed.
-        TypeError: it is neither.
+        TypeError: it is neither a schedule nor an injection.
     """
     steps = count(steps, "steps", "plot_schedule")
     schedule = what.schedule if isinstance(what, Injection) else what
     if not isinstance(schedule, Schedule):
         raise TypeError(f"plot_schedule takes a schedule or an injection, got {type(what).__name__}.")
     multipliers = schedule.simulate(steps + 1)
-    # Of very many steps some, and the last one.
+    # A selection of very many steps, with the last one.
     at = sorted({*range(0, steps + 1, max(1, steps // MOST_POINTS)), steps})
     figure = blank(figure, 5.5, 3.2)
     axes = figure.subplots()
@@ -122,8 +122,8 @@ def plot_schedule(what: Schedule | Injection, steps: int, *, figure: Any = None)
 def _draw_rates(axes: Axes, injection: Injection, at: list[int], multipliers: list[float]) -> None:
     targets: dict[float, list[str]] = {}
     for hook in injection._hooks:
-        if (target := hook.rate_at(1.0)) is not None:
-            targets.setdefault(target, []).append(hook.site)
+        if hook.target is not None:
+            targets.setdefault(hook.target * hook.p_scale, []).append(hook.site)
     if not targets:
         raise LayerError(f"{injection.name!r} has no rate that a schedule moves.")
     for target, sites in sorted(targets.items(), reverse=True):
@@ -139,17 +139,17 @@ def _draw_rates(axes: Axes, injection: Injection, at: list[int], multipliers: li
         axes.text(injection.step_count, 0.02, f"step {injection.step_count}", fontsize=8, color="grey", **place)
     if probability:
         axes.spines["right"].set_visible(True)
-        right = axes.secondary_yaxis("right", functions=(_other, _other))
+        right = axes.secondary_yaxis("right", functions=(_complement, _complement))
         right.set_ylabel("keep_prob = 1 - p", fontsize=9)
         right.tick_params(labelsize=8)
 
 
-def _other(p: Any) -> Any:
+def _complement(p: Any) -> Any:
     return 1 - p
 
 
 def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
-    """Three columns of points, a line for each layer."""
+    """Three columns of points, one line for each layer."""
     if not layers:
         raise LayerError("no layer was called, so there is nothing to plot.")
     figure = blank(figure, 9.0, 1.2 + min(0.22, 16 / len(layers)) * len(layers))
@@ -187,7 +187,7 @@ def _set_decades(axes: Axes, values: list[float]) -> None:
         axes.minorticks_off()
 
 
-def _draw_fractions(axes: Axes, values: Sequence[float | None], marker: str, colour: str, label: str) -> None:
+def _draw_fractions(axes: Axes, values: Sequence[float | None], marker: str, color: str, label: str) -> None:
     known = {line: value for line, value in enumerate(values) if value is not None}
     if known:
-        axes.plot(list(known.values()), list(known), marker, color=colour, label=label, markersize=4)
+        axes.plot(list(known.values()), list(known), marker, color=color, label=label, markersize=4)

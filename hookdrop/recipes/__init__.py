@@ -1,11 +1,11 @@
-"""Named placements from papers: each takes a model, places, and returns one injection.
+"""Placements from papers: each takes a model and returns one injection.
 
-Besides, `set_dropout` and `report_dropout` are for the dropout that a model came with.
+`set_dropout` and `report_dropout` are for the dropout that a model came with.
 """
 
 from hookdrop.recipes.depth import stochastic_depth
 from hookdrop.recipes.dropblock import dropblock_resnet, timm_dropblock
-from hookdrop.recipes.existing import DropoutChange, DropoutReport, report_dropout, set_dropout
+from hookdrop.recipes.model_dropout import DropoutChange, DropoutReport, report_dropout, set_dropout
 from hookdrop.recipes.recipe import Recipe
 from hookdrop.recipes.residual import residual_dropout
 

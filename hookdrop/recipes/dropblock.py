@@ -11,12 +11,12 @@ from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.select import Layer, walk
 from hookdrop.recipes.branches import has, norms_follow
-from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places
+from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.regularizers import DropBlock
 from hookdrop.schedules import LinearSchedule, Schedule
 
 _GROUPS = {"layer3": 0.25, "layer4": 1.0}
-"""The groups of a ResNet that the paper regularizes, and the part of the rate that each gets."""
+"""The groups of a ResNet that the paper regularizes, and the fraction of the rate that each gets."""
 _TIMM = {-2: (5, 0.25), -1: (3, 1.0)}
 """timm's block size and gamma scale for the last two stages of a ResNet."""
 _KERNELS = ("SplitAttn", "SelectiveKernel")
@@ -36,20 +36,21 @@ def dropblock_resnet(
 ) -> Plan:
     """DropBlock as in its paper: in groups 3 and 4 of a ResNet, after every convolution and on the skip connections.
 
-    After the norm of every convolution (before or after the ReLU is the same), after the norm of a projection, and on
-    identity skips, which have no module: there the block's addition makes f(x) + D(x). Group 3 has a quarter of the
-    rate. Ghiasi et al. 2018, arXiv:1810.12890, section 4.1.
+    After the norm of every convolution (before or after the ReLU gives the same result), after the norm of a
+    projection, and on identity skips, which have no module: there the block's addition makes f(x) + D(x). Group 3 gets
+    a quarter of the rate. Ghiasi et al. 2018, arXiv:1810.12890, section 4.1.
 
     Args:
-        model: a ResNet of torchvision or timm (basic or bottleneck blocks, any depth), or a model that has one inside.
+        model: a ResNet of torchvision or timm (basic or bottleneck blocks, any depth), or a model that contains one.
         p: the rate in group 4; a quarter of it in group 3. The paper's keep_prob 0.9.
-        block_size: edge of the dropped squares, in pixels of the feature map; the paper's 7.
-        steps: optimizer steps in which keep_prob falls linearly from 1 to 1 - p; None for p from the start.
+        block_size: edge of the dropped squares, in pixels of the feature map; 7 in the paper.
+        steps: optimizer steps over which keep_prob falls linearly from 1 to 1 - p; None for p from the start.
         regularizer: called with `p=` and `block_size=` for each site.
         name, on_existing, example_input: as of `inject`.
 
     Raises:
-        LayerError: no such ResNet is there.
+        LayerError: the model contains no such ResNet.
+        InjectionError: the ResNet was traced by torch.fx.
 
     Example:
         >>> import torchvision
@@ -60,23 +61,16 @@ def dropblock_resnet(
         >>> [site.name for site in drop.sites if site.name.startswith("layer4")]
         ['layer4.0.bn1', 'layer4.0.bn2', 'layer4.0.downsample', 'layer4.1', 'layer4.1.bn1', 'layer4.1.bn2']
     """
-    places = [
-        Place(f"{block.name}{part}", {"block_size": block_size}, scale, at, branch)
+    sites = [
+        RecipeSite(f"{block.name}{part}", {"block_size": block_size}, _GROUPS[group], at, branch)
         for block, group in _resnet_blocks(model)
-        for scale in [_GROUPS[group]]
         for part, at, branch in _paper_parts(block.module)
     ]
-    if not places:
-        raise nothing_to_do("dropblock_resnet", model, "a ResNet: blocks with conv1, bn1, ... in layer3 and layer4")
-    return plan_places(
-        model,
-        places,
-        regularizer,
-        p,
-        schedule=None if steps is None else LinearSchedule(steps=steps),
-        name=name,
-        on_existing=on_existing,
-        example_input=example_input,
+    wanted = "a ResNet: blocks with conv1, bn1, ... in layer3 and layer4"
+    require_sites("dropblock_resnet", model, [site.name for site in sites], wanted)
+    schedule = None if steps is None else LinearSchedule(steps=steps)
+    return plan_sites(
+        model, sites, regularizer, p, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
     )
 
 
@@ -91,9 +85,9 @@ def timm_dropblock(
     on_existing: str = "error",
     example_input: Any = None,
 ) -> Plan:
-    """DropBlock at the places, with the block sizes and at the rates of `timm.create_model(..., drop_block_rate=p)`.
+    """DropBlock with the places, block sizes and rates of `timm.create_model(..., drop_block_rate=p)`.
 
-    Once in each block of the last two stages: blocks of 5 at a quarter of the rate, then blocks of 3.
+    Once in each block of the last two stages: block size 5 at a quarter of the rate, then block size 3.
 
     Args:
         model: one of timm's that takes `drop_block_rate` (ResNet, ResNeXt, SE- and ECA-ResNet, Res2Net, ResNeSt, SKNet,
@@ -105,7 +99,7 @@ def timm_dropblock(
 
     Raises:
         LayerError: the model has no such place.
-        InjectionError: the model was built with `drop_block_rate`.
+        InjectionError: the model was built with `drop_block_rate`, or traced by torch.fx.
 
     Example:
         >>> import timm
@@ -115,21 +109,16 @@ def timm_dropblock(
         [('layer3.0.drop_block', 0.025), ('layer3.1.drop_block', 0.025),
          ('layer4.0.drop_block', 0.1), ('layer4.1.drop_block', 0.1)]
     """
-    places = [
-        Place(site, {"block_size": block_size, "gamma_scale": gamma_scale})
+    sites = [
+        RecipeSite(site, {"block_size": block_size, "gamma_scale": gamma_scale})
         for site, block_size, gamma_scale in _timm_sites(model)
     ]
-    if not places:
-        raise nothing_to_do("timm_dropblock", model, "the places that timm's drop_block_rate fills")
-    return plan_places(
-        model,
-        places,
-        _scaled if regularizer is None else regularizer,
-        p,
-        schedule=schedule,
-        name=name,
-        on_existing=on_existing,
-        example_input=example_input,
+    require_sites(
+        "timm_dropblock", model, [site.name for site in sites], "the places that timm's drop_block_rate fills"
+    )
+    make = _scaled if regularizer is None else regularizer
+    return plan_sites(
+        model, sites, make, p, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
     )
 
 
@@ -143,18 +132,19 @@ def _timm_sites(model: nn.Module) -> Iterator[tuple[str, int, float]]:
     for name, block in layers.items():
         stage, _, index = name.rpartition(".")
         settings = _TIMM.get(_from_the_end(stage, layers)) if index.isdigit() else None
-        for place in _timm_parts(block) if settings is not None else ():
+        if settings is None:
+            continue
+        for place in _timm_parts(block):
             if type(block.get_submodule(place)).__name__ == "DropBlock2d":
                 raise InjectionError(
                     f"timm_dropblock: the model has it on already: {name}.{place} is a DropBlock2d.\n"
                     "  build it with drop_block_rate=0."
                 )
-            assert settings is not None
             yield f"{name}.{place}", *settings
 
 
 def _from_the_end(stage: str, layers: Mapping[str, nn.Module]) -> int:
-    """-1 for the last stage of a ResNet of timm, -2 for the one before it; 0 for what is none."""
+    """-1 for the last stage of timm's ResNets, -2 for the one before it; 0 for other modules."""
     parent, _, last = stage.rpartition(".")
     if last in ("layer3", "layer4"):
         return int(last[-1]) - 5
@@ -162,20 +152,20 @@ def _from_the_end(stage: str, layers: Mapping[str, nn.Module]) -> int:
 
 
 def _timm_parts(block: nn.Module) -> Iterator[str]:
-    """In one block: split attention and selective kernels have places of their own."""
+    """The places in one block. Split attention and selective kernels have other places than plain convolutions."""
     kernels = {name: part for name, part in block.named_modules() if type(part).__name__ in _KERNELS}
     for name, part in kernels.items():
         if has(part, "drop"):
             yield f"{name}.drop"
         for path in getattr(part, "paths", nn.ModuleList()).named_children():
             yield f"{name}.paths.{path[0]}.bn.drop"
-    if not kernels and not has(block, "transformer"):  # MobileViT's convolutions around a transformer have none
+    if not kernels and not has(block, "transformer"):  # MobileViT's convolutions around it have no place
         places = ("drop_block", "conv2_kxk.bn.drop", "conv1_kxk.bn.drop", "conv_kxk.bn.drop")
         yield from [place for place in places if has(block, place)][:1]
 
 
 def _paper_parts(block: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """(what is added to the block's name, at, branch) for the skip, and for each convolution's norm."""
+    """(suffix of the block's name, at, branch) for the skip and for each convolution's norm."""
     if block.downsample is None:
         yield "", "skip", "conv1"
     else:

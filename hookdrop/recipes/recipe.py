@@ -1,4 +1,4 @@
-"""What every recipe has in common: places, each with settings, that become one plan."""
+"""What all recipes share: sites with settings that become one plan."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec
 
 from torch import nn
+from torch.fx import GraphModule
 
-from hookdrop.errors import LayerError, nothing_placed
+from hookdrop.errors import InjectionError, LayerError, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan, make_plan
 from hookdrop.injection.resolve import resolve
+from hookdrop.injection.select import walk
 from hookdrop.schedules import Schedule
 
 P = ParamSpec("P")
@@ -22,17 +24,17 @@ Factory = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class RecipeSite:
     """One site of a recipe."""
 
     name: str
     """The layer's fully qualified name; empty for the model itself."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the factory of its regularizer is called with besides `p`."""
+    """Keywords for the factory of its regularizer, besides `p`."""
     p_scale: float = 1.0
     at: str = "output"
     branch: str = ""
-    """Of a `"skip"`: the block's layer that its residual branch begins with."""
+    """For a `"skip"`: the block's layer that its residual branch begins with."""
 
 
 class Recipe(Generic[P]):
@@ -43,19 +45,15 @@ class Recipe(Generic[P]):
         functools.update_wrapper(self, make)
 
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
-        """What calling the recipe with the same arguments would do; nothing is touched."""
+        """What calling the recipe with the same arguments would do; the model is not changed."""
+        name, signature = self._make.__name__, inspect.signature(self)
         with nothing_placed():
-            compiling.not_while_tracing(f"recipes.{self._make.__name__}()")
-            self._must_take(args, kwargs)
+            compiling.not_while_tracing(f"recipes.{name}()")
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}.\n  it takes: {', '.join(signature.parameters)}") from None
             return self._make(*args, **kwargs)
-
-    def _must_take(self, args: Any, kwargs: Any) -> None:
-        signature = inspect.signature(self)
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            names = ", ".join(signature.parameters)
-            raise TypeError(f"{self._make.__name__}: {error}.\n  it takes: {names}") from None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Injection:
         return self.plan(*args, **kwargs).apply()
@@ -64,9 +62,9 @@ class Recipe(Generic[P]):
         return f"<recipe {self._make.__name__}{inspect.signature(self._make)}>"
 
 
-def plan_places(
+def plan_sites(
     model: nn.Module,
-    places: Sequence[Place],
+    sites: Sequence[RecipeSite],
     factory: Factory,
     p: float,
     *,
@@ -76,15 +74,15 @@ def plan_places(
     example_input: Any,
     warnings: Sequence[str] = (),
 ) -> Plan:
-    """The plan of a recipe's places, each with a regularizer of its own made by the factory."""
+    """The plan of a recipe's sites. The factory makes a regularizer for each."""
+    by_name = {site.name: site for site in sites}
     regularizers: dict[Any, Any] = {
-        place.name or model: made_by(factory, {"p": p, **place.settings}) for place in places
+        site.name or model: _make_regularizer(factory, {"p": p, **site.settings}) for site in sites
     }
-    scales: dict[Any, float] = {place.name or model: place.p_scale for place in places if place.p_scale != 1.0}
+    scales: dict[Any, float] = {site.name or model: site.p_scale for site in sites if site.p_scale != 1.0}
     resolved = resolve(model, regularizers, None, (), schedule, scales or None)
-    by_name = {place.name: place for place in places}
-    for site in resolved.sites:
-        site.at, site.branch = by_name[site.name].at, by_name[site.name].branch
+    for planned in resolved.sites:
+        planned.at, planned.branch = by_name[planned.name].at, by_name[planned.name].branch
     resolved.counts = {name: len(resolved.sites)}
     resolved.warnings += warnings
     return make_plan(
@@ -92,34 +90,45 @@ def plan_places(
     )
 
 
-def made_by(factory: Factory, settings: Mapping[str, Any]) -> Any:
-    """What a factory makes of a site's settings.
+def _make_regularizer(factory: Factory, settings: Mapping[str, Any]) -> Any:
+    """Call a factory with a site's settings.
 
     Raises:
-        TypeError: it is no factory, or does not take them.
+        TypeError: it is not a factory, or does not take these settings.
     """
-    asked = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    requested = ", ".join(f"{name}={value!r}" for name, value in settings.items())
     names = ", ".join(settings)
     if not callable(factory) or isinstance(factory, nn.Module):
         raise TypeError(
-            f"the recipe's regularizer must be a class or a function that is called as ({asked}), got {factory!r}.\n"
-            f"  write: regularizer=lambda {names}: ..."
+            f"the recipe's regularizer must be a class or a function that is called as ({requested}), "
+            f"got {factory!r}.\n  write: regularizer=lambda {names}: ..."
         )
     try:
         inspect.signature(factory).bind(**settings)
     except TypeError as error:
         called = getattr(factory, "__name__", repr(factory))
         raise TypeError(
-            f"the recipe's regularizer is called as {called}({asked}), which it does not take: {error}.\n"
+            f"the recipe's regularizer is called as {called}({requested}), which it does not take: {error}.\n"
             f"  write: regularizer=lambda {names}: {called}(...)"
         ) from None
     return factory(**settings)
 
 
-def nothing_to_do(recipe: str, model: nn.Module, wanted: str) -> LayerError:
-    """The error of a recipe that finds no place."""
-    return LayerError(
-        f"{recipe} finds nothing to do in {type(model).__name__}: it looks for {wanted}.\n"
-        "  choose the layers yourself: inject(model, ..., layers=...)\n"
-        '  see all:                    print(hookdrop.plan(model, layers="**"))'
-    )
+def require_sites(recipe: str, model: nn.Module, names: Sequence[str], wanted: str) -> None:
+    """Refuse a model in which a recipe finds nothing to do, or blocks that tracing has taken apart."""
+    for layer in walk(model):
+        if isinstance(layer.module, GraphModule):
+            prefix = f"{layer.name}." if layer.name else ""
+            if not names or any(name.startswith(prefix) for name in names):
+                where = repr(layer.name) if layer.name else "the model"
+                raise InjectionError(
+                    f"{recipe}: {where} is an fx GraphModule. Tracing has replaced its blocks by a graph, so the "
+                    f"recipe cannot recognize them.\n  inject before tracing: {recipe}(model), then "
+                    "torch.fx.symbolic_trace(model)"
+                )
+    if not names:
+        raise LayerError(
+            f"{recipe} finds nothing to do in {type(model).__name__}: it looks for {wanted}.\n"
+            "  choose the layers yourself: inject(model, ..., layers=...)\n"
+            '  see all:                    print(hookdrop.plan(model, layers="**"))'
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -9,14 +10,14 @@ from torch import nn
 from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.select import Layer, walk
-from hookdrop.recipes.branches import decoder_ends, left_out
-from hookdrop.recipes.rates import rates
-from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places
+from hookdrop.recipes.branches import decoder_ends, skipped_layers
+from hookdrop.recipes.dropout_rates import rates
+from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.regularizers import Dropout
 from hookdrop.schedules import Schedule
 
 _OF_ATTENTION = ("attn_drop", "attn_dropout", "attn_pdrop", "attention_dropout")
-"""Dropout of attention weights, which is another thing."""
+"""Dropout of attention weights, which is not dropout of hidden states."""
 
 
 @Recipe
@@ -33,18 +34,19 @@ def residual_dropout(
     """Dropout of hidden states in a decoder-only transformer: what each branch adds to the residual stream.
 
     On the output of attention and of the MLP in every layer, before the addition; where a norm ends the branch
-    (Gemma 2, OLMo 2), after that. The embeddings are left alone. Vaswani et al. 2017, arXiv:1706.03762, section 5.4.
+    (Gemma 2, OLMo 2), after the norm. The embeddings are not regularized. Vaswani et al. 2017, arXiv:1706.03762,
+    section 5.4.
 
     Args:
-        model: of transformers: LLaMA, Mistral, Mixtral, Qwen, Gemma, OLMo 2, Phi, GPT-2, GPT-NeoX and what is written
-            like them; or a model with one inside (PEFT's).
+        model: LLaMA, Mistral, Mixtral, Qwen, Gemma, OLMo 2, Phi, GPT-2, GPT-NeoX or a similar model of transformers,
+            or a model that contains one (PEFT's).
         p: probability to zero an element.
         regularizer: called with `p=` for each site instead of `Dropout`.
         schedule, name, on_existing, example_input: as of `inject`.
 
     Raises:
-        LayerError: no such layers are there.
-        InjectionError: they have such a dropout on already.
+        LayerError: the model has no such layers.
+        InjectionError: the layers already have dropout, or were traced by torch.fx.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,30 +57,34 @@ def residual_dropout(
         ['model.layers.0.self_attn', 'model.layers.0.mlp']
     """
     found = [(layer, ends) for layer in walk(model) if (ends := decoder_ends(layer.module)) is not None]
-    if not found:
-        raise nothing_to_do(
-            "residual_dropout", model, "decoder layers with input_layernorm, self_attn and mlp, or alike"
-        )
+    sites = [RecipeSite(f"{layer.name}.{end}") for layer, ends in found for end in ends]
+    wanted = "decoder layers with input_layernorm, self_attn and mlp, or similar"
+    require_sites("residual_dropout", model, [site.name for site in sites], wanted)
     for layer, _ in found:
         _must_be_off(layer)
-    places = [Place(f"{layer.name}.{end}") for layer, ends in found for end in ends]
-    return plan_places(
+    return plan_sites(
         model,
-        places,
+        sites,
         regularizer,
         p,
         schedule=schedule,
         name=name,
         on_existing=on_existing,
         example_input=example_input,
-        warnings=left_out(model, {layer.name for layer, _ in found}),
+        warnings=skipped_layers(model, {layer.name for layer, _ in found}),
     )
 
 
 def _must_be_off(layer: Layer) -> None:
+    adapters = [f"{name}." for name, module in layer.module.named_modules() if _is_adapter(module)]
     for rate in rates(layer.module):
-        if rate.value and not rate.name.endswith(_OF_ATTENTION):
+        if rate.value and not rate.name.endswith(_OF_ATTENTION) and not rate.name.startswith(tuple(adapters)):
             raise InjectionError(
-                f"residual_dropout: the model has dropout of its own: {layer.name}.{rate.name} is {rate.value:g}.\n"
-                '  change it: hookdrop.recipes.set_dropout(model, {"**": p})   what is there: report_dropout(model)'
+                f"residual_dropout: the model already has dropout: {layer.name}.{rate.name} is {rate.value:g}.\n"
+                '  change it: hookdrop.recipes.set_dropout(model, {"**": p})   list it: report_dropout(model)'
             )
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Whether a module is a LoRA layer or another PEFT adapter, whose dropout acts on the adapter's input alone."""
+    return any(re.search("lora|BaseTunerLayer", cls.__name__, re.IGNORECASE) for cls in type(module).__mro__)

@@ -1,22 +1,29 @@
-"""How a tensor is read as a map of features: where its channels are, and which grid its tokens lie on."""
+"""How tensors are read as feature maps: the axis of the channels, and the grid of the tokens."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookdrop.errors import ShapeError
 
 MOST_PREFIX_TOKENS = 8
-"""Class, distillation and register tokens, together."""
+"""Class, distillation and register tokens together."""
+
+_SPATIAL_AXES: tuple[tuple[int, tuple[type[nn.Module], ...]], ...] = (
+    (1, (nn.Conv1d, nn.ConvTranspose1d, nn.InstanceNorm1d)),
+    (2, (nn.Conv2d, nn.ConvTranspose2d, nn.InstanceNorm2d)),
+    (3, (nn.Conv3d, nn.ConvTranspose3d, nn.InstanceNorm3d)),
+)
+_BATCHED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm)
 
 
 def channel_axis(shape: Sequence[int]) -> int:
-    """The axis of the channels, as far as a shape tells.
+    """The axis of the channels that a shape suggests.
 
-    Axis 1 of a map (N, C, H, W), the last of (N, H, W, C), which is known by H = W != C, of tokens (N, L, C) and of
+    Axis 1 of a map (N, C, H, W); the last of (N, H, W, C), recognized by H = W != C, of tokens (N, L, C) and of
     features (N, C).
 
     Example:
@@ -28,20 +35,40 @@ def channel_axis(shape: Sequence[int]) -> int:
     return len(shape) - 1 if len(shape) < 4 else 1
 
 
+def channel_axis_of(module: nn.Module, shape: Sequence[int]) -> int | None:
+    """The axis of the channels in an output of a convolution, norm or linear layer; None for other layers.
+
+    Example:
+        >>> [channel_axis_of(nn.Conv2d(3, 8, 1), shape) for shape in ((8, 14, 14), (2, 8, 14, 14))]
+        [0, 1]
+        >>> channel_axis_of(nn.Linear(3, 8), (5, 7, 8)), channel_axis_of(nn.ReLU(), (5, 8))
+        (2, None)
+    """
+    for spatial, classes in _SPATIAL_AXES:
+        if isinstance(module, classes):
+            return len(shape) - spatial - 1
+    if isinstance(module, _BATCHED):
+        return 1
+    if isinstance(module, nn.LayerNorm) and len(shape) == 4 and shape[-1] != module.normalized_shape[-1]:
+        return 1  # ConvNeXt's, which permutes the map, and permutes it back
+    return len(shape) - 1 if isinstance(module, nn.Linear | nn.LayerNorm) else None
+
+
 def as_map(x: Tensor, image: Sequence[int], grid: Sequence[int] | None = None) -> Tensor:
-    """`x` as (N, C, h, w), whatever a layer gives.
+    """`x` as (N, C, h, w).
 
     Args:
-        x: (N, C, h, w), (N, h, w, C), or tokens (N, L, C), those of the picture last.
-        image: height and width of the picture: a grid of tokens has the same proportions.
-        grid: rows and columns of the tokens, if that can't be told.
+        x: (N, C, h, w), (N, h, w, C), or tokens (N, L, C) of which the image's are last.
+        image: height and width of the image; a grid of tokens has the same proportions.
+        grid: rows and columns of the tokens, where the proportions do not determine them.
 
     Raises:
-        ShapeError: it is none of these, or its tokens make no grid of these proportions.
+        ShapeError: it is none of these, or no grid of these proportions has so many tokens.
     """
     if x.dim() == 4:
-        # The axis without which the rest is most like the picture.
-        unlike = {axis: _unlike(x.shape[1:3] if axis == 3 else x.shape[2:], image) for axis in (1, 3)}
+        # The channels are the axis without which the others are closest to the image's proportions.
+        sizes = {1: x.shape[2:], 3: x.shape[1:3]}
+        unlike = {axis: abs(math.log(h * image[1] / (w * image[0]))) for axis, (h, w) in sizes.items()}
         return x.movedim(min(unlike, key=lambda axis: unlike[axis]), 1)
     if x.dim() != 3:
         raise ShapeError(f"got {tuple(x.shape)}: neither a map (N, C, H, W) nor tokens (N, L, C).")
@@ -51,11 +78,6 @@ def as_map(x: Tensor, image: Sequence[int], grid: Sequence[int] | None = None) -
     return x[:, -rows * columns :].reshape(len(x), rows, columns, -1).movedim(-1, 1)
 
 
-def _unlike(sizes: Sequence[int], image: Sequence[int]) -> float:
-    """How far the proportions of two rectangles are apart; 0 where they are the same."""
-    return abs(math.log(sizes[0] * image[1] / (sizes[1] * image[0])))
-
-
 def _grid(tokens: int, image: Sequence[int]) -> tuple[int, int]:
     height, width = image
     for count in range(tokens, max(0, tokens - MOST_PREFIX_TOKENS - 1), -1):
@@ -63,6 +85,6 @@ def _grid(tokens: int, image: Sequence[int]) -> tuple[int, int]:
         if rows and count % rows == 0 and rows * width == count // rows * height:
             return rows, count // rows
     raise ShapeError(
-        f"got {tokens} tokens, which make no grid of the proportions {height} x {width}, with up to "
-        f"{MOST_PREFIX_TOKENS} tokens before it.\n  say which it is: grid=(rows, columns)"
+        f"got {tokens} tokens, which form no grid of the proportions {height} x {width} after up to "
+        f"{MOST_PREFIX_TOKENS} other tokens.\n  give the grid: grid=(rows, columns)"
     )

@@ -1,4 +1,4 @@
-"""Numbers of every layer's output and of its gradient: where signals vanish, explode, die or saturate."""
+"""Statistics of every layer's output and gradient: where signals vanish, explode, die or saturate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import nn
 from hookdrop.diagnostics.figures import pixels
 from hookdrop.errors import nearest, warn
 from hookdrop.injection.select import Entries, walk
-from hookdrop.observe.axes import Axes
-from hookdrop.observe.layer_stats import LayerStats
+from hookdrop.observe.layer_statistics import ChannelAxes, LayerStats
 from hookdrop.observe.plots import stats_figure
-from hookdrop.observe.taps import chosen_layers, tapped
+from hookdrop.observe.read_only_hooks import chosen_layers, observed
 from hookdrop.utils.context import within
 from hookdrop.utils.tables import html_table, some, text_table
 from hookdrop.utils.tensor_copies import NotKept
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_DOUBTS = 8
-LEAST_AXIS = 8
-"""No layer gives more axes."""
+LOWEST_AXIS = -8
+"""No layer returns a tensor with more axes."""
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
 
@@ -33,23 +32,23 @@ HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad varia
 def stats(
     model: nn.Module, layers: Entries | None = None, *, channel_dim: int | None = None, exclude: Entries = ()
 ) -> Iterator[Stats]:
-    """Gather numbers of the forwards and backward passes inside, in memory that does not grow with them.
+    """Gather statistics of the forwards and backward passes inside, in constant memory.
 
     Args:
         model: any module, wrapped or not.
-        layers: which, as `inject` takes them; None is every module that has no others in it.
-        channel_dim: the axis of the channels or units, for `dead`; None is the layer's own, where its class says it
+        layers: which, as in `inject`; None is every module without children.
+        channel_dim: the axis of the channels or units, for `dead`; None is the layer's own, where its class defines it
             (convolutions, norms, linear layers); else that of the last such layer whose output had this shape; else
             axis 1 of maps and the last one of tokens and features.
-        exclude: layers to leave out.
+        exclude: layers to skip.
 
     Yields:
         A read-only dict from the layers that were called, in the order of their first calls, to `LayerStats`; `print`
-        it, `plot` it, and ask it for `doubts`. Layers that give no floating-point tensor are not in it.
+        it, `plot` it, and ask it for `doubts`. It has no layers that return no floating-point tensor.
 
     Raises:
-        LayerError: an entry matches no layer; or a layer is asked for that was not looked at or never called.
-        ShapeError: `channel_dim` is no axis of an output; raised in the forward.
+        LayerError: an entry matches no layer; or the requested layer was not observed or never called.
+        ShapeError: `channel_dim` is not an axis of an output; raised in the forward.
         InjectionError: a forward inside runs under `torch.func`.
 
     Example:
@@ -60,37 +59,37 @@ def stats(
         >>> seen["1"].calls, 0 < seen["1"].mean < 1, seen["1"].dead
         (5, True, 0.0)
     """
-    which = [layer.module for layer in walk(model) if not layer.module._modules] if layers is None else layers
-    axes = Axes(None if channel_dim is None else count(channel_dim, "channel_dim", "stats", -LEAST_AXIS))
+    which = [layer.module for layer in walk(model) if not any(layer.module.children())] if layers is None else layers
+    axes = ChannelAxes(None if channel_dim is None else count(channel_dim, "channel_dim", "stats", LOWEST_AXIS))
     called: list[LayerStats] = []
-    watched = [LayerStats(layer, axes, called) for layer in chosen_layers(model, which, exclude, "stats()")]
+    chosen = [LayerStats(layer, axes, called) for layer in chosen_layers(model, which, exclude, "stats()")]
     try:
-        with tapped([*axes.noting(model), *((one.module, one.look) for one in watched)]):
-            yield Stats(called, watched)
+        with observed([*axes.hooks(model), *((one.module, one.look) for one in chosen)]):
+            yield Stats(called, chosen)
     finally:
-        for one in watched:
-            one.let_go()
-    never = [one.name for one in watched if not one.calls]
+        for one in chosen:
+            one.close()
+    never = [one.name for one in chosen if not one.calls]
     if never and (layers is not None or not called):
-        warn(f"never called while gathering numbers, or without a floating-point tensor: {some(never)}.")
+        warn(f"never called inside stats(), or without a floating-point output: {some(never)}.")
 
 
 class Stats(Mapping[str, LayerStats]):
     """Layers by name, in the order of their first calls; `print` it."""
 
-    def __init__(self, called: list[LayerStats], watched: list[LayerStats]) -> None:
-        self._called, self._watched = called, watched
+    def __init__(self, called: list[LayerStats], chosen: list[LayerStats]) -> None:
+        self._called, self._chosen = called, chosen
 
     def __getitem__(self, name: str) -> LayerStats:
         for one in self._called:
             if name in one.names:
                 return one
-        there = some([one.name for one in self._called]) or "none"
-        if any(name in one.names for one in self._watched):
-            raise NotKept(f"{name!r} was not called, or gave no floating-point tensor.\n  called: {there}")
-        near = nearest(name, [one.name for one in self._watched])
+        called = f"\n  called: {some([one.name for one in self._called]) or 'none'}"
+        if any(name in one.names for one in self._chosen):
+            raise NotKept(f"{name!r} was not called, or returned no floating-point tensor.{called}")
+        near = nearest(name, [one.name for one in self._chosen])
         hint = f"\n  did you mean: {', '.join(map(repr, near))}" if near else ""
-        raise NotKept(f"{name!r} is none of the layers that were looked at.{hint}\n  called: {there}")
+        raise NotKept(f"{name!r} is not one of the layers of these stats.{hint}{called}")
 
     def __iter__(self) -> Iterator[str]:
         return (one.name for one in self._called)
@@ -103,14 +102,14 @@ class Stats(Mapping[str, LayerStats]):
     ) -> list[str]:
         """What is probably wrong, one text for each finding.
 
-        Signals come from the first layer that was called, gradients from the last one that has any: a layer's output
-        (root mean square) is held against that of the first, its gradient (norm) against that of the last.
+        A layer's output (root mean square) is compared with that of the first layer called, and its gradient (norm)
+        with that of the last layer that has one.
 
         Args:
-            vanishing: below this part of it a signal has vanished.
-            exploding: above this multiple of it a signal has exploded; so it has where it is not finite.
-            dead: the fraction of dead channels from which on they are too many.
-            saturated: the fraction of saturated elements from which on they are too many.
+            vanishing: a signal below this fraction of it has vanished.
+            exploding: a signal above this multiple of it, or one that is not finite, has exploded.
+            dead: the fraction of dead channels from which on they are reported.
+            saturated: the fraction of saturated elements from which on they are reported.
         """
         found = []
         first, last = self._called[:1], [one for one in self._called if one.gradient.count][-1:]
@@ -120,17 +119,17 @@ class Stats(Mapping[str, LayerStats]):
             for other in last if one.gradient.count else ():
                 found += _drift(one, "gradient", vanishing, exploding, one.gradient_norm, other, other.gradient_norm)
             if one.dead is not None and one.dead >= dead:
-                found.append(f"{_name(one)}: {one.dead:.0%} of its channels are dead, 0 in all that was seen")
+                found.append(f"{_name(one)}: {one.dead:.0%} of its channels are dead (0 in every call)")
             if one.saturated is not None and one.saturated >= saturated:
-                found.append(f"{_name(one)}: {one.saturated:.0%} of its output is saturated, within 5 % of an end")
+                found.append(f"{_name(one)}: {one.saturated:.0%} of its output is saturated (within 5 % of an end)")
         return found
 
     def rows(self) -> list[tuple[object, ...]]:
-        """One row a layer; a dash where there is nothing to say."""
+        """One row for each layer."""
         return [(one.name, one.kind, one.calls, *_numbers(one).values()) for one in self._called]
 
     def plot(self, figure: Any = None) -> Figure:
-        """Variance of the outputs, norm of the gradients, dead and saturated parts: one line a layer, top to bottom.
+        """Variance of the outputs, norm of the gradients, dead and saturated fractions: one line for each layer.
 
         Args:
             figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
@@ -138,10 +137,10 @@ class Stats(Mapping[str, LayerStats]):
         return stats_figure(self._called, figure)
 
     def log_tensorboard(self, writer: Any, step: int) -> None:
-        """Write every number of every layer, and the picture.
+        """Write all statistics of every layer, and the figure.
 
         Args:
-            writer: a `torch.utils.tensorboard.SummaryWriter`, or what has its `add_scalar` and `add_image`.
+            writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar` and `add_image`.
             step: the step to write them at.
         """
         for one in self._called:
@@ -174,11 +173,11 @@ def _name(one: LayerStats) -> str:
 def _drift(
     one: LayerStats, what: str, vanishing: float, exploding: float, size: float, other: LayerStats, others: float
 ) -> list[str]:
-    """Whether a signal of this size has vanished or exploded on its way from another layer."""
+    """Whether a signal of this size has vanished or exploded compared with another layer's."""
     if not math.isfinite(size):
         return [f"{_name(one)}: its {what} is not finite"]
     if size == 0.0:
-        return [f"{_name(one)}: its {what} is 0 (as it is for one step around layers that start at 0)"]
+        return [f"{_name(one)}: its {what} is 0 (expected at step 0 around layers initialized to 0)"]
     against = f"({size:.2g}; at {_name(other)} {others:.2g})"
     if size < vanishing * others:
         return [f"{_name(one)}: its {what} vanishes {against}"]

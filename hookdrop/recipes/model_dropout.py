@@ -1,4 +1,4 @@
-"""The dropout that a model came with: what is there, and at other rates."""
+"""The dropout that a model came with: list its rates, and change them for a while."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from hookdrop.errors import LayerError, nearest, nothing_placed, warn
-from hookdrop.recipes.rates import Rate, out_of_reach, rates
+from hookdrop.recipes.dropout_rates import Rate, out_of_reach, rates
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted, html_table, some, text_table
 from hookdrop.utils.validation import rate as valid_rate
@@ -22,23 +21,23 @@ _HEADER = ("name", "type", "rate")
 
 
 def set_dropout(model: nn.Module, p: Rates | Mapping[str | re.Pattern[str], Rates]) -> DropoutChange:
-    """Change the rates of the dropout that a model has by itself, until the handle is removed.
+    """Change the rates of the dropout that a model came with, until the handle is removed.
 
-    Dropout modules of PyTorch, timm (`drop`, `attn_drop`, `drop_path`) and torchvision (`StochasticDepth`), and what a
-    forward reads at each call: `attention_dropout` of transformers, `dropout` of `nn.LSTM`. The names are those of
-    `report_dropout`. `model.config` is left as it is. Nothing is added: a layer that was built without dropout has
-    none, or an `Identity`; `inject` puts one there.
+    This covers the dropout modules of PyTorch, timm (`drop`, `attn_drop`, `drop_path`) and torchvision
+    (`StochasticDepth`), and the rates that a forward reads at each call: `attention_dropout` of transformers, `dropout`
+    of `nn.LSTM`. `report_dropout` lists their names. `model.config` does not change. Nothing is added: a layer that was
+    built without dropout has none, or an `Identity`; use `inject` there.
 
     Args:
-        model: any; wrapped or not.
-        p: one rate in [0, 1] for all, a function of (name, rate) that gives a rate, or a mapping of names, globs and
-            compiled expressions to these; what none of them matches is left alone.
+        model: any module, wrapped or not.
+        p: one rate in [0, 1] for all, a function from (name, rate) to a rate, or a mapping from names, globs and
+            compiled expressions to these; rates that no pattern matches do not change.
 
     Returns:
-        The handle: `remove()` sets the old rates again, as does the end of a `with` block.
+        The handle: `remove()` restores the old rates, as does the end of a `with` block.
 
     Raises:
-        LayerError: there is nothing to change, or a pattern matches nothing, or two match one name.
+        LayerError: there is nothing to change, a pattern matches nothing, or two patterns match one name.
         ValueError: a rate is out of range. After any error all rates are as they were.
 
     Example:
@@ -54,8 +53,8 @@ def set_dropout(model: nn.Module, p: Rates | Mapping[str | re.Pattern[str], Rate
         found = rates(model)
         if not found:
             raise LayerError(
-                f"set_dropout finds no dropout in {type(model).__name__} that could be changed: report_dropout(model) "
-                "says what it looks at.\n  put some there: inject(model, Dropout(p=...), layers=...)"
+                f"set_dropout finds no rate that it can change in {type(model).__name__}; report_dropout(model) lists "
+                "what it finds.\n  add dropout: inject(model, Dropout(p=...), layers=...)"
             )
         wanted = _wanted(found, p)
     changes = zip(found, wanted, strict=True)
@@ -63,9 +62,9 @@ def set_dropout(model: nn.Module, p: Rates | Mapping[str | re.Pattern[str], Rate
 
 
 def report_dropout(model: nn.Module) -> DropoutReport:
-    """The dropout that a model has by itself: each rate by name, and what can't be seen or changed.
+    """The dropout that a model came with: each rate by name, and the dropout that cannot be changed.
 
-    Hooks are not listed: `hookdrop.find(model)` has them.
+    Hooks are not listed; `hookdrop.find(model)` returns them.
 
     Example:
         >>> print(report_dropout(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.LSTM(4, 4, 2, dropout=0.2))))
@@ -74,32 +73,34 @@ def report_dropout(model: nn.Module) -> DropoutReport:
         ---------  -------  ----
         1          Dropout   0.1
         2.dropout  LSTM      0.2
-        read from the source of forward and of the methods that it calls; not seen: what other functions draw
+        found in the source of forward and of the methods that it calls; other functions are not searched
     """
     return DropoutReport(type(model).__name__, rates(model), out_of_reach(model))
 
 
 @dataclass(frozen=True)
 class DropoutReport:
-    """What `report_dropout` found; `print` it."""
+    """The result of `report_dropout`; `print` it."""
 
     model: str
     rates: Sequence[Rate]
-    """Each has `name`, `module`, `attribute` and `value`, which is read when it is asked for."""
+    """Each has `name`, `module`, `attribute` and the current `value`."""
     out_of_reach: Mapping[str, Sequence[str]]
-    """Dropout that `set_dropout` can't change: a line about the code, and the names of the modules that run it."""
+    """Dropout that `set_dropout` cannot change: a line about the code, and the names of the modules that run it."""
 
     def __str__(self) -> str:
         rows = self._rows()
-        lines = [self._title(), *([text_table(_HEADER, rows)] if rows else [])]
-        lines += [
-            f"out of reach: {what} ({some([name or 'the model' for name in names])})"
-            for what, names in self.out_of_reach.items()
-        ]
-        lines.append(
-            "read from the source of forward and of the methods that it calls; not seen: what other functions draw"
+        return "\n".join(
+            [
+                self._title(),
+                *([text_table(_HEADER, rows)] if rows else []),
+                *(
+                    f"out of reach: {what} ({some([name or 'the model' for name in names])})"
+                    for what, names in self.out_of_reach.items()
+                ),
+                "found in the source of forward and of the methods that it calls; other functions are not searched",
+            ]
         )
-        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return html_table(_HEADER, self._rows(), "\n".join([self._title(), *self.out_of_reach]))
@@ -112,32 +113,31 @@ class DropoutReport:
 
 
 class DropoutChange:
-    """The handle of `set_dropout`: it knows the rates before. Copies of the model keep the changed ones."""
+    """The handle of `set_dropout`, which remembers the old rates. Copies of the model keep the new ones."""
 
     def __init__(self, wanted: Sequence[tuple[Rate, float]]) -> None:
         self._before = [(rate, getattr(rate.module, rate.attribute), value) for rate, value in wanted]
         self.rates = {rate.name: (float(before), value) for rate, before, value in self._before}
-        """By name: the rate before, and the rate that was set."""
+        """(old rate, new rate) by name."""
         with nothing_placed():
-            self._set(wanted)
+            for done, (rate, value) in enumerate(wanted):
+                try:
+                    setattr(rate.module, rate.attribute, value)
+                except Exception as error:
+                    self._undo(done + 1)
+                    raise LayerError(
+                        f"set_dropout: {rate.name!r} can't be set to {value:g}: {type(rate.module).__name__} raised "
+                        f"{type(error).__name__}: {error}.\n  All rates are as they were. To skip this one, name the "
+                        "others: set_dropout(model, {name: p, ...})"
+                    ) from error
 
-    def _set(self, wanted: Sequence[tuple[Rate, float]]) -> None:
-        """All of them or, where a module refuses one, none."""
-        for done, (rate, value) in enumerate(wanted):
-            try:
-                setattr(rate.module, rate.attribute, value)
-            except Exception as error:
-                for earlier, before, _ in self._before[: done + 1]:
-                    with suppress(Exception):
-                        setattr(earlier.module, earlier.attribute, before)
-                raise LayerError(
-                    f"set_dropout: {rate.name!r} can't be set to {value:g}: {type(rate.module).__name__} raised "
-                    f"{type(error).__name__}: {error}.\n  All rates are as they were; leave this one out: "
-                    "set_dropout(model, {name: p, ...})"
-                ) from error
+    def _undo(self, count: int) -> None:
+        for rate, before, _ in self._before[:count]:
+            with suppress(Exception):
+                setattr(rate.module, rate.attribute, before)
 
     def remove(self) -> None:
-        """Set the rates that were there before; a second time does nothing."""
+        """Restore the old rates; a second call does nothing."""
         touched = [rate.name for rate, _, value in self._before if rate.value != value]
         for rate, before, value in self._before:
             if rate.value == value:
@@ -145,16 +145,14 @@ class DropoutChange:
         self._before = []
         if touched:
             warn(
-                f"set_dropout: {counted(len(touched), 'rate')} changed again since, and left so: {some(touched)}.\n"
-                "  undo changes in the opposite order."
+                f"set_dropout: {counted(len(touched), 'rate')} changed again since, and not restored: "
+                f"{some(touched)}.\n  undo changes in the opposite order."
             )
 
     def __enter__(self) -> DropoutChange:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.remove()
 
     def __repr__(self) -> str:
@@ -164,12 +162,12 @@ class DropoutChange:
 
 
 def _wanted(found: Sequence[Rate], p: Rates | Mapping[str | re.Pattern[str], Rates]) -> list[float | None]:
-    """For each rate the one to set; None to leave it."""
+    """The new value of each rate; None keeps the old one."""
     if not isinstance(p, Mapping):
         return [_new(rate, p) for rate in found]
     if not p:
         raise LayerError(
-            "set_dropout: the mapping is empty, so that no rate would be changed.\n"
+            "set_dropout: the mapping is empty, so no rate would change.\n"
             f"  the rates are: {some([rate.name for rate in found])}\n  all of them:   set_dropout(model, p)"
         )
     chosen: dict[str, tuple[object, float]] = {}
@@ -177,7 +175,7 @@ def _wanted(found: Sequence[Rate], p: Rates | Mapping[str | re.Pattern[str], Rat
         for rate in _matching(found, pattern):
             if rate.name in chosen:
                 raise LayerError(
-                    f"set_dropout: {rate.name!r} is under two patterns, {chosen[rate.name][0]!r} and {pattern!r}."
+                    f"set_dropout: two patterns match {rate.name!r}: {chosen[rate.name][0]!r} and {pattern!r}."
                 )
             chosen[rate.name] = pattern, _new(rate, value)
     return [chosen[rate.name][1] if rate.name in chosen else None for rate in found]

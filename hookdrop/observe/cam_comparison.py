@@ -1,4 +1,4 @@
-"""Class activation maps of two models side by side: before and after a regularizer, say."""
+"""Class activation maps of two models side by side, for example with and without a regularizer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hookdrop.diagnostics.isolation import call, preserved
 from hookdrop.errors import LayerError
 from hookdrop.injection.select import Entries
 from hookdrop.observe.cam import Target, grad_cam, must_be_model
-from hookdrop.observe.taps import first_tensor
+from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.utils.tables import html_table, text_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _Line = tuple[str, Tensor, Tensor | None]
-"""Label, maps, and how wide each is."""
+"""Label, maps, and the width of each."""
 
 HEADER = ("picture", "target", "above half before", "above half after")
 
@@ -35,33 +35,33 @@ def compare_cam(
     *,
     grid: tuple[int, int] | None = None,
 ) -> CamComparison:
-    """`grad_cam` of two models for the same pictures and classes.
+    """`grad_cam` of two models for the same images and classes.
 
     Args:
-        before: a model: trained without, or `copy.deepcopy(model)` from before the training.
-        after: another of the same kind.
-        x: the pictures, (N, C, H, W).
-        layer: one layer, by a name that both have.
-        target: as in `grad_cam`; None is the class that `after` says, for both.
+        before: a model trained without the regularizer, or `copy.deepcopy(model)` from before the training.
+        after: another model of the same kind.
+        x: the images, (N, C, H, W).
+        layer: one layer, by a name that both models have.
+        target: as in `grad_cam`; None is the class that `after` predicts, for both.
         method: as in `grad_cam`.
         grid: as in `grad_cam`.
 
     Returns:
-        Both maps, how wide they are, and a picture; `print` it.
+        Both maps, their widths, and a figure; `print` it.
 
     Raises:
-        LayerError: one of the models has no such layer; the text says which. All else as `grad_cam`.
+        LayerError: one of the models has no such layer; the message says which. Otherwise as in `grad_cam`.
 
-    Reference: DropBlock's paper (arXiv:1810.12890, section 4.3) shows by such maps that a network trained with it looks
-    at several regions, where one without is content with one.
+    Reference: DropBlock's paper (arXiv:1810.12890, section 4.3) shows with such maps that a network trained with
+    DropBlock uses several regions of an image, and a network trained without it only one.
     """
     for model in (before, after):
         must_be_model(model, "compare_cam", "before, after, x, layer")
     if target is None:
         with preserved(after), torch.no_grad():
             after.eval()
-            said = first_tensor(call(after, x))
-        target = None if said is None else said.argmax(-1)
+            logits = first_tensor(call(after, x))
+        target = None if logits is None else logits.argmax(-1)
     maps = []
     for which, model in (("before", before), ("after", after)):
         try:
@@ -87,26 +87,26 @@ class CamComparison:
 
     @property
     def wide_before(self) -> Tensor:
-        """(N,): the part of each picture in which the map is above half of its largest value."""
+        """(N,): the fraction of each image in which the map is above half of its maximum."""
         return _width(self.before)
 
     @property
     def wide_after(self) -> Tensor:
-        """The same of the other model."""
+        """The same for the other model."""
         return _width(self.after)
 
     def plot(self, most: int = 6, figure: Any = None) -> Figure:
-        """Picture, map before and map after, a column for each of the first `most` pictures.
+        """Image, map before and map after, a column for each of the first `most` images.
 
         Args:
-            most: how many pictures at most.
+            most: how many images at most.
             figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
         """
         rows: list[_Line] = [("before", self.before, self.wide_before), ("after", self.after, self.wide_after)]
         return cams_figure(self.pictures[:most], self.targets, rows, figure)
 
     def rows(self) -> list[tuple[Any, ...]]:
-        """One row a picture, then their mean."""
+        """One row for each image, then their mean."""
         wide = [(f"{b:.3f}", f"{a:.3f}") for b, a in zip(self.wide_before, self.wide_after, strict=True)]
         names = map(_title, self.targets)
         mean = ("mean", "", f"{self.wide_before.mean():.3f}", f"{self.wide_after.mean():.3f}")
@@ -116,7 +116,7 @@ class CamComparison:
         return text_table(HEADER, self.rows())
 
     def _repr_html_(self) -> str:
-        return html_table(HEADER, self.rows(), "the part of each picture in which the map is above half")
+        return html_table(HEADER, self.rows(), "the fraction of each image in which the map is above half")
 
 
 def _title(target: Any) -> str:
@@ -128,20 +128,20 @@ def _width(maps: Tensor) -> Tensor:
 
 
 def plot_cam(x: Tensor, cam: Tensor, figure: Any = None) -> Figure:
-    """Pictures and their maps: the first 6.
+    """The first 6 images and their maps.
 
     Args:
         x: (N, C, H, W).
-        cam: what `grad_cam` gave for them, (N, H, W).
+        cam: their maps from `grad_cam`, (N, H, W).
         figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
     """
     return cams_figure(x[:6], None, [("map", cam, None)], figure)
 
 
 def cams_figure(x: Tensor, targets: list[Any] | None, rows: list[_Line], figure: Any) -> Figure:
-    """The pictures in the first row, then a row for each set of maps, laid over the pictures."""
+    """The images in the first row, then a row for each set of maps, over the images."""
     pictures = as_pictures(x)
-    grey = pictures.mean(-1) if pictures.dim() == 4 else pictures  # the map is the one thing in colour
+    grey = pictures.mean(-1) if pictures.dim() == 4 else pictures  # only the map has colors
     figure = blank(figure, 1.4 + 1.35 * max(2, len(x)), 0.5 + 1.45 * (1 + len(rows)))
     table = figure.subplots(1 + len(rows), len(x), squeeze=False)
     for column, picture in enumerate(pictures):
@@ -160,7 +160,7 @@ def cams_figure(x: Tensor, targets: list[Any] | None, rows: list[_Line], figure:
     for axes in table.flat:
         axes.set_xticks([])
         axes.set_yticks([])
-    bar = figure.colorbar(drawn, ax=table, shrink=0.6)  # of the maps alone it would move them from under the pictures
-    bar.set_label("what speaks for the class", fontsize=8)
+    bar = figure.colorbar(drawn, ax=table, shrink=0.6)  # on the maps alone, it would move them out of line
+    bar.set_label("evidence for the class", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     return figure  # type: ignore[no-any-return]

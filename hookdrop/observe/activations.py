@@ -1,0 +1,227 @@
+"""The tensors that a model's layers compute."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hookdrop.errors import LayerError, ShapeError, nearest, warn
+from hookdrop.hooks.checkpointing import is_recomputing
+from hookdrop.injection.select import Entries, Layer
+from hookdrop.observe.read_only_hooks import chosen_layers, chosen_tensor, first_tensor, observed
+from hookdrop.utils.context import within
+from hookdrop.utils.tables import counted, some
+from hookdrop.utils.tensor_copies import NotKept, Place, copied, place
+from hookdrop.utils.tensor_tree import TensorKey
+from hookdrop.utils.validation import count
+
+
+@within("with capture(model, layers) as seen: model(x)   then seen[name]")
+def capture(
+    model: nn.Module,
+    layers: Entries,
+    inputs: bool = False,
+    gradients: bool = False,
+    *,
+    to: Place = None,
+    last: int | None = None,
+    tensor: TensorKey = None,
+    exclude: Entries = (),
+) -> Iterator[Captured]:
+    """Keep the outputs of these layers during the forwards inside.
+
+    The tensors are detached copies, safe from in-place edits, and remain after the block; the hooks are removed, also
+    after an exception. An output is kept as the earlier hooks leave it: after a regularizer of `inject`, its result.
+    Recomputed calls of an activation checkpoint are not kept again, and compiled models run uncompiled inside.
+
+    Args:
+        model: any module, wrapped (DistributedDataParallel, torch.compile, ...) or not.
+        layers: names, globs, classes, modules, ..., as in `inject`.
+        inputs: also keep the first tensor among each call's arguments, as `captured.inputs`.
+        gradients: also keep the gradient of each call's output, as `captured.gradients`: the sum over the backward
+            passes inside, or None if none reached it.
+        to: the device of the copies, such as `"cpu"`; None keeps the tensor's own.
+        last: how many calls of each layer to keep; None keeps all.
+        tensor: which tensor of a tuple, list or dict: an index or a key; None is the first floating-point one.
+        exclude: layers to skip.
+
+    Yields:
+        A read-only dict from layer names to lists of tensors, one for each call.
+
+    Raises:
+        LayerError: an entry matches no layer; or the requested layer was not captured or never called.
+        ShapeError: a layer returns no tensor.
+        ValueError: there is no such device, or `last` is below 1.
+        InjectionError: a forward inside runs under `torch.func`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+        >>> with capture(model, "*", gradients=True) as seen:
+        ...     model(torch.ones(2, 3)).sum().backward()
+        >>> seen["0"][-1].shape, seen.gradients["1"][-1].sum()
+        (torch.Size([2, 4]), tensor(8.))
+    """
+    if last is not None:
+        last = count(last, "last", "capture")
+    to = place(to, "capture")
+    if tensor == "all":
+        raise LayerError('capture keeps one tensor of a call: tensor= is an index, a key or None, not "all".')
+    chosen = chosen_layers(model, layers, exclude, "capture()")
+    recorders = [_Recorder(layer, gradients, to, last, tensor) for layer in chosen]
+    before = [(one.module, one.enter) for one in recorders if inputs]
+    try:
+        with observed([(one.module, one.leave) for one in recorders], before):
+            yield Captured(recorders, inputs, gradients)
+    finally:
+        for one in recorders:
+            one.close()
+    _warn_if_empty(recorders, gradients)
+
+
+class _Call:
+    """What is kept of one call."""
+
+    def __init__(self, output: Tensor, input: Tensor | None, to: Place) -> None:
+        self.output, self.input, self._to = output, input, to
+        self.gradient: Tensor | None = None
+        self.handle: RemovableHandle | None = None
+
+    def keep_gradient_of(self, x: Tensor) -> None:
+        self.handle = x.register_hook(self._add)  # type: ignore[no-untyped-call]
+
+    def _add(self, gradient: Tensor) -> None:
+        new = copied(gradient, self._to)
+        self.gradient = new if self.gradient is None else self.gradient + new
+
+    def close(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+
+class _Recorder:
+    """The hooks of one layer, and its calls."""
+
+    def __init__(self, layer: Layer, gradients: bool, to: Place, last: int | None, tensor: TensorKey) -> None:
+        self.name, self.module = layer.name, layer.module
+        self.names = {layer.name, *layer.aliases, *layer.spellings}
+        self.calls: deque[_Call] = deque()
+        self._gradients, self._to, self._last, self._tensor = gradients, to, last, tensor
+        self._inputs: dict[int, list[Tensor]] = {}
+        """By thread, the inputs of the calls that have not ended: several if the layer calls itself."""
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_recomputing():
+            return
+        x = first_tensor((args, kwargs))
+        if x is None:
+            raise ShapeError(f"{self.name!r} was called without a tensor.\n  skip it: exclude=...")
+        self._inputs.setdefault(threading.get_ident(), []).append(copied(x, self._to))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        again = is_recomputing()
+        inputs = [] if again else self._inputs.get(threading.get_ident(), [])
+        input = inputs.pop() if inputs else None
+        if output is None and sys.exc_info()[0] is not None:  # the forward raised
+            return
+        x = chosen_tensor(output, self._tensor, repr(self.name))
+        call = self._first_run(x) if again else _Call(copied(x, self._to), input, self._to)
+        if call is not None and self._gradients and x.requires_grad:
+            call.keep_gradient_of(x)
+        if not again and call is not None:
+            if len(self.calls) == self._last:
+                self.calls.popleft().close()
+            self.calls.append(call)
+
+    def _first_run(self, x: Tensor) -> _Call | None:
+        """The call that a reentrant checkpoint, which has a graph only now, runs again: it computed the same values."""
+        same = (
+            call
+            for call in reversed(self.calls)
+            if call.handle is None
+            and call.output.shape == x.shape
+            and torch.equal(call.output, x.detach().to(call.output.device))
+        )
+        return next(same, None) if self._gradients and x.requires_grad else None
+
+    def close(self) -> None:
+        """Remove the hooks on tensors."""
+        self._inputs.clear()
+        for call in self.calls:
+            call.close()
+
+
+class _View(Mapping[str, list[Any]]):
+    """One part of the calls, by the layers' names."""
+
+    def __init__(self, recorders: Sequence[_Recorder], part: str) -> None:
+        self._recorders, self._part = recorders, part
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """One entry for each call of the layer.
+
+        Raises:
+            LayerError: the layer is not captured, or was not called.
+        """
+        found = next((one for one in self._recorders if name in one.names), None)
+        if found is None:
+            known = [one.name for one in self._recorders]
+            raise NotKept(f"{name!r} is not captured.\n  captured: {some(nearest(name, known) or known)}")
+        if not found.calls:
+            raise NotKept(f"{name!r} was not called, so nothing was captured.\n  called: {some(list(self)) or 'none'}")
+        return [getattr(call, self._part) for call in found.calls]
+
+    def __iter__(self) -> Iterator[str]:
+        return (one.name for one in self._recorders if one.calls)
+
+    def __len__(self) -> int:
+        return sum(bool(one.calls) for one in self._recorders)
+
+    def __repr__(self) -> str:
+        lines = [f"{name!r}: {counted(len(calls), 'call')}, {_shape(calls[-1])}" for name, calls in self.items()]
+        return "\n".join(lines) or "<nothing captured>"
+
+
+class Captured(_View):
+    """Outputs by the layers' names: lists of tensors, one for each call. So are `inputs` and `gradients`."""
+
+    def __init__(self, recorders: Sequence[_Recorder], inputs: bool, gradients: bool) -> None:
+        super().__init__(recorders, "output")
+        self._requested = {"inputs": inputs, "gradients": gradients}
+
+    @property
+    def inputs(self) -> Mapping[str, list[Tensor]]:
+        """The first tensor among each call's arguments, as it was before the call."""
+        return self._view("inputs", "input")
+
+    @property
+    def gradients(self) -> Mapping[str, list[Tensor | None]]:
+        """The gradient of each call's output; None where no backward pass reached it."""
+        return self._view("gradients", "gradient")
+
+    def _view(self, name: str, part: str) -> _View:
+        if not self._requested[name]:
+            raise NotKept(f"the {name} were not captured.\n  write: capture(..., {name}=True)")
+        return _View(self._recorders, part)
+
+
+def _shape(x: Tensor | None) -> str:
+    return "no gradient" if x is None else f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+
+
+def _warn_if_empty(recorders: Sequence[_Recorder], gradients: bool) -> None:
+    never = [one.name for one in recorders if not one.calls]
+    if never:
+        warn(
+            f"{counted(len(never), 'layer')} of {len(recorders)} never called while capturing: {some(never)}.\n"
+            "  a container that is iterated, a branch not taken, or a module of which only the weights are used."
+        )
+    calls = [call for one in recorders for call in one.calls]
+    if gradients and calls and all(call.gradient is None for call in calls):
+        warn("no gradient was captured: call backward() inside the `with` block, and the forward with gradients on.")

@@ -1,0 +1,94 @@
+"""Hooks that only read, for the duration of a `with` block."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookdrop.errors import InjectionError, ShapeError, nothing_placed
+from hookdrop.hooks import compiling
+from hookdrop.injection.select import Entries, Layer, select
+from hookdrop.utils.tensor_tree import TensorKey, change, describe, tensors
+from hookdrop.utils.torch_internals import functorch_stack
+
+Look = Callable[..., None]
+
+
+class ReadOnlyHook:
+    """A hook that never changes what passes; copies and pickles of the model get one that does nothing."""
+
+    def __init__(self, look: Look | None) -> None:
+        self.look = look
+
+    def __call__(self, *args: Any) -> None:
+        if self.look is None:
+            return
+        if functorch_stack() is not None:
+            if sys.exc_info()[0] is not None:  # raised already, and PyTorch calls hooks that want to know
+                return
+            raise InjectionError(
+                "capture() and stats() cannot be used inside torch.func (vmap, grad, ...), whose tensors do not "
+                "outlive it.\n  run the model directly inside the `with` block, or torch.func outside of it."
+            )
+        self.look(*args)
+
+    def __reduce__(self) -> Any:
+        return ReadOnlyHook, (None,)
+
+
+@contextmanager
+def observed(after: Iterable[tuple[nn.Module, Look]], before: Sequence[tuple[nn.Module, Look]] = ()) -> Iterator[None]:
+    """Call `look(module, args, output)` after each forward, and `look(module, args, kwargs)` before one.
+
+    With `before`, the `look` after a forward that raised is called too, with None as the output. Compiled code runs
+    uncompiled inside: it would skip hooks that it was not compiled with, or compile again for each call.
+    """
+    with torch.compiler.set_stance("force_eager"), ExitStack() as handles:
+        for module, look in after:
+            handles.enter_context(module.register_forward_hook(ReadOnlyHook(look), always_call=bool(before)))
+        for module, look in before:
+            handles.enter_context(module.register_forward_pre_hook(ReadOnlyHook(look), with_kwargs=True))
+        yield
+
+
+def chosen_layers(model: nn.Module, layers: Entries, exclude: Entries, what: str) -> list[Layer]:
+    """The layers, as `inject` chooses them."""
+    with nothing_placed():
+        compiling.not_while_tracing(what)
+        return select(model, layers, exclude).layers
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first floating-point tensor in `value`, or else the first tensor, or None."""
+    found = tensors(value)
+    return next((x for x in found if x.is_floating_point()), found[0] if found else None)
+
+
+def chosen_tensor(value: Any, which: TensorKey, where: str) -> Tensor:
+    """The tensor that `which` names, or the first.
+
+    Raises:
+        ShapeError: there is none.
+    """
+    if which is None:
+        first = first_tensor(value)
+        if first is None:
+            raise ShapeError(f"{where} returned {describe(value)}, which contains no tensor.\n  skip it: exclude=...")
+        return first
+    found: list[Tensor] = []
+
+    def find(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    try:
+        change(value, which, find)
+    except ShapeError as error:
+        error.args = (f"{where} {error}",)
+        raise
+    return found[0]

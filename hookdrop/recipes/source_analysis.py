@@ -1,0 +1,325 @@
+"""What the source of a class says about its dropout: the attributes that `forward` reads, and its dropout calls."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import FunctionType
+from typing import Any, TypeAlias
+
+Path: TypeAlias = tuple[str, ...]
+"""`("self", "cfg", "dropout")` stands for `self.cfg.dropout`."""
+Sources: TypeAlias = set[Path | None]
+"""Paths below `self` that a value may come from; None is any other source that is not 0."""
+Seen: TypeAlias = frozenset[tuple["Method", str]]
+"""The names that are being traced, so that a name assigned from itself ends the search."""
+
+_FUNCTIONS = re.compile(r"(\w*_)?dropout(\d?d|_)?|drop_path|stochastic_depth|drop_block_?\dd|\w*attention\w*")
+_CLASSES = re.compile(r"(Feature)?(Alpha)?Dropout(\dd)?")
+_POSITIONS = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+"""Position of the rate. Functional dropout has it second; other attention functions take it by keyword."""
+_KEYWORDS = ("p", "dropout_p", "dropout", "rate", "prob", "drop_prob")
+_TRANSPARENT = ("float", "min", "max")
+
+
+@dataclass(frozen=True)
+class DropCall:
+    """A call of functional dropout, or of attention with dropout."""
+
+    code: str
+    rates: tuple[Path, ...]
+    """Where below `self` its rate may come from: `("cfg", "dropout")` for `self.cfg.dropout`."""
+    elsewhere: bool
+    """Whether it may also come from a number in the code, a global name or arithmetic."""
+
+
+@dataclass(frozen=True)
+class DropoutSource:
+    """What `forward` of a class, and the methods that it calls, do with dropout."""
+
+    attributes: tuple[str, ...]
+    """Read from `self`."""
+    from_config: tuple[str, ...]
+    """Rates read from `self.config` at each call."""
+    calls: tuple[DropCall, ...]
+    unreadable: tuple[str, ...]
+    """Methods whose source is not available."""
+
+    @property
+    def rate_attributes(self) -> set[str]:
+        """The attributes that are passed as the rate of a dropout call."""
+        return {path[0] for call in self.calls for path in call.rates if len(path) == 1}
+
+
+@lru_cache(maxsize=1024)
+def analyze(cls: Any) -> DropoutSource:
+    """Read the source of `forward` and of the methods that it calls."""
+    attributes: dict[str, None] = {}
+    from_config: dict[str, None] = {}
+    calls: dict[DropCall, None] = {}
+    methods, unreadable = methods_that_run(cls)
+    for method in methods:
+        for node in method.nodes:
+            path = path_of(node) or ()
+            if path[:1] == (method.me,) and len(path) == 2:
+                if isinstance(getattr(node, "ctx", ast.Load()), ast.Load) and not method.is_property:
+                    attributes[path[1]] = None
+            elif path[:2] == (method.me, "config") and len(path) == 3 and "drop" in path[2]:
+                from_config[path[2]] = None
+            elif isinstance(node, ast.Call) and (found := _rate_sources(node, method)):
+                paths = sorted(path for path in found if path is not None)
+                calls[DropCall(ast.unparse(node), tuple(paths), None in found)] = None
+    return DropoutSource(tuple(attributes), tuple(from_config), tuple(calls), tuple(unreadable))
+
+
+def attribute(owner: object, name: str) -> Any:
+    """`owner.name`; None where there is none, and where reading it raises, as a lazy import may."""
+    try:
+        return getattr(owner, name, None)
+    except Exception:
+        return None
+
+
+def path_of(node: ast.AST) -> Path | None:
+    """`("self", "config", "dropout")` for `self.config.dropout`, also as `getattr(self.config, "dropout")`."""
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    owner: ast.AST | None = None
+    if isinstance(node, ast.Attribute):
+        owner, name = node.value, node.attr
+    elif isinstance(node, ast.Call) and path_of(node.func) == ("getattr",) and len(node.args) > 1:
+        constant = node.args[1]
+        if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+            owner, name = node.args[0], constant.value
+    before = None if owner is None else path_of(owner)
+    return None if before is None else (*before, name)
+
+
+def _rate_sources(call: ast.Call, method: Method) -> Sources:
+    rate = _rate_argument(call, method)
+    return set() if rate is None else method.sources(rate)
+
+
+def _rate_argument(call: ast.Call, method: Method) -> ast.expr | None:
+    """The rate that a call of functional dropout, or of attention with dropout, gets; None for other calls."""
+    path = path_of(call.func)
+    if path is None or method.is_own(path[0]):
+        return None
+    name = path[-1] if _is_dropout(path[-1]) else str(attribute(method.outside(path), "__name__"))
+    if not _is_dropout(name):
+        return None
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    for keyword in _KEYWORDS:
+        if keyword in given:
+            return given[keyword]
+    position = 0 if _CLASSES.fullmatch(name) else _POSITIONS.get(name, None if "attention" in name else 1)
+    if position is not None and any(isinstance(argument, ast.Starred) for argument in call.args):
+        return call
+    if position is not None and len(call.args) > position:
+        return call.args[position]
+    if "dropout" in name.lower():
+        return call if None in given else ast.Constant(0.5)  # torch's default
+    return None
+
+
+def _is_dropout(name: str) -> bool:
+    return bool(_CLASSES.fullmatch(name) or _FUNCTIONS.fullmatch(name))
+
+
+@dataclass(eq=False)
+class Method:
+    """One method that runs, parsed."""
+
+    owner: type
+    function: FunctionType
+    tree: ast.FunctionDef
+    callers: list[tuple[ast.Call | None, Method]] = field(default_factory=list)
+    """Its calls with the methods that make them; None where one passes it on instead of calling it."""
+
+    def __post_init__(self) -> None:
+        arguments = self.tree.args
+        positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+        kept = inspect.getattr_static(self.owner, self.tree.name, None)
+        self.is_property = isinstance(kept, property)
+        self.me = positional[0] if positional and not isinstance(kept, staticmethod) else ""
+        """The name of `self`."""
+        self.positional = positional[bool(self.me) :]
+        names = {node.arg for node in ast.walk(arguments) if isinstance(node, ast.arg)}
+        self.parameters = names - {self.me}
+        by_position = zip(reversed(positional), reversed(arguments.defaults), strict=False)
+        by_keyword = zip([a.arg for a in arguments.kwonlyargs], arguments.kw_defaults, strict=True)
+        self.defaults = {name: value for name, value in (*by_position, *by_keyword) if value is not None}
+        self.nodes = sorted(
+            ast.walk(self.tree), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
+        )
+        self.local: dict[str, list[ast.expr | None]] = {}
+        """The values assigned to each name; None for a value that cannot be read from the source."""
+        values = self._assigned()
+        for node in self.nodes:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.local.setdefault(node.id, []).append(values.get(id(node)))
+            elif isinstance(node, ast.arg) and node.arg not in names:  # of a nested function
+                self.local.setdefault(node.arg, []).append(None)
+
+    def _assigned(self) -> dict[int, ast.expr]:
+        """The value of each assignment to one name, by the id of the target; a loop assigns an element."""
+        values: dict[int, ast.expr] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Assign):
+                values |= {id(target): node.value for target in node.targets}
+            elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+                values[id(node.target)] = node.value or node.target
+            elif isinstance(node, ast.For | ast.comprehension):
+                values[id(node.target)] = ast.Subscript(node.iter, ast.Constant(0), ast.Load())
+        return values
+
+    def is_own(self, name: str) -> bool:
+        """Whether a name is `self`, or a local name for a part of it such as `self.dropouts[0]`."""
+        return name == self.me or (name in self.local and all(map(self._is_part, self.local[name])))
+
+    def _is_part(self, value: ast.expr | None) -> bool:
+        while isinstance(value, ast.Subscript | ast.Attribute):
+            value = value.value
+        return isinstance(value, ast.Name) and value.id == self.me
+
+    def sources(self, node: ast.expr | None, rest: Path = (), seen: Seen = frozenset()) -> Sources:
+        """Where the rate `node.rest` may come from."""
+        path = None if node is None else path_of(node)
+        if path is not None:
+            return self._sources_of_path((*path, *rest), seen)
+        if rest or node is None:
+            return {None}
+        if isinstance(node, ast.Constant):
+            return {None} if node.value else set()
+        if isinstance(node, ast.BinOp):
+            sides = [self.sources(side, (), seen) for side in (node.left, node.right)]
+            if isinstance(node.op, ast.Mult) and not all(sides):  # `self.p * self.training` is p or 0
+                return sides[0] | sides[1]
+            return {None} if any(sides) else set()
+        parts = _choices(node)
+        return {None} if parts is None else _union(self.sources(part, (), seen) for part in parts)
+
+    def _sources_of_path(self, path: Path, seen: Seen) -> Sources:
+        head, rest = path[0], path[1:]
+        if head == self.me and rest:
+            return set() if rest == ("training",) else {rest}
+        if (self, head) in seen or rest[-1:] == ("training",):
+            return set()
+        if head not in self.local and head not in self.parameters:
+            return {None} if _may_drop(self.outside(path)) else set()
+        seen |= {(self, head)}
+        found = _union(self.sources(value, rest, seen) for value in self.local.get(head, ()))
+        return found | self._sources_of_parameter(head, rest, seen) if head in self.parameters else found
+
+    def _sources_of_parameter(self, name: str, rest: Path, seen: Seen) -> Sources:
+        """Where the values come from that the callers pass, or else where the default does."""
+        found: Sources = set()
+        for call, caller in self.callers:
+            if call is None:
+                found.add(None)
+                continue
+            by_position = dict(zip(self.positional, call.args, strict=False))
+            by_keyword = {keyword.arg: keyword.value for keyword in call.keywords}
+            value = by_keyword.get(name, by_position.get(name, by_keyword.get(None)))
+            if value is not None:
+                found |= caller.sources(value, rest, seen)
+            elif name in self.defaults:
+                found |= self.sources(self.defaults[name], rest, seen)
+        if not self.callers and name in self.defaults:
+            found |= self.sources(self.defaults[name], rest, seen)
+        return found
+
+    def outside(self, path: Path) -> Any:
+        """The value of a global or enclosing name; None if it has none."""
+        cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
+        try:
+            value = cells[path[0]].cell_contents if path[0] in cells else self.function.__globals__.get(path[0])
+        except ValueError:  # not assigned yet
+            return None
+        for name in path[1:]:
+            value = attribute(value, name)
+        return value
+
+
+def _choices(node: ast.expr) -> list[ast.expr] | None:
+    """The expressions of which `node` takes one; None if it computes something else."""
+    if isinstance(node, ast.IfExp):
+        return [node.body, node.orelse]
+    if isinstance(node, ast.BoolOp):
+        return node.values
+    if isinstance(node, ast.NamedExpr):
+        return [node.value]
+    is_transparent = isinstance(node, ast.Call) and path_of(node.func) in [(name,) for name in _TRANSPARENT]
+    return node.args if is_transparent and isinstance(node, ast.Call) else None
+
+
+def _may_drop(value: object) -> bool:
+    """Whether a value from outside of the class may be a rate above 0."""
+    # `isinstance` would read `__class__`, which a lazy import may not let pass.
+    return not issubclass(type(value), int | float) or bool(value)
+
+
+def _union(found: Iterable[Sources]) -> Sources:
+    return set().union(*found)
+
+
+def methods_that_run(cls: type) -> tuple[list[Method], list[str]]:
+    """`forward` and all methods that it calls, own and inherited; and the names of those that cannot be read."""
+    found: dict[tuple[type, str], Method | None] = {}
+    unreadable = []
+    waiting: list[tuple[str, int, ast.Call | None, Method | None]] = [("forward", 0, None, None)]
+    for name, start, call, caller in waiting:  # each method that is found appends the methods that it calls
+        owner = next((parent for parent in cls.__mro__[start:] if name in vars(parent)), cls)
+        kept = vars(owner).get(name)
+        function = kept.fget if isinstance(kept, property) else getattr(kept, "__func__", kept)
+        if name != "forward" and not inspect.isfunction(function):
+            continue
+        if (owner, name) not in found:
+            found[owner, name] = parsed = _parsed(owner, name, function)
+            if parsed is not None:
+                waiting += _called(cls, parsed)
+            elif not isinstance(kept, property):
+                unreadable.append(name)
+        method = found[owner, name]
+        if method is not None and caller is not None:
+            method.callers.append((call, caller))
+    return [method for method in found.values() if method is not None], unreadable
+
+
+def _called(cls: type, method: Method) -> Iterator[tuple[str, int, ast.Call | None, Method | None]]:
+    """(name, where to start in the MRO, call, caller) for each method that `method` mentions."""
+    parents = [parent.__name__ for parent in cls.__mro__]
+    calls = {id(node.func): node for node in method.nodes if isinstance(node, ast.Call)}
+    for node in method.nodes:
+        if not isinstance(node, ast.Attribute):
+            continue
+        path, call = path_of(node), calls.get(id(node))
+        given = [] if call is None else call.args
+        if isinstance(node.value, ast.Call) and path_of(node.value.func) == ("super",):
+            yield node.attr, cls.__mro__.index(method.owner) + 1, call, method
+        elif path is not None and path[0] == method.me and len(path) == 2:
+            yield path[1], 0, call, method
+        elif path is not None and path[-2] in parents and given and path_of(given[0]) == (method.me,):
+            assert call is not None  # Parent.method(self, ...)
+            yield path[-1], parents.index(path[-2]), ast.Call(call.func, given[1:], call.keywords), method
+
+
+def _parsed(owner: type, name: str, function: Any) -> Method | None:
+    """A method with its source; None if there is none, or only that of a decorator around it."""
+    if not callable(function):
+        return None
+    function = inspect.unwrap(function)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    found = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
+    if found is None or not isinstance(function, FunctionType):
+        return None
+    is_wrapper = found.name != name and set(function.__code__.co_freevars) - {"__class__"}
+    return None if is_wrapper else Method(owner, function, found)
