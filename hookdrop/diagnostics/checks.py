@@ -14,7 +14,7 @@ from hookdrop.diagnostics.judge import (
     undriven_text,
     was_updated,
 )
-from hookdrop.diagnostics.rank_seeds import alike
+from hookdrop.diagnostics.rank_seeds import find_rank_with_same_seed
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import State
@@ -70,7 +70,7 @@ def problems(model: nn.Module, state: State, hooks: Sequence[SiteHook], asked: b
         found["optimizer gone"] = optimizer_gone_text(state)
     for hook in live:
         found.update({} if hook.doubted else hook.doubts())
-    if state.enabled and (asked or started) and (ranks := alike(model)):
+    if state.enabled and (asked or started) and (ranks := find_rank_with_same_seed(model)):
         found["equal masks"] = _equal_masks_text(state, *ranks)
     waiting = state.step_count == 0 or any(hook.judge.updates for hook in live)
     # What the forwards have told of: an optimizer is followed, but another one trains.

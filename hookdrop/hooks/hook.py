@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookdrop.diagnostics.judge import Judge
 from hookdrop.diagnostics.measurement import measured
-from hookdrop.diagnostics.rank_seeds import alike
+from hookdrop.diagnostics.rank_seeds import announce
 from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks import checkpointing as replay
 from hookdrop.hooks.graph_breaks import MEASURING, outside_of_graphs, prepare_for_compiling
@@ -318,4 +318,4 @@ def _look_at(hook: SiteHook, x: Tensor) -> None:
         hook.seen = x.shape
         hook.tell_doubts()
     # The ranks of a job know of one another's seeds from the first mask on, whoever of them asks.
-    alike(x.device)
+    announce(x.device)

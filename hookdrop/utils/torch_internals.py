@@ -9,11 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm
 
 _C: Any = torch._C
+
+# --- modules
+
+BatchNorm: type[nn.Module] = _BatchNorm
+"""What all batch norms derive from: they write to buffers in training mode."""
 
 # --- tensors
 
@@ -80,3 +87,10 @@ current_node: Callable[[], Any] = _C._current_autograd_node
 
 saved_tensors_hooks: Callable[[bool], Any] | None = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
 """The innermost hooks on saved tensors, or None if there are none; itself None before PyTorch 2.8."""
+
+# --- distributed jobs
+
+
+def default_store() -> Any:
+    """The key-value store of the job, in which ranks leave notes for each other; None if there is none."""
+    return dist.distributed_c10d._get_default_store()
