@@ -733,6 +733,39 @@ def test_a_warning_turned_into_an_error_leaves_no_hook(model: Small) -> None:
     assert find(model) == ()
 
 
+class TestLazyModules:
+    """Their first forward creates their parameters."""
+
+    def test_they_are_hooked_before_their_first_forward(self) -> None:
+        model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d())
+        drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(10))
+        drop.seek(10)
+        assert drop.check()
+        drop.state_dict()
+        out = model(torch.ones(1000, 4))
+        assert isinstance(model[0], nn.Linear)
+        assert (out == 0).float().mean() == pytest.approx(0.5, abs=0.05)
+        drop.remove()
+        assert not any(m._forward_hooks for m in model.modules())
+
+    def test_a_lazy_layer_that_is_not_the_first(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LazyConv2d(8, 3))
+        inject(model, Dropout(0.5), layers="*")
+        print(plan(model, Dropout(0.5), layers="**", on_existing="stack"))
+
+    @pytest.mark.parametrize("try_out", ["example_input", "probe"])
+    def test_no_forward_is_tried_out(self, try_out: str) -> None:
+        model, x = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d()), torch.ones(2, 4)
+        with pytest.raises(InjectionError, match=r"lazy parameters \('0\.weight'(.|\n)*first: model\(x\)"):
+            if try_out == "probe":
+                inject(model, Dropout(0.5), layers="0").probe(x)
+            else:
+                inject(model, Dropout(0.5), layers="0", example_input=x)
+        assert isinstance(model[0].weight, nn.UninitializedParameter)
+        assert isinstance(model[1].running_mean, nn.UninitializedBuffer)
+        assert len(find(model)) == (try_out == "probe")
+
+
 def test_script_modules() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hookdrop.hooks.state import State
 from hookdrop.utils.tables import some
@@ -87,7 +88,7 @@ def first_weight(module: nn.Module) -> nn.Parameter | None:
 
 
 def _is_trainable(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and not parameter.is_inference()
+    return parameter.requires_grad and not is_lazy(parameter) and not parameter.is_inference()
 
 
 def was_updated(module: nn.Module, since: int | None) -> bool:
