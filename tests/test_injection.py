@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ from conftest import Small
 from hypothesis import given
 from torch import nn
 
+import hookdrop
 from hookdrop import (
     ConstantSchedule,
     DropBlock,
@@ -505,3 +507,10 @@ def test_warnings_point_at_the_callers_line(model: Small) -> None:
         warnings.simplefilter("always")
         inject(model, Dropout(0.5), layers="**")
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("name", ["plan", "inject"])
+def test_a_function_is_not_imported_as_a_module(name: str) -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"hookdrop.{name}")
+    assert callable(getattr(hookdrop, name))

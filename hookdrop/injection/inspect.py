@@ -25,7 +25,8 @@ def inspect_sites(model: nn.Module, resolved: Resolved, tensor: TensorKey, examp
         ShapeError: the regularizer can't work on what a site gives.
         LayerError: a layer that is named in full is never called.
     """
-    resolved.warnings += [*_nested(resolved.sites), *_fused(model, resolved.sites), *_sequences(resolved.sites)]
+    hooked = [site for site in resolved.sites if site.regularizer is not None]  # none, if layers are only listed
+    resolved.warnings += [*_nested(hooked), *_fused(model, hooked), *_sequences(hooked)]
     if example is None:
         return
     modules, at = [site.module for site in resolved.sites], [site.at for site in resolved.sites]
@@ -39,7 +40,7 @@ def inspect_sites(model: nn.Module, resolved: Resolved, tensor: TensorKey, examp
         resolved.warnings.append(texts[0] + more)
     resolved.warnings += [
         *_never_called(resolved),
-        *_frozen(resolved.sites),
+        *_frozen(hooked),
         *_into_norms(resolved.sites, seen),
     ]
 

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -78,8 +79,11 @@ def resolve(
         _must_be_a_schedule(schedule)
     regularizers, entries = _regularizers_and_entries(regularizer, layers)
     selection = select(model, entries, exclude)
-    warnings = _useless_excludes(selection)
-    chosen = _callable_layers(selection, warnings)
+    warnings = _unmatched_excludes(selection)
+    chosen = _called_layers(selection)
+    if regularizer is not None:  # else layers are listed, and nothing is hooked
+        _must_not_be_keras(model, chosen)
+        warnings += _skipped(selection, chosen)
     sites = [
         PlannedSite(
             layer.name,
@@ -135,7 +139,7 @@ def _regularizer_of(
     return regularizers[by[0]]
 
 
-def _callable_layers(selection: Selection, warnings: list[str]) -> list[Layer]:
+def _called_layers(selection: Selection) -> list[Layer]:
     """The layers less those whose class has no forward: they are iterated, never called."""
     for layer in selection.layers:
         if isinstance(layer.module, torch.jit.ScriptModule):
@@ -143,23 +147,21 @@ def _callable_layers(selection: Selection, warnings: list[str]) -> list[Layer]:
                 f"{layer.name!r} is a ScriptModule, which can't carry Python hooks.\n"
                 "  train it unscripted, and script it inside `with hookdrop.without_hooks(model):`."
             )
-    dead = [layer for layer in selection.layers if _has_no_forward(layer.module)]
-    for layer in dead:
-        if layer.name in selection.exact:
+    called = [layer for layer in selection.layers if not _has_no_forward(layer.module)]
+    if len(called) == len(selection.layers):
+        return called
+    for layer in selection.layers:
+        if layer.name in selection.exact and _has_no_forward(layer.module):
             raise LayerError(
                 f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
                 "  its owner iterates over it or uses its weights: hook what is inside of it, or its owner."
             )
-    left = [layer for layer in selection.layers if not _has_no_forward(layer.module)]
-    if dead:
-        names = some([layer.name for layer in dead])
-        if not left:
-            raise LayerError(
-                f"`layers` matches only modules that are never called: {names}.\n"
-                "  their owners iterate over them or use their weights: hook what is inside of them, or the owners."
-            )
-        warnings.append(f"left out {counted(len(dead), 'module')} that no owner ever calls: {names}.")
-    return left
+    if not called:
+        raise LayerError(
+            f"`layers` matches only modules that are never called: {some([layer.name for layer in selection.layers])}."
+            "\n  their owners iterate over them or use their weights: hook what is inside of them, or the owners."
+        )
+    return called
 
 
 def _has_no_forward(module: nn.Module) -> bool:
@@ -169,12 +171,44 @@ def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
-def _useless_excludes(selection: Selection) -> list[str]:
-    """`exclude="layer4"` names one module, not what is inside it: say so where it takes nothing away."""
+def _skipped(selection: Selection, called: list[Layer]) -> list[str]:
+    if len(called) == len(selection.layers):
+        return []
+    kept = {layer.name for layer in called}
+    names = [layer.name for layer in selection.layers if layer.name not in kept]
+    return [f"skipped {counted(len(names), 'module')} that the model never calls (containers): {some(names)}."]
+
+
+def _must_not_be_keras(model: nn.Module, chosen: list[Layer]) -> None:
+    """Keras never puts its layers in eval mode: a hook would drop in `predict()` too."""
+    keras = [module for module in model.modules() if _is_keras(type(module))]
+    if not keras:
+        return
+    # These alone switch what they hold.
+    wrappers = [module for module in keras if type(module).__name__ == "TorchModuleWrapper"]
+    inside = {id(part) for module in keras for part in module.modules()}
+    switched = {id(part) for wrapper in wrappers for child in wrapper.children() for part in child.modules()}
+    for layer in chosen:
+        if id(layer.module) in inside - switched:
+            raise InjectionError(
+                f"{layer.name!r} ({type(layer.module).__name__}) belongs to a Keras layer.\n"
+                "  Keras never puts its layers in eval mode: a hook would drop in predict() and evaluate() too.\n"
+                "  use keras.layers.Dropout and its like, or hook PyTorch modules inside a "
+                "keras.layers.TorchModuleWrapper, which switches their mode."
+            )
+
+
+@lru_cache(maxsize=1024)
+def _is_keras(cls: type) -> bool:
+    return any(base.__module__.startswith("keras.") for base in cls.__mro__)
+
+
+def _unmatched_excludes(selection: Selection) -> list[str]:
+    """`exclude="layer4"` names one module, not what is inside it: say so where it matches no chosen layer."""
     found = []
-    for entry in selection.useless:
+    for entry in selection.unmatched_excludes:
         inside = f"; what is inside: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
-        found.append(f"exclude {entry_text(entry)} takes none of the chosen layers away{inside}.")
+        found.append(f"exclude {entry_text(entry)} matches none of the chosen layers{inside}.")
     return found
 
 
