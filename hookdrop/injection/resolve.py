@@ -181,7 +181,7 @@ def _skipped(selection: Selection, called: list[Layer]) -> list[str]:
 
 def _must_not_be_keras(model: nn.Module, chosen: list[Layer]) -> None:
     """Keras never puts its layers in eval mode: a hook would drop in `predict()` too."""
-    keras = [module for module in model.modules() if _is_keras(type(module))]
+    keras = [module for module in model.modules() if is_keras(type(module))]
     if not keras:
         return
     # These alone switch what they hold.
@@ -198,9 +198,11 @@ def _must_not_be_keras(model: nn.Module, chosen: list[Layer]) -> None:
             )
 
 
-@lru_cache(maxsize=1024)
 def _is_keras(cls: type) -> bool:
     return any(base.__module__.startswith("keras.") for base in cls.__mro__)
+
+
+is_keras: Callable[[type], bool] = lru_cache(maxsize=1024)(_is_keras)
 
 
 def _unmatched_excludes(selection: Selection) -> list[str]:

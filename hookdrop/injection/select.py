@@ -91,6 +91,13 @@ def walk(model: nn.Module) -> list[Layer]:
     return list(layers.values())
 
 
+def layers_by_name(model: nn.Module) -> dict[str, Layer]:
+    """Every layer by each of its full names; where two are spelled the same, the one without wrappers."""
+    everything = walk(model)
+    spelled = {name: layer for layer in everything for name in layer.spellings}
+    return spelled | {name: layer for layer in everything for name in layer.aliases}
+
+
 def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> Selection:
     """The layers that `layers` names and `exclude` does not.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 
 from torch import nn
@@ -34,14 +35,16 @@ SEGMENTS = {attribute for _, _, attribute in _WRAPPERS}
 """The attributes that hold what is wrapped."""
 
 
-@lru_cache(maxsize=1024)
-def attribute_of(cls: type[nn.Module]) -> str | None:
+def _attribute_of(cls: type) -> str | None:
     """The attribute in which instances of a wrapper class hold what they wrap; None for other classes."""
     for module_name, class_name, attribute in _WRAPPERS:
         wrapper = getattr(sys.modules.get(module_name), class_name, None)
         if wrapper is not None and issubclass(cls, wrapper):
             return attribute
     return None
+
+
+attribute_of: Callable[[type], str | None] = lru_cache(maxsize=1024)(_attribute_of)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
