@@ -23,6 +23,7 @@ from hookdrop import (
     GaussianNoise,
     HookdropWarning,
     InjectionError,
+    Injections,
     LambdaSchedule,
     LinearSchedule,
     Regularizer,
@@ -43,6 +44,10 @@ def layer(p: float = 0.5, **kwargs: object) -> tuple[nn.Module, object]:
 
 
 X = torch.ones(40_000)
+
+
+def rising(step: int) -> float:
+    return float(step)
 
 
 class TestRates:
@@ -455,6 +460,49 @@ class TestHandles:
         assert "2 sites" in repr(every)
         every.remove()
         assert repr(find(model)) == "<no injections>"
+
+    def test_a_part_of_them_passes_calls_on_too(self, model: Small) -> None:
+        one, two = inject(model, Dropout(0.4), layers="fc"), inject(model, DropBlock(0.2, 3), layers="layer1.*")
+        for some in (find(model)[0:1], find(model)[::-1][:1], find(model)[:0] + find(model)[:1]):
+            assert isinstance(some, Injections)
+        find(model)[1:].disable()
+        assert (one.p, two.p) == (0.0, 0.2)
+        find(model).enable()
+        assert (one.p, two.p) == (0.4, 0.2)
+
+    def test_they_are_probed_and_summed_up_by_name(self, model: Small, images: torch.Tensor) -> None:
+        inject(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(10))
+        inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(10))
+        found = find(model).probe(images.repeat(50, 1, 1, 1), forwards=1, step=10)
+        assert list(found) == ["dropblock", "dropout"]
+        assert found["dropblock"].dropped == pytest.approx(0.2, abs=0.05)
+        assert found["dropout"].dropped == pytest.approx(0.4, abs=0.05)
+        assert [drop.step_count for drop in find(model)] == [0, 0]
+        assert find(model).summary() == "\n\n".join(drop.summary() for drop in find(model))
+        assert find(nn.ReLU()).summary() == "<no injections>"
+
+    def test_a_change_that_fails_in_one_is_undone_in_all(self, model: Small) -> None:
+        first = inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(10))
+        second = inject(model, Dropout(0.4), layers="conv1", schedule=LambdaSchedule(rising), name="second")
+        every = find(model)
+        optimizer, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+        assert every == (second, first)
+        every = every[::-1]
+        every.seek(2)
+        for fails in (lambda: every.seek(5), lambda: every.step(3)):
+            with pytest.raises(ValueError, match=r"p must lie in \[0, 1\]"):
+                fails()
+            assert [drop.step_count for drop in every] == [2, 2]
+            assert (first.p, second.p) == (pytest.approx(0.08), pytest.approx(0.8))
+        second.follow(other)
+        with pytest.raises(InjectionError, match="follows another"):
+            every.follow(optimizer)
+        first.step()  # follows none
+        second.remove()
+        for switch in (every.disable, every.enable):
+            with pytest.raises(InjectionError, match="was removed"):
+                switch()
+        assert first.p == pytest.approx(0.12)
 
     def test_eject_all_or_by_name(self, model: Small) -> None:
         inject(model, DropBlock(0.2, 3), layers="layer1.*")
