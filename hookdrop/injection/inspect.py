@@ -76,6 +76,8 @@ def _reading(site: PlannedSite, seen: Seen) -> str:
 
 def _nested(sites: list[PlannedSite]) -> list[str]:
     """Sites inside sites, with what it comes to for a value that passes all of them."""
+    if len(sites) < 2:
+        return []
     # What lies inside a block does not lie on its skip.
     by_name = {site.name: site for site in sites if site.at != "skip"}
     chains = []
@@ -100,9 +102,10 @@ def _nested(sites: list[PlannedSite]) -> list[str]:
 
 
 def _fused(model: nn.Module, sites: list[PlannedSite]) -> list[str]:
-    inside = {
-        id(m) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer) for m in layer.modules()
-    }
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    if not encoders:
+        return []
+    inside = {id(part) for encoder in encoders for part in encoder.modules()}
     if not any(id(site.module) in inside for site in sites):
         return []
     return [

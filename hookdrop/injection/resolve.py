@@ -79,11 +79,13 @@ def resolve(
         _must_be_a_schedule(schedule)
     regularizers, entries = _regularizers_and_entries(regularizer, layers)
     selection = select(model, entries, exclude)
-    warnings = _unmatched_excludes(selection)
-    chosen = _called_layers(selection)
-    if regularizer is not None:  # else layers are listed, and nothing is hooked
+    chosen, warnings = _called_layers(selection)
+    if regularizer is None:  # layers are listed, and nothing is hooked
+        warnings = []
+    elif any(map(is_keras, map(type, model.modules()))):
         _must_not_be_keras(model, chosen)
-        warnings += _skipped(selection, chosen)
+    for entry in selection.unmatched_excludes:
+        warnings.append(_unmatched_text(entry))
     sites = [
         PlannedSite(
             layer.name,
@@ -96,7 +98,8 @@ def resolve(
     ]
     if schedule is not None:
         must_pickle(schedule, "the schedule")
-    _scale(sites, chosen, p_scale)
+    if p_scale is not None:
+        _scale(sites, chosen, p_scale)
     _check_rates(sites, schedule, p_scale)
     return Resolved(sites, selection.counts, selection.exact, warnings)
 
@@ -139,8 +142,8 @@ def _regularizer_of(
     return regularizers[by[0]]
 
 
-def _called_layers(selection: Selection) -> list[Layer]:
-    """The layers less those whose class has no forward: they are iterated, never called."""
+def _called_layers(selection: Selection) -> tuple[list[Layer], list[str]]:
+    """The layers less those whose class has no forward (they are iterated, never called), and a warning of them."""
     for layer in selection.layers:
         if isinstance(layer.module, torch.jit.ScriptModule):
             raise InjectionError(
@@ -149,19 +152,21 @@ def _called_layers(selection: Selection) -> list[Layer]:
             )
     called = [layer for layer in selection.layers if not _has_no_forward(layer.module)]
     if len(called) == len(selection.layers):
-        return called
-    for layer in selection.layers:
-        if layer.name in selection.exact and _has_no_forward(layer.module):
-            raise LayerError(
-                f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
-                "  its owner iterates over it or uses its weights: hook what is inside of it, or its owner."
-            )
+        return called, []
+    others = [layer for layer in selection.layers if _has_no_forward(layer.module)]
+    names = some([layer.name for layer in others])
+    named = next((layer for layer in others if layer.name in selection.exact), None)
+    if named is not None:
+        raise LayerError(
+            f"{named.name!r} is a {type(named.module).__name__}, which is never called: a hook on it never fires.\n"
+            "  its owner iterates over it or uses its weights: hook what is inside of it, or its owner."
+        )
     if not called:
         raise LayerError(
-            f"`layers` matches only modules that are never called: {some([layer.name for layer in selection.layers])}."
-            "\n  their owners iterate over them or use their weights: hook what is inside of them, or the owners."
+            f"`layers` matches only modules that are never called: {names}.\n"
+            "  their owners iterate over them or use their weights: hook what is inside of them, or the owners."
         )
-    return called
+    return called, [f"skipped {counted(len(others), 'module')} that the model never calls (containers): {names}."]
 
 
 def _has_no_forward(module: nn.Module) -> bool:
@@ -171,19 +176,9 @@ def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
-def _skipped(selection: Selection, called: list[Layer]) -> list[str]:
-    if len(called) == len(selection.layers):
-        return []
-    kept = {layer.name for layer in called}
-    names = [layer.name for layer in selection.layers if layer.name not in kept]
-    return [f"skipped {counted(len(names), 'module')} that the model never calls (containers): {some(names)}."]
-
-
 def _must_not_be_keras(model: nn.Module, chosen: list[Layer]) -> None:
     """Keras never puts its layers in eval mode: a hook would drop in `predict()` too."""
     keras = [module for module in model.modules() if is_keras(type(module))]
-    if not keras:
-        return
     # These alone switch what they hold.
     wrappers = [module for module in keras if type(module).__name__ == "TorchModuleWrapper"]
     inside = {id(part) for module in keras for part in module.modules()}
@@ -205,18 +200,13 @@ def _is_keras(cls: type) -> bool:
 is_keras: Callable[[type], bool] = lru_cache(maxsize=1024)(_is_keras)
 
 
-def _unmatched_excludes(selection: Selection) -> list[str]:
-    """`exclude="layer4"` names one module, not what is inside it: say so where it matches no chosen layer."""
-    found = []
-    for entry in selection.unmatched_excludes:
-        inside = f"; what is inside: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
-        found.append(f"exclude {entry_text(entry)} matches none of the chosen layers{inside}.")
-    return found
+def _unmatched_text(entry: Entry) -> str:
+    # `exclude="layer4"` names one module, not what is inside it.
+    inside = f"; what is inside: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
+    return f"exclude {entry_text(entry)} matches none of the chosen layers{inside}."
 
 
-def _scale(sites: list[PlannedSite], layers: list[Layer], p_scale: PScale | None) -> None:
-    if p_scale is None:
-        return
+def _scale(sites: list[PlannedSite], layers: list[Layer], p_scale: PScale) -> None:
     rateless = [site for site in sites if site.regularizer is not None and site.regularizer.rate is None]
     if rateless:
         raise InjectionError(f"p_scale: {rateless[0].regularizer!r} has no rate that could be scaled.")
