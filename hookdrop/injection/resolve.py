@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hookdrop.errors import InjectionError, LayerError
-from hookdrop.injection.select import Entries, Entry, Layer, Selection, as_entries, entry_text, match_names, select
+from hookdrop.injection.scale import PScale, factors
+from hookdrop.injection.select import Entries, Entry, Layer, Selection, as_entries, entry_text, select
 from hookdrop.regularizers import Regularizer, as_regularizer, must_pickle, parse
 from hookdrop.schedules import Schedule
 from hookdrop.utils.tables import counted, some
@@ -22,7 +23,6 @@ from hookdrop.utils.validation import number
 
 Source: TypeAlias = Regularizer | nn.Module | Callable[[Tensor], Tensor] | str
 Regularizers: TypeAlias = Source | Mapping[Any, Source]
-PScale: TypeAlias = str | Mapping[Any, float] | Callable[[str, int, int], float]
 
 
 @dataclass
@@ -99,7 +99,7 @@ def resolve(
     if schedule is not None:
         must_pickle(schedule, "the schedule")
     if p_scale is not None:
-        _scale(sites, chosen, p_scale)
+        _scale(sites, factors(chosen, p_scale))
     _check_rates(sites, schedule, p_scale)
     return Resolved(sites, selection.counts, selection.exact, warnings)
 
@@ -206,51 +206,14 @@ def _unmatched_text(entry: Entry) -> str:
     return f"exclude {entry_text(entry)} matches none of the chosen layers{inside}."
 
 
-def _scale(sites: list[PlannedSite], layers: list[Layer], p_scale: PScale) -> None:
+def _scale(sites: list[PlannedSite], scales: list[float]) -> None:
     rateless = [site for site in sites if site.regularizer is not None and site.regularizer.rate is None]
     if rateless:
         raise InjectionError(f"p_scale: {rateless[0].regularizer!r} has no rate that could be scaled.")
-    for site, factor in zip(sites, factors(layers, p_scale), strict=True):
+    for site, factor in zip(sites, scales, strict=True):
         site.p_scale = number(factor, f"p_scale of {site.name!r}", "inject")
         if site.p_scale < 0:
             raise ValueError(f"inject: p_scale of {site.name!r} must be at least 0, got {site.p_scale:g}.")
-
-
-def factors(layers: list[Layer], p_scale: PScale) -> list[float]:
-    count = len(layers)
-    if p_scale == "depth":
-        return [(index + 1) / count for index in range(count)]
-    if p_scale == "depth_from_zero":
-        if count == 1:
-            raise ValueError("p_scale='depth_from_zero' gives its one site the factor 0; use 'depth' or leave it out.")
-        return [index / (count - 1) for index in range(count)]
-    if isinstance(p_scale, Mapping):
-        return _factors_by_pattern({layer.name: layer for layer in layers}, p_scale)
-    if callable(p_scale):
-        return [p_scale(layer.name, index, count) for index, layer in enumerate(layers)]
-    hint = "\n  one factor for all sites? multiply p by it." if isinstance(p_scale, int | float) else ""
-    raise ValueError(
-        f"p_scale must be 'depth', 'depth_from_zero', a mapping of patterns to factors or a function of "
-        f"(name, index, count), got {p_scale!r}.{hint}"
-    )
-
-
-def _factors_by_pattern(layers: dict[str, Layer], p_scale: Mapping[Any, float]) -> list[float]:
-    factors: dict[str, tuple[str, float]] = {}
-    for pattern, factor in p_scale.items():
-        names = [name for entry in as_entries(pattern, "p_scale") for name in match_names(layers, entry)]
-        if not names:
-            raise LayerError(
-                f"p_scale has {entry_text(pattern)}, which matches none of the {len(layers)} chosen layers.\n"
-                f"  they are: {', '.join(map(repr, list(layers)[:6]))}{', ...' if len(layers) > 6 else ''}"
-            )
-        for name in names:
-            if name in factors:
-                raise LayerError(
-                    f"p_scale matches {name!r} twice, by {factors[name][0]} and {entry_text(pattern)}: which factor?"
-                )
-            factors[name] = (entry_text(pattern), factor)
-    return [factors[name][1] if name in factors else 1.0 for name in layers]
 
 
 def _check_rates(sites: list[PlannedSite], schedule: Schedule | None, p_scale: PScale | None) -> None:

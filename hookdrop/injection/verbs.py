@@ -15,7 +15,8 @@ from hookdrop.injection.config import Allowed, Configured, ConfiguredSite, read_
 from hookdrop.injection.group import Injections, find
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan, make_plan
-from hookdrop.injection.resolve import PScale, Regularizers, resolve
+from hookdrop.injection.resolve import Regularizers, resolve
+from hookdrop.injection.scale import PScale
 from hookdrop.injection.select import Entries, Layer, layers_by_name, select
 from hookdrop.regularizers import Regularizer
 from hookdrop.schedules import Schedule

@@ -10,7 +10,7 @@ from torch import nn
 
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.resolve import PScale, factors
+from hookdrop.injection.scale import PScale, factors
 from hookdrop.injection.select import Layer, walk
 from hookdrop.recipes.branches import blocks, left_out
 from hookdrop.recipes.recipe import Factory, Place, Recipe, nothing_to_do, plan_places
