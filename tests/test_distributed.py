@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import Small
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -251,7 +252,7 @@ def test_dropblock_works_on_local_tensors_and_refuses_distributed_ones(found: li
 @pytest.fixture
 def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(rank_seeds, "_meant", None)
+    monkeypatch.setattr(rank_seeds, "_last", None)
 
 
 def test_no_two_ranks_of_neighbouring_jobs_share_a_seed() -> None:
@@ -279,6 +280,16 @@ def test_without_a_seed_it_is_that_of_manual_seed(unseeded: None) -> None:
     torch.manual_seed(3)
     torch.rand(5)
     assert seed_per_rank() == seed_per_rank(3)
+
+
+def test_a_cell_that_is_run_twice_seeds_the_same_again(unseeded: None) -> None:
+    torch.manual_seed(3)
+    seed = seed_per_rank()
+    torch.rand(5)
+    assert seed_per_rank() == seed == torch.initial_seed()
+    assert seed_per_rank(rank=1) == seed_per_rank(3, rank=1)
+    torch.manual_seed(4)
+    assert seed_per_rank() == seed_per_rank(4) != seed
 
 
 def test_the_rank_is_that_of_torchrun_before_the_ranks_have_met(
@@ -362,7 +373,7 @@ def equal_masks(rank: int, seed: int, store: Any, model: Small) -> str:
     """What rank is said to draw as this one does, if its seed is this."""
     with acting_as(rank, store):
         torch.manual_seed(seed)
-        found = rank_seeds.alike(model)
+        found = rank_seeds.find_rank_with_same_seed(model)
     return "" if found is None else f"{found[0]} as {found[1]}"
 
 
@@ -379,7 +390,7 @@ def test_a_job_that_is_seeded_at_every_step_does_not_fill_the_store(model: Small
     with acting_as(0, store):
         for seed in range(5):
             torch.manual_seed(seed)
-            rank_seeds.alike(model)
+            rank_seeds.find_rank_with_same_seed(model)
             keys.append(store.num_keys())
     assert keys == [keys[0]] * 5
 
@@ -396,10 +407,70 @@ def test_a_device_has_seeds_of_its_own(model: Small, monkeypatch: pytest.MonkeyP
     for rank, seed, initialized in [(0, 5, True), (1, 6, True), (2, 6, True), (3, 6, False)]:
         Module.seed, Module.initialized = seed, initialized
         with acting_as(rank, store):
-            found.append(rank_seeds.alike(device))
+            found.append(rank_seeds.find_rank_with_same_seed(device))
     with acting_as(1, store):
-        found.append(rank_seeds.alike(torch.device("meta")))  # where nothing is drawn: that of the CPU
+        found.append(
+            rank_seeds.find_rank_with_same_seed(torch.device("meta"))
+        )  # where nothing is drawn: that of the CPU
     assert found == [None, None, (2, 1, 6), None, (1, 3, 0)]
+
+
+class Counting(dist.Store):
+    """Counts the requests to a store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store, self.requests = store, 0
+
+    def set(self, key: str, value: str) -> None:
+        self.requests += 1
+        self.store.set(key, value)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        self.requests += 1
+        return self.store.compare_set(key, expected, value)
+
+    def deleteKey(self, key: str) -> bool:  # by the name that C++ looks for
+        self.requests += 1
+        return self.store.delete_key(key)
+
+
+def test_a_rank_makes_two_requests_however_many_sites_it_has() -> None:
+    """And check() asks anew, since another rank may have announced the same seed meanwhile."""
+    shared = dist.HashStore()
+    counting = Counting(shared)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50)))
+    drop = inject(model, Dropout(0.5), layers="*")
+    with acting_as(0, counting):
+        torch.manual_seed(0)
+        for _ in range(3):
+            model(torch.ones(2, 4))
+        assert counting.requests == 2
+        assert drop.check() == []
+        asked = counting.requests
+        drop.check()
+        assert asked - 2 == counting.requests - asked == 2
+        torch.manual_seed(1)
+        inject(model, Dropout(0.5), layers="*", name="second", on_existing="stack")
+        model(torch.ones(2, 4))
+        assert counting.requests - asked - 2 == 4  # two more withdraw the old seed
+
+
+def test_a_rank_is_never_said_to_draw_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks with one seed the first is seeded anew: the second is then alone with it."""
+    shared, device = dist.HashStore(), torch.device("cpu")
+    stores, notes = [dist.PrefixStore("job", shared) for _ in range(2)], [None, None]
+
+    def ask(rank: int, seed: int) -> object:
+        monkeypatch.setattr(rank_seeds, "default_store", lambda: stores[rank])
+        monkeypatch.setattr(rank_seeds, "_announced", notes[rank])
+        torch.manual_seed(seed)
+        with acting_as(rank, dist.HashStore()):
+            found = rank_seeds.find_rank_with_same_seed(device)
+        notes[rank] = rank_seeds._announced
+        return found
+
+    assert [ask(0, 1), ask(1, 1), ask(0, 2), ask(1, 1)] == [None, (1, 0, 1), None, None]
 
 
 class Broken(dist.Store):
@@ -433,7 +504,7 @@ def test_nothing_is_told_before_training_or_of_what_is_off(model: Small, images:
     drop, store = inject(model, Dropout(0.5), layers="layer1.*"), dist.HashStore()
     torch.manual_seed(0)
     with acting_as(1, store):
-        rank_seeds.alike(model)
+        rank_seeds.find_rank_with_same_seed(model)
     with acting_as(0, store):
         drop.summary()
         model(images)

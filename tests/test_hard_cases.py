@@ -276,6 +276,86 @@ class TestNoTrace:
         inject(model, Dropout(0.5), layers="0", example_input=X)
         assert "0.cache" not in model.state_dict()
 
+    def test_a_probe_of_a_model_in_eval_mode_does_not_call_train(self) -> None:
+        """LoRA layers merge their weights in it."""
+
+        class Merging(nn.Linear):
+            def train(self, mode: bool = True) -> Merging:
+                with torch.no_grad():
+                    self.weight += 1.0
+                return super().train(mode)
+
+        drop = inject(model := nn.Sequential(Merging(8, 8)), Dropout(0.5), layers="0")
+        model.eval()
+        before = model[0].weight.clone()
+        result = drop.probe(X)
+        assert torch.equal(model[0].weight, before)
+        assert result.dropped == pytest.approx(0.5, abs=0.05)
+        assert "Merging defines train(), which a probe does not call" in result.note
+
+    def test_a_probe_keeps_frozen_batch_norm_in_eval_where_train_does(self) -> None:
+        class Detector(nn.Sequential):
+            def train(self, mode: bool = True) -> Detector:
+                super().train(mode)
+                self[1].eval()
+                return self
+
+        model = Detector(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8)).eval()
+        model[1].requires_grad_(False)
+        drop = inject(model, Dropout(0.5), layers=nn.BatchNorm1d)
+        assert [site.calls for site in drop.probe(X).sites.values()] == [0, 3]
+        model.train()
+        assert [site.calls for site in drop.probe(X).sites.values()] == [0, 3]
+        assert not drop.probe(X).note
+
+    def test_large_buffers_are_not_copied(self) -> None:
+        """Those of a quantized language model are its weights."""
+
+        class Quantized(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("weight", torch.ones(1200, 1200, dtype=torch.int8))
+                self.register_buffer("table", torch.ones(600, 600))
+                self.met: list[tuple[bool, int, int]] = []
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.met.append((self.training, self.weight.data_ptr(), self.table.data_ptr()))
+                return x * self.weight[0, 0]
+
+        model = nn.Sequential(Quantized())
+        weight, table = model[0].weight.data_ptr(), model[0].table.data_ptr()
+        drop = inject(model, Dropout(0.5), layers="0", example_input=X)
+        assert model[0].met == [(False, weight, table)]
+        drop.probe(X)
+        assert {at for _, at, _ in model[0].met} == {weight}
+        # Training forwards write to queues and code books of any size.
+        assert all(at != table for training, _, at in model[0].met if training)
+
+    def test_a_large_buffer_that_was_written_to_is_named(self) -> None:
+        class Counts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("counts", torch.zeros(2**20, dtype=torch.int32))
+                self.register_buffer("few", torch.zeros(2**10, dtype=torch.int32))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.few += 1
+                self.counts += 1
+                return x
+
+        model = nn.Sequential(Counts())
+        with pytest.warns(HookdropWarning, match=r"wrote to '0\.counts', which is too large to be copied first"):
+            inject(model, Dropout(0.5), layers="0", example_input=X)
+        assert model[0].few.sum() == 0
+
+    def test_batch_norms_of_any_size_are_put_back(self) -> None:
+        model = nn.Sequential(nn.BatchNorm1d(2**19))
+        x = torch.randn(2, 2**19)
+        drop = inject(model, Dropout(0.5), layers="0", example_input=x)
+        drop.probe(x)
+        assert model[0].running_mean.count_nonzero() == 0
+        assert model[0].num_batches_tracked == 0
+
     def test_probes_are_no_training(self) -> None:
         model = pair()
         drop = inject(model, Dropout(0.5), layers="*.0", schedule=LinearSchedule(100))

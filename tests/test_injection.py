@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from conftest import Small
 from hypothesis import given
 from torch import nn
 
+import hookdrop
 from hookdrop import (
     ClipActivationGrad,
     ConstantSchedule,
@@ -24,6 +26,7 @@ from hookdrop import (
     HookdropWarning,
     Injection,
     InjectionError,
+    Injections,
     LambdaSchedule,
     LinearSchedule,
     Regularizer,
@@ -44,6 +47,10 @@ def layer(p: float = 0.5, **kwargs: object) -> tuple[nn.Module, object]:
 
 
 X = torch.ones(40_000)
+
+
+def rising(step: int) -> float:
+    return float(step)
 
 
 class TestRates:
@@ -457,6 +464,49 @@ class TestHandles:
         every.remove()
         assert repr(find(model)) == "<no injections>"
 
+    def test_a_part_of_them_passes_calls_on_too(self, model: Small) -> None:
+        one, two = inject(model, Dropout(0.4), layers="fc"), inject(model, DropBlock(0.2, 3), layers="layer1.*")
+        for some in (find(model)[0:1], find(model)[::-1][:1], find(model)[:0] + find(model)[:1]):
+            assert isinstance(some, Injections)
+        find(model)[1:].disable()
+        assert (one.p, two.p) == (0.0, 0.2)
+        find(model).enable()
+        assert (one.p, two.p) == (0.4, 0.2)
+
+    def test_they_are_probed_and_summed_up_by_name(self, model: Small, images: torch.Tensor) -> None:
+        inject(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(10))
+        inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(10))
+        found = find(model).probe(images.repeat(50, 1, 1, 1), forwards=1, step=10)
+        assert list(found) == ["dropblock", "dropout"]
+        assert found["dropblock"].dropped == pytest.approx(0.2, abs=0.05)
+        assert found["dropout"].dropped == pytest.approx(0.4, abs=0.05)
+        assert [drop.step_count for drop in find(model)] == [0, 0]
+        assert find(model).summary() == "\n\n".join(drop.summary() for drop in find(model))
+        assert find(nn.ReLU()).summary() == "<no injections>"
+
+    def test_a_change_that_fails_in_one_is_undone_in_all(self, model: Small) -> None:
+        first = inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(10))
+        second = inject(model, Dropout(0.4), layers="conv1", schedule=LambdaSchedule(rising), name="second")
+        every = find(model)
+        optimizer, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+        assert every == (second, first)
+        every = every[::-1]
+        every.seek(2)
+        for fails in (lambda: every.seek(5), lambda: every.step(3)):
+            with pytest.raises(ValueError, match=r"p must lie in \[0, 1\]"):
+                fails()
+            assert [drop.step_count for drop in every] == [2, 2]
+            assert (first.p, second.p) == (pytest.approx(0.08), pytest.approx(0.8))
+        second.follow(other)
+        with pytest.raises(InjectionError, match="follows another"):
+            every.follow(optimizer)
+        first.step()  # follows none
+        second.remove()
+        for switch in (every.disable, every.enable):
+            with pytest.raises(InjectionError, match="was removed"):
+                switch()
+        assert first.p == pytest.approx(0.12)
+
     def test_eject_all_or_by_name(self, model: Small) -> None:
         inject(model, DropBlock(0.2, 3), layers="layer1.*")
         inject(model, Dropout(0.4), layers="fc")
@@ -562,3 +612,10 @@ def test_a_lazy_first_parameter() -> None:
     optimizer.step()
     assert (drop.step_count, drop.check()) == (1, [])
     drop.remove()
+
+
+@pytest.mark.parametrize("name", ["plan", "inject"])
+def test_a_function_is_not_imported_as_a_module(name: str) -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"hookdrop.{name}")
+    assert callable(getattr(hookdrop, name))

@@ -265,6 +265,14 @@ class TestSelection:
         with pytest.warns(HookdropWarning, match="lie inside other sites"):
             drafted.apply()
 
+    def test_a_listing_warns_of_nothing_that_a_hook_would_do(self, model: Small, images: torch.Tensor) -> None:
+        """`print(plan(model, layers="**"))` is what errors recommend."""
+        model.fc.requires_grad_(False)
+        for listed in (model, Iterates(), nn.TransformerEncoderLayer(8, 2)):
+            assert plan(listed, layers="**").warnings == []
+            assert plan(listed, Dropout(0.1), layers="**").warnings
+        assert plan(model, layers="**", example_input=images).warnings == []
+
     def test_peft_style_suffixes(self, model: Small) -> None:
         with pytest.raises(LayerError, match=re.escape("did you mean: '**.bn1' (4 modules)")):
             inject(model, Dropout(0.1), layers=["bn1", "bn2"])
@@ -272,9 +280,7 @@ class TestSelection:
     def test_an_exclude_that_takes_nothing_away(self, model: Small) -> None:
         """`exclude="layer1"` is one module, not what is in it."""
         drafted = plan(model, Dropout(0.1), layers="layer?.*", exclude="layer1")
-        assert drafted.warnings == [
-            "exclude 'layer1' takes none of the chosen layers away; what is inside: 'layer1.**'."
-        ]
+        assert drafted.warnings == ["exclude 'layer1' matches none of the chosen layers; what is inside: 'layer1.**'."]
 
     def test_a_container_that_is_iterated_named_in_full(self) -> None:
         with pytest.raises(LayerError, match=r"'heads' is a ModuleList, which is never called(.|\n)*inside of it"):
@@ -285,7 +291,7 @@ class TestSelection:
     def test_a_container_that_is_iterated_matched_by_a_pattern(self) -> None:
         drafted = plan(Iterates(), Dropout(0.1), layers="*", example_input=torch.ones(2, 8))
         assert [site.name for site in drafted.sites] == ["blocks"]
-        assert "left out 1 module that no owner ever calls: 'heads'." in drafted.warnings
+        assert "skipped 1 module that the model never calls (containers): 'heads'." in drafted.warnings
         assert any("1 site never called in an eval forward" in text for text in drafted.warnings)
         with pytest.raises(LayerError, match="matches only modules that are never called"):
             plan(Iterates(), Dropout(0.1), layers="head*[s]")
@@ -740,6 +746,66 @@ def test_a_warning_turned_into_an_error_leaves_no_hook(model: Small) -> None:
     with pytest.raises(HookdropWarning):
         inject(model, Dropout(0.1), layers="layer1.**")
     assert find(model) == ()
+
+
+class TestKeras:
+    """Keras never puts its layers in eval mode. These classes stand in for its own."""
+
+    @staticmethod
+    def layer(name: str, *parts: nn.Module) -> nn.Module:
+        base = type("Layer", (nn.Sequential,), {"__module__": "keras.src.layers.layer"})
+        return type(name, (base,), {"__module__": "keras.src.layers.core"})(*parts)
+
+    def test_its_layers_are_refused(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), self.layer("Dense", nn.ReLU()))
+        with pytest.raises(
+            InjectionError, match=r"'1' \(Dense\) belongs to a Keras layer(.|\n)*keras.layers.Dropout"
+        ) as e:
+            inject(model, Dropout(0.5), layers="*")
+        assert str(e.value).endswith(UNCHANGED)
+        with pytest.raises(InjectionError, match=r"'1\.0' \(ReLU\) belongs to a Keras layer"):
+            inject(model, Dropout(0.5), layers="1.0")
+        assert find(model) == ()
+
+    def test_other_layers_are_hooked(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), self.layer("TorchModuleWrapper", nn.ReLU()), self.layer("Dense"))
+        inject(model, Dropout(0.5), layers=["0", "1.0"])
+        assert len(plan(model, layers="**").sites) == 4
+        with pytest.raises(InjectionError, match=r"TorchModuleWrapper\) belongs"):
+            inject(model, Dropout(0.5), layers="1")
+
+
+class TestLazyModules:
+    """Their first forward creates their parameters."""
+
+    def test_they_are_hooked_before_their_first_forward(self) -> None:
+        model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d())
+        drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(10))
+        drop.seek(10)
+        assert drop.check()
+        drop.state_dict()
+        out = model(torch.ones(1000, 4))
+        assert isinstance(model[0], nn.Linear)
+        assert (out == 0).float().mean() == pytest.approx(0.5, abs=0.05)
+        drop.remove()
+        assert not any(m._forward_hooks for m in model.modules())
+
+    def test_a_lazy_layer_that_is_not_the_first(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LazyConv2d(8, 3))
+        inject(model, Dropout(0.5), layers="*")
+        print(plan(model, Dropout(0.5), layers="**", on_existing="stack"))
+
+    @pytest.mark.parametrize("try_out", ["example_input", "probe"])
+    def test_no_forward_is_tried_out(self, try_out: str) -> None:
+        model, x = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d()), torch.ones(2, 4)
+        with pytest.raises(InjectionError, match=r"lazy parameters \('0\.weight'(.|\n)*first: model\(x\)"):
+            if try_out == "probe":
+                inject(model, Dropout(0.5), layers="0").probe(x)
+            else:
+                inject(model, Dropout(0.5), layers="0", example_input=x)
+        assert isinstance(model[0].weight, nn.UninitializedParameter)
+        assert isinstance(model[1].running_mean, nn.UninitializedBuffer)
+        assert len(find(model)) == (try_out == "probe")
 
 
 def test_script_modules() -> None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
+import math
+import operator
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +27,7 @@ from hookdrop import (
     DropBlock,
     Dropout,
     Dropout2d,
+    EarlySchedule,
     GaussianNoise,
     HookdropError,
     HookdropWarning,
@@ -29,7 +36,9 @@ from hookdrop import (
     LayerError,
     LinearSchedule,
     Schedule,
+    ShapeError,
     StateError,
+    eject,
     find,
     from_config,
     inject,
@@ -295,7 +304,7 @@ def halve(x: torch.Tensor) -> torch.Tensor:
     [
         (lambda c: c.clear(), "not a config"),
         (lambda c: c.update(version=9), "not a config"),
-        (lambda c: c.update(sites=[]), "not a config"),
+        (lambda c: c.update(sites=[]), "sites must be a list of at least one site, got \\[\\]"),
         (lambda c: c.pop("at"), "lacks at"),
         (lambda c: c.update(schedule={"type": "LinearSchedul"}), r"did you mean 'LinearSchedule'\?"),
         (lambda c: c.update(schedule="linear"), "must be a mapping with a 'type'"),
@@ -313,6 +322,107 @@ def test_a_bad_config_places_nothing(change: object, says: str) -> None:
         from_config(twin, config)
     assert isinstance(error.value, StateError | LayerError)
     assert find(twin) == ()
+
+
+FUZZED = [
+    *CONFIGS,
+    {"regularizer": nn.Dropout2d(0.1), "schedule": EarlySchedule(3, linear=True)},
+    {"regularizer": {"layer1.*": GaussianNoise(0.1), "fc": halve}, "layers": None, "schedule": None},
+]
+DELETE = object()
+# Of every type that JSON has, and some that it has not.
+WRONG = [None, True, -1, 0, 3.5, 10**400, math.nan, "x", "", "**.conv1", [], [None], {}, {"type": 5}, object(), DELETE]
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where every value in a config is."""
+    if path:
+        yield path
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from paths(part, (*path, key))
+
+
+def mutations(config: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Every config with one value replaced by another or left out, and where."""
+    for path in paths(config):
+        for wrong in WRONG:
+            changed = copy.deepcopy(config)
+            *to, last = path
+            part = functools.reduce(operator.getitem, to, changed)
+            if wrong is DELETE:
+                del part[last]
+            else:
+                part[last] = wrong
+            yield path, changed
+
+
+def refused(model: nn.Module, config: dict[str, Any]) -> str:
+    """What is said of a config; empty if it is taken."""
+    try:
+        from_config(model, config, allow=[nn.Dropout2d, halve])
+    except (StateError, LayerError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
+@pytest.mark.parametrize("kwargs", FUZZED, ids=lambda kwargs: repr(kwargs["regularizer"]))
+def test_a_config_with_any_value_replaced_works_or_is_refused_before_anything_is_placed(
+    kwargs: dict[str, Any], images: torch.Tensor
+) -> None:
+    model = Small()
+    for path, config in mutations(injected(**kwargs)[1].config):
+        text = refused(model, config)
+        assert bool(text) != bool(find(model)), (path, config)
+        if text:
+            assert text.endswith("No hook was placed; the model is unchanged.")
+        else:
+            find(model).seek(5)
+            with suppress(ShapeError):  # what a layer gives is not known before
+                model(images)
+        eject(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: c.update(tensor=3.5), r"tensor must be an index, a key, 'all' or None, got 3\.5 \(float\)"),
+        (lambda c: c.update(sites=5), r"sites must be a list of at least one site, got 5 \(int\)"),
+        (lambda c: c["sites"][1].update(p_scale="a"), r"sites\[1\]\.p_scale is invalid: .* must be a number, got 'a'"),
+        (lambda c: c["sites"][1].update(p_scale=9), r"p must lie in \[0, 1\], got 3\.6(.|\n)*at 'layer1\.1'"),
+        (
+            lambda c: c["sites"][0]["regularizer"].update(p=3),
+            r"sites\[0\]\.regularizer is invalid: DropBlock: p must lie in \[0, 1\], got 3\.(.|\n)*got \{'type': 'DropBlock'",
+        ),
+        (lambda c: c["sites"][0]["regularizer"].update(size=3), r"sites\[0\]\.regularizer is invalid: .*'size'"),
+        (lambda c: c["schedule"].update(steps=0.5), r"schedule is invalid: .*steps must be a whole number, got 0\.5"),
+        (
+            lambda c: c["sites"][0].update(p_scal=1),
+            r"sites\[0\] has an unknown key 'p_scal' \(did you mean 'p_scale'\?\)",
+        ),
+        (lambda c: c["sites"][0].update(at="skip"), r"sites\[0\]\.branch must be the name of a layer"),
+        (lambda c: c["sites"][0].update(at="skip", branch="conv9"), "'layer1.0' has no layer 'conv9'"),
+        (lambda c: c["sites"][0].update(name="layer1.*"), r"'layer1\.\*' is a pattern, not the full name"),
+        (
+            lambda c: c["sites"][0]["regularizer"].update(per_channel="no"),
+            "per_channel must be True or False, got 'no'",
+        ),
+        (lambda c: c.update(name="a/b"), "name must be a text without '/', got 'a/b'"),
+    ],
+)
+def test_the_error_names_the_path_and_the_value(change: Callable[[Any], None], says: str) -> None:
+    config = copy.deepcopy(injected()[1].config)
+    change(config)
+    with pytest.raises((StateError, LayerError), match=says) as error:
+        from_config(model := Small(), config)
+    assert str(error.value).endswith("No hook was placed; the model is unchanged.")
+    assert find(model) == ()
+
+
+def test_a_config_finds_a_site_by_any_name_of_its_layer() -> None:
+    relu = nn.ReLU()
+    config = inject(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.ReLU()), Dropout(0.5), layers="2").config
+    assert from_config(nn.Sequential(nn.Linear(3, 3), relu, relu), config).sites[0].name == "1"
 
 
 class Steps(Schedule):

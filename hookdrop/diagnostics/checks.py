@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from hookdrop.diagnostics.first_call import is_unchecked, shape_warnings
-from hookdrop.diagnostics.rank_seeds import alike
+from hookdrop.diagnostics.rank_seeds import find_rank_with_same_seed
 from hookdrop.diagnostics.training import UPDATES_TO_JUDGE, Watch, may_move, was_updated
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
@@ -45,7 +45,7 @@ def problems(model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook],
     for hook in live:
         if is_unchecked(hook):
             found |= shape_warnings(hook)
-    if state.enabled and (asked or started) and (ranks := alike(model)):
+    if state.enabled and (asked or started) and (ranks := find_rank_with_same_seed(model)):
         found["equal masks"] = _equal_masks_text(state, *ranks)
     return found | _not_advancing(state, trained)
 

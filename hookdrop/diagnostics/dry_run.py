@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hookdrop.diagnostics.first_call import without_bookkeeping
-from hookdrop.diagnostics.isolation import call, preserved
+from hookdrop.diagnostics.isolation import call, preserved, set_eval
 from hookdrop.errors import ShapeError
 from hookdrop.utils.tensor_tree import TensorKey, change, change_arguments, fits, tensors
+from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.wrappers import unwrapped
 
 
@@ -58,9 +58,8 @@ def dry_run(
     for module in model.modules():
         recorder.watch(module, wanted.get(id(module)))
     try:
-        with without_bookkeeping(model), preserved(model), torch.no_grad():
-            for module in model.modules():
-                module.training = False
+        with without_bookkeeping(model), preserved(model, trains=False), torch.no_grad():
+            set_eval(model)
             call(unwrapped(model), example)
     finally:
         recorder.stop()
@@ -76,7 +75,7 @@ class _Recorder:
 
     def watch(self, module: nn.Module, at: str | None) -> None:
         # Before the wanted modules' own hooks: what is seen is what a hook of ours would get.
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             self.handles.append(module.register_forward_pre_hook(self._into_norm))
         if at is not None:
             self.seen[id(module)] = Seen()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.rank_seeds import alike
+from hookdrop.diagnostics.rank_seeds import announce
 from hookdrop.hooks.checkpointing import CheckpointedRates
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
@@ -33,7 +33,7 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
             hook.last_shape = x.shape
             warn_about_shape(hook)
         # From the first mask on, the ranks of a job know one another's seeds.
-        alike(x.device)
+        announce(x.device)
         return x
 
     if (hook.train_rate if module.training else hook.eval_rate) is not None:

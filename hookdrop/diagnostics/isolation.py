@@ -10,37 +10,95 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer
+from torch.nn.parameter import is_lazy
 
-from hookdrop.errors import HookdropError, InjectionError
+from hookdrop.errors import HookdropError, InjectionError, warn
+from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import describe
+from hookdrop.utils.torch_internals import BatchNorm, version_of
+
+_SMALL = 2**20  # bytes
 
 
 @contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Training flags, buffers (batch-norm statistics) and the random state are put back at the end."""
+def preserved(model: nn.Module, *, trains: bool = True) -> Iterator[None]:
+    """Training flags, buffers (batch-norm statistics) and the random state are put back at the end.
+
+    The forwards inside write to copies of the buffers, because writing the old values back would be an in-place change
+    under a live graph. Large buffers that no layer is known to write to are not copied: those of a quantized language
+    model are its weights. If a forward writes to one all the same, a warning names it.
+
+    Args:
+        model: what is run inside.
+        trains: whether it may run in training mode, in which layers update statistics, queues and code books: then
+            floating-point buffers of any size are copied.
+
+    Raises:
+        InjectionError: the model has lazy parameters, which its first forward would create.
+    """
+    _must_have_shapes(model)
     flags = [(module, module.training) for module in model.modules()]
-    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    with forked_rng(model):
+    with forked_rng(model), _copied_buffers(model, trains):
         try:
-            # The model runs on copies: writing the old values back would be an in-place change under a live graph.
-            twins: dict[int, Tensor] = {}
-            for table, originals in buffers:
-                table.update({name: _twin(buffer, twins) for name, buffer in originals.items()})
             yield
         finally:
             for module, training in flags:
                 module.training = training
-            for table, originals in buffers:
-                table.clear()
-                table.update(originals)
 
 
-def _twin(buffer: Tensor | None, twins: dict[int, Tensor]) -> Tensor | None:
-    """One copy for each buffer, so that shared buffers stay shared."""
-    if buffer is None or isinstance(buffer, UninitializedBuffer):
-        return buffer
-    return twins.setdefault(id(buffer), buffer.detach().clone())
+def set_eval(model: nn.Module) -> None:
+    """Put a model in eval mode by its flags alone: `eval()` may do more, such as merging LoRA's weights."""
+    for module in model.modules():
+        module.training = False
+
+
+@contextmanager
+def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    copied = {
+        id(buffer): buffer
+        for module in model.modules()
+        for buffer in module._buffers.values()
+        if buffer is not None and _may_be_written_to(module, buffer, trains)
+    }
+    # One copy for each buffer, so that shared buffers stay shared.
+    copies = {key: buffer.detach().clone() for key, buffer in copied.items()}
+    kept = [(buffer, version_of(buffer)) for buffer in model.buffers() if id(buffer) not in copies]
+    try:
+        for table, originals in tables:
+            table.update({name: copies.get(id(buffer), buffer) for name, buffer in originals.items()})
+        yield
+    finally:
+        for table, originals in tables:
+            table.clear()
+            table.update(originals)
+        _warn_of_changed(model, [buffer for buffer, version in kept if version_of(buffer) != version])
+
+
+def _must_have_shapes(model: nn.Module) -> None:
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise InjectionError(
+            f"the model has lazy parameters ({some(lazy)}): a forward would create them, and change the model.\n"
+            "  run one forward first: model(x)"
+        )
+
+
+def _may_be_written_to(module: nn.Module, buffer: Tensor, trains: bool) -> bool:
+    if isinstance(module, BatchNorm) or buffer.numel() * buffer.element_size() <= _SMALL:
+        return True
+    # Inference tensors count no versions, so a change would not be noticed.
+    return buffer.is_inference() or (trains and buffer.is_floating_point() and buffer.element_size() > 1)
+
+
+def _warn_of_changed(model: nn.Module, buffers: list[Tensor]) -> None:
+    names = [name for name, buffer in model.named_buffers() if any(buffer is other for other in buffers)]
+    if names:
+        warn(
+            f"this forward wrote to {some(names)}, which {'is' if len(names) == 1 else 'are'} too large to be copied "
+            "first: the model keeps what was written.\n"
+            "  load its state again; without example_input= inject runs no forward."
+        )
 
 
 @contextmanager

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.diagnostics.first_call import without_bookkeeping
-from hookdrop.diagnostics.isolation import call, preserved
+from hookdrop.diagnostics.isolation import call, preserved, set_eval
 from hookdrop.diagnostics.measurement import Measurement, SiteMeasurement, measured_into, must_have_values
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.tensor_tree import tensors
+from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import count
 from hookdrop.utils.wrappers import unwrapped
 
@@ -26,15 +27,17 @@ def probe(model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook], x:
     for parameter in inner.parameters():
         must_have_values(parameter)
     result = empty_measurement(hooks)
+    note_on_modes = _note_on_modes(inner)
     with without_bookkeeping(model), preserved(model), torch.no_grad():
         modes = _training_modes(inner)
-        _set(inner, [False] * len(modes))
+        set_eval(inner)
         result.eval_identical = _eval_identical(inner, x)
-        _set(inner, modes)
+        for module, training in zip(inner.modules(), modes, strict=True):
+            module.training = training
         with measured_into(state, result):
             for _ in range(forwards):
                 call(inner, x)
-        result.note = _note(state, hooks, result)
+        result.note = "\n".join(filter(None, (_note(state, hooks, result), note_on_modes)))
     return result
 
 
@@ -44,21 +47,41 @@ def empty_measurement(hooks: Sequence[SiteHook]) -> Measurement:
 
 
 def _training_modes(model: nn.Module) -> list[bool]:
-    """The modes as they are if the model is training (frozen batch norm stays in eval), else those of `train()`."""
-    if not model.training:
-        model.train()
-    return [module.training for module in model.modules()]
+    """The flags as they are if the model is training; else those that `train()` would set.
+
+    `train()` is not called, because some classes merge weights in it (LoRA). Others keep batch norm in eval: inside a
+    module that defines `train()`, frozen batch norm stays in eval.
+    """
+    if model.training:
+        return [module.training for module in model.modules()]
+    parts = [part for module in _with_own_train(model) for part in module.modules()]
+    frozen = {id(part) for part in parts if isinstance(part, BatchNorm) and _is_frozen(part)}
+    return [id(module) not in frozen for module in model.modules()]
 
 
-def _set(model: nn.Module, modes: Sequence[bool]) -> None:
-    for module, training in zip(model.modules(), modes, strict=True):
-        module.training = training
+def _with_own_train(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if getattr(m.train, "__func__", None) is not nn.Module.train]
+
+
+def _is_frozen(norm: nn.Module) -> bool:
+    parameters = list(norm.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def _note_on_modes(model: nn.Module) -> str:
+    own = [] if model.training else _with_own_train(model)
+    if not own:
+        return ""
+    return (
+        f"the model was in eval mode, and {type(own[0]).__name__} defines train(), which a probe does not call: "
+        "call model.train() first to probe the modes that it sets"
+    )
 
 
 def _eval_identical(model: nn.Module, x: Any) -> bool | None:
-    with preserved(model):
+    with preserved(model, trains=False):
         regularized = tensors(call(model, x))
-    with preserved(model), hooks_removed(model):
+    with preserved(model, trains=False), hooks_removed(model):
         clean = tensors(call(model, x))
     if not clean:
         return None

@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hookdrop.utils.torch_internals import default_store
 from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:
@@ -22,16 +24,29 @@ if TYPE_CHECKING:
 # --- seeding
 
 
+class _Seeded(NamedTuple):
+    """What `seed_per_rank` did last in this process."""
+
+    job: int
+    own: int
+    shared: bool
+    """Whether ranks outside of the group are meant to have the same seed."""
+
+
+_last: _Seeded | None = None
+
+
 def seed_per_rank(seed: int | None = None, *, rank: int | None = None, group: dist.ProcessGroup | None = None) -> int:
     """Seed PyTorch's generators, on the CPU and on accelerators, differently on each rank.
 
     Call it on every rank once model and data sets are built: `fully_shard` keeps the weights that each rank made (DDP
     takes those of rank 0), and random splits must be the same everywhere. The seed is a hash of `seed` and the rank, so
     that the jobs of seeds 0 and 1 have no rank in common. Nothing is communicated. Python's and NumPy's generators are
-    left alone: no mask comes from them.
+    left alone: no mask comes from them. A second call (a re-run cell) gives the same seeds again.
 
     Args:
-        seed: the job's, any whole number; None is the one that PyTorch was last seeded with (`torch.initial_seed()`).
+        seed: the job's, any whole number; None is the one that PyTorch was last seeded with (`torch.initial_seed()`),
+            or if that was done by this function, the job's seed that it used.
         rank: which of the ranks that draw different masks this is, from 0 up. If neither this nor `group` is given:
             the rank in the job, from `torch.distributed`, or before that is initialized from `RANK`, or 0.
         group: the process group whose rank counts: that of data parallelism where tensor parallel ranks work on the
@@ -48,12 +63,17 @@ def seed_per_rank(seed: int | None = None, *, rank: int | None = None, group: di
         >>> seed_per_rank(0, rank=0) == seed_per_rank(0, rank=0) != seed_per_rank(0, rank=1) == torch.initial_seed()
         True
     """
-    global _meant
-    base = torch.initial_seed() if seed is None else count(seed, "seed", "seed_per_rank", -(2**63))
-    own = _mixed(base, _own_rank(rank, group))
+    global _last
+    job = _job_seed() if seed is None else count(seed, "seed", "seed_per_rank", -(2**63))
+    own = _mixed(job, _own_rank(rank, group))
     torch.manual_seed(own)
-    _meant = None if group is None else own
+    _last = _Seeded(job, own, shared=group is not None)
     return own
+
+
+def _job_seed() -> int:
+    seed = torch.initial_seed()
+    return _last.job if _last is not None and _last.own == seed else seed
 
 
 def _mixed(seed: int, rank: int) -> int:
@@ -87,35 +107,63 @@ def _initialized() -> bool:
 
 # --- noticing equal seeds
 #
-# Each rank writes its seed into the job's store, and its name on a slot of that seed. So it takes two requests to see
-# whether another rank has the seed, however many there are, and no rank ever waits for another.
+# Each rank writes its seed into the job's store, and its number into the first free slot of that seed: two requests for
+# each rank and seed. No rank ever waits for another. Who asks reads the slots.
 
-_meant: int | None = None
-"""The seed that this process shares with others because it was told to."""
-
-_announced: tuple[weakref.ref[Store], int] | None = None
-"""The store and the seed that this process wrote last."""
+_announced: tuple[weakref.ref[Store], dict[str, tuple[int, str]]] | None = None
+"""A store, and the seed and the slot there that this process wrote last, by the kind of generator."""
 
 _ABSENT = "-"
 
 
-def alike(where: nn.Module | torch.device) -> tuple[int, int, int] | None:
-    """The ranks of this process and of another that draws masks there from the same seed, and that seed.
+class _Job(NamedTuple):
+    """A rank in its job, and the seed that its masks come from."""
 
-    None if none is known: another is known once it has asked the same. Without `torch.distributed` nothing is done.
+    store: Store
+    rank: int
+    kind: str
+    """The generator's device type: a seed gives other masks on another type."""
+    seed: int
+
+    def key(self, what: str, of: int) -> str:
+        return f"hookdrop/{what} {self.kind} {of}"
+
+
+def announce(device: torch.device) -> None:
+    """Let the other ranks of the job know the seed that masks on `device` come from: once for each seed."""
+    job = _job(device)
+    if job is not None and _written(job.store).get(job.kind, (None,))[0] != job.seed:
+        with suppress(RuntimeError):
+            _claim(job)
+
+
+def find_rank_with_same_seed(where: nn.Module | torch.device) -> tuple[int, int, int] | None:
+    """The number of this rank, that of another which draws masks there from the same seed, and that seed.
+
+    None if none is known: another is known once it has announced its seed. Without `torch.distributed` nothing is done.
     """
-    if not _initialized() or dist.get_world_size() < 2:
-        return None
-    seed = _seed_in_use(where if isinstance(where, torch.device) else _device_of(where))
-    store: Store | None = dist.distributed_c10d._get_default_store()
-    if seed == _meant or store is None:
+    job = _job(where if isinstance(where, torch.device) else _device_of(where))
+    if job is None:
         return None
     try:
-        rank = dist.get_rank()
-        other = _other_with(seed, rank, store)
-    except RuntimeError:  # it is gone with the rank that had it, or is one that can't be asked
+        first = _claim(job)
+        other = first if first != job.rank else _read(job.store, job.key("second with seed", job.seed))
+        if other in (None, job.rank) or _read(job.store, job.key("seed of", other)) != job.seed:
+            return None
+    except RuntimeError:  # the store is gone with the rank that had it, or is one that can't be asked
         return None
-    return None if other is None else (rank, other, seed)
+    return job.rank, other, job.seed
+
+
+def _job(device: torch.device) -> _Job | None:
+    """None where no other rank could draw the same masks, or where this is intended."""
+    if not _initialized() or dist.get_world_size() < 2:
+        return None
+    kind, seed = _seed_in_use(device)
+    store = default_store()
+    if store is None or (_last is not None and _last.shared and _last.own == seed):
+        return None
+    return _Job(store, dist.get_rank(), kind, seed)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -124,54 +172,44 @@ def _device_of(model: nn.Module) -> torch.device:
     return max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
 
 
-def _seed_in_use(device: torch.device) -> int:
-    if device.type in ("cpu", "meta"):
-        return torch.initial_seed()
-    module = torch.get_device_module(device)
-    # Fake tensors may be on a device that this machine has not got.
-    usable = getattr(module, "is_initialized", lambda: True)()
-    return int(module.initial_seed()) if usable else torch.initial_seed()
+def _seed_in_use(device: torch.device) -> tuple[str, int]:
+    if device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(device)
+        # Fake tensors may be on a device that this machine has not got.
+        if getattr(module, "is_initialized", lambda: True)():
+            return device.type, int(module.initial_seed())
+    return "cpu", torch.initial_seed()
 
 
-def _other_with(seed: int, rank: int, store: Store) -> int | None:
-    _announce(seed, rank, store)
-    first = int(store.compare_set(_first(seed), "", str(rank)))
-    if first == rank:
-        other = _read(store, _second(seed))
-        return None if other is None or _read(store, _of(other)) != seed else other
-    if _read(store, _of(first)) == seed:
-        store.set(_second(seed), str(rank))
-        return first
-    store.set(_first(seed), str(rank))  # who had it was seeded anew
-    return None
+def _claim(job: _Job) -> int:
+    """Write down the seed, once, and take a slot of it; the rank that is first with this seed."""
+    store, written = job.store, _written(job.store)
+    seed, before = written.get(job.kind, (None, ""))
+    if seed != job.seed:
+        store.set(job.key("seed of", job.rank), str(job.seed))
+    slot = job.key("first with seed", job.seed)
+    first = int(store.compare_set(slot, "", str(job.rank)))
+    if first != job.rank and _read(store, job.key("seed of", first)) == job.seed:
+        slot = job.key("second with seed", job.seed)
+        store.set(slot, str(job.rank))
+    elif first != job.rank:  # that rank was seeded anew
+        store.set(slot, str(job.rank))
+        first = job.rank
+    written[job.kind] = job.seed, slot
+    # Or the slots of a job that is seeded at every step would fill the store.
+    if before not in ("", slot) and _read(store, before) == job.rank:
+        store.delete_key(before)
+    return first
 
 
-def _announce(seed: int, rank: int, store: Store) -> None:
+def _written(store: Store) -> dict[str, tuple[int, str]]:
     global _announced
-    before = _announced[1] if _announced is not None and _announced[0]() is store else None
-    if before == seed:
-        return
-    if before is not None:  # or the slots of a job that is seeded at every step would fill the store
-        for slot in (_first(before), _second(before)):
-            if _read(store, slot) == rank:
-                store.delete_key(slot)
-    store.set(_of(rank), str(seed))
-    _announced = weakref.ref(store), seed
+    if _announced is None or _announced[0]() is not store:
+        _announced = weakref.ref(store), {}
+    return _announced[1]
 
 
 def _read(store: Store, key: str) -> int | None:
     """What is there now; `store.get` would wait for a key that is not."""
     text = store.compare_set(key, _ABSENT, _ABSENT).decode()
     return None if text == _ABSENT else int(text)
-
-
-def _of(rank: int) -> str:
-    return f"hookdrop/seed of rank {rank}"
-
-
-def _first(seed: int) -> str:
-    return f"hookdrop/first rank of seed {seed}"
-
-
-def _second(seed: int) -> str:
-    return f"hookdrop/another rank of seed {seed}"

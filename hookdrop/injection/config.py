@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 from hookdrop import schedules
 from hookdrop.errors import StateError, nearest
@@ -14,10 +17,15 @@ from hookdrop.hooks.skip_hook import SkipHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer, as_regularizer
 from hookdrop.schedules import Schedule
+from hookdrop.utils.tensor_tree import TensorKey, is_tensor_key
+from hookdrop.utils.validation import number, rate
 
 VERSION = 1
+_KEYS = ("version", "name", "at", "tensor", "schedule", "sites")
+_SITE_KEYS = ("name", "p_scale", "regularizer")
 
 Allowed = Sequence[Callable[..., Any]]
+T = TypeVar("T")
 
 SCHEDULES: dict[str, type[Schedule]] = {
     cls.__name__: cls
@@ -57,25 +65,133 @@ def to_config(state: InjectionState, hooks: Sequence[SiteHook]) -> dict[str, Any
     return _as_json(config, state.name)
 
 
-def regularizer_of(config: Mapping[str, Any], allow: Allowed) -> Regularizer:
+class ConfiguredSite(NamedTuple):
+    """A site of a config."""
+
+    name: str
+    p_scale: float
+    regularizer: Regularizer
+    at: str
+    branch: str
+
+
+class Configured(NamedTuple):
+    """A config that was read."""
+
+    name: str
+    tensor: TensorKey
+    schedule: Schedule | None
+    """None where it does nothing."""
+    sites: list[ConfiguredSite]
+
+
+def read_config(config: Any, allow: Allowed) -> Configured:
+    """All of a config, checked as far as it can be without the model.
+
+    Raises:
+        StateError: something in it is invalid: the text names the path and the value.
+    """
+    if not isinstance(config, Mapping) or type(config.get("version")) is not int or config["version"] != VERSION:
+        raise StateError(f"this is not a config of an injection (version {VERSION}): {_brief(config)}")
+    _must_have(config, "", _KEYS)
+    name, at, sites = config["name"], config["at"], config["sites"]
+    _must_be(isinstance(name, str) and name and "/" not in name, "name", "a text without '/'", name)
+    _must_be(at in ("output", "input"), "at", "'output' or 'input'", at)
+    _must_be(is_tensor_key(config["tensor"]), "tensor", "an index, a key, 'all' or None", config["tensor"])
+    _must_be(isinstance(sites, list | tuple) and sites, "sites", "a list of at least one site", sites)
+    schedule = _schedule_of(config["schedule"], "schedule", allow)
+    constant = isinstance(schedule, schedules.ConstantSchedule) and schedule.value == 1.0
+    read = [_site_of(site, f"sites[{index}]", at, allow) for index, site in enumerate(sites)]
+    names = [site.name for site in read]
+    twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
+    if twice is not None:
+        raise StateError(f"the config has a site twice: {twice!r}.")
+    return Configured(name, config["tensor"], None if constant else schedule, read)
+
+
+def _site_of(config: Any, path: str, at: str, allow: Allowed) -> ConfiguredSite:
+    _must_have(config, path, _SITE_KEYS, ("at", "branch"))
+    name, at, branch = config["name"], config.get("at", at), config.get("branch", "")
+    _must_be(isinstance(name, str), f"{path}.name", "a text", name)
+    _must_be(at in ("output", "input", "skip"), f"{path}.at", "'output', 'input' or 'skip'", at)
+    fits = isinstance(branch, str) and bool(branch) == (at == "skip")
+    _must_be(fits, f"{path}.branch", "the name of a layer where at='skip', and nothing elsewhere", branch)
+    with _reading(f"{path}.p_scale", config["p_scale"]):
+        p_scale = rate(config["p_scale"], "p_scale", "from_config", math.inf)
+    with _reading(f"{path}.regularizer", config["regularizer"]):
+        regularizer = _regularizer_of(config["regularizer"], allow)
+    return ConfiguredSite(name, p_scale, regularizer, at, branch)
+
+
+def _regularizer_of(config: Any, allow: Allowed) -> Regularizer:
     """The regularizer that `to_config` wrote; another class or function than ours must be in `allow`."""
-    name, settings = _typed(config, "regularizer")
+    name, settings = _typed(config)
     if name in REGULARIZERS:
-        return REGULARIZERS[name](**{key: _tuples(value) for key, value in settings.items()})
+        return _made(REGULARIZERS[name], {key: _tuples(value) for key, value in settings.items()})
     made = _allowed(name, allow, REGULARIZERS)
+    if not isinstance(made, type) and settings:
+        raise StateError(f"the function {name!r} takes no settings, got {', '.join(settings)}.")
     return as_regularizer(made(**settings) if isinstance(made, type) else made)
 
 
-def schedule_of(config: Mapping[str, Any], allow: Allowed) -> Schedule:
+def _schedule_of(config: Any, path: str, allow: Allowed) -> Schedule:
     """The schedule that `to_config` wrote."""
-    name, settings = _typed(config, "schedule")
-    if "schedules" in settings:
-        settings = settings | {"schedules": [schedule_of(part, allow) for part in settings["schedules"]]}
-    made = SCHEDULES[name] if name in SCHEDULES else _allowed(name, allow, SCHEDULES)
-    schedule = made(**settings)
-    if not isinstance(schedule, Schedule):
-        raise StateError(f"the config's schedule {name!r} makes a {type(schedule).__name__}, not a Schedule.")
-    return schedule
+    with _reading(path, config):
+        name, settings = _typed(config)
+        parts = settings.get("schedules")
+        if isinstance(parts, list | tuple):
+            settings["schedules"] = [
+                _schedule_of(part, f"{path}.schedules[{index}]", allow) for index, part in enumerate(parts)
+            ]
+        own = name in SCHEDULES
+        schedule = _made(SCHEDULES[name], settings) if own else _allowed(name, allow, SCHEDULES)(**settings)
+        if not isinstance(schedule, Schedule):
+            raise StateError(f"it makes a {type(schedule).__name__}, not a Schedule.")
+        number(schedule(0), "the multiplier at step 0", name)
+        return schedule
+
+
+def _made(cls: Callable[..., T], settings: Mapping[str, Any]) -> T:
+    """An instance of one of hookdrop's classes, which take anything for True."""
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if isinstance(parameter.default, bool) and not isinstance(settings.get(name, True), bool):
+            raise TypeError(f"{name} must be True or False, got {settings[name]!r}.")
+    return cls(**settings)
+
+
+@contextmanager
+def _reading(path: str, value: Any) -> Iterator[None]:
+    """Errors inside say which part of the config is invalid."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, StateError) and str(error).startswith("the config's "):  # of a part of this part
+            raise
+        raise StateError(f"the config's {path} is invalid: {error}\n  got {_brief(value)}") from error
+
+
+def _must_have(config: Any, path: str, keys: Sequence[str], optional: Sequence[str] = ()) -> None:
+    """Raise `StateError` unless `config` is a mapping of all these keys and no others."""
+    _must_be(isinstance(config, Mapping), path, f"a mapping of {', '.join(keys)}", config)
+    where = f"the config's {path}" if path else "the config"
+    missing = [key for key in keys if key not in config]
+    if missing:
+        raise StateError(f"{where} lacks {', '.join(missing)}: {_brief(config)}")
+    unknown = [key for key in config if key not in (*keys, *optional)]
+    if unknown:
+        near = nearest(str(unknown[0]), (*keys, *optional))
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise StateError(f"{where} has an unknown key {unknown[0]!r}{hint}: {_brief(config)}")
+
+
+def _must_be(fits: Any, path: str, what: str, got: Any) -> None:
+    if not fits:
+        raise StateError(f"the config's {path} must be {what}, got {_brief(got)} ({type(got).__name__}).")
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def qualified(thing: Any) -> str:
@@ -123,9 +239,9 @@ def _as_json(config: dict[str, Any], name: str) -> dict[str, Any]:
     return plain
 
 
-def _typed(config: Any, what: str) -> tuple[str, dict[str, Any]]:
+def _typed(config: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(config, Mapping) or not isinstance(config.get("type"), str):
-        raise StateError(f"the config's {what} must be a mapping with a 'type', got {config!r}.")
+        raise StateError("it must be a mapping with a 'type'.")
     return config["type"], {key: value for key, value in config.items() if key != "type"}
 
 
@@ -135,7 +251,7 @@ def _allowed(name: str, allow: Allowed, known: Mapping[str, Any]) -> Callable[..
             return candidate
     near = nearest(name, known)
     raise StateError(
-        f"the config names {name!r}, which is not hookdrop's{f' (did you mean {near[0]!r}?)' if near else ''}.\n"
+        f"it names {name!r}, which is not hookdrop's{f' (did you mean {near[0]!r}?)' if near else ''}.\n"
         f"  if you trust it: from_config(..., allow=[{name.rpartition('.')[2]}])"
     )
 

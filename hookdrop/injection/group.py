@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hookdrop.diagnostics.measurement import Measurement
 from hookdrop.diagnostics.recording import Recording
 from hookdrop.errors import InjectionError, StateError
 from hookdrop.hooks.hook import SiteHook
@@ -27,7 +28,9 @@ class Injections(tuple[Injection, ...]):
     __slots__ = ()
 
     def __getitem__(self, key: Any) -> Any:
-        """By index as in a tuple, or by name."""
+        """By index as in a tuple, by name, or a slice of them."""
+        if isinstance(key, slice):
+            return Injections(super().__getitem__(key))
         if not isinstance(key, str):
             return super().__getitem__(key)
         named = self._by_name()
@@ -35,23 +38,66 @@ class Injections(tuple[Injection, ...]):
             raise InjectionError(f"there is no injection {key!r} here; there are: {', '.join(named) or 'none'}.")
         return named[key]
 
+    def __add__(self, other: Any) -> Any:
+        """Those of several models together."""
+        both = super().__add__(other)
+        return Injections(both) if isinstance(other, Injections) else both
+
     def step(self, n: int = 1) -> None:
         """Count `n` optimizer steps in each; in none, if one of them follows an optimizer."""
         for injection in self:
             injection._must_not_follow()
-        for injection in self:
-            injection.step(n)
+        with self._all_or_none():
+            for injection in self:
+                injection.step(n)
 
     def seek(self, step: int) -> None:
-        """Go to a step in each."""
-        for injection in self:
-            injection.seek(step)
+        """Go to a step in each, or in none after an error."""
+        with self._all_or_none():
+            for injection in self:
+                injection.seek(step)
 
     def follow(self, optimizer: Optimizer | None) -> Injections:
-        """Let each step by itself after each step of `optimizer`."""
-        for injection in self:
-            injection.follow(optimizer)
+        """Step each after each step of `optimizer`, or none after an error."""
+        started: list[Injection] = []
+        try:
+            for injection in self:
+                new = injection._follower is None
+                injection.follow(optimizer)
+                started += [injection] * new
+        except BaseException:
+            for injection in started:
+                injection.follow(None)
+            raise
         return self
+
+    def disable(self) -> None:
+        """Drop nothing in any until `enable`; the schedules go on."""
+        with self._all_or_none():
+            for injection in self:
+                injection.disable()
+
+    def enable(self) -> None:
+        """Drop again in all."""
+        with self._all_or_none():
+            for injection in self:
+                injection.enable()
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """A change of several states that is undone in all if it does not fit in one."""
+        with ExitStack() as stack:
+            for injection in self:
+                stack.enter_context(injection._changing())
+            yield
+
+    def probe(self, x: Any, forwards: int = 3, step: int | None = None) -> dict[str, Measurement]:
+        """Probe each as `Injection.probe` does, by name: one after another, while the rates of the others stay."""
+        return {name: injection.probe(x, forwards, step) for name, injection in self._by_name().items()}
+
+    def summary(self) -> str:
+        """The tables of all."""
+        return "\n\n".join(injection.summary() for injection in self) or repr(self)
 
     def check(self) -> list[str]:
         """The problems of all."""

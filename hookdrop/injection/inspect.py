@@ -25,7 +25,8 @@ def inspect_sites(model: nn.Module, resolved: Resolved, tensor: TensorKey, examp
         ShapeError: the regularizer can't work on what a site gives.
         LayerError: a layer that is named in full is never called.
     """
-    resolved.warnings += [*_nested(resolved.sites), *_fused(model, resolved.sites), *_sequences(resolved.sites)]
+    hooked = [site for site in resolved.sites if site.regularizer is not None]  # none, if layers are only listed
+    resolved.warnings += [*_nested(hooked), *_fused(model, hooked), *_sequences(hooked)]
     if example is None:
         return
     modules, at = [site.module for site in resolved.sites], [site.at for site in resolved.sites]
@@ -39,7 +40,7 @@ def inspect_sites(model: nn.Module, resolved: Resolved, tensor: TensorKey, examp
         resolved.warnings.append(texts[0] + more)
     resolved.warnings += [
         *_never_called(resolved),
-        *_frozen(resolved.sites),
+        *_frozen(hooked),
         *_into_norms(resolved.sites, seen),
     ]
 
@@ -75,6 +76,8 @@ def _reading(site: PlannedSite, seen: Seen) -> str:
 
 def _nested(sites: list[PlannedSite]) -> list[str]:
     """Sites inside sites, with what it comes to for a value that passes all of them."""
+    if len(sites) < 2:
+        return []
     # What lies inside a block does not lie on its skip.
     by_name = {site.name: site for site in sites if site.at != "skip"}
     chains = []
@@ -99,9 +102,10 @@ def _nested(sites: list[PlannedSite]) -> list[str]:
 
 
 def _fused(model: nn.Module, sites: list[PlannedSite]) -> list[str]:
-    inside = {
-        id(m) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer) for m in layer.modules()
-    }
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    if not encoders:
+        return []
+    inside = {id(part) for encoder in encoders for part in encoder.modules()}
     if not any(id(site.module) in inside for site in sites):
         return []
     return [

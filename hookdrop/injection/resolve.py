@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hookdrop.errors import InjectionError, LayerError
-from hookdrop.injection.select import Entries, Entry, Layer, Selection, as_entries, entry_text, match_names, select
+from hookdrop.injection.scale import PScale, factors
+from hookdrop.injection.select import Entries, Entry, Layer, Selection, as_entries, entry_text, select
 from hookdrop.regularizers import Regularizer, as_regularizer, must_pickle, parse
 from hookdrop.schedules import Schedule
 from hookdrop.utils.tables import counted, some
@@ -21,7 +23,6 @@ from hookdrop.utils.validation import number
 
 Source: TypeAlias = Regularizer | nn.Module | Callable[[Tensor], Tensor] | str
 Regularizers: TypeAlias = Source | Mapping[Any, Source]
-PScale: TypeAlias = str | Mapping[Any, float] | Callable[[str, int, int], float]
 
 
 @dataclass
@@ -78,8 +79,13 @@ def resolve(
         _must_be_a_schedule(schedule)
     regularizers, entries = _regularizers_and_entries(regularizer, layers)
     selection = select(model, entries, exclude)
-    warnings = _useless_excludes(selection)
-    chosen = _callable_layers(selection, warnings)
+    chosen, warnings = _called_layers(selection)
+    if regularizer is None:  # layers are listed, and nothing is hooked
+        warnings = []
+    elif any(map(is_keras, map(type, model.modules()))):
+        _must_not_be_keras(model, chosen)
+    for entry in selection.unmatched_excludes:
+        warnings.append(_unmatched_text(entry))
     sites = [
         PlannedSite(
             layer.name,
@@ -92,7 +98,8 @@ def resolve(
     ]
     if schedule is not None:
         must_pickle(schedule, "the schedule")
-    _scale(sites, chosen, p_scale)
+    if p_scale is not None:
+        _scale(sites, factors(chosen, p_scale))
     _check_rates(sites, schedule, p_scale)
     return Resolved(sites, selection.counts, selection.exact, warnings)
 
@@ -135,31 +142,31 @@ def _regularizer_of(
     return regularizers[by[0]]
 
 
-def _callable_layers(selection: Selection, warnings: list[str]) -> list[Layer]:
-    """The layers less those whose class has no forward: they are iterated, never called."""
+def _called_layers(selection: Selection) -> tuple[list[Layer], list[str]]:
+    """The layers less those whose class has no forward (they are iterated, never called), and a warning of them."""
     for layer in selection.layers:
         if isinstance(layer.module, torch.jit.ScriptModule):
             raise InjectionError(
                 f"{layer.name!r} is a ScriptModule, which can't carry Python hooks.\n"
                 "  train it unscripted, and script it inside `with hookdrop.without_hooks(model):`."
             )
-    dead = [layer for layer in selection.layers if _has_no_forward(layer.module)]
-    for layer in dead:
-        if layer.name in selection.exact:
-            raise LayerError(
-                f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
-                "  its owner iterates over it or uses its weights: hook what is inside of it, or its owner."
-            )
-    left = [layer for layer in selection.layers if not _has_no_forward(layer.module)]
-    if dead:
-        names = some([layer.name for layer in dead])
-        if not left:
-            raise LayerError(
-                f"`layers` matches only modules that are never called: {names}.\n"
-                "  their owners iterate over them or use their weights: hook what is inside of them, or the owners."
-            )
-        warnings.append(f"left out {counted(len(dead), 'module')} that no owner ever calls: {names}.")
-    return left
+    called = [layer for layer in selection.layers if not _has_no_forward(layer.module)]
+    if len(called) == len(selection.layers):
+        return called, []
+    others = [layer for layer in selection.layers if _has_no_forward(layer.module)]
+    names = some([layer.name for layer in others])
+    named = next((layer for layer in others if layer.name in selection.exact), None)
+    if named is not None:
+        raise LayerError(
+            f"{named.name!r} is a {type(named.module).__name__}, which is never called: a hook on it never fires.\n"
+            "  its owner iterates over it or uses its weights: hook what is inside of it, or its owner."
+        )
+    if not called:
+        raise LayerError(
+            f"`layers` matches only modules that are never called: {names}.\n"
+            "  their owners iterate over them or use their weights: hook what is inside of them, or the owners."
+        )
+    return called, [f"skipped {counted(len(others), 'module')} that the model never calls (containers): {names}."]
 
 
 def _has_no_forward(module: nn.Module) -> bool:
@@ -169,62 +176,44 @@ def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
-def _useless_excludes(selection: Selection) -> list[str]:
-    """`exclude="layer4"` names one module, not what is inside it: say so where it takes nothing away."""
-    found = []
-    for entry in selection.useless:
-        inside = f"; what is inside: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
-        found.append(f"exclude {entry_text(entry)} takes none of the chosen layers away{inside}.")
-    return found
+def _must_not_be_keras(model: nn.Module, chosen: list[Layer]) -> None:
+    """Keras never puts its layers in eval mode: a hook would drop in `predict()` too."""
+    keras = [module for module in model.modules() if is_keras(type(module))]
+    # These alone switch what they hold.
+    wrappers = [module for module in keras if type(module).__name__ == "TorchModuleWrapper"]
+    inside = {id(part) for module in keras for part in module.modules()}
+    switched = {id(part) for wrapper in wrappers for child in wrapper.children() for part in child.modules()}
+    for layer in chosen:
+        if id(layer.module) in inside - switched:
+            raise InjectionError(
+                f"{layer.name!r} ({type(layer.module).__name__}) belongs to a Keras layer.\n"
+                "  Keras never puts its layers in eval mode: a hook would drop in predict() and evaluate() too.\n"
+                "  use keras.layers.Dropout and its like, or hook PyTorch modules inside a "
+                "keras.layers.TorchModuleWrapper, which switches their mode."
+            )
 
 
-def _scale(sites: list[PlannedSite], layers: list[Layer], p_scale: PScale | None) -> None:
-    if p_scale is None:
-        return
+def _is_keras(cls: type) -> bool:
+    return any(base.__module__.startswith("keras.") for base in cls.__mro__)
+
+
+is_keras: Callable[[type], bool] = lru_cache(maxsize=1024)(_is_keras)
+
+
+def _unmatched_text(entry: Entry) -> str:
+    # `exclude="layer4"` names one module, not what is inside it.
+    inside = f"; what is inside: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
+    return f"exclude {entry_text(entry)} matches none of the chosen layers{inside}."
+
+
+def _scale(sites: list[PlannedSite], scales: list[float]) -> None:
     rateless = [site for site in sites if site.regularizer is not None and site.regularizer.rate is None]
     if rateless:
         raise InjectionError(f"p_scale: {rateless[0].regularizer!r} has no rate that could be scaled.")
-    for site, factor in zip(sites, factors(layers, p_scale), strict=True):
+    for site, factor in zip(sites, scales, strict=True):
         site.p_scale = number(factor, f"p_scale of {site.name!r}", "inject")
         if site.p_scale < 0:
             raise ValueError(f"inject: p_scale of {site.name!r} must be at least 0, got {site.p_scale:g}.")
-
-
-def factors(layers: list[Layer], p_scale: PScale) -> list[float]:
-    count = len(layers)
-    if p_scale == "depth":
-        return [(index + 1) / count for index in range(count)]
-    if p_scale == "depth_from_zero":
-        if count == 1:
-            raise ValueError("p_scale='depth_from_zero' gives its one site the factor 0; use 'depth' or leave it out.")
-        return [index / (count - 1) for index in range(count)]
-    if isinstance(p_scale, Mapping):
-        return _factors_by_pattern({layer.name: layer for layer in layers}, p_scale)
-    if callable(p_scale):
-        return [p_scale(layer.name, index, count) for index, layer in enumerate(layers)]
-    hint = "\n  one factor for all sites? multiply p by it." if isinstance(p_scale, int | float) else ""
-    raise ValueError(
-        f"p_scale must be 'depth', 'depth_from_zero', a mapping of patterns to factors or a function of "
-        f"(name, index, count), got {p_scale!r}.{hint}"
-    )
-
-
-def _factors_by_pattern(layers: dict[str, Layer], p_scale: Mapping[Any, float]) -> list[float]:
-    factors: dict[str, tuple[str, float]] = {}
-    for pattern, factor in p_scale.items():
-        names = [name for entry in as_entries(pattern, "p_scale") for name in match_names(layers, entry)]
-        if not names:
-            raise LayerError(
-                f"p_scale has {entry_text(pattern)}, which matches none of the {len(layers)} chosen layers.\n"
-                f"  they are: {', '.join(map(repr, list(layers)[:6]))}{', ...' if len(layers) > 6 else ''}"
-            )
-        for name in names:
-            if name in factors:
-                raise LayerError(
-                    f"p_scale matches {name!r} twice, by {factors[name][0]} and {entry_text(pattern)}: which factor?"
-                )
-            factors[name] = (entry_text(pattern), factor)
-    return [factors[name][1] if name in factors else 1.0 for name in layers]
 
 
 def _check_rates(sites: list[PlannedSite], schedule: Schedule | None, p_scale: PScale | None) -> None:

@@ -17,11 +17,12 @@ from torch import nn
 from hookdrop.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted
-from hookdrop.utils.wrappers import SEGMENTS, unwrapped, wraps
+from hookdrop.utils.wrappers import SEGMENTS, attribute_of, unwrapped
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate
 Entries: TypeAlias = Entry | Iterable[Entry]
+_Visit: TypeAlias = tuple[str, tuple[str, ...], nn.Module, tuple[int, ...], tuple[nn.Module, ...]]
 
 
 @dataclass
@@ -35,7 +36,8 @@ class Layer:
     """All names without wrappers (a shared module has several)."""
     spellings: set[str] = field(default_factory=set)
     """Names with wrapper segments in them."""
-    wrappers: list[nn.Module] = field(default_factory=list)
+    wrappers: dict[nn.Module, None] = field(default_factory=dict)
+    """The wrappers around the module, as an ordered set."""
 
 
 @dataclass
@@ -48,8 +50,8 @@ class Selection:
     """Indices of the entries that matched a layer, by its name."""
     exact: set[str]
     """Names of layers that an entry names in full, or gives as instance."""
-    useless: list[Entry]
-    """The entries of `exclude` that take none of the chosen layers away."""
+    unmatched_excludes: list[Entry]
+    """The entries of `exclude` that match none of the chosen layers."""
 
 
 def walk(model: nn.Module) -> list[Layer]:
@@ -62,34 +64,38 @@ def walk(model: nn.Module) -> list[Layer]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
     layers: dict[int, Layer] = {}
-    _visit(model, "", ("",), (), [], layers)
+    # Depth first: name, names with wrapper segments, module, the modules that it lies in, wrappers around it.
+    todo: list[_Visit] = [("", (), model, (), ())]
+    while todo:
+        name, spellings, module, owners, wrappers = todo.pop()
+        if id(module) in owners:
+            continue
+        owners = (*owners, id(module))
+        attribute = attribute_of(type(module))
+        inner = getattr(module, attribute, None) if attribute else None
+        if attribute and isinstance(inner, nn.Module):
+            longer = tuple(_join(s, attribute) for s in (name, *spellings))
+            todo.append((name, spellings + longer, inner, owners, (*wrappers, module)))
+            continue
+        layer = layers.get(id(module))
+        if layer is None:
+            layer = layers[id(module)] = Layer(name, module)
+        layer.aliases.add(name)
+        layer.spellings.update(spellings)
+        layer.wrappers.update(dict.fromkeys(wrappers))
+        prefix = f"{name}." if name else ""
+        for child_name, child in reversed(list(module._modules.items())):
+            if child is not None:
+                longer = tuple(_join(s, child_name) for s in spellings) if spellings else ()
+                todo.append((prefix + child_name, longer, child, owners, wrappers))
     return list(layers.values())
 
 
-def _visit(
-    module: nn.Module,
-    name: str,
-    spellings: tuple[str, ...],
-    path: tuple[int, ...],
-    wrappers: list[nn.Module],
-    layers: dict[int, Layer],
-) -> None:
-    if id(module) in path:
-        return
-    path = (*path, id(module))
-    if (attribute := wraps(module)) is not None:
-        inner = getattr(module, attribute)
-        grown = (*spellings, *(_join(s, attribute) for s in spellings))
-        _visit(inner, name, grown, path, [*wrappers, module], layers)
-        return
-    layer = layers.setdefault(id(module), Layer(name, module))
-    layer.aliases.add(name)
-    layer.spellings |= set(spellings) - {name}
-    layer.wrappers += [w for w in wrappers if all(w is not other for other in layer.wrappers)]
-    for child_name, child in module._modules.items():
-        if child is not None:
-            longer = tuple(_join(s, child_name) for s in spellings)
-            _visit(child, _join(name, child_name), longer, path, [], layers)
+def layers_by_name(model: nn.Module) -> dict[str, Layer]:
+    """Every layer by each of its full names; where two are spelled the same, the one without wrappers."""
+    everything = walk(model)
+    spelled = {name: layer for layer in everything for name in layer.spellings}
+    return spelled | {name: layer for layer in everything for name in layer.aliases}
 
 
 def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> Selection:
@@ -121,8 +127,8 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
             f"all {len(chosen_by)} layers that `layers` names are in `exclude` too: nothing is left.\n"
             f"  layers:  {_texts(wanted)}\n  exclude: {_texts(unwanted)}"
         )
-    useless = [entry for entry, names in zip(unwanted, taken, strict=True) if names.isdisjoint(chosen_by)]
-    return Selection(left, counts, chosen_by, exact, useless)
+    unmatched = [entry for entry, names in zip(unwanted, taken, strict=True) if names.isdisjoint(chosen_by)]
+    return Selection(left, counts, chosen_by, exact, unmatched)
 
 
 def match_names(names: dict[str, Layer], pattern: Entry) -> list[str]:

@@ -11,15 +11,16 @@ from torch import nn
 from hookdrop.errors import LayerError, StateError, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.hooks.registry import hooks_removed
-from hookdrop.injection.config import VERSION, Allowed, regularizer_of, schedule_of
+from hookdrop.injection.config import Allowed, Configured, ConfiguredSite, read_config
 from hookdrop.injection.group import Injections, find
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan, make_plan
-from hookdrop.injection.resolve import PScale, Regularizers, Resolved, resolve
-from hookdrop.injection.select import Entries
+from hookdrop.injection.resolve import Regularizers, resolve
+from hookdrop.injection.scale import PScale
+from hookdrop.injection.select import Entries, Layer, layers_by_name, select
 from hookdrop.regularizers import Regularizer
 from hookdrop.schedules import Schedule
-from hookdrop.utils.tensor_tree import TensorKey
+from hookdrop.utils.tensor_tree import TensorKey, is_tensor_key
 from hookdrop.utils.validation import one_of
 
 __all__ = ["Injections", "eject", "find", "from_config", "inject", "plan", "without_hooks"]
@@ -133,7 +134,7 @@ def plan(
         if isinstance(model, Regularizer):
             raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
         one_of(at, "at", "inject", ("output", "input"))
-        if isinstance(tensor, bool) or not isinstance(tensor, int | str | None):
+        if not is_tensor_key(tensor):
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {tensor!r}.")
         resolved = resolve(model, regularizer, layers, exclude, schedule, p_scale, at)
         return make_plan(
@@ -191,7 +192,7 @@ def from_config(model: nn.Module, config: Mapping[str, Any], allow: Allowed = ()
         allow: classes and functions other than hookdrop's that the config may name; nothing else is imported.
 
     Raises:
-        StateError: not such a config, or it names a class that is not allowed.
+        StateError: the config is invalid, or it names a class that is not allowed; the text has the path and the value.
         LayerError: the model lacks a site.
 
     Example:
@@ -201,38 +202,30 @@ def from_config(model: nn.Module, config: Mapping[str, Any], allow: Allowed = ()
         '0'
     """
     with nothing_placed():
-        if not isinstance(config, Mapping) or config.get("version") != VERSION or not config.get("sites"):
-            raise StateError(f"this is not a config of an injection (version {VERSION}): {str(config)[:80]}")
-        missing = {"name", "at", "tensor", "schedule"} - set(config)
-        if missing:
-            raise StateError(f"the config lacks {', '.join(sorted(missing))}.")
-        schedule = schedule_of(config["schedule"], allow)
-        sites = {}
-        for site in config["sites"]:
-            if not isinstance(site, Mapping) or {"name", "regularizer", "p_scale"} - set(site):
-                raise StateError(f"a site of the config must have name, regularizer and p_scale, got {site!r}.")
-            sites[site["name"]] = site
-        if len(sites) != len(config["sites"]):
-            raise LayerError("the config has a site twice.")
-        constant = type(schedule).__name__ == "ConstantSchedule" and schedule(0) == 1.0
-        return make_plan(
-            model,
-            _resolved(model, sites, config["at"], None if constant else schedule, allow),
-            schedule=None if constant else schedule,
-            tensor=config["tensor"],
-            name=config["name"],
-        ).apply()
+        layers = layers_by_name(model)
+        return _configured_plan(model, layers, read_config(config, allow)).apply()
 
 
-def _resolved(
-    model: nn.Module, sites: Mapping[str, Mapping[str, Any]], at: str, schedule: Schedule | None, allow: Allowed
-) -> Resolved:
-    """The sites of a config; one that is not like the others says for itself where in its layer it is."""
-    entries = {name or model: regularizer_of(site["regularizer"], allow) for name, site in sites.items()}
-    scales = {name or model: site["p_scale"] for name, site in sites.items()}
-    fixed = all(scale == 1.0 for scale in scales.values())
-    resolved = resolve(model, entries, None, (), schedule, None if fixed else scales, at)
-    for planned in resolved.sites:
-        planned.at = one_of(sites[planned.name].get("at", at), "at", "from_config", ("output", "input", "skip"))
-        planned.branch = sites[planned.name].get("branch", "")
-    return resolved
+def _configured_plan(model: nn.Module, layers: Mapping[str, Layer], given: Configured) -> Plan:
+    sites: dict[nn.Module, ConfiguredSite] = {}
+    for site in given.sites:
+        if site.name not in layers:
+            select(model, site.name)  # its error has the nearest names
+            raise LayerError(f"the config's site {site.name!r} is a pattern, not the full name of a layer.")
+        module = layers[site.name].module
+        if module in sites:
+            raise StateError(f"the config has a site twice: {sites[module].name!r} and {site.name!r}.")
+        if site.branch and site.branch not in dict(module.named_modules()):
+            raise LayerError(f"the config's site {site.name!r} has no layer {site.branch!r}, its branch.")
+        sites[module] = site
+    try:
+        scales = None if all(s.p_scale == 1.0 for s in given.sites) else {m: s.p_scale for m, s in sites.items()}
+        regularizers = {module: site.regularizer for module, site in sites.items()}
+        resolved = resolve(model, regularizers, None, (), given.schedule, scales)
+        for planned in resolved.sites:
+            planned.at, planned.branch = sites[planned.module].at, sites[planned.module].branch
+        return make_plan(model, resolved, schedule=given.schedule, tensor=given.tensor, name=given.name)
+    except LayerError:
+        raise
+    except Exception as error:
+        raise StateError(f"the config is invalid for this model: {error}") from error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.diagnostics.figures import SCALE, as_pictures, blank
-from hookdrop.diagnostics.isolation import call, preserved
+from hookdrop.diagnostics.isolation import call, preserved, set_eval
 from hookdrop.errors import LayerError
 from hookdrop.injection.select import Entries
 from hookdrop.observe.cam import Target, grad_cam, must_be_model
@@ -59,7 +59,7 @@ def compare_cam(
         must_be_model(model, "compare_cam", "before, after, x, layer")
     if target is None:
         with preserved(after), torch.no_grad():
-            after.eval()
+            set_eval(after)
             logits = first_tensor(call(after, x))
         target = None if logits is None else logits.argmax(-1)
     maps = []

@@ -14,11 +14,18 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm
 
 _C: Any = torch._C
+
+# --- modules
+
+BatchNorm: type[nn.Module] = _BatchNorm
+"""What all batch norms derive from: they write to buffers in training mode."""
 
 # --- tensors
 
@@ -141,3 +148,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
         exec_module(module)
         self.callback()
+
+
+# --- distributed jobs
+
+
+def default_store() -> Any:
+    """The key-value store of the job, in which ranks leave notes for each other; None if there is none."""
+    return dist.distributed_c10d._get_default_store()

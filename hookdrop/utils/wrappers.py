@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import lru_cache
 
 from torch import nn
 
@@ -33,17 +35,23 @@ SEGMENTS = {attribute for _, _, attribute in _WRAPPERS}
 """The attributes that hold what is wrapped."""
 
 
-def wraps(module: nn.Module) -> str | None:
-    """The attribute that holds what `module` wraps; None if it is no wrapper."""
+def _attribute_of(cls: type) -> str | None:
+    """The attribute in which instances of a wrapper class hold what they wrap; None for other classes."""
     for module_name, class_name, attribute in _WRAPPERS:
-        cls = getattr(sys.modules.get(module_name), class_name, None)
-        if cls is not None and isinstance(module, cls) and isinstance(getattr(module, attribute, None), nn.Module):
+        wrapper = getattr(sys.modules.get(module_name), class_name, None)
+        if wrapper is not None and issubclass(cls, wrapper):
             return attribute
     return None
 
 
+attribute_of: Callable[[type], str | None] = lru_cache(maxsize=1024)(_attribute_of)
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """What is inside all wrappers around `module`."""
-    while (attribute := wraps(module)) is not None:
-        module = getattr(module, attribute)
+    inner: object = module
+    while isinstance(inner, nn.Module):
+        module = inner
+        attribute = attribute_of(type(module))
+        inner = getattr(module, attribute, None) if attribute else None
     return module
