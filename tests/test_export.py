@@ -302,6 +302,24 @@ class TestScripts:
         assert find(model) == (drop,)
 
 
+class Names(nn.Module):
+    """A container that returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        return {"features": [self.layer(x)]}
+
+
+class Unpacks(Names):
+    """A container that takes one."""
+
+    def forward(self, names: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        return self.layer(names["features"][0])
+
+
 class TestSymbolicTraces:
     """A `GraphModule` has the model's own layers, and their hooks; what is inside a container is all that is left of it."""
 
@@ -334,6 +352,16 @@ class TestSymbolicTraces:
         assert graph.code == clean.code
         assert [site.name for site in find(graph)[0].sites] == ["fc"]
         assert len(drop.sites) == 3
+
+    @pytest.mark.parametrize("at", ["output", "input"])
+    def test_containers_of_dicts_lose_theirs_too(self, at: str) -> None:
+        model = nn.Sequential(Names(), Unpacks())
+        inject(model, Dropout(0.4), layers="0" if at == "output" else "1", at=at)
+        with pytest.warns(HookdropWarning, match="is not part of the graph"):
+            graph = torch.fx.symbolic_trace(model)
+        x = torch.ones(3, 4)
+        with torch.no_grad():
+            assert torch.equal(graph(x), model.eval()(x))
 
     def test_the_models_own_is_lost_without_a_word(self, model: Small, images: torch.Tensor) -> None:
         """`symbolic_trace` does not call the model, but its `forward`: nobody is there to tell."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from conftest import Small
 from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, Injection, InjectionError, LinearSchedule, find, inject
+from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
 
 
 def setup(**optimizer: object) -> tuple[nn.Module, Injection, torch.optim.Optimizer]:
@@ -206,3 +209,120 @@ def test_a_copied_model_has_a_count_of_its_own() -> None:
     assert (drop.step_count, find(twin)[0].step_count) == (1, 0)
     find(twin)[0].step()
     assert find(twin)[0].step_count == 1
+
+
+class TestResume:
+    """The optimizer's state comes back from a checkpoint, the step count of the injection does not."""
+
+    @staticmethod
+    def resumed(optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[nn.Module, Injection, Any]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        first = optimizer_class(model.parameters(), 1e-3)
+        for _ in range(50):
+            backward(model)
+            first.step()
+        drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
+        optimizer = optimizer_class(model.parameters(), 1e-3)
+        drop.follow(optimizer)
+        optimizer.load_state_dict(first.state_dict())
+        return model, drop, optimizer
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        backward(model)
+        optimizer.step()
+
+    def test_a_schedule_that_begins_anew_is_warned_about_once_with_the_number(self) -> None:
+        model, drop, optimizer = self.resumed()
+        with pytest.warns(HookdropWarning, match=r"has taken 50 steps already(.|\n)*drop.seek\(50\)"):
+            self.step(model, optimizer)
+        self.step(model, optimizer)
+        assert drop.step_count == 2
+
+    @pytest.mark.parametrize("restore", ["seek", "load_state_dict", "seek(0)"])
+    def test_a_restored_or_chosen_step_is_fine(self, restore: str) -> None:
+        model, drop, optimizer = self.resumed()
+        if restore == "load_state_dict":
+            drop.load_state_dict(drop.state_dict() | {"step_count": 50})
+        else:
+            drop.seek(50 if restore == "seek" else 0)
+        self.step(model, optimizer)
+        assert drop.step_count == (1 if restore == "seek(0)" else 51)
+
+    def test_a_new_optimizer_and_one_that_does_not_count_are_fine(self) -> None:
+        model, drop, optimizer = self.resumed(torch.optim.SGD)
+        self.step(model, optimizer)
+        drop.follow(None)
+        again = torch.optim.AdamW(model.parameters(), 1e-3)
+        drop.follow(again)
+        self.step(model, again)
+        assert drop.step_count == 2
+
+
+class FastaiOptimizer:
+    """As fastai's own: no torch optimizer, and it writes to `parameter.data`, which moves no version."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.data.add_(parameter.grad, alpha=-1e-3)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def test_a_schedule_that_is_not_advancing_is_noticed_under_any_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
+    optimizer = FastaiOptimizer(model.parameters())
+
+    def train(steps: int, accumulate: int = 1) -> None:
+        for _ in range(steps):
+            for _ in range(accumulate):
+                backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(2, accumulate=200)
+    train(UPDATES_TO_JUDGE - 4)
+    with pytest.warns(HookdropWarning, match="its schedule is not advancing") as caught:
+        train(60)
+    assert len(caught) == 1
+    (hook,) = drop._hooks
+    assert hook.listeners == ()
+
+
+def test_a_schedule_that_is_driven_by_hand_under_such_an_optimizer_is_fine() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
+    optimizer = FastaiOptimizer(model.parameters())
+    for _ in range(3 * UPDATES_TO_JUDGE):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        drop.step()
+    assert drop.check() == []
+
+
+def test_what_is_no_torch_optimizer_is_named_in_full() -> None:
+    _, drop, _ = setup()
+    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got test_follow.FastaiOptimizer.\n"):
+        drop.follow(FastaiOptimizer([]))
+    with pytest.raises(TypeError, match=r"got torch.optim.sgd.SGD \(the class\)"):
+        drop.follow(torch.optim.SGD)
+
+
+def test_through_fastais_wrapper() -> None:
+    """`OptimWrapper` is no torch optimizer, and has one in `opt`."""
+
+    class OptimWrapper(FastaiOptimizer):
+        def __init__(self, opt: torch.optim.Optimizer) -> None:
+            self.opt = opt
+
+    model, drop, optimizer = setup()
+    drop.follow(OptimWrapper(optimizer))
+    backward(model)
+    optimizer.step()
+    assert drop.step_count == 1

@@ -499,3 +499,51 @@ def test_surgery_leaves_no_hook_alive(model: Small) -> None:
     del drop
     gc.collect()
     assert hook() is None
+
+
+class TestDiscarded:
+    """A trainer that builds a model of its own (ultralytics, FX quantization): the hooked one is gone."""
+
+    @staticmethod
+    def train(model: nn.Module, steps: int = 3) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(steps):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    @staticmethod
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def test_training_another_model_is_warned_about_once(self) -> None:
+        drop = inject(self.layers(), Dropout(0.5), layers="1")
+        with pytest.warns(HookdropWarning, match="your trainer built a new model") as caught:
+            self.train(self.layers())
+        assert len(caught) == 1
+        (problem,) = drop.check()
+        assert problem == str(caught[0].message)
+        assert "is gone, and never ran in training mode" in problem
+
+    def test_a_model_that_was_trained_may_go(self) -> None:
+        model = self.layers()
+        drop = inject(model, Dropout(0.5), layers="1")
+        self.train(model)
+        del model
+        self.train(self.layers())
+        assert "is gone" in drop.check()[0]
+
+    def test_a_model_that_lives_on_in_a_copy_is_not_discarded(self) -> None:
+        model = self.layers()
+        drop = inject(model, Dropout(0.5), layers="1")
+        model = copy.deepcopy(model)
+        self.train(model)
+        assert len(find(model)) == len(drop.check()) == 1
+
+    def test_nothing_is_said_where_no_handle_is_held_or_the_new_model_has_hooks(self) -> None:
+        inject(self.layers(), Dropout(0.5), layers="1")
+        self.train(self.layers())
+        held = inject(self.layers(), Dropout(0.5), layers="1")
+        model = self.layers()
+        inject(model, Dropout(0.5), layers="1")
+        self.train(model)
+        assert held.check()

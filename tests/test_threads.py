@@ -394,3 +394,28 @@ def test_a_handle_that_was_removed_holds_no_model(model: Small) -> None:
     model.fc = nn.Linear(8, 10)
     gc.collect()
     assert gone() is None
+
+
+def test_a_step_in_another_thread_is_not_lost_to_a_probe_at_another_step() -> None:
+    """Whether it waits for the probe, or counts while that runs."""
+
+    class Trains(nn.Linear):
+        """Takes a step of the training in another thread, once."""
+
+        thread: threading.Thread | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if Trains.thread is None:
+                Trains.thread = threading.Thread(target=lambda: drop.step())
+                Trains.thread.start()
+                Trains.thread.join(timeout=10)
+            return super().forward(x)
+
+    model = nn.Sequential(Trains(8, 8))
+    drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+    drop.step(2)
+    measured = drop.probe(torch.ones(400, 8), step=10)
+    assert Trains.thread is not None
+    Trains.thread.join()
+    assert (drop.step_count, drop.p) == (3, pytest.approx(0.15))
+    assert measured.asked == 0.5

@@ -290,9 +290,9 @@ def test_what_compiled_code_reads_is_a_number_wherever_it_was_set(
         drop = inject(model, DropBlock(0.3, 3), layers="0", schedule=LinearSchedule(4))
         drop.step(2)
     (hook,) = model[0]._forward_hooks.values()
-    assert type(hook.rate) is torch.Tensor
-    assert not hook.rate.is_inference()
-    assert hook.rate.item() == 0.15
+    assert type(hook.train_rate.tensor) is torch.Tensor
+    assert not hook.train_rate.tensor.is_inference()
+    assert hook.train_rate.tensor.item() == 0.15
 
 
 @pytest.mark.parametrize("name", ["inference_mode", "no_grad", "torch.device", "set_default_device", "FakeTensorMode"])
@@ -377,3 +377,38 @@ def test_regularizers_warn_of_nothing_under_transforms() -> None:
             model, weights, x = hooked(case)
             per_sample(model, weights, x, randomness="different")
     assert not [str(warning.message) for warning in caught if "vmap" in str(warning.message)]
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+@pytest.mark.parametrize("regularizer", [Dropout(0.3), DropBlock(0.3, 3), nn.Dropout2d(0.3)], ids=repr)
+class TestObservedUnderVmap:
+    """Measuring and recording see the values of all slices, and change no result."""
+
+    def test_measuring(self, regularizer: nn.Module, randomness: str) -> None:
+        model = nn.Sequential(nn.Identity())
+        drop = inject(model, regularizer, layers="0")
+        run = seeded(vmap(model, randomness=randomness))
+        x = torch.ones(5, 8, 16, 10, 10)
+        expected = run(x)
+        with drop.measuring() as m:
+            y = run(x)
+        assert torch.equal(y, expected)
+        assert (m.calls, m.asked) == (1, 0.3)
+        assert m.dropped == pytest.approx((y == 0).float().mean().item())
+
+    def test_recording_inside_of_grad(self, regularizer: nn.Module, randomness: str) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3))
+        drop = inject(model, regularizer, layers="0")
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(weights: Weights, x: torch.Tensor) -> torch.Tensor:
+            return functional_call(model, weights, (x,)).square().sum()
+
+        run = seeded(vmap(grad(loss), (None, 0), randomness=randomness))
+        x = torch.randn(5, 2, 3, 9, 9)
+        expected = run(weights, x)
+        with drop.recording() as r:
+            found = run(weights, x)
+        assert all(torch.equal(found[name], expected[name]) for name in weights)
+        assert r["0"].before.shape == (5, 2, 4, 7, 7)
+        assert torch.equal(r["0"].after == 0, ~r["0"].mask)
