@@ -26,8 +26,8 @@ from hookdrop import (
     parse,
     plan,
 )
-from hookdrop.functional.mixing import symmetric_beta
 from hookdrop.regularizers import REGULARIZERS
+from hookdrop.regularizers.mixstyle import symmetric_beta
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ class TestCutout:
             doubts = Cutout(size).doubts((2, 96, length, length))
             assert covers == (size >= 2 * length - 1) == bool(doubts)
             assert (
-                not covers or f"size={size} covers the whole {length}x{length} map wherever its centre is" in doubts[0]
+                not covers or f"size={size} covers the whole {length}x{length} map wherever its center is" in doubts[0]
             )
 
 

@@ -1,22 +1,218 @@
-"""Edits of the gradient of a hooked tensor; the tensor itself stays what it is.
+"""Edits of the gradient that comes back through one place; the forward returns its input unchanged.
 
-They act on the gradient of an activation, where it comes back through the layer, and not on the gradients of
-parameters: those are clipped by `torch.nn.utils.clip_grad_norm_` before `optimizer.step()`. All that lies before the
-layer is trained by the edited gradient.
+They edit the gradient of an activation, where it comes back through the layer, and not the gradients of parameters:
+`torch.nn.utils.clip_grad_norm_` clips those before `optimizer.step()`. The edited gradient trains all layers before
+the hooked one. The result is a separate tensor, so that only the gradient through this place is edited, whatever else
+uses `x`, and so that what follows may write in place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from hookdrop import functional
-from hookdrop.functional.gradients import clamp_limits, clip_limits
+from hookdrop.kernels.masking import HALF
+from hookdrop.kernels.subclasses import PLAIN, on_plain_tensor, wraps_results
 from hookdrop.regularizers.base import Regularizer, needs_samples
-from hookdrop.utils.validation import number
+from hookdrop.utils.torch_internals import forward_ad_level, functorch_stack
+from hookdrop.utils.validation import floating, number, number_or_tensor, one_of, rate_or_tensor
+
+Edit = Callable[..., Tensor]
+"""From a gradient, and settings, to a gradient."""
+
+
+def clip_activation_grad(
+    x: Tensor,
+    max_norm: float | None = None,
+    max_value: float | None = None,
+    per_sample: bool = False,
+    training: bool = True,
+) -> Tensor:
+    """`x`, whose gradient is clipped: to an L2 norm of at most `max_norm`, or to [-max_value, max_value].
+
+    Args:
+        x: (N, ...), floating point.
+        max_norm: above 0; a longer gradient is scaled down to it.
+        max_value: above 0; give this or `max_norm`.
+        per_sample: the norm is that of each sample (axis 0), and not of the whole tensor.
+        training: False returns `x` itself.
+
+    Reference: Pascanu et al. 2013, arXiv:1211.5063, and Graves 2013, arXiv:1308.0850; see `ClipActivationGrad`.
+    """
+    limits = clip_limits(max_norm, max_value, per_sample, "clip_activation_grad")
+    floating(x, "clip_activation_grad")
+    return _clip(x, *limits) if training else x
+
+
+def clamp_activation_grad(
+    x: Tensor, min: float | None = None, max: float | None = None, training: bool = True
+) -> Tensor:
+    """`x`, whose gradient is clamped to [min, max], element by element; None is no limit.
+
+    Reference: Graves 2013, arXiv:1308.0850, section 2.1.
+    """
+    floating(x, "clamp_activation_grad")
+    low, high = clamp_limits(min, max, "clamp_activation_grad")
+    return _edited(x, _clamped, low, high) if training else x
+
+
+def scale_activation_grad(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
+    """`x`, whose gradient is multiplied by `factor`: 0 stops it, -1 reverses it, 1 returns `x` itself.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> scale_activation_grad(x, -1.0).sum().backward()
+        >>> x.grad
+        tensor([-1., -1.])
+
+    Reference: Ganin & Lempitsky 2015, arXiv:1409.7495 (gradient reversal).
+    """
+    factor = number_or_tensor(factor, "factor", "scale_activation_grad")
+    floating(x, "scale_activation_grad")
+    return _scale(x, factor) if training else x
+
+
+def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
+    """`x`, to whose gradient N(0, std^2) is added, drawn in the backward pass.
+
+    Reference: Neelakantan et al. 2015, arXiv:1511.06807, for the gradients of parameters.
+    """
+    std = rate_or_tensor(std, "std", "noise_activation_grad", math.inf)
+    floating(x, "noise_activation_grad")
+    return _noise(x, std) if training else x
+
+
+def _clip(x: Tensor, max_norm: float | None, max_value: float | None, per_sample: bool) -> Tensor:
+    if max_value is not None:
+        return _edited(x, _clamped, -max_value, max_value)
+    return _edited(x, _shortened, max_norm, per_sample)
+
+
+def _scale(x: Tensor, factor: float | Tensor) -> Tensor:
+    return x if not isinstance(factor, Tensor) and factor == 1.0 else _edited(x, _scaled, factor)
+
+
+def _noise(x: Tensor, std: float | Tensor) -> Tensor:
+    return x if not isinstance(std, Tensor) and std == 0.0 else _edited(x, _noisy, std)
+
+
+def clip_limits(
+    max_norm: object, max_value: object, per_sample: object, owner: str
+) -> tuple[float | None, float | None, bool]:
+    """The limits of a clip, checked: exactly one of the first two is a number."""
+    if (max_norm is None) == (max_value is None):
+        given = "neither" if max_norm is None else f"both (max_norm={max_norm!r}, max_value={max_value!r})"
+        raise TypeError(f"{owner}: give max_norm or max_value, got {given}.\n  as in {owner}(max_norm=1.0)")
+    one_of(per_sample, "per_sample", owner, (True, False))
+    if max_value is not None and per_sample:
+        raise ValueError(
+            f"{owner}: per_sample=True says whose norm is clipped, and max_value clips each element by itself.\n"
+            "  leave out per_sample, or give max_norm."
+        )
+    limits = [None if value is None else number(value, name, owner)
+              for name, value in (("max_norm", max_norm), ("max_value", max_value))]  # fmt: skip
+    for name, value in zip(("max_norm", "max_value"), limits, strict=True):
+        if value is not None and value <= 0.0:
+            raise ValueError(
+                f"{owner}: {name} must be above 0, got {value:g}.\n  to stop the gradient: ScaleActivationGrad(0)"
+            )
+    return limits[0], limits[1], bool(per_sample)
+
+
+def clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, float | None]:
+    """The limits of a clamp, checked: at least one is a number."""
+    if low is None and high is None:
+        raise TypeError(f"{owner}: give min, max or both, as in {owner}(min=-1.0, max=1.0).")
+    least = None if low is None else number(low, "min", owner)
+    most = None if high is None else number(high, "max", owner)
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"{owner}: min must not be above max, got min={least:g} and max={most:g}.")
+    return least, most
+
+
+def _edited(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
+    if is_compiling():
+        return _Edited.apply(x, edit, *settings) if torch.is_grad_enabled() and x.requires_grad else x
+    # There a tensor may need a gradient that does not say so: a slice of one that does.
+    if functorch_stack() is not None or forward_ad_level() >= 0:
+        return _Transformed.apply(x, edit, *settings)  # type: ignore[no-any-return]
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    if type(x) not in PLAIN and wraps_results(x):
+        return on_plain_tensor(_edited, x, edit, *settings)
+    return _Edited.apply(x, edit, *settings)  # type: ignore[no-any-return]
+
+
+class _Edited(torch.autograd.Function):
+    """A tensor hook on a copy does the same, but PyTorch 2.6 can't compile it, nor see it in `grad` of `vmap`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, edit: Edit, *settings: Any) -> Tensor:
+        ctx.edit, ctx.settings = edit, settings
+        # Returned as a view of itself it could not be written to in place (pytorch#61519).
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.edit(grad, *ctx.settings), None, *[None] * len(ctx.settings)
+
+
+class _Transformed(torch.autograd.Function):
+    """The same for `torch.func`, where each slice of a `vmap` has a gradient of its own, and for forward mode."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.edit, *ctx.settings = inputs
+
+    backward = _Edited.backward
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.clone()
+
+
+def _shortened(grad: Tensor, max_norm: float, per_sample: bool) -> Tensor:
+    if not grad.numel():
+        return grad
+    wide = grad.to(torch.float32) if grad.dtype in HALF else grad
+    # Another axis at the end: given none to sum over, PyTorch would sum over all.
+    axes = list(range(1 if per_sample else 0, grad.dim() + 1))
+    # The squares of large numbers overflow, and their sum may: held against the largest of them none does.
+    largest = wide.detach().abs().unsqueeze(-1).amax(axes, keepdim=True).squeeze(-1)
+    # Never a division by 0, whose derivative would be no number.
+    largest = torch.where(largest == 0.0, 1.0, largest)
+    part = wide / largest
+    norm: Tensor = torch.linalg.vector_norm(part.unsqueeze(-1), dim=axes, keepdim=True).squeeze(-1)
+    short = norm * largest <= max_norm  # not so where an overflow made it no number
+    return torch.where(short, wide, part * (max_norm / torch.where(short, 1.0, norm))).to(grad.dtype)
+
+
+def _clamped(grad: Tensor, low: float | None, high: float | None) -> Tensor:
+    return grad.clamp(low, high)
+
+
+def _scaled(grad: Tensor, factor: float | Tensor) -> Tensor:
+    if not isinstance(factor, Tensor) and factor != 0.0:
+        return grad * factor
+    # 0 stops what is infinite too. Compared on the gradient's device, which `factor` may not be on.
+    return torch.where(grad.new_zeros(()) == factor, 0.0, grad * factor)
+
+
+def _noisy(grad: Tensor, std: float | Tensor) -> Tensor:
+    # PyTorch 2.6 draws normal numbers in bfloat16 from uniform ones in bfloat16, of which there are few.
+    noise = torch.randn_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return (grad + noise * std).to(grad.dtype)
 
 
 class _ActivationGrad(Regularizer):
@@ -62,8 +258,9 @@ class ClipActivationGrad(_ActivationGrad):
     def reading(self, shape: Sequence[int]) -> str:
         return f"N={shape[0]}" if self.per_sample else ""
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.clip_activation_grad(x, self.max_norm, self.max_value, self.per_sample)
+    def regularize_at(self, x: Tensor, rate: None = None) -> Tensor:
+        floating(x, "clip_activation_grad")
+        return _clip(x, self.max_norm, self.max_value, self.per_sample)
 
 
 class ClampActivationGrad(_ActivationGrad):
@@ -84,8 +281,9 @@ class ClampActivationGrad(_ActivationGrad):
         super().__init__()
         self.min, self.max = clamp_limits(min, max, self.title)
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.clamp_activation_grad(x, self.min, self.max)
+    def regularize_at(self, x: Tensor, rate: None = None) -> Tensor:
+        floating(x, "clamp_activation_grad")
+        return _edited(x, _clamped, self.min, self.max)
 
 
 class ScaleActivationGrad(_ActivationGrad):
@@ -147,8 +345,9 @@ class ScaleActivationGrad(_ActivationGrad):
     def valid_rate(self, value: object) -> float:
         return number(value, "factor", self.title)
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.scale_activation_grad(x, rate)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        floating(x, "scale_activation_grad")
+        return _scale(x, rate)
 
 
 class NoiseActivationGrad(_ActivationGrad):
@@ -174,5 +373,6 @@ class NoiseActivationGrad(_ActivationGrad):
         super().__init__()
         self.std = self.valid_rate(std)
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.noise_activation_grad(x, rate)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        floating(x, "noise_activation_grad")
+        return _noise(x, rate)

@@ -1,0 +1,67 @@
+"""Stochastic depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hookdrop.kernels.slices import slice_dropout
+from hookdrop.regularizers.base import Regularizer, needs_samples
+from hookdrop.utils.validation import drop_rate, floating, one_of, rate_or_tensor
+
+_MODES = ("row", "batch")
+
+
+def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = True) -> Tensor:
+    """Zero whole samples (`mode="row"`) or the whole batch (`"batch"`), scale the rest by 1 / (1 - p).
+
+    Args:
+        x: (N, ...), the output of a residual branch.
+        p: in [0, 1].
+        mode: `"row"` draws for each sample, `"batch"` once.
+        training: False returns `x` itself.
+
+    Reference: Huang et al. 2016, "Deep networks with stochastic depth", arXiv:1603.09382.
+    """
+    one_of(mode, "mode", "drop_path", _MODES)
+    return _drop_path(x, rate_or_tensor(p, owner="drop_path"), mode, training)
+
+
+def _drop_path(x: Tensor, p: float | Tensor, mode: str, training: bool = True) -> Tensor:
+    floating(x, "drop_path")
+    needs_samples(x.shape)
+    rows = x.shape[0] if mode == "row" else 1
+    return slice_dropout(x, p, (rows,) + (1,) * (x.dim() - 1)) if training else x
+
+
+class DropPath(Regularizer):
+    """Zero whole samples with probability `p`, scale the rest by 1 / (1 - p).
+
+    It belongs on the last layer of a residual branch, before the addition (a Bottleneck's `bn3`, a
+    transformer's `attn` and `mlp`). On the output of a whole block it drops the signal with the branch.
+
+    Args:
+        p: probability to drop, in [0, 1].
+        mode: `"row"` draws for each sample, `"batch"` once for the whole batch.
+        keep_prob: 1 - p, instead of `p`.
+
+    Shape: (N, ...).
+
+    Reference: Huang et al. 2016, "Deep networks with stochastic depth", arXiv:1603.09382.
+    """
+
+    def __init__(self, p: float | None = None, mode: str = "row", *, keep_prob: float | None = None) -> None:
+        super().__init__()
+        self.p = drop_rate(p, keep_prob, self.title)
+        self.mode: str = one_of(mode, "mode", self.title, _MODES)
+
+    def check(self, shape: Sequence[int]) -> None:
+        needs_samples(shape)
+
+    def reading(self, shape: Sequence[int]) -> str:
+        return f"N={shape[0]}"
+
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _drop_path(x, rate, self.mode)
