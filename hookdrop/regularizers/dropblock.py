@@ -93,10 +93,6 @@ def _drop_block(
         p = p if isinstance(p, Tensor) else as_rate_tensor(p)
         channel, _, edges = _read_map(x.shape, block_size, channel_dim)
         return custom_ops.drop_block(x, p, edges, channel, per_channel, gamma, normalize) if x.numel() else x
-    if type(x) not in PLAIN:
-        if wraps_results(x):
-            return on_plain_tensor(_drop_block, x, p, block_size, channel_dim, per_channel, gamma, normalize)
-        _refuse_parts(x)
     if is_tracing():
         raise InjectionError(
             "drop_block inside torch.jit.trace: the trace would keep one mask for good.\n"
@@ -106,6 +102,10 @@ def _drop_block(
     blocks = _blocks(tuple(map(int, x.shape)), block_size, channel_dim, per_channel)
     if p == 0.0 or x.numel() == 0:
         return x
+    if type(x) not in PLAIN:
+        if wraps_results(x):
+            return on_plain_tensor(_drop_block, x, p, block_size, channel_dim, per_channel, gamma, normalize)
+        _refuse_parts(x)
     dropped, scale = _drawing(blocks, p, gamma, normalize)(x)
     return masked(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
 
