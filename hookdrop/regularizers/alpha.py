@@ -20,15 +20,12 @@ _SATURATION = 1.7580993408473766
 
 
 def alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """Set elements to SELU's negative saturation value, keeping mean and variance.
-
-    Reference: Klambauer et al. 2017, "Self-normalizing neural networks", arXiv:1706.02515, section 3.
-    """
+    """Set elements to SELU's negative saturation value, keeping mean and variance: see `AlphaDropout`."""
     return _alpha(x, rate_or_tensor(p, owner="alpha_dropout"), training)
 
 
 def feature_alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """`alpha_dropout` of whole channels of (N, C, ...)."""
+    """`alpha_dropout` of whole channels of (N, C, ...): see `FeatureAlphaDropout`."""
     return _feature_alpha(x, rate_or_tensor(p, owner="feature_alpha_dropout"), training)
 
 

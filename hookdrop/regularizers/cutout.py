@@ -14,24 +14,7 @@ from hookdrop.utils.validation import count, floating, rate_or_tensor
 
 
 def cutout(x: Tensor, size: int | tuple[int, int], p: float | Tensor = 1.0, training: bool = True) -> Tensor:
-    """Zero one rectangle of each sample in all channels, without rescaling.
-
-    Args:
-        x: (N, C, H, W), floating point.
-        size: edge in pixels, or (height, width). Every pixel is equally likely to be the center; what lies outside of
-            the map is cut off.
-        p: the probability of each sample to be cut, in [0, 1].
-        training: False returns `x` itself.
-
-    Returns:
-        A tensor like `x`. `p * g(height, H) * g(width, W)` of it is zero in expectation, where
-        `g(s, n) = (s * n - s**2 // 4) / n**2` for s up to n.
-
-    Raises:
-        ShapeError: not (N, C, H, W).
-
-    Reference: DeVries & Taylor 2017, arXiv:1708.04552.
-    """
+    """Zero one rectangle of each sample of (N, C, H, W) in all channels, without rescaling: see `Cutout`."""
     return _cutout(x, edges(size, "cutout"), rate_or_tensor(p, owner="cutout"), training)
 
 

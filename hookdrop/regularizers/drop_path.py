@@ -15,16 +15,7 @@ _MODES = ("row", "batch")
 
 
 def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = True) -> Tensor:
-    """Zero whole samples (`mode="row"`) or the whole batch (`"batch"`), scale the rest by 1 / (1 - p).
-
-    Args:
-        x: (N, ...), the output of a residual branch.
-        p: in [0, 1].
-        mode: `"row"` draws for each sample, `"batch"` once.
-        training: False returns `x` itself.
-
-    Reference: Huang et al. 2016, "Deep networks with stochastic depth", arXiv:1603.09382.
-    """
+    """Zero whole samples (`mode="row"`) or the whole batch (`"batch"`), scale the rest: see `DropPath`."""
     one_of(mode, "mode", "drop_path", _MODES)
     return _drop_path(x, rate_or_tensor(p, owner="drop_path"), mode, training)
 

@@ -38,35 +38,23 @@ def drop_block(
     channel_dim: int | None = None,
     training: bool = True,
 ) -> Tensor:
-    """Zero blocks of the map, `p` of its elements in expectation.
+    """Zero blocks of the map, `p` of its elements in expectation: see `DropBlock` for the settings.
 
     Args:
         x: (N, C, L) with `channel_dim` given, (N, C, H, W) or (N, C, D, H, W), floating point.
-        p: expected fraction of zeroed elements, in [0, 1].
-        block_size: edge of a block in elements, one for all axes or one each; clamped to the map.
-        per_channel: a mask of its own for every channel (Algorithm 1), or one for all channels of a sample.
-        gamma: `"exact"` solves for the seed rate whose blocks cover p; `"paper"` is the paper's formula.
-        normalize: what keeps the mean: `"batch"` count / kept count (Algorithm 1), `"sample"` the same for
-            each sample, `"expected"` 1 / (1 - p), or None.
-        channel_dim: the channels' axis; None means 1 for 4-D and 5-D. 3-D input must say it.
         training: False returns `x` itself.
-
-    Returns:
-        A tensor of the shape, dtype and memory format of `x`; `x` itself if nothing is to be dropped.
 
     Raises:
         ShapeError: the input has no map, or `block_size` names another number of axes.
-        TypeError: `x` is not a dense tensor of real floating-point numbers, or a setting is not what it must be.
+        TypeError: `x` is not a dense tensor of real floating-point numbers, or a setting has the wrong type.
         ValueError: a setting is out of its range.
-        InjectionError: this is being recorded by `torch.jit.trace`.
+        InjectionError: `torch.jit.trace` is recording, which would keep one mask.
 
     Example:
         >>> _ = torch.manual_seed(0)
         >>> y = drop_block(torch.ones(32, 64, 28, 28), p=0.2, block_size=5)
         >>> round((y == 0).float().mean().item(), 2), round(y.mean().item(), 4)
         (0.2, 1.0)
-
-    Reference: Ghiasi et al. 2018, arXiv:1810.12890, Algorithm 1.
     """
     one_of(normalize, "normalize", "drop_block", NORMALIZE)
     one_of(gamma, "gamma", "drop_block", GAMMA)

@@ -25,19 +25,7 @@ _WORTHWHILE = 2**15
 
 
 def dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """Zero each element with probability `p`, scale the rest by 1 / (1 - p).
-
-    Args:
-        x: any shape, floating point.
-        p: in [0, 1].
-        training: False returns `x` itself.
-
-    Example:
-        >>> dropout(torch.ones(3), p=1.0)
-        tensor([0., 0., 0.])
-
-    Reference: Srivastava et al. 2014, "Dropout: A simple way to prevent neural networks from overfitting".
-    """
+    """Zero each element with probability `p`, scale the rest by 1 / (1 - p): see `Dropout`."""
     floating(x, "dropout", nested=True)
     p = rate_or_tensor(p, owner="dropout")
     return _dropout(x, p) if training else x
@@ -85,17 +73,17 @@ class Dropout(Regularizer):
 
 
 def dropout1d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """Zero whole channels of (N, C, L). Reference: Tompson et al. 2015, arXiv:1411.4280."""
+    """Zero whole channels of (N, C, L): see `Dropout1d`."""
     return _drop_channels(x, rate_or_tensor(p, owner="dropout1d"), 3, training)
 
 
 def dropout2d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """Zero whole channels of (N, C, H, W). Reference: Tompson et al. 2015, arXiv:1411.4280."""
+    """Zero whole channels of (N, C, H, W): see `Dropout2d`."""
     return _drop_channels(x, rate_or_tensor(p, owner="dropout2d"), 4, training)
 
 
 def dropout3d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """Zero whole channels of (N, C, D, H, W). Reference: Tompson et al. 2015, arXiv:1411.4280."""
+    """Zero whole channels of (N, C, D, H, W): see `Dropout3d`."""
     return _drop_channels(x, rate_or_tensor(p, owner="dropout3d"), 5, training)
 
 

@@ -2,28 +2,20 @@
 
 They edit the gradient of an activation, where it comes back through the layer, and not the gradients of parameters:
 `torch.nn.utils.clip_grad_norm_` clips those before `optimizer.step()`. The edited gradient trains all layers before
-the hooked one. The result is a separate tensor, so that only the gradient through this place is edited, whatever else
-uses `x`, and so that what follows may write in place.
+the hooked one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from hookdrop.kernels.masking import HALF
-from hookdrop.kernels.subclasses import PLAIN, on_plain_tensor, wraps_results
+from hookdrop.kernels.gradient_edits import clamped, edited, noisy, scaled, shortened
 from hookdrop.regularizers.base import Regularizer, needs_samples
-from hookdrop.utils.torch_internals import forward_ad_level, functorch_stack
 from hookdrop.utils.validation import floating, number, number_or_tensor, one_of, rate_or_tensor
-
-Edit = Callable[..., Tensor]
-"""From a gradient, and settings, to a gradient."""
 
 
 def clip_activation_grad(
@@ -33,17 +25,7 @@ def clip_activation_grad(
     per_sample: bool = False,
     training: bool = True,
 ) -> Tensor:
-    """`x`, whose gradient is clipped: to an L2 norm of at most `max_norm`, or to [-max_value, max_value].
-
-    Args:
-        x: (N, ...), floating point.
-        max_norm: above 0; a longer gradient is scaled down to it.
-        max_value: above 0; give this or `max_norm`.
-        per_sample: the norm is that of each sample (axis 0), and not of the whole tensor.
-        training: False returns `x` itself.
-
-    Reference: Pascanu et al. 2013, arXiv:1211.5063, and Graves 2013, arXiv:1308.0850; see `ClipActivationGrad`.
-    """
+    """`x`, whose gradient is clipped to an L2 norm or to a range: see `ClipActivationGrad`."""
     limits = clip_limits(max_norm, max_value, per_sample, "clip_activation_grad")
     floating(x, "clip_activation_grad")
     return _clip(x, *limits) if training else x
@@ -52,36 +34,21 @@ def clip_activation_grad(
 def clamp_activation_grad(
     x: Tensor, min: float | None = None, max: float | None = None, training: bool = True
 ) -> Tensor:
-    """`x`, whose gradient is clamped to [min, max], element by element; None is no limit.
-
-    Reference: Graves 2013, arXiv:1308.0850, section 2.1.
-    """
+    """`x`, whose gradient is clamped to [min, max], element by element: see `ClampActivationGrad`."""
     floating(x, "clamp_activation_grad")
     low, high = clamp_limits(min, max, "clamp_activation_grad")
-    return _edited(x, _clamped, low, high) if training else x
+    return edited(x, clamped, low, high) if training else x
 
 
 def scale_activation_grad(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
-    """`x`, whose gradient is multiplied by `factor`: 0 stops it, -1 reverses it, 1 returns `x` itself.
-
-    Example:
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> scale_activation_grad(x, -1.0).sum().backward()
-        >>> x.grad
-        tensor([-1., -1.])
-
-    Reference: Ganin & Lempitsky 2015, arXiv:1409.7495 (gradient reversal).
-    """
+    """`x`, whose gradient is multiplied by `factor`; 1 returns `x` itself: see `ScaleActivationGrad`."""
     factor = number_or_tensor(factor, "factor", "scale_activation_grad")
     floating(x, "scale_activation_grad")
     return _scale(x, factor) if training else x
 
 
 def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
-    """`x`, to whose gradient N(0, std^2) is added, drawn in the backward pass.
-
-    Reference: Neelakantan et al. 2015, arXiv:1511.06807, for the gradients of parameters.
-    """
+    """`x`, to whose gradient N(0, std^2) is added in the backward pass: see `NoiseActivationGrad`."""
     std = rate_or_tensor(std, "std", "noise_activation_grad", math.inf)
     floating(x, "noise_activation_grad")
     return _noise(x, std) if training else x
@@ -89,16 +56,16 @@ def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True)
 
 def _clip(x: Tensor, max_norm: float | None, max_value: float | None, per_sample: bool) -> Tensor:
     if max_value is not None:
-        return _edited(x, _clamped, -max_value, max_value)
-    return _edited(x, _shortened, max_norm, per_sample)
+        return edited(x, clamped, -max_value, max_value)
+    return edited(x, shortened, max_norm, per_sample)
 
 
 def _scale(x: Tensor, factor: float | Tensor) -> Tensor:
-    return x if not isinstance(factor, Tensor) and factor == 1.0 else _edited(x, _scaled, factor)
+    return x if not isinstance(factor, Tensor) and factor == 1.0 else edited(x, scaled, factor)
 
 
 def _noise(x: Tensor, std: float | Tensor) -> Tensor:
-    return x if not isinstance(std, Tensor) and std == 0.0 else _edited(x, _noisy, std)
+    return x if not isinstance(std, Tensor) and std == 0.0 else edited(x, noisy, std)
 
 
 def clip_limits(
@@ -133,86 +100,6 @@ def clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, f
     if least is not None and most is not None and least > most:
         raise ValueError(f"{owner}: min must not be above max, got min={least:g} and max={most:g}.")
     return least, most
-
-
-def _edited(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
-    if is_compiling():
-        return _Edited.apply(x, edit, *settings) if torch.is_grad_enabled() and x.requires_grad else x
-    # There a tensor may need a gradient that does not say so: a slice of one that does.
-    if functorch_stack() is not None or forward_ad_level() >= 0:
-        return _Transformed.apply(x, edit, *settings)  # type: ignore[no-any-return]
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return x
-    if type(x) not in PLAIN and wraps_results(x):
-        return on_plain_tensor(_edited, x, edit, *settings)
-    return _Edited.apply(x, edit, *settings)  # type: ignore[no-any-return]
-
-
-class _Edited(torch.autograd.Function):
-    """A tensor hook on a copy does the same, but PyTorch 2.6 can't compile it, nor see it in `grad` of `vmap`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, edit: Edit, *settings: Any) -> Tensor:
-        ctx.edit, ctx.settings = edit, settings
-        # Returned as a view of itself it could not be written to in place (pytorch#61519).
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.edit(grad, *ctx.settings), None, *[None] * len(ctx.settings)
-
-
-class _Transformed(torch.autograd.Function):
-    """The same for `torch.func`, where each slice of a `vmap` has a gradient of its own, and for forward mode."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.edit, *ctx.settings = inputs
-
-    backward = _Edited.backward
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.clone()
-
-
-def _shortened(grad: Tensor, max_norm: float, per_sample: bool) -> Tensor:
-    if not grad.numel():
-        return grad
-    wide = grad.to(torch.float32) if grad.dtype in HALF else grad
-    # Another axis at the end: given none to sum over, PyTorch would sum over all.
-    axes = list(range(1 if per_sample else 0, grad.dim() + 1))
-    # The squares of large numbers overflow, and their sum may: held against the largest of them none does.
-    largest = wide.detach().abs().unsqueeze(-1).amax(axes, keepdim=True).squeeze(-1)
-    # Never a division by 0, whose derivative would be no number.
-    largest = torch.where(largest == 0.0, 1.0, largest)
-    part = wide / largest
-    norm: Tensor = torch.linalg.vector_norm(part.unsqueeze(-1), dim=axes, keepdim=True).squeeze(-1)
-    short = norm * largest <= max_norm  # not so where an overflow made it no number
-    return torch.where(short, wide, part * (max_norm / torch.where(short, 1.0, norm))).to(grad.dtype)
-
-
-def _clamped(grad: Tensor, low: float | None, high: float | None) -> Tensor:
-    return grad.clamp(low, high)
-
-
-def _scaled(grad: Tensor, factor: float | Tensor) -> Tensor:
-    if not isinstance(factor, Tensor) and factor != 0.0:
-        return grad * factor
-    # 0 stops what is infinite too. Compared on the gradient's device, which `factor` may not be on.
-    return torch.where(grad.new_zeros(()) == factor, 0.0, grad * factor)
-
-
-def _noisy(grad: Tensor, std: float | Tensor) -> Tensor:
-    # PyTorch 2.6 draws normal numbers in bfloat16 from uniform ones in bfloat16, of which there are few.
-    noise = torch.randn_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-    return (grad + noise * std).to(grad.dtype)
 
 
 class _ActivationGrad(Regularizer):
@@ -283,7 +170,7 @@ class ClampActivationGrad(_ActivationGrad):
 
     def regularize_at(self, x: Tensor, rate: None = None) -> Tensor:
         floating(x, "clamp_activation_grad")
-        return _edited(x, _clamped, self.min, self.max)
+        return edited(x, clamped, self.min, self.max)
 
 
 class ScaleActivationGrad(_ActivationGrad):

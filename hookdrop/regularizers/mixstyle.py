@@ -20,22 +20,7 @@ _EPSILON = 1e-6
 
 
 def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: bool = True) -> Tensor:
-    """With probability `p`, give each sample a mean and standard deviation mixed with those of another sample.
-
-    For each channel they are taken over the map and regarded as constants; a sample's own have the weight
-    lambda ~ Beta(alpha, alpha), those of its partner in a random permutation 1 - lambda.
-
-    Args:
-        x: (N, C, H, W), floating point.
-        p: the probability that the batch is mixed, in [0, 1].
-        alpha: above 0; the smaller, the nearer to one sample's style or the other's.
-        training: False returns `x` itself.
-
-    Raises:
-        ShapeError: not (N, C, H, W), or maps of one pixel.
-
-    Reference: Zhou et al. 2021, "Domain generalization with MixStyle", arXiv:2104.02008.
-    """
+    """With probability `p`, mix the style of each sample of (N, C, H, W) with another's: see `MixStyle`."""
     return _mix_style(x, rate_or_tensor(p, owner="mix_style"), valid_alpha(alpha, "mix_style"), training)
 
 

@@ -13,33 +13,17 @@ from hookdrop.utils.validation import drop_rate, floating, rate_or_tensor
 
 
 def gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """Multiply by 1 + e, e ~ N(0, p / (1 - p)): the mean and variance of dropout, with nothing zeroed.
-
-    Args:
-        x: any shape, floating point.
-        p: in [0, 1).
-        training: False returns `x` itself.
-
-    Reference: Srivastava et al. 2014, section 10.
-    """
+    """Multiply by 1 + e, e ~ N(0, p / (1 - p)), `p` in [0, 1): see `GaussianDropout`."""
     return _gaussian_dropout(x, rate_or_tensor(p, owner="gaussian_dropout", open_end=True), training)
 
 
 def gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
-    """Add N(0, std^2), `std` in the units of `x`. Reference: Bishop 1995, "Training with noise ..."."""
+    """Add N(0, std^2), `std` in the units of `x`: see `GaussianNoise`."""
     return _gaussian_noise(x, rate_or_tensor(std, "std", "gaussian_noise", math.inf), training)
 
 
 def uniform_noise(x: Tensor, beta: float | Tensor = 0.1, training: bool = True) -> Tensor:
-    """Multiply by 1 + r, r ~ U[-beta, beta] for each element: the mean is kept, the variance all but kept.
-
-    Args:
-        x: any shape, floating point.
-        beta: in [0, 1].
-        training: False returns `x` itself.
-
-    Reference: Li et al. 2019, arXiv:1801.05134, section 5 (Uout).
-    """
+    """Multiply by 1 + r, r ~ U[-beta, beta] for each element: see `UniformNoise`."""
     return _uniform_noise(x, rate_or_tensor(beta, "beta", "uniform_noise"), training)
 
 

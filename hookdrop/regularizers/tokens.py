@@ -16,24 +16,13 @@ from hookdrop.utils.validation import count, drop_rate, floating, rate_or_tensor
 
 
 def token_dropout(x: Tensor, p: float | Tensor, prefix: int = 1, training: bool = True) -> Tensor:
-    """Zero whole tokens with probability `p`, scale the rest by 1 / (1 - p); the first `prefix` are spared both.
-
-    Args:
-        x: (N, L, C), floating point.
-        p: in [0, 1].
-        prefix: how many tokens at the start (class token, registers) stay as they are.
-        training: False returns `x` itself.
-
-    Raises:
-        ShapeError: no tokens, or all are spared.
+    """Zero whole tokens of (N, L, C), scale the rest; the first `prefix` are spared both: see `TokenDropout`.
 
     Example:
         >>> token_dropout(torch.ones(1, 3, 2), p=1.0)
         tensor([[[1., 1.],
                  [0., 0.],
                  [0., 0.]]])
-
-    Reference: Liu et al. 2022, "PatchDropout", arXiv:2208.07220, which takes the tokens out of the sequence.
     """
     prefix = count(prefix, "prefix", "token_dropout", 0)
     return _token_dropout(x, rate_or_tensor(p, owner="token_dropout"), prefix, training)
@@ -54,19 +43,7 @@ def _token_dropout(x: Tensor, p: float | Tensor, prefix: int, training: bool = T
 
 
 def locked_dropout(x: Tensor, p: float | Tensor, time_dim: int = 1, training: bool = True) -> Tensor:
-    """`dropout` with one mask for all steps of time: what is dropped stays dropped to the end of the sequence.
-
-    Args:
-        x: (N, T, C) or another shape of three axes or more, floating point.
-        p: in [0, 1].
-        time_dim: the axis of time: 1 for (N, T, C), 0 for (T, N, C).
-        training: False returns `x` itself.
-
-    Raises:
-        ShapeError: fewer than three axes, or no such axis.
-
-    Reference: Gal & Ghahramani 2016, arXiv:1512.05287; Merity et al. 2017, arXiv:1708.02182, section 4.3.
-    """
+    """`dropout` with one mask for all steps of time: see `LockedDropout`."""
     return _locked_dropout(x, rate_or_tensor(p, owner="locked_dropout"), time_dim, training)
 
 
