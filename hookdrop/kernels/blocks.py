@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hookdrop.kernels.subclasses import PLAIN
 from hookdrop.utils.torch_internals import dispatch_modes, functorch_stack, is_tracing
 
 
@@ -161,7 +162,7 @@ blocks_of = lru_cache(maxsize=1024)(Blocks)
 def _is_memory(x: Tensor) -> bool:
     """Whether writes to `x` reach memory at once: no subclass, and no compiler or transform rewrites them."""
     rewritten = torch.compiler.is_compiling() or dispatch_modes() > 0 or functorch_stack() is not None
-    return type(x) in (Tensor, nn.Parameter) and not (rewritten or is_tracing())
+    return type(x) in PLAIN and not (rewritten or is_tracing())
 
 
 _WORDS = 128

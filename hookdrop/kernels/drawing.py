@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hookdrop.kernels import native
 from hookdrop.kernels.bernoulli import ENOUGH, finest, successes, trials
 from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.subclasses import PLAIN
 from hookdrop.utils.torch_internals import (
     dispatch_modes,
     functorch_stack,
@@ -125,7 +126,7 @@ def must_not_wait(x: Tensor) -> bool:
 
     It must not depend on who else watches, or a mask would change with a profiler.
     """
-    if not x.is_cpu or type(x) not in (Tensor, nn.Parameter):
+    if not x.is_cpu or type(x) not in PLAIN:
         return True
     return dispatch_modes() > 0 and is_proxy_tracing()
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.subclasses import PLAIN
 from hookdrop.utils.torch_internals import dispatch_modes, has_storage, is_tracing, is_zero_tensor
 
 _INTERFACE = 3
@@ -33,10 +34,7 @@ def plain(x: Tensor) -> bool:
     """Whether `x` is numbers in memory as they are, and no trace or dispatch mode watches the operations on it."""
     watched = dispatch_modes() > 0 or is_tracing()
     # A negated view is the memory of the other sign; a batch of gradients and a gradient of 0 have no memory.
-    return type(x) in _PLAIN and not (watched or x.is_neg() or is_zero_tensor(x)) and has_storage(x)
-
-
-_PLAIN = (Tensor, nn.Parameter)
+    return type(x) in PLAIN and not (watched or x.is_neg() or is_zero_tensor(x)) and has_storage(x)
 
 
 def _serves(x: Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from hookdrop.kernels.masking import HALF
 from hookdrop.utils.torch_internals import functorch_stack
@@ -26,7 +27,7 @@ def slice_dropout(x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
 
 def slice_mask(x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
     """A mask of `shape` in the dtype of `x`: 0 with probability `p`, else 1."""
-    if isinstance(p, Tensor):
+    if isinstance(p, Tensor) or is_compiling():
         # float32 whatever `x` is: in bfloat16 no random number lies between .998 and 1.
         return (torch.rand(tuple(shape), dtype=torch.float32, device=x.device) >= p).to(x.dtype)
     if functorch_stack() is None:
