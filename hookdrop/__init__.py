@@ -8,29 +8,9 @@ from hookdrop.injection.group import Injections
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.verbs import eject, find, from_config, inject, plan, without_hooks
-from hookdrop.regularizers import (
-    AlphaDropout,
-    ClampActivationGrad,
-    ClipActivationGrad,
-    Cutout,
-    DropBlock,
-    Dropout,
-    Dropout1d,
-    Dropout2d,
-    Dropout3d,
-    DropPath,
-    FeatureAlphaDropout,
-    GaussianDropout,
-    GaussianNoise,
-    LockedDropout,
-    MixStyle,
-    NoiseActivationGrad,
-    Regularizer,
-    ScaleActivationGrad,
-    TokenDropout,
-    UniformNoise,
-    parse,
-)
+from hookdrop.regularizers import Regularizer, parse
+from hookdrop.regularizers import catalog as _catalog
+from hookdrop.regularizers.catalog import *
 from hookdrop.schedules import (
     ChainedSchedule,
     ConstantSchedule,
@@ -46,24 +26,11 @@ from hookdrop.schedules import (
 __version__ = "0.1.0"
 
 __all__ = [
-    "AlphaDropout",
     "ChainedSchedule",
-    "ClampActivationGrad",
-    "ClipActivationGrad",
     "ConstantSchedule",
     "CosineSchedule",
-    "Cutout",
-    "DropBlock",
-    "DropPath",
-    "Dropout",
-    "Dropout1d",
-    "Dropout2d",
-    "Dropout3d",
     "EarlySchedule",
     "ExponentialSchedule",
-    "FeatureAlphaDropout",
-    "GaussianDropout",
-    "GaussianNoise",
     "HookdropError",
     "HookdropWarning",
     "Injection",
@@ -73,17 +40,11 @@ __all__ = [
     "LateSchedule",
     "LayerError",
     "LinearSchedule",
-    "LockedDropout",
-    "MixStyle",
-    "NoiseActivationGrad",
     "Plan",
     "Regularizer",
-    "ScaleActivationGrad",
     "Schedule",
     "ShapeError",
     "StateError",
-    "TokenDropout",
-    "UniformNoise",
     "eject",
     "find",
     "from_config",
@@ -95,3 +56,5 @@ __all__ = [
     "seed_per_rank",
     "without_hooks",
 ]
+__all__ += _catalog.__all__
+__all__.sort()

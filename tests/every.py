@@ -1,6 +1,6 @@
 """One of each regularizer with a shape for it: for tests that hold for all of them.
 
-What is added to `hookdrop.__all__` is added here: `test_transforms.py` says so.
+A regularizer that is called as `Dropout(0.3)` and takes `Case.shape` needs no entry in the table.
 """
 
 from __future__ import annotations
@@ -10,29 +10,22 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-import hookdrop
 from hookdrop import (
-    AlphaDropout,
     ClampActivationGrad,
     ClipActivationGrad,
     Cutout,
     DropBlock,
     Dropout,
     Dropout1d,
-    Dropout2d,
     Dropout3d,
     DropPath,
-    FeatureAlphaDropout,
-    GaussianDropout,
-    GaussianNoise,
     LockedDropout,
     MixStyle,
     NoiseActivationGrad,
-    Regularizer,
     ScaleActivationGrad,
     TokenDropout,
-    UniformNoise,
 )
+from hookdrop.regularizers import REGULARIZERS
 
 
 class Affine(nn.Module):
@@ -76,24 +69,16 @@ class Case:
 
 
 SITES = ["0", "2"]
-EVERY = {
-    "Dropout": Case(Dropout(0.3)),
+_CASES = {
     "Dropout of many": Case(Dropout(0.3), (4, 8, 32, 32)),  # from 2**15 elements on it is our own
     "Dropout1d": Case(Dropout1d(0.3), (4, 6, 8)),
-    "Dropout2d": Case(Dropout2d(0.3)),
     "Dropout3d": Case(Dropout3d(0.3), (4, 6, 4, 4, 4)),
-    "AlphaDropout": Case(AlphaDropout(0.3)),
-    "FeatureAlphaDropout": Case(FeatureAlphaDropout(0.3)),
-    "GaussianDropout": Case(GaussianDropout(0.3)),
-    "GaussianNoise": Case(GaussianNoise(0.3)),
     "DropBlock by seeds": Case(DropBlock(0.3, 3)),
     "DropBlock by masks": Case(DropBlock(0.9, 3)),
     "DropBlock, one mask for all channels": Case(DropBlock(0.3, 3, per_channel=False, normalize="sample")),
     "DropBlock in 1d": Case(DropBlock(0.3, 3, channel_dim=1), (4, 6, 16)),
     "DropBlock in 3d": Case(DropBlock(0.3, 3, normalize="expected"), (4, 6, 5, 6, 7)),
-    "DropPath": Case(DropPath(0.3)),
     "DropPath of batches": Case(DropPath(0.3, "batch")),
-    "UniformNoise": Case(UniformNoise(0.3)),
     "Cutout": Case(Cutout(3)),
     "TokenDropout": Case(TokenDropout(0.3), (4, 6, 8)),
     "LockedDropout": Case(LockedDropout(0.3), (4, 6, 8)),
@@ -106,6 +91,8 @@ EVERY = {
     "NoiseActivationGrad": Case(NoiseActivationGrad(0.3), derives=False),
     "somebody else's": Case(nn.Dropout2d(0.3)),
 }
+_OTHERS = {name: cls for name, cls in REGULARIZERS.items() if name not in _CASES and cls is not DropBlock}
+EVERY = {name: Case(cls(0.3)) for name, cls in _OTHERS.items()} | _CASES
 FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
 """Those that draw in a forward, so that their output is not their input."""
 
@@ -116,12 +103,6 @@ DERIVING = {name: case for name, case in EVERY.items() if case.derives}
 """Those whose gradient is the derivative of their output."""
 
 WITH_A_RATE = {name: case for name, case in EVERY.items() if case.has_a_rate}
-
-
-def of_hookdrop() -> set[type[Regularizer]]:
-    """The regularizers that `hookdrop.__all__` names."""
-    named = [getattr(hookdrop, name) for name in hookdrop.__all__]
-    return {cls for cls in named if isinstance(cls, type) and issubclass(cls, Regularizer) and cls is not Regularizer}
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

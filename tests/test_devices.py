@@ -9,8 +9,7 @@ import torch
 from every import EVERY, Case
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from hookdrop.dropblock import drop_block
-from hookdrop.functional import dropout
+from hookdrop.functional import drop_block, dropout
 from hookdrop.kernels import bernoulli, drawing
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import mask

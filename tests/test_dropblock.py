@@ -12,7 +12,7 @@ from hypothesis import given
 from torch import nn
 
 from hookdrop import DropBlock, ShapeError
-from hookdrop.dropblock import drop_block
+from hookdrop.functional import drop_block
 from hookdrop.kernels.seed_rate import gamma_for
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.func import grad, vmap
 
 from hookdrop import DropBlock, HookdropWarning, LinearSchedule, ShapeError, inject
-from hookdrop.dropblock import drop_block
+from hookdrop.functional import drop_block
 
 X = torch.ones(16, 16, 20, 20)
 

@@ -21,8 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdrop import InjectionError, functional
-from hookdrop.dropblock import drop_block
-from hookdrop.functional import dropout
+from hookdrop.functional import drop_block, dropout
 from hookdrop.kernels import masking
 from hookdrop.kernels import native as kernel
 from hookdrop.kernels.bernoulli import successes
@@ -369,7 +368,7 @@ def test_all_works_without_it() -> None:
 def test_the_environment_leaves_it_out() -> None:
     code = """
 import torch
-from hookdrop.dropblock import drop_block
+from hookdrop.functional import drop_block
 from hookdrop.functional import dropout
 from hookdrop.kernels import native as kernel
 assert not kernel.available()

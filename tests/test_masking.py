@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from hookdrop import DropBlock, inject
-from hookdrop.dropblock import drop_block
-from hookdrop.functional import dropout
+from hookdrop.functional import drop_block, dropout
 from hookdrop.kernels import native as kernel
 
 NORMALIZE = ["batch", "sample", "expected", None]

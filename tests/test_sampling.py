@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from hookdrop.dropblock import drop_block
+from hookdrop.functional import drop_block
 from hookdrop.kernels import drawing
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.drawing import Seeded

@@ -505,7 +505,7 @@ class TestDiscarded:
     """A trainer that builds a model of its own (ultralytics, FX quantization): the hooked one is gone."""
 
     @staticmethod
-    def train(model: nn.Module, steps: int = 3) -> None:
+    def train(model: nn.Module, steps: int = 9) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(steps):
             model(torch.ones(2, 4)).sum().backward()

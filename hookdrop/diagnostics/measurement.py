@@ -193,11 +193,10 @@ def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: Rate) -> Tens
         dropped = _derivative(regularized, x) == 0
     regularizer = hook.regularizer
     y = regularized(x)
-    asked = None if regularizer.rate is None else rate.value
 
     def record(x: Tensor, y: Tensor, dropped: Tensor) -> None:
         for meter in meters:
-            meter.record(hook, asked, x, y, dropped)
+            meter.record(hook, rate.value, x, y, dropped)
 
     _for_each_slice(record, x, y, dropped)
     return y

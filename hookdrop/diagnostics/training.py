@@ -28,7 +28,7 @@ class Watch:
         """Whether the hooks are copies: those of a teacher or an average, perhaps, which no optimizer trains."""
         self.silent = not copied
         """Whether some site may never have run, and no warning was given."""
-        self.updates = self.stalled = 0
+        self.updates = self.stalled = self.steps_without_model = 0
         self.sampler: str | None = None
         """The site in whose calls the weight's values are compared."""
         self._moves = 0

@@ -25,6 +25,9 @@ from hookdrop.hooks.state import InjectionState, all_states
 _watched: weakref.WeakSet[InjectionState] = weakref.WeakSet()
 _listening = False
 
+_STEPS_TO_BE_SURE = 5
+"""Steps of an optimizer after which a model that is gone counts as discarded: its handle may be about to go too."""
+
 
 def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> None:
     """Watch the training of `model` until all sites have run; with a schedule, for as long as it exists."""
@@ -59,7 +62,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         elif state.live.trained or seen.copied:
             forget(state)
         else:
-            discarded.append(weakref.ref(state))
+            seen.steps_without_model += 1
+            if seen.steps_without_model == _STEPS_TO_BE_SURE:
+                discarded.append(weakref.ref(state))
         del state
     if discarded and not any(_trains(optimizer, state.live.watch) for state in list(all_states) if state.live.watch):
         _warn_about_discarded(discarded)

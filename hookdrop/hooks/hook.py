@@ -34,14 +34,15 @@ first_listeners: list[Listener] = []
 class Rate:
     """The rate in force at a site, for eager and for compiled code."""
 
-    def __init__(self, value: float, neutral: bool) -> None:
+    def __init__(self, value: float | None, neutral: bool) -> None:
         self.value = value
+        """None for a regularizer without a rate."""
         self.neutral = neutral
         """Whether the regularizer does nothing at this rate: a bool, which compiled code can read."""
         # Compiled code takes the rate as a tensor: a float would be compiled in. Each rate is another tensor, since
         # a graph that waits for its backward pass may hold this one. It is real data, in whatever mode it is made.
         with torch.inference_mode(False), without_dispatch_modes():
-            self.tensor = torch.tensor(value, dtype=torch.float64, device="cpu")
+            self.tensor = None if value is None else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 class SiteHook:
@@ -71,7 +72,7 @@ class SiteHook:
         self.state.live.members.add(self)
         self.state.live.known_sites.add(self.site)
         all_states.add(self.state)
-        rate = Rate(1.0, False)  # for a regularizer without a rate: on
+        rate = Rate(None, False)
         if self.target is not None:
             value = self.target * self.state.multiplier * self.p_scale
             rate = Rate(value, value == self.regularizer.neutral)
@@ -187,7 +188,7 @@ class SiteHook:
         """Put a rate in force: in training mode if `on`, in eval mode too if `sampling`."""
         self.train_rate = rate if on else None
         self.eval_rate = rate if on and sampling else None
-        if self.graph_break:
+        if self.graph_break and rate.value is not None:
             # Another library's module, or a class that has `regularize` alone, reads its rate from an attribute.
             self.regularizer.set_rate(rate.value)
 

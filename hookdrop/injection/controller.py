@@ -270,7 +270,7 @@ class Controller:
             )
 
 
-_ON = Rate(1.0, False)
+_ON = Rate(None, False)
 """For regularizers without a rate."""
 
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.tensor_kinds import plain, transformed
+from hookdrop.kernels.subclasses import PLAIN
+from hookdrop.utils.torch_internals import dispatch_modes, functorch_stack, is_tracing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Blocks:
     """`samples` x `channels` masks of `sizes`, made of blocks that open at seeds.
 
     Seeds lie where a whole block fits. They are numbered along (samples, channels, *valid), last axis fastest.
+    Caches are keyed by the object, which hashes fastest; `blocks_of` gives one object for each geometry.
     """
 
     samples: int
@@ -37,24 +39,29 @@ class Blocks:
         """The places along each spatial axis where a block fits."""
         return tuple(size - block + 1 for size, block in zip(self.sizes, self.blocks, strict=True))
 
-    @property
+    @cached_property
     def places(self) -> int:
         """Where seeds may lie."""
         return self.samples * self.channels * math.prod(self.valid)
 
-    @property
+    @cached_property
     def index(self) -> torch.dtype:
         """The shorter of the dtypes that can number the places."""
         return torch.int32 if self.places < 2**31 else torch.int64
 
-    @property
+    @cached_property
+    def doublings(self) -> int:
+        """How many passes `grown` makes."""
+        return sum(math.ceil(math.log2(block)) for block in self.blocks)
+
+    @cached_property
     def of_sample(self) -> int:
         """The elements of one sample's masks."""
         return self.channels * math.prod(self.sizes)
 
     def times(self, count: int) -> Blocks:
         """The same for `count` times the samples."""
-        return replace(self, samples=self.samples * count)
+        return blocks_of(self.samples * count, self.channels, self.sizes, self.blocks, self.channel)
 
     def zero_(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Zero the seeds' blocks in `x`, dense in memory: (samples, channels, *sizes), or the channels elsewhere."""
@@ -121,8 +128,8 @@ class Blocks:
     def _fill_(self, memory: Tensor, seeds: Tensor, strides: Sequence[int], value: int) -> Tensor:
         """Write `value` to the seeds' blocks, given the strides of (samples, channels, *sizes)."""
         offsets = self._offsets(seeds, strides)
-        if transformed() or not plain(memory):
-            # The same without windows, which overlap: not everybody makes of them what memory does.
+        if not _is_memory(memory):
+            # The same without windows, which overlap: only real memory behaves as they expect.
             for block, stride in zip(self.blocks, strides[2:], strict=True):
                 steps = torch.arange(block, device=offsets.device) * stride
                 offsets = (offsets.unsqueeze(-1) + steps).flatten()
@@ -147,6 +154,15 @@ class Blocks:
             if jump:
                 offsets.add_(seeds.div(below, rounding_mode="floor"), alpha=jump)
         return offsets
+
+
+blocks_of = lru_cache(maxsize=1024)(Blocks)
+
+
+def _is_memory(x: Tensor) -> bool:
+    """Whether writes to `x` reach memory at once: no subclass, and no compiler or transform rewrites them."""
+    rewritten = torch.compiler.is_compiling() or dispatch_modes() > 0 or functorch_stack() is not None
+    return type(x) in PLAIN and not (rewritten or is_tracing())
 
 
 _WORDS = 128

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from hookdrop.kernels.bernoulli import finest
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.drawing import Elements, Seeded, refuse_by_accident, unfolded
 from hookdrop.kernels.masking import mask
 from hookdrop.kernels.seed_rate import gamma_for
+from hookdrop.utils.torch_internals import disable_dynamo
 from hookdrop.utils.validation import rate
 
 
 def drop_block(
     x: Tensor, p: Tensor, edges: tuple[int, ...], channel: int, per_channel: bool, gamma: str, normalize: str | None
 ) -> Tensor:
-    """`hookdrop.dropblock.drop_block` with `p` as a 0-d tensor; the arguments are checked."""
+    """`hookdrop.functional.drop_block` with `p` as a 0-d tensor; the arguments are checked."""
     kind = list(edges), channel, per_channel
     y: Tensor = _MASK(x, *_DRAW(x.detach(), p, *kind, gamma, normalize, 0), *kind)
     return y
@@ -32,6 +32,9 @@ def drop_block(
 
 def draw_elements(x: Tensor, p: Tensor) -> Tensor:
     """A bool tensor like `x`: each element is True with probability `p`, a 0-d tensor."""
+    if x.device.type != "cpu":
+        return torch.rand_like(x, dtype=torch.float32) < p
+    # On a CPU the compiler's random numbers take longer than all else; elsewhere they are drawn where they are used.
     dropped: Tensor = _ELEMENTS(x.detach(), p)
     return dropped
 
@@ -170,7 +173,7 @@ def _operation(
     qualified = f"hookdrop::{name}"
     torch.library.define(qualified, schema.removeprefix(name), tags=tags)
     # What runs in it is not to be traced; `torch.compiler.disable` says so too, but loads the compiler.
-    torch.library.impl(qualified, "default")(_disable_dynamo(function))
+    torch.library.impl(qualified, "default")(disable_dynamo(function))
     torch.library.register_fake(qualified)(fake)
     torch.library.register_vmap(qualified, each)
     return getattr(torch.ops.hookdrop, name).default

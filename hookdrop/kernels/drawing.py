@@ -9,10 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.kernels import native as kernel
+from hookdrop.kernels import native
 from hookdrop.kernels.bernoulli import ENOUGH, finest, successes, trials
 from hookdrop.kernels.blocks import Blocks
-from hookdrop.kernels.tensor_kinds import must_not_wait
+from hookdrop.kernels.subclasses import PLAIN
+from hookdrop.utils.torch_internals import (
+    dispatch_modes,
+    functorch_stack,
+    is_proxy_tracing,
+    mark_vmap_slices,
+    vmap_levels,
+)
 
 NORMALIZE = ("batch", "sample", "expected", None)
 
@@ -22,10 +29,9 @@ class Drawing:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`(dropped, scale)` as `masking.masked` takes them; under `torch.func.vmap`, as its `randomness` says."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if functorch_stack() is not None:
             return _Drawn.apply(x, slice_marker(), self)  # type: ignore[no-any-return]
-        with torch.no_grad():
-            return self.now(x)
+        return self.now(x)
 
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The same, for a tensor that no `torch.func` transform holds."""
@@ -90,7 +96,7 @@ class Seeded(Drawing):
         blocks = self.blocks
         together = blocks.samples // max(self.slices, 1) if self.normalize == "batch" else 1
         each = together * blocks.of_sample
-        if self.normalize == "batch" and not self.slices and (covered := kernel.count(dropped, blocks)) is not None:
+        if self.normalize == "batch" and not self.slices and (covered := native.count(dropped, blocks)) is not None:
             return _number(each / max(each - covered, 1))
         kept = each - _counts(dropped, blocks).view(-1, together).sum(1)
         kept = kept.clamp_(min=1).to(finest(x.device))
@@ -106,13 +112,23 @@ class Seeded(Drawing):
         seeds = blocks.places * self.seed_rate
         if self.seed_rate == 1.0 or (static and seeds < ENOUGH):
             return False
-        doublings = sum(math.ceil(math.log2(edge)) for edge in blocks.blocks)
-        dense = blocks.places * _TRIAL + blocks.samples * blocks.of_sample * (_MASK + _DOUBLING * doublings)
+        elements = blocks.samples * blocks.of_sample
+        dense = blocks.places * _TRIAL + elements * (_MASK + _DOUBLING * blocks.doublings)
         return seeds * (_SEED + _WRITE * math.prod(blocks.blocks)) < dense
 
 
 # Nanoseconds on a CPU: a seed drawn and placed, an element written, a trial, an element of a dense mask, a pass.
 _SEED, _WRITE, _TRIAL, _MASK, _DOUBLING = 15.0, 0.4, 0.4, 0.3, 0.06
+
+
+def must_not_wait(x: Tensor) -> bool:
+    """Whether no value may be asked for: on other devices than the CPU, and where there is none, as in a trace.
+
+    It must not depend on who else watches, or a mask would change with a profiler.
+    """
+    if not x.is_cpu or type(x) not in PLAIN:
+        return True
+    return dispatch_modes() > 0 and is_proxy_tracing()
 
 
 def unfolded(of_all: Tensor, slices: int) -> Tensor:
@@ -125,7 +141,7 @@ def _counts(dropped: Tensor, blocks: Blocks) -> Tensor:
     if dropped.dtype == torch.uint8:
         return blocks.counts(dropped)
     of_each = torch.zeros(blocks.samples, dtype=torch.int64, device=dropped.device)
-    return blocks.counts(blocks.rows(dropped)) if kernel.count(dropped, blocks, of_each) is None else of_each
+    return blocks.counts(blocks.rows(dropped)) if native.count(dropped, blocks, of_each) is None else of_each
 
 
 def _of_the_rest(p: float) -> Tensor:
@@ -176,16 +192,12 @@ def slice_marker() -> Tensor | None:
     Raises:
         RuntimeError: a `vmap` was not told what to do with random numbers.
     """
-    from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
-
     marker = None
-    for transform in retrieve_all_functorch_interpreters():
-        if not isinstance(transform, VmapInterpreter):
-            continue
+    for transform in vmap_levels():
         refuse_by_accident(transform.randomness())
         if transform.randomness() == "different":
             one = torch.zeros((), device="cpu") if marker is None else marker
-            marker = torch._C._functorch._add_batch_dim(one.expand(transform.batch_size()), 0, transform.level())
+            marker = mark_vmap_slices(one.expand(transform.batch_size()), transform.level())
     return marker
 
 

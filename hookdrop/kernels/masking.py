@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from hookdrop.kernels import native as kernel
+from hookdrop.kernels import native
 from hookdrop.kernels.blocks import Blocks
-from hookdrop.kernels.tensor_kinds import has_memory
+from hookdrop.utils.torch_internals import forward_ad_level, functorch_stack, has_storage, is_zero_tensor
 
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 def mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None) -> Tensor:
@@ -26,18 +25,18 @@ def mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None
         scale: 0-d, or one for each sample, broadcasting to `x`.
         blocks: what the seeds are the seeds of.
     """
-    if not has_memory(x):
+    y = native.cleared(x, dropped, scale) if blocks is None else native.masked(x, dropped, scale, blocks)
+    if y is not None:
+        return y
+    if is_zero_tensor(x) or not has_storage(x):
         return scaled(x, scale).masked_fill(dropped if blocks is None else blocks.mask(blocks.rows(dropped)), 0.0)
-    if blocks is None:
-        y = kernel.cleared(x, dropped, scale)
-        return _clear_(scaled(x, scale), dropped) if y is None else y
-    y = kernel.masked(x, dropped, scale, blocks)
-    return _zero_(scaled(x, scale), dropped, blocks) if y is None else y
+    y = scaled(x, scale)
+    return _clear_(y, dropped) if blocks is None else _zero_(y, dropped, blocks)
 
 
 def masked(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None) -> Tensor:
     """`mask`, differentiable any number of times in both directions, and with a rule for `torch.func.vmap`."""
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    if functorch_stack() is not None or forward_ad_level() >= 0:
         return _Transformed.apply(x, dropped, scale, blocks)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and x.requires_grad:
         return _Masked.apply(x, dropped, scale, blocks)  # type: ignore[no-any-return]
@@ -105,7 +104,7 @@ def _in_front(value: Tensor, axis: int | None) -> Tensor:
 
 
 def _zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> Tensor:
-    if kernel.zero_(y, seeds, blocks):
+    if native.zero_(y, seeds, blocks):
         return y
     if blocks.channels == y.shape[blocks.channel]:
         return blocks.zero_(y, seeds)
@@ -121,7 +120,7 @@ def _clear_(y: Tensor, dropped: Tensor) -> Tensor:
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """`x * scale` in the dtype and the memory format of `x`; in low precision only the product is rounded."""
-    if scale.dim() == 0 and (x.dtype not in _HALF or scale.device.type == "cpu"):
+    if scale.dim() == 0 and (x.dtype not in HALF or scale.device.type == "cpu"):
         return x * scale
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) * scale.to(wide)).to(x.dtype)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels.blocks import Blocks
-from hookdrop.kernels.tensor_kinds import plain
+from hookdrop.kernels.subclasses import PLAIN
+from hookdrop.utils.torch_internals import dispatch_modes, has_storage, is_tracing, is_zero_tensor
 
 _INTERFACE = 3
 _Array: TypeAlias = "ctypes.Array[ctypes.c_int64]"
@@ -29,13 +30,20 @@ def available() -> bool:
     return _library is not None
 
 
+def plain(x: Tensor) -> bool:
+    """Whether `x` is numbers in memory as they are, and no trace or dispatch mode watches the operations on it."""
+    watched = dispatch_modes() > 0 or is_tracing()
+    # A negated view is the memory of the other sign; a batch of gradients and a gradient of 0 have no memory.
+    return type(x) in PLAIN and not (watched or x.is_neg() or is_zero_tensor(x)) and has_storage(x)
+
+
 def _serves(x: Tensor) -> bool:
-    return _library is not None and x.device.type == "cpu" and x.element_size() > 1 and plain(x)
+    return _library is not None and x.is_cpu and x.element_size() > 1 and plain(x)
 
 
 def masked(x: Tensor, seeds: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
     """`x * scale`, and 0 in the seeds' blocks, in one pass; None if that is not among what was compiled."""
-    if x.dtype not in (torch.float32, torch.float64) or not (_serves(x) and (layout := _layout(x, blocks))):
+    if x.dtype not in _FUSED or not _serves(x) or (layout := _layout(blocks, x.shape, x.stride())) is None:
         return None
     y = _fresh(x)
     scales = scale.to(torch.float64).contiguous()
@@ -45,7 +53,7 @@ def masked(x: Tensor, seeds: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | 
 
 def zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> bool:
     """Zero the seeds' blocks in `y`; False if that is not among what was compiled."""
-    if not (_serves(y) and (layout := _layout(y, blocks))):
+    if not _serves(y) or (layout := _layout(blocks, y.shape, y.stride())) is None:
         return False
     layout.run(y, None, torch.ones(1, dtype=torch.float64, device="cpu"), seeds)
     return True
@@ -72,6 +80,7 @@ def count(seeds: Tensor, blocks: Blocks, of_each: Tensor | None = None) -> int |
     return None if covered < 0 else covered
 
 
+_FUSED = (torch.float32, torch.float64)
 _SEEDS = (torch.int32, torch.int64)
 
 
@@ -87,9 +96,9 @@ def cleared(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
     `dropped` is of the memory format of `x`, or (samples, channels or 1, ...) where `x` is contiguous; its samples may
     lie apart.
     """
-    if x.dtype not in (torch.float32, torch.float64) or not _serves(x):
+    if x.dtype not in _FUSED or not _serves(x):
         return None
-    if dropped.shape == x.shape and dropped.stride() == x.stride() and _dense(x):
+    if dropped.shape == x.shape and dropped.stride() == x.stride() and _is_dense(x):
         samples, channels, size, pitch = 1, 1, x.numel(), 0
     elif x.is_contiguous() and x.dim() == dropped.dim() > 2 and dropped[0].is_contiguous():
         samples, channels, size, pitch = x.shape[0], x.shape[1], math.prod(x.shape[2:]), dropped.stride(0)
@@ -140,8 +149,7 @@ def _in_memory_order(scale: Tensor, x: Tensor) -> Tensor | None:
     return scale.to(torch.float64).expand(*x.shape[:axes], *[1] * (x.dim() - axes)).contiguous()
 
 
-def _dense(x: Tensor) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(x))
+_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
 @dataclass(frozen=True)
@@ -176,17 +184,17 @@ class _Layout:
         )
 
 
-def _layout(x: Tensor, blocks: Blocks) -> _Layout | None:
-    """None if `x` has neither its maps nor its samples in one piece each."""
-    maps_first = x.movedim(blocks.channel, 1)
+@lru_cache(maxsize=1024)
+def _layout(blocks: Blocks, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Layout | None:
+    """None if the tensor has neither its maps nor its samples in one piece each."""
+    maps_first = torch.empty_strided(shape, strides, device="meta").movedim(blocks.channel, 1)
     if maps_first.is_contiguous():
-        return _maps_in_one_piece(blocks, x.shape[blocks.channel])
+        return _maps_in_one_piece(blocks, shape[blocks.channel])
     if maps_first.movedim(1, -1).is_contiguous():
-        return _samples_in_one_piece(blocks, x.shape[blocks.channel])
+        return _samples_in_one_piece(blocks, shape[blocks.channel])
     return None
 
 
-@lru_cache(maxsize=1024)
 def _maps_in_one_piece(blocks: Blocks, channels: int) -> _Layout | None:
     valid, edges, lines = _three(blocks.valid), _three(blocks.blocks), _strides(_three(blocks.sizes))
     places, repeat = math.prod(valid), channels // blocks.channels
@@ -196,7 +204,6 @@ def _maps_in_one_piece(blocks: Blocks, channels: int) -> _Layout | None:
     return _Layout(blocks.samples * channels, math.prod(blocks.sizes), repeat, places, arrays)
 
 
-@lru_cache(maxsize=1024)
 def _samples_in_one_piece(blocks: Blocks, channels: int) -> _Layout | None:
     valid, edges = _three(blocks.valid), _three(blocks.blocks)
     lines = [stride * channels for stride in _strides(_three(blocks.sizes))]

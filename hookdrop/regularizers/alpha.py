@@ -3,13 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hookdrop import functional
-from hookdrop.functional.channels import check_channels
+from hookdrop.kernels.custom_ops import draw_elements
+from hookdrop.kernels.slices import slice_mask
 from hookdrop.regularizers.base import map_reading
-from hookdrop.regularizers.dropout import Dropout
+from hookdrop.regularizers.dropout import Dropout, check_channels
+from hookdrop.utils.validation import floating, rate_or_tensor
+
+_SATURATION = 1.7580993408473766
+"""Minus what SELU tends to: scale * alpha."""
+
+
+def alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Set elements to SELU's negative saturation value, keeping mean and variance: see `AlphaDropout`."""
+    return _alpha(x, rate_or_tensor(p, owner="alpha_dropout"), training)
+
+
+def feature_alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """`alpha_dropout` of whole channels of (N, C, ...): see `FeatureAlphaDropout`."""
+    return _feature_alpha(x, rate_or_tensor(p, owner="feature_alpha_dropout"), training)
+
+
+def _alpha(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    floating(x, "alpha_dropout")
+    if not training:
+        return x
+    if isinstance(p, Tensor):
+        return _saturated(x, (~draw_elements(x, p)).to(x.dtype), p)
+    return F.alpha_dropout(x, p, True) if p > 0.0 else x
+
+
+def _feature_alpha(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    floating(x, "feature_alpha_dropout")
+    check_channels(x.shape, "feature_alpha_dropout")
+    if not training:
+        return x
+    if isinstance(p, Tensor):
+        return _saturated(x, slice_mask(x, p, (*x.shape[:2], *[1] * (x.dim() - 2))), p)
+    return F.feature_alpha_dropout(x, p, True) if p > 0.0 else x
+
+
+def _saturated(x: Tensor, kept: Tensor, p: Tensor) -> Tensor:
+    """Klambauer et al. 2017, arXiv:1706.02515, section 3; all zero where nothing is kept, as in PyTorch."""
+    a = torch.where(p < 1.0, ((_SATURATION**2 * p + 1.0) * (1.0 - p)).rsqrt(), 0.0)
+    return (x * kept + (kept - 1.0) * _SATURATION) * a + _SATURATION * a * p
 
 
 class AlphaDropout(Dropout):
@@ -24,18 +66,18 @@ class AlphaDropout(Dropout):
     Reference: Klambauer et al. 2017, "Self-normalizing neural networks", arXiv:1706.02515, section 3.
     """
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.alpha_dropout(x, rate)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _alpha(x, rate)
 
 
 class FeatureAlphaDropout(Dropout):
     """`AlphaDropout` of whole channels of (N, C, ...)."""
 
     def check(self, shape: Sequence[int]) -> None:
-        check_channels(tuple(shape), self.title)
+        check_channels(shape, self.title)
 
     def reading(self, shape: Sequence[int]) -> str:
         return map_reading(shape, 1)
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.feature_alpha_dropout(x, rate)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _feature_alpha(x, rate)

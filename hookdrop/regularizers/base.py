@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from hookdrop.errors import ShapeError
-from hookdrop.utils.validation import rate
+from hookdrop.utils.validation import as_rate_tensor, rate
 
 
 class Regularizer(nn.Module):
     """A module of tensor -> tensor that regularizes in training mode and returns its input otherwise.
 
-    A subclass names the attribute that a schedule drives (`rate_name = None` if it has none) and says what to do
-    with a tensor; it keeps its settings in attributes named as the arguments of its `__init__`.
+    A subclass names the attribute that a schedule drives (`rate_name = None` if it has none), keeps its settings in
+    attributes named as the arguments of its `__init__`, and defines one of two methods:
+
+    * `regularize_at(x, rate)` gets the rate as an argument, and so works in compiled graphs too;
+    * `regularize(x)` reads the rate from its attribute.
 
     Example:
         >>> class Shrink(Regularizer):
@@ -51,24 +54,41 @@ class Regularizer(nn.Module):
     in_backward: ClassVar[bool] = False
     """Whether it edits the gradient alone, so that a forward shows nothing of it."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _refuse_reserved_names(cls)
+        default = Regularizer.regularize_at
+        own = next(vars(one) for one in cls.__mro__ if {"regularize", "regularize_at"} & vars(one).keys())
+        if "regularize_at" not in own:
+            # A class that changes `regularize` alone does not mean what it inherits as `regularize_at`.
+            cls.regularize_at = default  # type: ignore[method-assign]
+        at_rate = (vars(one).get("regularize_at", default) for one in cls.__mro__)
+        cls._regularize_at = next((one for one in at_rate if one is not default), _not_defined)
+
     def regularize(self, x: Tensor) -> Tensor:
-        """Regularize `x` now, whatever the mode. Nothing is written in place."""
+        """Regularize `x` at the regularizer's rate, whatever the mode. Nothing is written in place."""
         rate = self.rate
-        assert rate is not None
-        if torch.compiler.is_compiling():
-            return self.regularize_at(x, torch.tensor(rate, dtype=torch.float64, device="cpu"))
-        return self.regularize_at(x, rate)
+        return self._regularize_at(x, as_rate_tensor(rate) if rate is not None and is_compiling() else rate)
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        """The same at a rate that is given: in compiled code a 0-d tensor on the CPU, so that one graph serves all.
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        """Regularize `x` at the given rate: this is what a hook calls.
 
-        A class that has `regularize` alone is run outside of compiled graphs, if it has a rate.
+        This default is for a class that has `regularize` alone. It runs outside of compiled graphs, if it has a rate.
+
+        Args:
+            x: the tensor.
+            rate: a float; in compiled code a 0-d float64 tensor on the CPU, so that one graph serves all rates; None
+                where there is no rate.
         """
-        own = self
-        if self.rate is not None and not isinstance(rate, Tensor) and rate != self.rate:
-            own = copy.deepcopy(self)
-            own.set_rate(rate)
-        return own.regularize(x)
+        if rate is None or rate == self.rate:
+            return self.regularize(x)
+        # Another thread may be using this object at its own rate.
+        twin = copy.deepcopy(self)
+        twin.set_rate(float(rate))
+        return twin.regularize(x)
+
+    _regularize_at: ClassVar[Callable[..., Tensor]]
+    """The nearest `regularize_at` that is not the default."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Regularize in training mode; in eval mode and at the neutral rate `x` itself comes back."""
@@ -77,9 +97,7 @@ class Regularizer(nn.Module):
     @property
     def graph_break(self) -> str:
         """Why compiled code can't take it in at the right rate, and what to do; empty if it can."""
-        # A subclass that changes `regularize` alone does not mean what it inherits as `regularize_at`.
-        own = next(vars(cls) for cls in type(self).__mro__ if {"regularize", "regularize_at"} & vars(cls).keys())
-        if self.rate is None or "regularize_at" in own:
+        if self.rate is None or type(self).regularize_at is not Regularizer.regularize_at:
             return ""
         return (
             f"{self.title} reads its {self.rate_name} as a Python float, which compiled code would keep for good.\n"
@@ -112,7 +130,7 @@ class Regularizer(nn.Module):
         return []
 
     def settings(self) -> dict[str, Any]:
-        """The arguments of `__init__` that make this again."""
+        """The arguments of `__init__` that make this again; `AttributeError` if one is not kept as an attribute."""
         return {name: getattr(self, name) for name in _named_arguments(type(self)) if name != "keep_prob"}
 
     @property
@@ -121,13 +139,31 @@ class Regularizer(nn.Module):
         return type(self).__name__
 
     def extra_repr(self) -> str:
-        """The settings as `parse` reads them; keyword-only ones where they are not the default."""
-        parameters = _named_arguments(type(self))
+        """The settings as `parse` reads them: those kept as attributes; keyword-only ones if not the default."""
+        kept = {name: one for name, one in _named_arguments(type(self)).items() if hasattr(self, name)}
         return ", ".join(
-            f"{name}={value!r}"
-            for name, value in self.settings().items()
-            if parameters[name].kind != inspect.Parameter.KEYWORD_ONLY or value != parameters[name].default
+            f"{name}={getattr(self, name)!r}"
+            for name, one in kept.items()
+            if name != "keep_prob" and (one.kind != one.KEYWORD_ONLY or getattr(self, name) != one.default)
         )
+
+
+def _not_defined(self: Regularizer, x: Tensor, rate: Any) -> Tensor:
+    raise NotImplementedError(f"{type(self).__name__} must define regularize_at(self, x, rate) or regularize(self, x).")
+
+
+def _refuse_reserved_names(cls: type[Regularizer]) -> None:
+    """Raise `TypeError` for a rate or a setting with the name of something that every regularizer has."""
+    # An argument `rate` that is kept under another name is read back through the property.
+    arguments = [name for name in _named_arguments(cls) if name in vars(Regularizer) and name != "rate"]
+    for name, what in [(cls.rate_name, "rate_name"), *((name, "an argument of __init__") for name in arguments)]:
+        found = inspect.getattr_static(cls, name or "", None)
+        settable = isinstance(found, property) and found.fset is not None
+        if name is not None and hasattr(Regularizer, name) and not settable:
+            raise TypeError(
+                f"{cls.__name__}: {what} is {name!r}, which means something else in every Regularizer.\n"
+                "  choose another name for the attribute and the argument of __init__, such as 'p' or 'amount'."
+            )
 
 
 def _named_arguments(cls: type) -> dict[str, inspect.Parameter]:

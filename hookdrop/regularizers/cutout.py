@@ -1,15 +1,62 @@
-"""Cutout as a module."""
+"""Cutout: one square of each sample."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from hookdrop import functional
-from hookdrop.functional.square import check_map, edges
+from hookdrop.errors import ShapeError
 from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
+from hookdrop.utils.validation import count, floating, rate_or_tensor
+
+
+def cutout(x: Tensor, size: int | tuple[int, int], p: float | Tensor = 1.0, training: bool = True) -> Tensor:
+    """Zero one rectangle of each sample of (N, C, H, W) in all channels, without rescaling: see `Cutout`."""
+    return _cutout(x, edges(size, "cutout"), rate_or_tensor(p, owner="cutout"), training)
+
+
+def _cutout(x: Tensor, size: tuple[int, int], p: float | Tensor, training: bool = True) -> Tensor:
+    floating(x, "cutout")
+    check_map(x.shape, "cutout", "cuts squares")
+    if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
+        return x
+    n, _, h, w = x.shape
+    # float32 whatever `x` is: in bfloat16 no random number lies between .998 and 1.
+    cut_N = torch.rand(n, dtype=torch.float32, device=x.device) < p
+    rows_NH = _covered(n, h, size[0], x.device)
+    columns_NW = _covered(n, w, size[1], x.device)
+    cut_N1HW = (cut_N[:, None, None] & rows_NH[:, :, None] & columns_NW[:, None, :])[:, None]
+    return x * (~cut_N1HW).to(x.dtype)
+
+
+def edges(size: object, owner: str) -> tuple[int, int]:
+    """`size` as (height, width)."""
+    if not isinstance(size, (tuple, list)):
+        return (count(size, "size", owner),) * 2
+    if len(size) != 2:
+        raise ValueError(f"{owner}: size must be one number or (height, width), got {size!r}.")
+    return count(size[0], "size", owner), count(size[1], "size", owner)
+
+
+def check_map(shape: Sequence[int], owner: str, does: str) -> None:
+    """Raise `ShapeError` unless `shape` is (N, C, H, W)."""
+    if len(shape) == 4:
+        return
+    use = {
+        3: "for tokens (N, L, C) use TokenDropout(p=...)",
+        5: "for (N, C, D, H, W) use DropBlock(p=...) or Dropout3d(p=...)",
+    }.get(len(shape), "use Dropout(p=...)")
+    raise ShapeError(f"got {tuple(shape)}: {owner} {does} of (N, C, H, W).\n  {use}.")
+
+
+def _covered(samples: int, length: int, size: int, device: torch.device) -> Tensor:
+    """(samples, length): which places of an axis lie in a window with a uniformly drawn center."""
+    first = torch.randint(length, (samples, 1), device=device) - size // 2
+    place = torch.arange(length, device=device)
+    return (place >= first) & (place < first + size)
 
 
 class Cutout(Regularizer):
@@ -17,7 +64,7 @@ class Cutout(Regularizer):
 
     `p` is the probability of a sample to be cut, which a schedule drives, and not the fraction that is zeroed. That
     is in expectation `p * g(height, H) * g(width, W)`, with `g(s, n) = (s * n - s**2 // 4) / n**2` for s up to n: the
-    centre may be any pixel, and what of the square lies outside of the map is lost.
+    center may be any pixel, and what of the square lies outside of the map is lost.
 
     Args:
         size: edge of the square in pixels of the hooked map, or (height, width) of a rectangle.
@@ -58,13 +105,17 @@ class Cutout(Regularizer):
 
     def doubts(self, shape: Sequence[int]) -> list[str]:
         found = nhwc_doubt(shape, 1, "it would cut rows and channels; hook a layer that gives NCHW.")
-        (height, width), (h, w) = edges(self.size, self.title), shape[2:]
+        (height, width), (h, w) = self._edges, shape[2:]
         if h and w and height >= 2 * h - 1 and width >= 2 * w - 1:
             found.append(
-                f"size={self.size} covers the whole {h}x{w} map wherever its centre is: each sample that is cut is "
+                f"size={self.size} covers the whole {h}x{w} map wherever its center is: each sample that is cut is "
                 "zero, which is DropPath without its scale."
             )
         return found
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.cutout(x, self.size, rate)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _cutout(x, self._edges, rate)
+
+    @property
+    def _edges(self) -> tuple[int, int]:
+        return self.size if isinstance(self.size, tuple) else (self.size, self.size)

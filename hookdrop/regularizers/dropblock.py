@@ -1,16 +1,172 @@
-"""DropBlock as a module."""
+"""DropBlock over one, two or three spatial axes.
+
+Ghiasi, Lin, Le, "DropBlock: A regularization method for convolutional networks", 2018, arXiv:1810.12890.
+Departs from the paper in two places: the seed rate is solved exactly by default, where the paper's formula
+ignores that blocks overlap, and blocks are clamped to the map along each axis.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from hookdrop.dropblock import block_edges, block_sizes, channel_axis, drop_block
-from hookdrop.kernels.drawing import NORMALIZE
-from hookdrop.kernels.seed_rate import GAMMA
+from hookdrop.errors import InjectionError, ShapeError
+from hookdrop.kernels import custom_ops
+from hookdrop.kernels.blocks import Blocks, blocks_of
+from hookdrop.kernels.drawing import NORMALIZE, Seeded
+from hookdrop.kernels.masking import masked
+from hookdrop.kernels.seed_rate import GAMMA, gamma_for
+from hookdrop.kernels.subclasses import PLAIN, on_plain_tensor, wraps_results
 from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
-from hookdrop.utils.validation import count, drop_rate, one_of
+from hookdrop.utils.torch_internals import is_tracing
+from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, one_of, rate_or_tensor
+
+
+def drop_block(
+    x: Tensor,
+    p: float | Tensor = 0.1,
+    block_size: int | tuple[int, ...] = 7,
+    *,
+    per_channel: bool = True,
+    gamma: str = "exact",
+    normalize: str | None = "batch",
+    channel_dim: int | None = None,
+    training: bool = True,
+) -> Tensor:
+    """Zero blocks of the map, `p` of its elements in expectation: see `DropBlock` for the settings.
+
+    Args:
+        x: (N, C, L) with `channel_dim` given, (N, C, H, W) or (N, C, D, H, W), floating point.
+        training: False returns `x` itself.
+
+    Raises:
+        ShapeError: the input has no map, or `block_size` names another number of axes.
+        TypeError: `x` is not a dense tensor of real floating-point numbers, or a setting has the wrong type.
+        ValueError: a setting is out of its range.
+        InjectionError: `torch.jit.trace` is recording, which would keep one mask.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> y = drop_block(torch.ones(32, 64, 28, 28), p=0.2, block_size=5)
+        >>> round((y == 0).float().mean().item(), 2), round(y.mean().item(), 4)
+        (0.2, 1.0)
+    """
+    one_of(normalize, "normalize", "drop_block", NORMALIZE)
+    one_of(gamma, "gamma", "drop_block", GAMMA)
+    p = rate_or_tensor(p, "p", "drop_block")
+    settings = block_edges(block_size), channel_dim, per_channel
+    if training:
+        return _drop_block(x, p, *settings, gamma, normalize)
+    floating(x, "drop_block")
+    _read_map(x.shape, *settings[:2])
+    return x
+
+
+def _drop_block(
+    x: Tensor,
+    p: float | Tensor,
+    block_size: int | tuple[int, ...],
+    channel_dim: int | None,
+    per_channel: bool,
+    gamma: str,
+    normalize: str | None,
+) -> Tensor:
+    floating(x, "drop_block")
+    if isinstance(p, Tensor) or is_compiling():
+        p = p if isinstance(p, Tensor) else as_rate_tensor(p)
+        channel, _, edges = _read_map(x.shape, block_size, channel_dim)
+        return custom_ops.drop_block(x, p, edges, channel, per_channel, gamma, normalize) if x.numel() else x
+    if is_tracing():
+        raise InjectionError(
+            "drop_block inside torch.jit.trace: the trace would keep one mask for good.\n"
+            "  trace in eval mode: model.eval(), or without hooks: with hookdrop.without_hooks(model): ..."
+        )
+    # Sizes may be symbols, in a trace of make_fx.
+    blocks = _blocks(tuple(map(int, x.shape)), block_size, channel_dim, per_channel)
+    if p == 0.0 or x.numel() == 0:
+        return x
+    if type(x) not in PLAIN:
+        if wraps_results(x):
+            return on_plain_tensor(_drop_block, x, p, block_size, channel_dim, per_channel, gamma, normalize)
+        _refuse_parts(x)
+    dropped, scale = _drawing(blocks, p, gamma, normalize)(x)
+    return masked(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
+
+
+def _refuse_parts(x: Tensor) -> None:
+    if hasattr(x, "full_tensor"):
+        raise TypeError(
+            "drop_block: x is a DTensor, in parts on several ranks: blocks can't be drawn across them.\n"
+            "  hook a layer whose output is local (use_local_output=True), or use Dropout or DropPath there."
+        )
+
+
+@lru_cache(maxsize=1024)
+def _drawing(blocks: Blocks, p: float, gamma: str, normalize: str | None) -> Seeded:
+    return Seeded(blocks, gamma_for(blocks.sizes, blocks.blocks, p, gamma), p, normalize)
+
+
+@lru_cache(maxsize=1024)
+def _blocks(
+    shape: tuple[int, ...], block_size: int | tuple[int, ...], channel_dim: int | None, per_channel: bool
+) -> Blocks:
+    channel, sizes, edges = _read_map(shape, block_size, channel_dim)
+    return blocks_of(shape[0], shape[channel] if per_channel else 1, sizes, edges, channel)
+
+
+def _read_map(
+    shape: Sequence[int], block_size: int | tuple[int, ...], channel_dim: int | None
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """`(channel, sizes, edges)`: the channels' axis, the map, and the block on it."""
+    channel = channel_axis(shape, channel_dim)
+    sizes = tuple(size for axis, size in enumerate(shape) if axis != 0 and axis != channel)
+    return channel, sizes, block_sizes(block_size, sizes)
+
+
+def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
+    """The axis of the channels, or a `ShapeError` if `shape` has no map beside it."""
+    rank = len(shape)
+    if rank not in (3, 4, 5):
+        use = "use Dropout(p=...)" if rank < 3 else "flatten it to (N, C, D, H, W) first"
+        raise ShapeError(f"got {tuple(shape)}: DropBlock needs a map of 1 to 3 axes.\n  {use}.")
+    if channel_dim is None:
+        if rank == 3:
+            raise ShapeError(
+                f"got {tuple(shape)}: tokens have no map.\n"
+                "  use TokenDropout(p=0.1) or DropPath(p=0.1), hook a layer with a 4-D output (such as "
+                "'patch_embed.proj'),\n  or say where the channels of a sequence are: DropBlock(..., "
+                "channel_dim=1) for (N, C, L), channel_dim=-1 for (N, L, C)."
+            )
+        return 1
+    channel_dim = count(channel_dim, "channel_dim", "DropBlock", -5)
+    if not -rank < channel_dim < rank or channel_dim == 0:
+        raise ShapeError(f"got {tuple(shape)}: channel_dim={channel_dim} is not one of its axes 1 to {rank - 1}.")
+    return channel_dim + rank if channel_dim < 0 else channel_dim
+
+
+def block_sizes(block_size: int | tuple[int, ...], sizes: Sequence[int]) -> tuple[int, ...]:
+    """The block along each spatial axis, clamped to the map."""
+    wanted = (block_size,) * len(sizes) if isinstance(block_size, int) else block_size
+    if len(wanted) != len(sizes):
+        raise ShapeError(
+            f"block_size={wanted} names {len(wanted)} ax{'is' if len(wanted) == 1 else 'es'}, the map has {len(sizes)} "
+            f"({'x'.join(map(str, sizes))}).\n  give one number, or one for each axis."
+        )
+    return tuple(max(1, min(edge, size)) for edge, size in zip(wanted, sizes, strict=True))
+
+
+def block_edges(block_size: object) -> int | tuple[int, ...]:
+    """`block_size` as one whole number or some, whatever the map."""
+    if not isinstance(block_size, (tuple, list)):
+        return count(block_size, "block_size", "DropBlock")
+    if not block_size:
+        raise ValueError("DropBlock: block_size must name at least one edge, got an empty sequence.")
+    return tuple(count(edge, "block_size", "DropBlock") for edge in block_size)
 
 
 class DropBlock(Regularizer):
@@ -66,7 +222,7 @@ class DropBlock(Regularizer):
         self.channel_dim = None if channel_dim is None else count(channel_dim, "channel_dim", self.title, -4)
 
     def check(self, shape: Sequence[int]) -> None:
-        block_sizes(self.block_size, self._map(shape))
+        _read_map(shape, self.block_size, self.channel_dim)
 
     def reading(self, shape: Sequence[int]) -> str:
         return map_reading(shape, channel_axis(shape, self.channel_dim))
@@ -74,27 +230,14 @@ class DropBlock(Regularizer):
     def doubts(self, shape: Sequence[int]) -> list[str]:
         instead = "DropBlock(..., channel_dim=-1) reads it as such."
         found = [] if self.channel_dim else nhwc_doubt(shape, 1, instead)
-        sizes = self._map(shape)
-        if block_sizes(self.block_size, sizes) == tuple(sizes):
-            block = "x".join(map(str, block_sizes(self.block_size, sizes)))
-            covers = "Dropout2d" if self.per_channel else "DropPath"
+        _, sizes, edges = _read_map(shape, self.block_size, self.channel_dim)
+        if edges == sizes:
+            covers = f"Dropout{len(sizes)}d" if self.per_channel else "DropPath"
             found.append(
                 f"block_size={self.block_size} covers the whole {'x'.join(map(str, sizes))} map: DropBlock drops "
-                f"blocks of {block} there, which is {covers}."
+                f"blocks of {'x'.join(map(str, edges))} there, which is {covers}."
             )
         return found
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return drop_block(
-            x,
-            rate,
-            self.block_size,
-            per_channel=self.per_channel,
-            gamma=self.gamma,
-            normalize=self.normalize,
-            channel_dim=self.channel_dim,
-        )
-
-    def _map(self, shape: Sequence[int]) -> list[int]:
-        channel = channel_axis(shape, self.channel_dim)
-        return [size for axis, size in enumerate(shape) if axis != 0 and axis != channel]
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _drop_block(x, rate, self.block_size, self.channel_dim, self.per_channel, self.gamma, self.normalize)

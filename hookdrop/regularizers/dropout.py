@@ -3,14 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from hookdrop import functional
-from hookdrop.functional.channels import check_channels
+from hookdrop.errors import ShapeError
+from hookdrop.kernels.custom_ops import draw_elements
+from hookdrop.kernels.drawing import Elements
+from hookdrop.kernels.masking import HALF, masked
+from hookdrop.kernels.slices import of_the_rest, slice_dropout
+from hookdrop.kernels.subclasses import PLAIN, on_plain_tensor, wraps_results
 from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
-from hookdrop.utils.validation import drop_rate
+from hookdrop.utils.torch_internals import is_tracing
+from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate_or_tensor
+
+_WORTHWHILE = 2**15
+"""Elements from which our own dropout is faster than PyTorch's."""
+
+
+def dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Zero each element with probability `p`, scale the rest by 1 / (1 - p): see `Dropout`."""
+    floating(x, "dropout", nested=True)
+    p = rate_or_tensor(p, owner="dropout")
+    return _dropout(x, p) if training else x
+
+
+def _dropout(x: Tensor, p: float | Tensor) -> Tensor:
+    if isinstance(p, Tensor) or is_compiling():
+        p = p if isinstance(p, Tensor) else as_rate_tensor(p)
+        return torch.where(draw_elements(x, p), 0.0, x * of_the_rest(p))
+    if p == 0.0:
+        return x
+    # On a CPU PyTorch draws a random number for each element, on one thread, and in low precision rounds 1 / (1 - p).
+    small = x.numel() < _WORTHWHILE and x.dtype not in HALF
+    if small or x.is_nested or not x.is_cpu or is_tracing():
+        return F.dropout(x, p, True)
+    if type(x) not in PLAIN and wraps_results(x):
+        return on_plain_tensor(_dropout, x, p)
+    return masked(x, *Elements(p)(x))
 
 
 class Dropout(Regularizer):
@@ -34,21 +67,58 @@ class Dropout(Regularizer):
         super().__init__()
         self.p = drop_rate(p, keep_prob, self.title)
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.dropout(x, rate)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        floating(x, "dropout", nested=True)
+        return _dropout(x, rate)
+
+
+def dropout1d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Zero whole channels of (N, C, L): see `Dropout1d`."""
+    return _drop_channels(x, rate_or_tensor(p, owner="dropout1d"), 3, training)
+
+
+def dropout2d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Zero whole channels of (N, C, H, W): see `Dropout2d`."""
+    return _drop_channels(x, rate_or_tensor(p, owner="dropout2d"), 4, training)
+
+
+def dropout3d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Zero whole channels of (N, C, D, H, W): see `Dropout3d`."""
+    return _drop_channels(x, rate_or_tensor(p, owner="dropout3d"), 5, training)
+
+
+def _drop_channels(x: Tensor, p: float | Tensor, rank: int, training: bool = True) -> Tensor:
+    name = f"dropout{rank - 2}d"
+    floating(x, name)
+    check_channels(x.shape, name, rank)
+    return slice_dropout(x, p, x.shape[:2] + (1,) * (rank - 2)) if training else x
+
+
+def check_channels(shape: Sequence[int], owner: str, rank: int | None = None) -> None:
+    """Raise `ShapeError` unless `shape` is (N, C, ...) of this rank."""
+    if len(shape) == rank or (rank is None and len(shape) >= 2):
+        return
+    use = {4: "use Dropout2d(p=...)", 5: "use Dropout3d(p=...)"}.get(len(shape), "use Dropout(p=...)")
+    if len(shape) == 3:
+        use = "for tokens (N, L, C) use TokenDropout(p=...), for a sequence (N, C, L) Dropout1d(p=...)"
+    wanted = {3: "(N, C, L)", 4: "(N, C, H, W)", 5: "(N, C, D, H, W)", None: "(N, C, ...)"}[rank]
+    raise ShapeError(f"got {tuple(shape)}: {owner} drops channels of {wanted}.\n  {use} there.")
 
 
 class _ChannelDropout(Dropout):
     rank: ClassVar[int]
 
     def check(self, shape: Sequence[int]) -> None:
-        check_channels(tuple(shape), self.title, self.rank)
+        check_channels(shape, self.title, self.rank)
 
     def reading(self, shape: Sequence[int]) -> str:
         return map_reading(shape, 1)
 
     def doubts(self, shape: Sequence[int]) -> list[str]:
         return nhwc_doubt(shape, 1, "it would drop rows of the map, not channels; hook a layer that gives NCHW.")
+
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _drop_channels(x, rate, self.rank)
 
 
 class Dropout1d(_ChannelDropout):
@@ -66,26 +136,17 @@ class Dropout1d(_ChannelDropout):
 
     rank = 3
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.dropout1d(x, rate)
-
 
 class Dropout2d(_ChannelDropout):
-    """`Dropout1d` for (N, C, H, W); maps in NHWC are warned of.
+    """`Dropout1d` for (N, C, H, W); it warns about maps in NHWC.
 
     Reference: Tompson et al. 2015, arXiv:1411.4280 (SpatialDropout).
     """
 
     rank = 4
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.dropout2d(x, rate)
-
 
 class Dropout3d(_ChannelDropout):
     """`Dropout1d` for (N, C, D, H, W). Reference: Tompson et al. 2015, arXiv:1411.4280 (SpatialDropout)."""
 
     rank = 5
-
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.dropout3d(x, rate)

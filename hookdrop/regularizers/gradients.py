@@ -1,22 +1,105 @@
-"""Edits of the gradient of a hooked tensor; the tensor itself stays what it is.
+"""Edits of the gradient that comes back through one place; the forward returns its input unchanged.
 
-They act on the gradient of an activation, where it comes back through the layer, and not on the gradients of
-parameters: those are clipped by `torch.nn.utils.clip_grad_norm_` before `optimizer.step()`. All that lies before the
-layer is trained by the edited gradient.
+They edit the gradient of an activation, where it comes back through the layer, and not the gradients of parameters:
+`torch.nn.utils.clip_grad_norm_` clips those before `optimizer.step()`. The edited gradient trains all layers before
+the hooked one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from hookdrop import functional
-from hookdrop.functional.gradients import clamp_limits, clip_limits
+from hookdrop.kernels.gradient_edits import clamped, edited, noisy, scaled, shortened
 from hookdrop.regularizers.base import Regularizer, needs_samples
-from hookdrop.utils.validation import number
+from hookdrop.utils.validation import floating, number, number_or_tensor, one_of, rate_or_tensor
+
+
+def clip_activation_grad(
+    x: Tensor,
+    max_norm: float | None = None,
+    max_value: float | None = None,
+    per_sample: bool = False,
+    training: bool = True,
+) -> Tensor:
+    """`x`, whose gradient is clipped to an L2 norm or to a range: see `ClipActivationGrad`."""
+    limits = clip_limits(max_norm, max_value, per_sample, "clip_activation_grad")
+    floating(x, "clip_activation_grad")
+    return _clip(x, *limits) if training else x
+
+
+def clamp_activation_grad(
+    x: Tensor, min: float | None = None, max: float | None = None, training: bool = True
+) -> Tensor:
+    """`x`, whose gradient is clamped to [min, max], element by element: see `ClampActivationGrad`."""
+    floating(x, "clamp_activation_grad")
+    low, high = clamp_limits(min, max, "clamp_activation_grad")
+    return edited(x, clamped, low, high) if training else x
+
+
+def scale_activation_grad(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
+    """`x`, whose gradient is multiplied by `factor`; 1 returns `x` itself: see `ScaleActivationGrad`."""
+    factor = number_or_tensor(factor, "factor", "scale_activation_grad")
+    floating(x, "scale_activation_grad")
+    return _scale(x, factor) if training else x
+
+
+def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
+    """`x`, to whose gradient N(0, std^2) is added in the backward pass: see `NoiseActivationGrad`."""
+    std = rate_or_tensor(std, "std", "noise_activation_grad", math.inf)
+    floating(x, "noise_activation_grad")
+    return _noise(x, std) if training else x
+
+
+def _clip(x: Tensor, max_norm: float | None, max_value: float | None, per_sample: bool) -> Tensor:
+    if max_value is not None:
+        return edited(x, clamped, -max_value, max_value)
+    return edited(x, shortened, max_norm, per_sample)
+
+
+def _scale(x: Tensor, factor: float | Tensor) -> Tensor:
+    return x if not isinstance(factor, Tensor) and factor == 1.0 else edited(x, scaled, factor)
+
+
+def _noise(x: Tensor, std: float | Tensor) -> Tensor:
+    return x if not isinstance(std, Tensor) and std == 0.0 else edited(x, noisy, std)
+
+
+def clip_limits(
+    max_norm: object, max_value: object, per_sample: object, owner: str
+) -> tuple[float | None, float | None, bool]:
+    """The limits of a clip, checked: exactly one of the first two is a number."""
+    if (max_norm is None) == (max_value is None):
+        given = "neither" if max_norm is None else f"both (max_norm={max_norm!r}, max_value={max_value!r})"
+        raise TypeError(f"{owner}: give max_norm or max_value, got {given}.\n  as in {owner}(max_norm=1.0)")
+    one_of(per_sample, "per_sample", owner, (True, False))
+    if max_value is not None and per_sample:
+        raise ValueError(
+            f"{owner}: per_sample=True says whose norm is clipped, and max_value clips each element by itself.\n"
+            "  leave out per_sample, or give max_norm."
+        )
+    limits = [None if value is None else number(value, name, owner)
+              for name, value in (("max_norm", max_norm), ("max_value", max_value))]  # fmt: skip
+    for name, value in zip(("max_norm", "max_value"), limits, strict=True):
+        if value is not None and value <= 0.0:
+            raise ValueError(
+                f"{owner}: {name} must be above 0, got {value:g}.\n  to stop the gradient: ScaleActivationGrad(0)"
+            )
+    return limits[0], limits[1], bool(per_sample)
+
+
+def clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, float | None]:
+    """The limits of a clamp, checked: at least one is a number."""
+    if low is None and high is None:
+        raise TypeError(f"{owner}: give min, max or both, as in {owner}(min=-1.0, max=1.0).")
+    least = None if low is None else number(low, "min", owner)
+    most = None if high is None else number(high, "max", owner)
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"{owner}: min must not be above max, got min={least:g} and max={most:g}.")
+    return least, most
 
 
 class _ActivationGrad(Regularizer):
@@ -62,8 +145,9 @@ class ClipActivationGrad(_ActivationGrad):
     def reading(self, shape: Sequence[int]) -> str:
         return f"N={shape[0]}" if self.per_sample else ""
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.clip_activation_grad(x, self.max_norm, self.max_value, self.per_sample)
+    def regularize_at(self, x: Tensor, rate: None = None) -> Tensor:
+        floating(x, "clip_activation_grad")
+        return _clip(x, self.max_norm, self.max_value, self.per_sample)
 
 
 class ClampActivationGrad(_ActivationGrad):
@@ -84,8 +168,9 @@ class ClampActivationGrad(_ActivationGrad):
         super().__init__()
         self.min, self.max = clamp_limits(min, max, self.title)
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return functional.clamp_activation_grad(x, self.min, self.max)
+    def regularize_at(self, x: Tensor, rate: None = None) -> Tensor:
+        floating(x, "clamp_activation_grad")
+        return edited(x, clamped, self.min, self.max)
 
 
 class ScaleActivationGrad(_ActivationGrad):
@@ -147,8 +232,9 @@ class ScaleActivationGrad(_ActivationGrad):
     def valid_rate(self, value: object) -> float:
         return number(value, "factor", self.title)
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.scale_activation_grad(x, rate)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        floating(x, "scale_activation_grad")
+        return _scale(x, rate)
 
 
 class NoiseActivationGrad(_ActivationGrad):
@@ -174,5 +260,6 @@ class NoiseActivationGrad(_ActivationGrad):
         super().__init__()
         self.std = self.valid_rate(std)
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.noise_activation_grad(x, rate)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        floating(x, "noise_activation_grad")
+        return _noise(x, rate)

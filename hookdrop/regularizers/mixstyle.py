@@ -1,15 +1,83 @@
-"""MixStyle as a module."""
+"""MixStyle: the statistics of one sample given to another."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from hookdrop import functional
-from hookdrop.functional.mixing import check_style, valid_alpha
+from hookdrop.errors import ShapeError
+from hookdrop.kernels.bernoulli import finest
 from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
+from hookdrop.regularizers.cutout import check_map
+from hookdrop.utils.validation import floating, number, rate_or_tensor
+
+_EPSILON = 1e-6
+"""What the paper's code adds to a variance."""
+
+
+def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: bool = True) -> Tensor:
+    """With probability `p`, mix the style of each sample of (N, C, H, W) with another's: see `MixStyle`."""
+    return _mix_style(x, rate_or_tensor(p, owner="mix_style"), valid_alpha(alpha, "mix_style"), training)
+
+
+def _mix_style(x: Tensor, p: float | Tensor, alpha: float, training: bool = True) -> Tensor:
+    floating(x, "mix_style")
+    check_style(x.shape, "mix_style")
+    if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
+        return x
+    n = x.shape[0]
+    mixed = torch.rand((), dtype=torch.float32, device=x.device) < p
+    own_N111 = symmetric_beta(alpha, (n, 1, 1, 1), x.device)
+    # Not `randperm`, which the compiler of PyTorch 2.13 has a pattern for that fails here.
+    partner_N = torch.rand(n, dtype=torch.float32, device=x.device).argsort()
+    mean, std = _style(x)
+    own = own_N111.to(mean.dtype)
+    # What is not mixed is x - 0 times 1 plus 0: `x` to the last bit, without waiting for the value of `mixed`.
+    before = torch.where(mixed, mean, 0.0)
+    factor = torch.where(mixed, (own * std + (1.0 - own) * std[partner_N]) / std, 1.0)
+    after = torch.where(mixed, own * mean + (1.0 - own) * mean[partner_N], 0.0)
+    return ((x - before) * factor + after).to(x.dtype)
+
+
+def symmetric_beta(alpha: float, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers from Beta(alpha, alpha), made of two uniform ones each, as Student's t is.
+
+    Gamma variates, whose ratio it is too, are 0 where alpha is small, and no number is left of 0 / 0.
+
+    Reference: Devroye 1996, "Random variate generation in one line of code", section 4.
+    """
+    dtype = finest(device)
+    u = 1.0 - torch.rand(tuple(shape), dtype=dtype, device=device)
+    cosine = torch.cos(2.0 * math.pi * torch.rand(tuple(shape), dtype=dtype, device=device))
+    odds = torch.expm1(-u.log() / alpha) * cosine.square()
+    return 0.5 + 0.5 * cosine.sign() * (1.0 + 1.0 / odds).rsqrt()
+
+
+def valid_alpha(alpha: object, owner: str) -> float:
+    """`alpha` as a float above 0."""
+    value = number(alpha, "alpha", owner)
+    if value <= 0.0:
+        raise ValueError(f"{owner}: alpha must be above 0, got {value:g}.")
+    return value
+
+
+def check_style(shape: Sequence[int], owner: str) -> None:
+    """Raise `ShapeError` unless `shape` is (N, C, H, W) with more than one pixel."""
+    check_map(shape, owner, "mixes the styles of maps")
+    if shape[2] * shape[3] == 1:
+        raise ShapeError(
+            f"got {tuple(shape)}: one pixel has no standard deviation to be mixed.\n  hook a layer with a larger map."
+        )
+
+
+def _style(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel, (N, C, 1, 1), as constants."""
+    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    return x.mean((2, 3), keepdim=True), (x.var((2, 3), keepdim=True) + _EPSILON).sqrt()
 
 
 class MixStyle(Regularizer):
@@ -51,5 +119,5 @@ class MixStyle(Regularizer):
             found.append("a batch of one has no other sample whose style could be mixed in: MixStyle does nothing.")
         return found
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.mix_style(x, rate, self.alpha)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _mix_style(x, rate, self.alpha)

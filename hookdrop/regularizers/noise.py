@@ -3,13 +3,55 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from hookdrop import functional
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.validation import drop_rate
+from hookdrop.utils.validation import drop_rate, floating, rate_or_tensor
+
+
+def gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Multiply by 1 + e, e ~ N(0, p / (1 - p)), `p` in [0, 1): see `GaussianDropout`."""
+    return _gaussian_dropout(x, rate_or_tensor(p, owner="gaussian_dropout", open_end=True), training)
+
+
+def gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
+    """Add N(0, std^2), `std` in the units of `x`: see `GaussianNoise`."""
+    return _gaussian_noise(x, rate_or_tensor(std, "std", "gaussian_noise", math.inf), training)
+
+
+def uniform_noise(x: Tensor, beta: float | Tensor = 0.1, training: bool = True) -> Tensor:
+    """Multiply by 1 + r, r ~ U[-beta, beta] for each element: see `UniformNoise`."""
+    return _uniform_noise(x, rate_or_tensor(beta, "beta", "uniform_noise"), training)
+
+
+def _gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    floating(x, "gaussian_dropout", nested=True)
+    if not training:
+        return x
+    if isinstance(p, Tensor):
+        return x * (1.0 + torch.randn_like(x) * (p / (1.0 - p)).sqrt())
+    return x * torch.randn_like(x).mul_(math.sqrt(p / (1.0 - p))).add_(1.0) if p > 0.0 else x
+
+
+def _gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
+    floating(x, "gaussian_noise", nested=True)
+    if not training:
+        return x
+    if isinstance(std, Tensor):
+        return x + torch.randn_like(x) * std
+    return x + torch.randn_like(x).mul_(std) if std > 0.0 else x
+
+
+def _uniform_noise(x: Tensor, beta: float | Tensor, training: bool = True) -> Tensor:
+    floating(x, "uniform_noise")
+    if not training or (not isinstance(beta, Tensor) and beta == 0.0):
+        return x
+    # In low precision the random numbers would be few, and their mean not 1/2: only the product is rounded.
+    r = torch.rand_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    return (x * (1.0 + (2.0 * r - 1.0) * beta)).to(x.dtype)
 
 
 class GaussianDropout(Regularizer):
@@ -31,8 +73,8 @@ class GaussianDropout(Regularizer):
         super().__init__()
         self.p = self.valid_rate(drop_rate(p, keep_prob, self.title))
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.gaussian_dropout(x, rate)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _gaussian_dropout(x, rate)
 
 
 class GaussianNoise(Regularizer):
@@ -60,8 +102,8 @@ class GaussianNoise(Regularizer):
         super().__init__()
         self.std = self.valid_rate(std)
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.gaussian_noise(x, rate)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _gaussian_noise(x, rate)
 
 
 class UniformNoise(Regularizer):
@@ -93,5 +135,5 @@ class UniformNoise(Regularizer):
         super().__init__()
         self.beta = self.valid_rate(beta)
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.uniform_noise(x, rate)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _uniform_noise(x, rate)

@@ -3,13 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hookdrop import functional
-from hookdrop.functional.tokens import check_tokens, time_axis
+from hookdrop.errors import ShapeError
+from hookdrop.kernels.slices import of_the_rest, slice_dropout, slice_mask
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.validation import count, drop_rate
+from hookdrop.utils.validation import count, drop_rate, floating, rate_or_tensor
+
+
+def token_dropout(x: Tensor, p: float | Tensor, prefix: int = 1, training: bool = True) -> Tensor:
+    """Zero whole tokens of (N, L, C), scale the rest; the first `prefix` are spared both: see `TokenDropout`.
+
+    Example:
+        >>> token_dropout(torch.ones(1, 3, 2), p=1.0)
+        tensor([[[1., 1.],
+                 [0., 0.],
+                 [0., 0.]]])
+    """
+    prefix = count(prefix, "prefix", "token_dropout", 0)
+    return _token_dropout(x, rate_or_tensor(p, owner="token_dropout"), prefix, training)
+
+
+def _token_dropout(x: Tensor, p: float | Tensor, prefix: int, training: bool = True) -> Tensor:
+    floating(x, "token_dropout")
+    check_tokens(x.shape, prefix, "token_dropout")
+    if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
+        return x
+    shape = (x.shape[0], x.shape[1] - prefix, 1)
+    if not prefix:
+        return slice_dropout(x, p, shape)
+    # In low precision only the product is rounded.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    factor = slice_mask(x, p, shape).to(wide) * of_the_rest(p)
+    return (x * F.pad(factor, (0, 0, prefix, 0), value=1.0)).to(x.dtype)
+
+
+def locked_dropout(x: Tensor, p: float | Tensor, time_dim: int = 1, training: bool = True) -> Tensor:
+    """`dropout` with one mask for all steps of time: see `LockedDropout`."""
+    return _locked_dropout(x, rate_or_tensor(p, owner="locked_dropout"), time_dim, training)
+
+
+def _locked_dropout(x: Tensor, p: float | Tensor, time_dim: int, training: bool = True) -> Tensor:
+    floating(x, "locked_dropout")
+    axis = time_axis(x.shape, time_dim, "locked_dropout")
+    shape = tuple(1 if at == axis else size for at, size in enumerate(x.shape))
+    return slice_dropout(x, p, shape) if training else x
+
+
+def check_tokens(shape: Sequence[int], prefix: int, owner: str) -> None:
+    """Raise `ShapeError` unless `shape` is (N, L, C) with tokens that are not spared."""
+    if len(shape) != 3:
+        use = {
+            4: "for the channels of a map use Dropout2d(p=...), for its regions DropBlock(p=...)",
+            5: "for the channels of a map use Dropout3d(p=...), for its regions DropBlock(p=...)",
+        }.get(len(shape), "use Dropout(p=...)")
+        raise ShapeError(f"got {tuple(shape)}: {owner} drops tokens of (N, L, C).\n  {use}.")
+    if 0 < shape[1] <= prefix:
+        raise ShapeError(
+            f"got {tuple(shape)}: prefix={prefix} spares all tokens there are, L={shape[1]}.\n"
+            f"  a smaller prefix, such as prefix=0, or a layer that gives more tokens."
+        )
+
+
+def time_axis(shape: Sequence[int], time_dim: int, owner: str) -> int:
+    """The axis of time, or a `ShapeError` if there is none."""
+    time_dim, rank = count(time_dim, "time_dim", owner, -8), len(shape)
+    if rank < 3:
+        raise ShapeError(
+            f"got {tuple(shape)}: {owner} needs time, samples and features: (N, T, C), or (T, N, C) with time_dim=0.\n"
+            "  use Dropout(p=...); a packed sequence: torch.nn.utils.rnn.pad_packed_sequence first."
+        )
+    if not -rank <= time_dim < rank:
+        raise ShapeError(f"got {tuple(shape)}: time_dim={time_dim} is not one of its axes 0 to {rank - 1}.")
+    return time_dim % rank
 
 
 class TokenDropout(Regularizer):
@@ -48,8 +118,8 @@ class TokenDropout(Regularizer):
     def reading(self, shape: Sequence[int]) -> str:
         return f"L={shape[1]} ({self.prefix} spared) C={shape[2]}"
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.token_dropout(x, rate, self.prefix)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _token_dropout(x, rate, self.prefix)
 
 
 class LockedDropout(Regularizer):
@@ -99,5 +169,5 @@ class LockedDropout(Regularizer):
             ]
         return []
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.locked_dropout(x, rate, self.time_dim)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _locked_dropout(x, rate, self.time_dim)

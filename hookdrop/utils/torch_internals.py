@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _C: Any = torch._C
+_jit: Any = torch.jit
 
 # --- modules
 
@@ -32,10 +33,8 @@ BatchNorm: type[nn.Module] = _BatchNorm
 has_storage: Callable[[Tensor], bool] = _C._has_storage
 """Whether a tensor has memory: a batch of gradients inside of `vmap` has none."""
 
-
-def is_zero_tensor(x: Tensor) -> bool:
-    """Whether `x` is a gradient of 0 without memory."""
-    return x._is_zerotensor()
+is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
+"""Whether a tensor is a gradient of 0 without memory."""
 
 
 def version_of(x: Tensor) -> int:
@@ -45,12 +44,11 @@ def version_of(x: Tensor) -> int:
 
 # --- who watches or rewrites operations
 
-_jit: Any = torch.jit
-is_tracing: Callable[[], bool] = _jit.is_tracing
-"""Whether `torch.jit.trace` records operations; a public function without types."""
-
 dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 """How many dispatch modes (fake tensors, tracing, profiling of operations) are active."""
+
+is_tracing: Callable[[], bool] = _jit.is_tracing
+"""Whether `torch.jit.trace` records operations: public, but without types."""
 
 functorch_stack: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 """The innermost `torch.func` transform; None outside of all."""
@@ -64,10 +62,8 @@ without_functorch: Callable[[], Any] = _C._DisableFuncTorch
 disable_dynamo = _disable_dynamo
 """`torch.compiler.disable`, but without importing the compiler."""
 
-
-def in_forward_ad() -> bool:
-    """Whether forward-mode derivatives are being computed."""
-    return forward_ad._current_level >= 0
+forward_ad_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+"""How many levels of forward-mode derivatives are being computed, less one: -1 outside of all."""
 
 
 def is_proxy_tracing() -> bool:
@@ -75,6 +71,14 @@ def is_proxy_tracing() -> bool:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode() is not None
+
+
+def vmap_levels() -> list[Any]:
+    """The `vmap` transforms around this call, outermost first."""
+    # Imported here, as it loads much that an import of hookdrop needs not.
+    from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
+
+    return [one for one in retrieve_all_functorch_interpreters() if isinstance(one, VmapInterpreter)]
 
 
 def mark_vmap_slices(zeros: Tensor, level: int) -> Tensor:

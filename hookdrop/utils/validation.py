@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.compiler import is_compiling
 
 
 def number(value: object, name: str, owner: str) -> float:
     """`value` as a finite Python float."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if type(value).__name__ in ("bool", "bool_", "str", "bytes") or not hasattr(value, "__float__"):
         raise TypeError(f"{owner}: {name} must be a number, got {value!r} ({type(value).__name__}).")
@@ -34,6 +37,25 @@ def rate(
     span = f"[0, {high:g}{')' if open_end else ']'}" if math.isfinite(high) else "[0, inf)"
     hint = f"\n  a percentage? write {name}={result / 100:g}" if high == 1.0 and 1 < result <= 100 else ""
     raise ValueError(f"{owner}: {name} must lie in {span}, got {result:g}.{hint}")
+
+
+def rate_or_tensor(p: float | Tensor, *args: Any, **kwargs: Any) -> float | Tensor:
+    """`rate(p, ...)`; in compiled code as a 0-d tensor, since a float would be compiled in."""
+    return _in_graph(p, rate, *args, **kwargs) if is_compiling() else rate(p, *args, **kwargs)
+
+
+def number_or_tensor(value: float | Tensor, *args: Any) -> float | Tensor:
+    """The same for a rate that may be any finite number."""
+    return _in_graph(value, number, *args) if is_compiling() else number(value, *args)
+
+
+def _in_graph(value: float | Tensor, check: Callable[..., float], *args: Any, **kwargs: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else as_rate_tensor(check(value, *args, **kwargs))
+
+
+def as_rate_tensor(rate: float) -> Tensor:
+    """`rate` as compiled code takes it: one graph serves all values."""
+    return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 
 def drop_rate(p: object, keep_prob: object, owner: str, default: float | None = None) -> float:
@@ -73,7 +95,7 @@ def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) ->
 
 def floating(x: object, owner: str, *, nested: bool = False) -> None:
     """Raise `TypeError` unless `x` is a tensor of real floating-point numbers that lie in memory one by one."""
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         raise TypeError(
             f"{owner}: x must be a tensor, got {_brief(x)}.\n  write torch.as_tensor(x, dtype=torch.float32)"
         )

@@ -1,13 +1,13 @@
-"""Regularizers as text, for flags and sweeps: parsed, never evaluated."""
+"""The table of the regularizers: what `hookdrop` exports, what `parse` reads and what a config names."""
 
 from __future__ import annotations
 
 from hookdrop.regularizers.alpha import AlphaDropout, FeatureAlphaDropout
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.regularizers.cutout import Cutout
+from hookdrop.regularizers.drop_path import DropPath
 from hookdrop.regularizers.dropblock import DropBlock
 from hookdrop.regularizers.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d
-from hookdrop.regularizers.droppath import DropPath
 from hookdrop.regularizers.gradients import (
     ClampActivationGrad,
     ClipActivationGrad,
@@ -19,35 +19,35 @@ from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, UniformN
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
 from hookdrop.utils.call_syntax import Kind, read_call, signature_of
 
-REGULARIZERS: dict[str, type[Regularizer]] = {
-    cls.__name__: cls
-    for cls in (
-        Dropout,
-        Dropout1d,
-        Dropout2d,
-        Dropout3d,
-        AlphaDropout,
-        FeatureAlphaDropout,
-        GaussianDropout,
-        GaussianNoise,
-        UniformNoise,
-        DropBlock,
-        DropPath,
-        Cutout,
-        TokenDropout,
-        LockedDropout,
-        MixStyle,
-        ClipActivationGrad,
-        ClampActivationGrad,
-        ScaleActivationGrad,
-        NoiseActivationGrad,
-    )
-}
+# A new regularizer is imported above and named here; its function is exported by `hookdrop.functional`.
+__all__ = [
+    "AlphaDropout",
+    "ClampActivationGrad",
+    "ClipActivationGrad",
+    "Cutout",
+    "DropBlock",
+    "DropPath",
+    "Dropout",
+    "Dropout1d",
+    "Dropout2d",
+    "Dropout3d",
+    "FeatureAlphaDropout",
+    "GaussianDropout",
+    "GaussianNoise",
+    "LockedDropout",
+    "MixStyle",
+    "NoiseActivationGrad",
+    "ScaleActivationGrad",
+    "TokenDropout",
+    "UniformNoise",
+]
+
+REGULARIZERS: dict[str, type[Regularizer]] = {name: globals()[name] for name in __all__}
 _KIND = Kind("parse", "regularizer", REGULARIZERS, "DropBlock(p=0.1, block_size=7)")
 
 
 def parse(text: str) -> Regularizer:
-    """The regularizer that `text` spells.
+    """The regularizer that `text` spells, for flags and sweeps: parsed, never evaluated.
 
     Args:
         text: a hookdrop regularizer's name with literal settings. Nothing in it is evaluated.

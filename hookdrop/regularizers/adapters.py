@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hookdrop.errors import InjectionError, ShapeError
+from hookdrop.errors import InjectionError
 from hookdrop.regularizers.base import Regularizer
 
 # By the name of somebody else's class, ours that does the same, where it has another name.
@@ -152,14 +152,6 @@ def must_pickle(value: object, what: str) -> None:
 
 def _is_rate(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def like(x: Tensor, y: object) -> Tensor:
-    """`y`, if it has the shape and dtype of `x`."""
-    if isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype:
-        return y
-    got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
-    raise ShapeError(f"got {tuple(x.shape)} {x.dtype} and gave {got}: a regularizer keeps shape and dtype.")
 
 
 def _call(cls: type) -> str:

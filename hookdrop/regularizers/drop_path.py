@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from hookdrop import functional
+from hookdrop.kernels.slices import slice_dropout
 from hookdrop.regularizers.base import Regularizer, needs_samples
-from hookdrop.utils.validation import drop_rate, one_of
+from hookdrop.utils.validation import drop_rate, floating, one_of, rate_or_tensor
+
+_MODES = ("row", "batch")
+
+
+def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = True) -> Tensor:
+    """Zero whole samples (`mode="row"`) or the whole batch (`"batch"`), scale the rest: see `DropPath`."""
+    one_of(mode, "mode", "drop_path", _MODES)
+    return _drop_path(x, rate_or_tensor(p, owner="drop_path"), mode, training)
+
+
+def _drop_path(x: Tensor, p: float | Tensor, mode: str, training: bool = True) -> Tensor:
+    floating(x, "drop_path")
+    needs_samples(x.shape)
+    rows = x.shape[0] if mode == "row" else 1
+    return slice_dropout(x, p, (rows,) + (1,) * (x.dim() - 1)) if training else x
 
 
 class DropPath(Regularizer):
@@ -30,7 +46,7 @@ class DropPath(Regularizer):
     def __init__(self, p: float | None = None, mode: str = "row", *, keep_prob: float | None = None) -> None:
         super().__init__()
         self.p = drop_rate(p, keep_prob, self.title)
-        self.mode: str = one_of(mode, "mode", self.title, ("row", "batch"))
+        self.mode: str = one_of(mode, "mode", self.title, _MODES)
 
     def check(self, shape: Sequence[int]) -> None:
         needs_samples(shape)
@@ -38,5 +54,5 @@ class DropPath(Regularizer):
     def reading(self, shape: Sequence[int]) -> str:
         return f"N={shape[0]}"
 
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
-        return functional.drop_path(x, rate, self.mode)
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return _drop_path(x, rate, self.mode)

@@ -1,0 +1,44 @@
+"""The regularizers as pure functions: tensor in, tensor out, drawn from PyTorch's global generators.
+
+Every function returns `x` itself where there is nothing to do and if `training=False`, writes nothing in place, and
+keeps shape, dtype and memory format. `x` must be dense and of real floating-point numbers, or the function raises
+`TypeError`. `p` is the probability to drop, as in `torch.nn.functional`; in compiled code it may be a 0-d tensor, which
+is not compiled in. Each docstring names the regularizer that documents the settings, the shapes and the paper.
+"""
+
+from hookdrop.regularizers.alpha import alpha_dropout, feature_alpha_dropout
+from hookdrop.regularizers.cutout import cutout
+from hookdrop.regularizers.drop_path import drop_path
+from hookdrop.regularizers.dropblock import drop_block
+from hookdrop.regularizers.dropout import dropout, dropout1d, dropout2d, dropout3d
+from hookdrop.regularizers.gradients import (
+    clamp_activation_grad,
+    clip_activation_grad,
+    noise_activation_grad,
+    scale_activation_grad,
+)
+from hookdrop.regularizers.mixstyle import mix_style
+from hookdrop.regularizers.noise import gaussian_dropout, gaussian_noise, uniform_noise
+from hookdrop.regularizers.tokens import locked_dropout, token_dropout
+
+__all__ = [
+    "alpha_dropout",
+    "clamp_activation_grad",
+    "clip_activation_grad",
+    "cutout",
+    "drop_block",
+    "drop_path",
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "feature_alpha_dropout",
+    "gaussian_dropout",
+    "gaussian_noise",
+    "locked_dropout",
+    "mix_style",
+    "noise_activation_grad",
+    "scale_activation_grad",
+    "token_dropout",
+    "uniform_noise",
+]

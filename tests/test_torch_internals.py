@@ -1,0 +1,275 @@
+"""The private names of PyTorch that hookdrop uses still mean what it takes them for.
+
+A failing test here says which name changed, and its docstring says what breaks.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from hookdrop.utils import torch_internals as internals
+
+
+class Watching(TorchDispatchMode):
+    """Notes the operations that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def in_a_backward(look: object) -> list[object]:
+    """What `look` returns within a backward pass."""
+    found: list[object] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: found.append(look()))  # type: ignore[operator]
+    y.sum().backward()
+    return found
+
+
+def test_every_name_has_a_test() -> None:
+    names = set()
+    for node in ast.parse(Path(internals.__file__).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            names |= {target.id} if isinstance(target, ast.Name) else set()
+    missing = {f"test_{name}" for name in names if not name.startswith("_")} - globals().keys()
+    assert len(names) > 15
+    assert not missing, f"write a canary for each name of torch_internals.py: {missing}"
+
+
+# --- tensors
+
+
+def test_has_storage() -> None:
+    """Without it the native loops write to the memory of a batch of gradients, which has none, and crash."""
+    found = []
+    x = torch.ones(3, requires_grad=True)
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            found.append(internals.has_storage(grad))
+            return grad
+
+    torch.autograd.grad(Look.apply(x), x, torch.eye(3), is_grads_batched=True)
+    assert internals.has_storage(torch.ones(2))
+    assert found == [False]
+
+
+def test_is_zero_tensor() -> None:
+    """Without it the native loops read the memory of a gradient of 0, which has none."""
+    zero = torch._efficientzerotensor((2,))
+    assert internals.is_zero_tensor(zero)
+    assert not internals.is_zero_tensor(torch.zeros(2))
+
+
+def test_version_of() -> None:
+    """Without it an update of the weights, or of a buffer in a dry run, goes unnoticed."""
+    x = torch.ones(2)
+    before = internals.version_of(x)
+    x.add_(1)
+    assert internals.version_of(x) == before + 1
+
+
+# --- who watches or rewrites operations
+
+
+def test_dispatch_modes() -> None:
+    """Without it native loops run unseen by fake tensors, FLOP counters and traces of `make_fx`."""
+    assert internals.dispatch_modes() == 0
+    with Watching():
+        assert internals.dispatch_modes() == 1
+
+
+def test_is_tracing() -> None:
+    """Without it `torch.jit.trace` keeps one mask for good, with no error."""
+    found = []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(internals.is_tracing())
+        return x * 2
+
+    torch.jit.trace(function, torch.ones(2), check_trace=False)
+    assert not internals.is_tracing()
+    assert found == [True]
+
+
+def test_functorch_stack() -> None:
+    """Without it `torch.func` transforms of a regularizer fail, or give all slices of a `vmap` one mask."""
+    found = []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(internals.functorch_stack() is not None)
+        return x.sum()
+
+    vmap(function)(torch.ones(2, 2))
+    grad(function)(torch.ones(2))
+    assert internals.functorch_stack() is None
+    assert found == [True, True]
+
+
+def test_without_dispatch_modes() -> None:
+    """Without it a rate that is set under a fake-tensor mode is fake, and selective checkpoints see random states."""
+    with Watching() as watching, internals.without_dispatch_modes():
+        torch.ones(2).mul(2)
+    assert watching.seen == []
+
+
+def test_without_functorch() -> None:
+    """Without it the random state can't be read inside of a `vmap`."""
+
+    def function(x: Tensor) -> Tensor:
+        with internals.without_functorch():
+            torch.rand(1)
+        with pytest.raises(RuntimeError, match="randomness error mode"):
+            torch.rand(1)
+        return x
+
+    vmap(function, randomness="error")(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
+def test_disable_dynamo() -> None:
+    """Without it the compiler traces into the operations that draw, which read a number from a tensor."""
+    seen = []
+
+    @internals.disable_dynamo
+    def outside(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    torch.compile(lambda x: outside(x) * 2, backend="eager")(torch.ones(2))
+    assert seen == [False]
+    torch.compiler.reset()
+
+
+def test_disable_dynamo_does_not_import_the_compiler() -> None:
+    """Which takes as long as importing PyTorch: the reason why it is not `torch.compiler.disable`."""
+    code = (
+        "import sys; from hookdrop.utils.torch_internals import disable_dynamo;"
+        "disable_dynamo(lambda x: x); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_forward_ad_level() -> None:
+    """Without it forward-mode derivatives of DropBlock and Dropout raise: their fast autograd function has none."""
+    assert internals.forward_ad_level() == -1
+    with forward_ad.dual_level():
+        assert internals.forward_ad_level() == 0
+    assert internals.forward_ad_level() == -1
+
+
+def test_is_proxy_tracing() -> None:
+    """Without it a graph of `make_fx` keeps the number of seeds that its trace happened to draw."""
+    found = []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(internals.is_proxy_tracing())
+        return x * 2
+
+    make_fx(function)(torch.ones(2))
+    with Watching():
+        found.append(internals.is_proxy_tracing())
+    assert found == [True, False]
+
+
+def test_vmap_levels() -> None:
+    """Without it nothing knows whether the slices of a `vmap` want one mask or one each."""
+    found = []
+
+    def function(x: Tensor) -> Tensor:
+        found.extend((level.randomness(), level.batch_size()) for level in internals.vmap_levels())
+        return x.sum()
+
+    vmap(vmap(grad(function), randomness="same"), randomness="different")(torch.ones(2, 3, 4))
+    assert found == [("different", 2), ("same", 3)]
+    assert internals.vmap_levels() == []
+
+
+def test_mark_vmap_slices() -> None:
+    """Without it an input that all slices of a `vmap` share gets one mask, though each slice wants its own."""
+
+    def function(shared: Tensor, _: Tensor) -> Tensor:
+        (level,) = internals.vmap_levels()
+        return shared + internals.mark_vmap_slices(torch.arange(3.0), level.level())
+
+    y = vmap(function, in_dims=(None, 0), randomness="different")(torch.zeros(()), torch.ones(3))
+    assert y.tolist() == [0.0, 1.0, 2.0]
+
+
+# --- the backward pass
+
+
+def test_graph_task() -> None:
+    """Without it a checkpoint's second forward in the backward pass is taken for a new one, at the rate of now."""
+    assert internals.graph_task() == -1
+    assert in_a_backward(internals.graph_task) != [-1]
+
+
+def test_sequence_number() -> None:
+    """Without it two forwards from one random state are not told apart when a checkpoint runs one again."""
+    before = internals.sequence_number()
+    y = torch.ones(2, requires_grad=True) * 2
+    assert y.grad_fn is not None
+    assert y.grad_fn._sequence_nr() == before
+    assert internals.sequence_number() == before + 1
+
+
+def test_current_node() -> None:
+    """Without it the same: it is the node whose backward runs the forward again."""
+    found = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            found.append((internals.current_node().name(), internals.current_node()._sequence_nr()))
+            return grad
+
+    before = internals.sequence_number()
+    Look.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert found == [("LookBackward", before)]
+
+
+def test_saved_tensors_hooks() -> None:
+    """Without it every training forward counts as one of an activation checkpoint, and has its rate noted."""
+    if internals.saved_tensors_hooks is None:
+        assert torch.__version__ < (2, 8), "it is there since PyTorch 2.8"
+        return
+    found = []
+    layer = nn.Linear(2, 2)
+
+    def function(x: Tensor) -> Tensor:
+        found.append(internals.saved_tensors_hooks(True) is not None)  # type: ignore[misc]
+        return layer(x)
+
+    function(torch.ones(2))
+    checkpoint(function, torch.ones(2), use_reentrant=False)
+    assert found == [False, True]
