@@ -266,7 +266,7 @@ class FastaiOptimizer:
 
     def step(self) -> None:
         for parameter in self.parameters:
-            parameter.data.add_(parameter.grad, alpha=-1e-3)
+            parameter.data.mul_(0.999).add_(parameter.grad, alpha=-1e-6)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:

@@ -239,13 +239,17 @@ class TestTheCheckNotices:
     def test_a_hook_that_works_in_eval(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(SiteHook, "is_on", lambda hook, module, value: setattr(hook, "fired", True) or True)
+        def always(hook: SiteHook, module: nn.Module, value: object) -> object:
+            hook.called = True
+            return hook.edit(module, value, hook.regularizer.regularize)
+
+        monkeypatch.setattr(SiteHook, "_call", always)
         assert failure(checked()) == ("inject", "eval output differs with hooks")
 
     def test_a_hook_that_does_not_fire(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(SiteHook, "is_on", lambda hook, module, value: False)
+        monkeypatch.setattr(SiteHook, "_call", lambda hook, module, value: None)
         assert failure(checked()) == ("inject", "8 sites did not fire")
 
     def test_an_injection_that_draws_random_numbers(
@@ -274,16 +278,16 @@ class TestTheCheckNotices:
     ) -> None:
         monkeypatch.setattr(
             hookdrop.DropBlock,
-            "regularize",
-            lambda self, x: hookdrop.functional.drop_block(x, self.p * factor, self.block_size),
+            "regularize_at",
+            lambda self, x, rate: hookdrop.functional.drop_block(x, rate * factor, self.block_size),
         )
         step, error = failure(checked())
         assert step == "train"
         assert error.startswith("DropBlock dropped")
 
     def test_a_graph_that_is_cut(self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-        changed = SiteHook.regularize
-        monkeypatch.setattr(SiteHook, "regularize", lambda hook, x: changed(hook, x).detach())
+        changed = SiteHook.apply
+        monkeypatch.setattr(SiteHook, "apply", lambda hook, x, rate: changed(hook, x, rate).detach())
         step, error = failure(checked())
         assert step == "train"
         assert error.startswith("gradients of other parameters")
