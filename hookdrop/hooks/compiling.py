@@ -26,27 +26,21 @@ is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since P
 """Whether `torch.export` is at work."""
 
 
-class OutsideOfGraphs(dict[str, Callable[..., Any]]):
-    """Functions that compiled code leaves its graph for, by the reason, which PyTorch shows under `fullgraph=True`."""
+outside_of_graphs: dict[str, Callable[..., Any]] = {}
+"""Functions that compiled code leaves its graph for, by the reason, which PyTorch shows under `fullgraph=True`."""
 
-    def __init__(self) -> None:
-        self._waiting: dict[str, Callable[..., Any]] | None = {}
-        """Those that came before the compiler was imported; None from then on."""
+_waiting: dict[str, Callable[..., Any]] | None = {}
+"""Those that came before the compiler was imported; None from then on."""
 
-    def add(self, reason: str, function: Callable[..., Any]) -> None:
-        """Have `function` under this reason; nothing if there is no reason."""
-        if not reason or reason in self:
-            return
-        if self._waiting is None:
-            self[reason] = _disabled(function, reason)
-        else:
-            self._waiting[reason] = function
 
-    def prepare(self) -> None:
-        """The compiler is imported: from now on functions can be marked for it."""
-        waiting, self._waiting = self._waiting or {}, None
-        for reason, function in waiting.items():
-            self.add(reason, function)
+def keep_outside_of_graphs(function: Callable[..., Any], reason: str) -> None:
+    """Have `function` among `outside_of_graphs` under this reason; nothing if there is no reason."""
+    if not reason or reason in outside_of_graphs:
+        return
+    if _waiting is None:
+        outside_of_graphs[reason] = _disabled(function, reason)
+    else:
+        _waiting[reason] = function
 
 
 def _disabled(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
@@ -55,16 +49,17 @@ def _disabled(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     return disable(function, reason=reason) if known else disable(function)  # type: ignore[no-any-return]
 
 
-outside_of_graphs = OutsideOfGraphs()
 _compiled_before = False
 """Whether code was compiled that does not look at hooks."""
 
 
 def _prepare() -> None:
-    """The compiler is imported: have it look at hooks, also those of like models with and without them."""
-    global _compiled_before
+    """The compiler is imported: have it look at hooks, and mark the functions that it must not trace."""
+    global _compiled_before, _waiting
     _compiled_before = torch_internals.guard_hooks()
-    outside_of_graphs.prepare()
+    waiting, _waiting = _waiting or {}, None
+    for reason, function in waiting.items():
+        keep_outside_of_graphs(function, reason)
     torch.compiler.assume_constant_result(warn_of_export)  # type: ignore[no-untyped-call]
 
 

@@ -78,7 +78,7 @@ class SiteHook:
             rate = Rate(value, value == self.regularizer.neutral)
         self.set_rate(rate, self.state.on, self.state.sampling)
         for reason in (self.graph_break, compiling.OBSERVED):
-            compiling.outside_of_graphs.add(reason, _apply)
+            compiling.keep_outside_of_graphs(_apply, reason)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("called", "trained", "last_shape", "listeners", "train_rate", "eval_rate")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hookdrop.hooks.compiling import outside_of_graphs
+from hookdrop.hooks.compiling import keep_outside_of_graphs, outside_of_graphs
 
 # Where wrappers keep the optimizer whose `step` runs: Accelerate's and Lightning's, timm's Lookahead, PostLocalSGD,
 # fastai's OptimWrapper.
@@ -26,7 +26,7 @@ class Follower:
         self._advance = advance
         self._on_first_step: Callable[[int], None] | None = on_first_step
         """Called with the number of steps that the optimizer knows of, before the first one is counted."""
-        outside_of_graphs.add(_COUNT, _count)
+        keep_outside_of_graphs(_count, _COUNT)
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     @property
