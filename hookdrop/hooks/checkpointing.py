@@ -11,10 +11,11 @@ import math
 import sys
 from functools import cache
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hookdrop.hooks.rate import Rate
 from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import (
     current_node,
@@ -24,9 +25,6 @@ from hookdrop.utils.torch_internals import (
     without_dispatch_modes,
     without_functorch,
 )
-
-if TYPE_CHECKING:
-    from hookdrop.hooks.hook import Rate
 
 Call = tuple[str, bool, int]
 """Site, whether in training mode, and a fingerprint of the random state."""
