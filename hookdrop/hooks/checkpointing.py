@@ -20,6 +20,7 @@ from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import (
     current_node,
     graph_task,
+    number_of,
     saved_tensors_hooks,
     sequence_number,
     without_dispatch_modes,
@@ -100,7 +101,7 @@ class CheckpointedRates:
         node = current_node()
         # A reentrant checkpoint runs inside of its own node, and its forward ran without gradients.
         with_gradients = not node.name().startswith("CheckpointFunction")
-        number = node._sequence_nr()
+        number = number_of(node)
         nearest = min(same_state, key=lambda noted: (noted[1] != with_gradients, _distance(number, *noted[:2])))
         return Known(nearest[2])
 

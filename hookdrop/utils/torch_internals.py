@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import operator
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -97,6 +98,9 @@ sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
 
 current_node: Callable[[], Any] = _C._current_autograd_node
 """The autograd node that is running."""
+
+number_of: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+"""The number of an autograd node."""
 
 saved_tensors_hooks: Callable[[bool], Any] | None = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
 """The innermost hooks on saved tensors, or None if there are none; itself None before PyTorch 2.8."""
