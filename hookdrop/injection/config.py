@@ -17,7 +17,7 @@ from hookdrop.hooks.skip_hook import SkipHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer, as_regularizer
 from hookdrop.schedules import Schedule
-from hookdrop.utils.tensor_tree import TensorKey, is_tensor_key
+from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.validation import number, rate
 
 VERSION = 1
@@ -94,10 +94,11 @@ def read_config(config: Any, allow: Allowed) -> Configured:
     if not isinstance(config, Mapping) or type(config.get("version")) is not int or config["version"] != VERSION:
         raise StateError(f"this is not a config of an injection (version {VERSION}): {_brief(config)}")
     _must_have(config, "", _KEYS)
-    name, at, sites = config["name"], config["at"], config["sites"]
+    name, at, tensor, sites = config["name"], config["at"], config["tensor"], config["sites"]
     _must_be(isinstance(name, str) and name and "/" not in name, "name", "a text without '/'", name)
     _must_be(at in ("output", "input"), "at", "'output' or 'input'", at)
-    _must_be(is_tensor_key(config["tensor"]), "tensor", "an index, a key, 'all' or None", config["tensor"])
+    fits = isinstance(tensor, TensorKey) and not isinstance(tensor, bool)
+    _must_be(fits, "tensor", "an index, a key, 'all' or None", tensor)
     _must_be(isinstance(sites, list | tuple) and sites, "sites", "a list of at least one site", sites)
     schedule = _schedule_of(config["schedule"], "schedule", allow)
     constant = isinstance(schedule, schedules.ConstantSchedule) and schedule.value == 1.0
@@ -106,7 +107,7 @@ def read_config(config: Any, allow: Allowed) -> Configured:
     twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if twice is not None:
         raise StateError(f"the config has a site twice: {twice!r}.")
-    return Configured(name, config["tensor"], None if constant else schedule, read)
+    return Configured(name, tensor, None if constant else schedule, read)
 
 
 def _site_of(config: Any, path: str, at: str, allow: Allowed) -> ConfiguredSite:

@@ -17,12 +17,13 @@ from torch import nn
 from hookdrop.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted
-from hookdrop.utils.wrappers import SEGMENTS, attribute_of, unwrapped
+from hookdrop.utils.wrappers import SEGMENTS, attribute_of
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate
 Entries: TypeAlias = Entry | Iterable[Entry]
 _Visit: TypeAlias = tuple[str, tuple[str, ...], nn.Module, tuple[int, ...], tuple[nn.Module, ...]]
+_SEE_ALL = '  see all:      print(hookdrop.plan(model, layers="**"))'
 
 
 @dataclass
@@ -44,6 +45,9 @@ class Layer:
 class Selection:
     """The chosen layers in `named_modules()` order, and what each entry matched."""
 
+    root: nn.Module
+    """The model without its wrappers."""
+    entries: list[Entry]
     layers: list[Layer]
     counts: dict[str, int]
     chosen_by: dict[str, list[int]]
@@ -107,28 +111,33 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
     everything = walk(model)
     wanted, unwanted = as_entries(layers, "layers"), as_entries(() if exclude is None else exclude, "exclude")
     if not wanted:
-        raise LayerError("`layers` is empty: nothing would be regularized.\n" + _see_all())
+        raise LayerError("`layers` is empty: nothing would be regularized.\n" + _SEE_ALL)
     chosen_by: dict[str, list[int]] = {}
     exact: set[str] = set()
     counts: dict[str, int] = {}
     for index, entry in enumerate(wanted):
-        found, is_exact = _matches(everything, entry, "layers", model)
+        found, is_exact = _matches(everything, entry, "layers")
         # A module is known by its name; its class would be that of others too.
         text = repr(found[0].name) if isinstance(entry, nn.Module) else entry_text(entry)
         counts[text] = len(found)
-        exact |= {layer.name for layer in found if is_exact}
         for layer in found:
             chosen_by.setdefault(layer.name, []).append(index)
-    taken = [{layer.name for layer in _matches(everything, entry, "exclude", model)[0]} for entry in unwanted]
-    excluded = set().union(*taken)
+            if is_exact:
+                exact.add(layer.name)
+    excluded: set[str] = set()
+    unmatched: list[Entry] = []
+    for entry in unwanted:
+        names = {layer.name for layer in _matches(everything, entry, "exclude")[0]}
+        excluded |= names
+        if names.isdisjoint(chosen_by):
+            unmatched.append(entry)
     left = [layer for layer in everything if layer.name in chosen_by and layer.name not in excluded]
     if not left:
         raise LayerError(
             f"all {len(chosen_by)} layers that `layers` names are in `exclude` too: nothing is left.\n"
-            f"  layers:  {_texts(wanted)}\n  exclude: {_texts(unwanted)}"
+            f"  layers:  {', '.join(map(entry_text, wanted))}\n  exclude: {', '.join(map(entry_text, unwanted))}"
         )
-    unmatched = [entry for entry, names in zip(unwanted, taken, strict=True) if names.isdisjoint(chosen_by)]
-    return Selection(left, counts, chosen_by, exact, unmatched)
+    return Selection(everything[0].module, wanted, left, counts, chosen_by, exact, unmatched)
 
 
 def match_names(names: dict[str, Layer], pattern: Entry) -> list[str]:
@@ -168,10 +177,10 @@ def entry_text(entry: Entry) -> str:
     return f"<{type(entry).__name__}>" if isinstance(entry, nn.Module) else getattr(entry, "__name__", repr(entry))
 
 
-def _matches(everything: list[Layer], entry: Entry, what: str, model: nn.Module) -> tuple[list[Layer], bool]:
+def _matches(everything: list[Layer], entry: Entry, what: str) -> tuple[list[Layer], bool]:
     found, exact = _find(everything, entry)
     if not found:
-        raise LayerError(_nothing_found(everything, entry, what, type(unwrapped(model)).__name__))
+        raise LayerError(_nothing_found(everything, entry, what))
     return found, exact
 
 
@@ -208,22 +217,20 @@ def _glob_matches(pattern: str, layer: Layer) -> bool:
     ) and bool(layer.name)
 
 
-def _nothing_found(everything: list[Layer], entry: Entry, what: str, model: str) -> str:
+def _nothing_found(everything: list[Layer], entry: Entry, what: str) -> str:
+    model, there = type(everything[0].module).__name__, ""
     if isinstance(entry, str):
-        near = "\n".join(f"  {line}" for line in _suggestions(everything, entry))
-        return (
-            f"`{what}` names a module that {model} does not have.\n  asked for:    {entry!r}\n{near}"
-            f"{chr(10) if near else ''}{_see_all()}"
-        )
-    kind = {True: "a class", False: "an entry"}[isinstance(entry, type)]
+        near = "".join(f"  {line}\n" for line in _suggestions(everything, entry))
+        return f"`{what}` names a module that {model} does not have.\n  asked for:    {entry!r}\n{near}{_SEE_ALL}"
     if isinstance(entry, nn.Module):
         found = type(entry).__name__
-        return f"`{what}` has a {found} in it that is not part of this {model} (of a copy of it?).\n{_see_all()}"
-    classes = sorted({type(layer.module).__name__ for layer in everything})
-    there = f"  there are:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
+        return f"`{what}` has a {found} in it that is not part of this {model} (of a copy of it?).\n{_SEE_ALL}"
+    if isinstance(entry, type):
+        classes = sorted({type(layer.module).__name__ for layer in everything})
+        there = f"  there are:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
     return (
-        f"`{what}` has {kind} in it that matches no module of {model}.\n  asked for:    {entry_text(entry)}\n"
-        f"{there if isinstance(entry, type) else ''}{_see_all()}"
+        f"`{what}` has {'a class' if there else 'an entry'} in it that matches no module of {model}.\n"
+        f"  asked for:    {entry_text(entry)}\n{there}{_SEE_ALL}"
     )
 
 
@@ -259,14 +266,6 @@ def _respelt(text: str, names: list[str]) -> Iterator[str]:
                 if candidate != text and any(map(glob_expression(pattern).fullmatch, names)):
                     yield pattern
                     break
-
-
-def _see_all() -> str:
-    return '  see all:      print(hookdrop.plan(model, layers="**"))'
-
-
-def _texts(entries: list[Entry]) -> str:
-    return ", ".join(map(entry_text, entries))
 
 
 def _join(prefix: str, name: str) -> str:

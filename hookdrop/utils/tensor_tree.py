@@ -20,11 +20,6 @@ TensorKey = int | str | None
 Change = Callable[[Tensor], Tensor]
 
 
-def is_tensor_key(value: object) -> bool:
-    """Whether `value` is a `TensorKey`."""
-    return isinstance(value, int | str | None) and not isinstance(value, bool)
-
-
 def fits(value: object) -> bool:
     """Whether `value` is what a regularizer works on: a floating-point tensor that is not 0-d."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
