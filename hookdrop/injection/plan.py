@@ -159,7 +159,7 @@ class Plan:
                 raise InjectionError(f"{site.name!r} was replaced since the plan was made: plan again.")
 
     def _place(self, state: InjectionState) -> list[SiteHook]:
-        hooks = [_hook(site, self.tensor, state) for site in self.sites]
+        hooks = [_make_hook(site, self.tensor, state) for site in self.sites]
         try:
             for site, hook in zip(self.sites, hooks, strict=True):
                 hook.place(site.module)
@@ -188,15 +188,6 @@ class Plan:
         replaced = []
         if self.on_existing == "replace":
             replaced = [old for old in present if old._state in in_the_way or old.name == self.name]
-            self._warn_of_lost(replaced)
-        if self.name in {old.name for old in present if old not in replaced}:
-            raise InjectionError(
-                f"this model has an injection named {self.name!r} already.\n"
-                f"  give this one a name: inject(..., name={_free_name(self.name, present)!r})"
-            )
-        return replaced
-
-    def _warn_of_lost(self, replaced: list[Injection]) -> None:
         sites = {site.name for site in self.sites}
         for old in replaced:
             lost = [site.name for site in old.sites if site.name not in sites]
@@ -205,6 +196,12 @@ class Plan:
                     f"replacing {old.name!r} takes it off {counted(len(lost), 'site')} that the new one does not have: "
                     f"{some(lost)}."
                 )
+        if self.name in {old.name for old in present if old not in replaced}:
+            raise InjectionError(
+                f"this model has an injection named {self.name!r} already.\n"
+                f"  give this one a name: inject(..., name={_free_name(self.name, present)!r})"
+            )
+        return replaced
 
     @property
     def at(self) -> str:
@@ -213,21 +210,14 @@ class Plan:
         return all_at.pop() if len(all_at) == 1 else "mixed"
 
     def _rows(self) -> list[tuple[Any, ...]]:
-        return [
-            (
-                (s.name or "(the model)") + (", its skip" if s.at == "skip" else ""),
-                s.type,
-                shape_text(s.shape),
-                s.reading,
-                s.calls,
-                s.p,
-                s.regularizer or "",
-            )
-            for s in self.sites
-        ]
+        rows = []
+        for s in self.sites:
+            name = (s.name or "(the model)") + (", its skip" if s.at == "skip" else "")
+            rows.append((name, s.type, shape_text(s.shape), s.reading, s.calls, s.p, s.regularizer or ""))
+        return rows
 
     def _title(self) -> str:
-        where = ", at the input" if {site.at for site in self.sites} == {"input"} else ""
+        where = ", at the input" if self.at == "input" else ""
         schedule = f", {self.schedule}" if self.schedule is not None else ""
         return f"{counted(len(self.sites), 'site')} of {type(self.root).__name__}{where}{schedule}"
 
@@ -243,13 +233,13 @@ class Plan:
         return html_table(_HEADER, self._rows(), "\n".join([self._title(), *self.warnings]))
 
 
-def _hook(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> SiteHook:
+def _make_hook(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> SiteHook:
     assert site.regularizer is not None
     # It has been seen to pickle, as it must; a deep copy takes ten times as long.
-    own = pickle.loads(pickle.dumps(site.regularizer))
+    settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     if site.at == "skip":
-        return SkipHook(site.name, own, site.p_scale, tensor, state, site.branch)
-    return (InputHook if site.at == "input" else SiteHook)(site.name, own, site.p_scale, tensor, state)
+        return SkipHook(*settings, site.branch)
+    return InputHook(*settings) if site.at == "input" else SiteHook(*settings)
 
 
 def _free_name(name: str, present: Injections) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hookdrop.errors import InjectionError, LayerError
-from hookdrop.injection.select import Entries, Layer, Selection, as_entries, entry_text, match_names, select
+from hookdrop.injection.select import Entries, Layer, Selection, as_entries, entry_text, matches, select
 from hookdrop.regularizers import Regularizer, as_regularizer, must_pickle, parse
 from hookdrop.schedules import Schedule
 from hookdrop.utils.tables import counted, some
@@ -199,7 +199,7 @@ def factors(layers: list[Layer], p_scale: PScale) -> list[float]:
             raise ValueError("p_scale='depth_from_zero' gives its one site the factor 0; use 'depth' or leave it out.")
         return [index / (count - 1) for index in range(count)]
     if isinstance(p_scale, Mapping):
-        return _factors_by_pattern({layer.name: layer for layer in layers}, p_scale)
+        return _factors_by_pattern(layers, p_scale)
     if callable(p_scale):
         return [p_scale(layer.name, index, count) for index, layer in enumerate(layers)]
     hint = "\n  one factor for all sites? multiply p by it." if isinstance(p_scale, int | float) else ""
@@ -209,14 +209,15 @@ def factors(layers: list[Layer], p_scale: PScale) -> list[float]:
     )
 
 
-def _factors_by_pattern(layers: dict[str, Layer], p_scale: Mapping[Any, float]) -> list[float]:
+def _factors_by_pattern(layers: list[Layer], p_scale: Mapping[Any, float]) -> list[float]:
     found: dict[str, tuple[str, float]] = {}
     for pattern, factor in p_scale.items():
-        names = [name for entry in as_entries(pattern, "p_scale") for name in match_names(layers, entry)]
+        names = [layer.name for entry in as_entries(pattern, "p_scale") for layer in matches(layers, entry)[0]]
         if not names:
+            there = ", ".join([repr(layer.name) for layer in layers[:6]]) + (", ..." if len(layers) > 6 else "")
             raise LayerError(
                 f"p_scale has {entry_text(pattern)}, which matches none of the {len(layers)} chosen layers.\n"
-                f"  they are: {', '.join(map(repr, list(layers)[:6]))}{', ...' if len(layers) > 6 else ''}"
+                f"  they are: {there}"
             )
         for name in names:
             if name in found:
@@ -224,7 +225,7 @@ def _factors_by_pattern(layers: dict[str, Layer], p_scale: Mapping[Any, float]) 
                     f"p_scale matches {name!r} twice, by {found[name][0]} and {entry_text(pattern)}: which factor?"
                 )
             found[name] = (entry_text(pattern), factor)
-    return [found[name][1] if name in found else 1.0 for name in layers]
+    return [found[layer.name][1] if layer.name in found else 1.0 for layer in layers]
 
 
 def _scale(sites: list[PlannedSite], scales: list[float]) -> None:

@@ -116,7 +116,7 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
     exact: set[str] = set()
     counts: dict[str, int] = {}
     for index, entry in enumerate(wanted):
-        found, is_exact = _matches(everything, entry, "layers")
+        found, is_exact = _must_match(everything, entry, "layers")
         # A module is known by its name; its class would be that of others too.
         text = repr(found[0].name) if isinstance(entry, nn.Module) else entry_text(entry)
         counts[text] = len(found)
@@ -127,7 +127,7 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
     excluded: set[str] = set()
     unmatched: list[Entry] = []
     for entry in unwanted:
-        names = {layer.name for layer in _matches(everything, entry, "exclude")[0]}
+        names = {layer.name for layer in _must_match(everything, entry, "exclude")[0]}
         excluded |= names
         if names.isdisjoint(chosen_by):
             unmatched.append(entry)
@@ -138,11 +138,6 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
             f"  layers:  {', '.join(map(entry_text, wanted))}\n  exclude: {', '.join(map(entry_text, unwanted))}"
         )
     return Selection(everything[0].module, wanted, left, counts, chosen_by, exact, unmatched)
-
-
-def match_names(names: dict[str, Layer], pattern: Entry) -> list[str]:
-    """Which of these layers `pattern` matches; an exact name wins. Used where a setting goes by pattern."""
-    return [layer.name for layer in _find(list(names.values()), pattern)[0]]
 
 
 def as_entries(entries: Any, what: str) -> list[Entry]:
@@ -177,14 +172,14 @@ def entry_text(entry: Entry) -> str:
     return f"<{type(entry).__name__}>" if isinstance(entry, nn.Module) else getattr(entry, "__name__", repr(entry))
 
 
-def _matches(everything: list[Layer], entry: Entry, what: str) -> tuple[list[Layer], bool]:
-    found, exact = _find(everything, entry)
+def _must_match(everything: list[Layer], entry: Entry, what: str) -> tuple[list[Layer], bool]:
+    found, exact = matches(everything, entry)
     if not found:
         raise LayerError(_nothing_found(everything, entry, what))
     return found, exact
 
 
-def _find(everything: list[Layer], entry: Entry) -> tuple[list[Layer], bool]:
+def matches(everything: list[Layer], entry: Entry) -> tuple[list[Layer], bool]:
     """The layers that `entry` matches, and whether it means just one by its full name."""
     if isinstance(entry, str):
         exact = [layer for layer in everything if entry in layer.aliases] or [
@@ -196,14 +191,12 @@ def _find(everything: list[Layer], entry: Entry) -> tuple[list[Layer], bool]:
     if isinstance(entry, re.Pattern):
         return [layer for layer in everything if any(map(entry.fullmatch, layer.aliases - {""}))], False
     if isinstance(entry, type):
-        return [layer for layer in everything if isinstance(layer.module, entry) or _is_wrapper(layer, entry)], False
+        return [
+            layer for layer in everything if any(isinstance(m, entry) for m in (layer.module, *layer.wrappers))
+        ], False
     if isinstance(entry, nn.Module):
-        return [layer for layer in everything if any(entry is m for m in (layer.module, *layer.wrappers))], True
+        return [layer for layer in everything if any(m is entry for m in (layer.module, *layer.wrappers))], True
     return [layer for layer in everything if layer.name and any(entry(n, layer.module) for n in layer.aliases)], False
-
-
-def _is_wrapper(layer: Layer, cls: type) -> bool:
-    return cls is not nn.Module and any(isinstance(wrapper, cls) for wrapper in layer.wrappers)
 
 
 def _glob_matches(pattern: str, layer: Layer) -> bool:
@@ -238,10 +231,9 @@ def _suggestions(everything: list[Layer], text: str) -> Iterator[str]:
     """What to write instead of a text that matches nothing."""
     names = [layer.name for layer in everything if layer.name]
     deep = f"**.{text}"
-    expression = glob_expression(deep)
-    count = sum(bool(expression.fullmatch(name)) for name in names)
-    if count:
-        yield f"did you mean: {deep!r} ({counted(count, 'module')})"
+    inside = list(filter(glob_expression(deep).fullmatch, names))
+    if inside:
+        yield f"did you mean: {deep!r} ({counted(len(inside), 'module')})"
         return
     of_class = [layer for layer in everything if type(layer.module).__name__ == text]
     if of_class:

@@ -100,7 +100,7 @@ def floating(x: object, owner: str, *, nested: bool = False) -> None:
         raise TypeError(
             f"{owner}: x must be a tensor, got {_brief(x)}.\n  write torch.as_tensor(x, dtype=torch.float32)"
         )
-    instead = None
+    instead = ""
     if x.layout not in (torch.strided, torch.jagged):
         instead = "x.to_dense()"
     elif x.is_nested and not nested:
