@@ -55,16 +55,13 @@ class Injections(tuple[Injection, ...]):
 
     def follow(self, optimizer: Optimizer | None) -> Injections:
         """Step each after each step of `optimizer`, or none after an error."""
-        started: list[Injection] = []
-        try:
+        with ExitStack() as undo:
             for injection in self:
                 new = injection._follower is None
                 injection.follow(optimizer)
-                started += [injection] * new
-        except BaseException:
-            for injection in started:
-                injection.follow(None)
-            raise
+                if new:
+                    undo.callback(injection.follow, None)
+            undo.pop_all()
         return self
 
     def disable(self) -> None:

@@ -45,12 +45,11 @@ def load(
     if strict:
         _same_places(state, hooks, saved)
     targets = dict(zip(saved["sites"], saved["target_p"], strict=True))
-    declared = dict(zip(saved["sites"], saved["declared_p"], strict=True))
     known = [hook for hook in hooks if hook.site in targets]
     if not known:
         raise StateError(f"the state has none of the sites of {state.name!r}: nothing was loaded.")
     new = [(hook, _valid_target(hook, targets[hook.site])) for hook in known]
-    _tell_differences(state, hooks, saved, known, declared)
+    _warn_about_differences(state, hooks, saved, known)
     try:
         with changing():
             for hook, target in new:
@@ -110,18 +109,15 @@ def _valid_target(hook: SiteHook, target: Any) -> float | None:
         raise StateError(f"the state's target_p of {hook.site!r}: {error} Nothing was loaded.") from None
 
 
-def _tell_differences(
-    state: InjectionState,
-    hooks: Sequence[SiteHook],
-    saved: Mapping[str, Any],
-    known: Sequence[SiteHook],
-    declared: Mapping[str, float | None],
+def _warn_about_differences(
+    state: InjectionState, hooks: Sequence[SiteHook], saved: Mapping[str, Any], known: Sequence[SiteHook]
 ) -> None:
     if saved["schedule"] != repr(state.schedule):
         warn(
             f"{state.name!r}: the code's schedule {state.schedule} is used; the state was saved under "
             f"{saved['schedule']}. The step count ({saved['step_count']}) is the state's."
         )
+    declared = dict(zip(saved["sites"], saved["declared_p"], strict=True))
     other = [hook for hook in known if declared[hook.site] != hook.initial_target]
     if other:
         warn(
