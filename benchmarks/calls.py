@@ -92,7 +92,8 @@ def injection() -> Count:
     models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]
     for model in models[:2]:
         inject(model, Dropout(0.1), layers="0")
-    return counted(lambda: inject(models[2], Dropout(0.1), layers="0"))
+    regularizer = Dropout(0.1)
+    return counted(lambda: inject(models[2], regularizer, layers="0"))
 
 
 ACTIONS: dict[str, tuple[Callable[[], Count], int, int | None]] = {

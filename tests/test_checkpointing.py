@@ -310,7 +310,7 @@ class TestRandomStateNotKept:
             patch.setattr(replay, "CAPACITY", 10)
             for _ in range(30):
                 model(torch.ones(2))
-        assert len(hook.state.live.checkpointed.calls) == 10
+        assert len(hook.state.live.checkpointed) == 10
         assert not hook.state.live.checkpointed.complete
 
 
@@ -536,7 +536,7 @@ class TestBeforePyTorch28:
         model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
         drop = inject(model, Dropout(0.3), layers=SITES)
         run(model, x, plain)
-        assert not drop._state.live.checkpointed.calls
+        assert not drop._state.live.checkpointed
 
     @pytest.mark.parametrize("mode", MODES)
     def test_checkpointed_ones_are(self, mode: Forward) -> None:

@@ -67,33 +67,33 @@ def _checkpoint_code() -> CodeType:
     return code
 
 
-class CheckpointedRates:
-    """The rates of calls that a backward pass may repeat; a None among them was a call that dropped nothing."""
+class CheckpointedRates(dict[Call, list[tuple[int, bool, "Rate | None"]]]):
+    """The rates of calls that a backward pass may repeat; a None among them was a call that dropped nothing.
 
-    def __init__(self) -> None:
-        self.calls: dict[Call, list[tuple[int, bool, Rate | None]]] = {}
-        """The next number of an autograd node at the call, whether gradients were on, and the rate."""
-        self.complete = True
-        """Whether no call was forgotten."""
+    A call has the next number of an autograd node, whether gradients were on, and the rate.
+    """
+
+    complete = True
+    """Whether no call was forgotten."""
 
     @property
     def is_certain(self) -> bool:
         """Whether a call without a remembered forward repeats one at another random state."""
         # Before PyTorch 2.8 a checkpoint without a function among the callers (a composable one) is not noticed.
-        return self.complete and (saved_tensors_hooks is not None or bool(self.calls))
+        return self.complete and (saved_tensors_hooks is not None or bool(self))
 
     def note(self, call: Call, rate: Rate | None) -> None:
         """Remember a call; beyond the capacity the oldest is forgotten."""
-        same_state = self.calls.pop(call, [])
+        same_state = self.pop(call, [])
         # Where nothing is drawn, as inside of `disabled`, the next forward finds the same random state.
-        self.calls[call] = [*same_state[1 - SAME_STATE :], (sequence_number(), torch.is_grad_enabled(), rate)]
-        if len(self.calls) > CAPACITY:
-            del self.calls[next(iter(self.calls))]
+        self[call] = [*same_state[1 - SAME_STATE :], (sequence_number(), torch.is_grad_enabled(), rate)]
+        if len(self) > CAPACITY:
+            del self[next(iter(self))]
             self.complete = False
 
     def find(self, call: Call) -> Known | None:
         """The rate of the forward that this call repeats; None if no forward had this random state."""
-        same_state = self.calls.get(call)
+        same_state = self.get(call)
         if same_state is None:
             return None
         if len({rate for _, _, rate in same_state}) == 1:

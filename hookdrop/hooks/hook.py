@@ -121,7 +121,7 @@ class SiteHook:
     def _recompute(self, module: nn.Module, value: Any, rate: Rate | None) -> Any:
         """Drop at the rate of the forward that an activation checkpoint repeats, whatever the rate is by now."""
         checkpointed = self.state.live.checkpointed
-        if not checkpointed.calls and (rate is None or rate.neutral):
+        if not checkpointed and (rate is None or rate.neutral):
             return None
         before = random_state(value)
         known = checkpointed.find((self.site, module.training, before))

@@ -99,12 +99,16 @@ class InjectionState:
     @property
     def multiplier(self) -> float:
         """The schedule's multiplier at the step in force."""
-        return float(self.schedule(self.step))
+        schedule = self.schedule
+        return schedule.value if type(schedule) is ConstantSchedule else float(schedule(self.step))
 
     @property
     def override(self) -> Override | None:
         """The innermost context that switches hooks on or off."""
-        return next((o for o in reversed(self.live.overrides) if o.sampling is not None), None)
+        for override in reversed(self.live.overrides):
+            if override.sampling is not None:
+                return override
+        return None
 
     @property
     def on(self) -> bool:

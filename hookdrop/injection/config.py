@@ -17,7 +17,7 @@ from hookdrop.hooks.skip_hook import SkipHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer, as_regularizer
 from hookdrop.schedules import Schedule
-from hookdrop.utils.tensor_tree import TensorKey, is_tensor_key
+from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.validation import number, rate
 
 VERSION = 1
@@ -28,17 +28,9 @@ Allowed = Sequence[Callable[..., Any]]
 T = TypeVar("T")
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    cls.__name__: cls
-    for cls in (
-        schedules.ConstantSchedule,
-        schedules.LinearSchedule,
-        schedules.CosineSchedule,
-        schedules.ExponentialSchedule,
-        schedules.EarlySchedule,
-        schedules.LateSchedule,
-        schedules.ChainedSchedule,
-        schedules.LambdaSchedule,
-    )
+    name: cls
+    for name, cls in vars(schedules).items()
+    if isinstance(cls, type) and issubclass(cls, Schedule) and not inspect.isabstract(cls)
 }
 
 
@@ -62,7 +54,13 @@ def to_config(state: InjectionState, hooks: Sequence[SiteHook]) -> dict[str, Any
             for hook in hooks
         ],
     }
-    return _as_json(config, state.name)
+    try:
+        return json.loads(json.dumps(config, allow_nan=False))  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        raise StateError(
+            f"{state.name!r} can't be written as a config: {error}.\n"
+            "  a function is code: keep it in code, and save state_dict() instead."
+        ) from None
 
 
 class ConfiguredSite(NamedTuple):
@@ -94,19 +92,16 @@ def read_config(config: Any, allow: Allowed) -> Configured:
     if not isinstance(config, Mapping) or type(config.get("version")) is not int or config["version"] != VERSION:
         raise StateError(f"this is not a config of an injection (version {VERSION}): {_brief(config)}")
     _must_have(config, "", _KEYS)
-    name, at, sites = config["name"], config["at"], config["sites"]
+    name, at, tensor, sites = config["name"], config["at"], config["tensor"], config["sites"]
     _must_be(isinstance(name, str) and name and "/" not in name, "name", "a text without '/'", name)
     _must_be(at in ("output", "input"), "at", "'output' or 'input'", at)
-    _must_be(is_tensor_key(config["tensor"]), "tensor", "an index, a key, 'all' or None", config["tensor"])
+    fits = isinstance(tensor, TensorKey) and not isinstance(tensor, bool)
+    _must_be(fits, "tensor", "an index, a key, 'all' or None", tensor)
     _must_be(isinstance(sites, list | tuple) and sites, "sites", "a list of at least one site", sites)
     schedule = _schedule_of(config["schedule"], "schedule", allow)
     constant = isinstance(schedule, schedules.ConstantSchedule) and schedule.value == 1.0
     read = [_site_of(site, f"sites[{index}]", at, allow) for index, site in enumerate(sites)]
-    names = [site.name for site in read]
-    twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
-    if twice is not None:
-        raise StateError(f"the config has a site twice: {twice!r}.")
-    return Configured(name, config["tensor"], None if constant else schedule, read)
+    return Configured(name, tensor, None if constant else schedule, read)
 
 
 def _site_of(config: Any, path: str, at: str, allow: Allowed) -> ConfiguredSite:
@@ -127,7 +122,8 @@ def _regularizer_of(config: Any, allow: Allowed) -> Regularizer:
     """The regularizer that `to_config` wrote; another class or function than ours must be in `allow`."""
     name, settings = _typed(config)
     if name in REGULARIZERS:
-        return _made(REGULARIZERS[name], {key: _tuples(value) for key, value in settings.items()})
+        tupled = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+        return _made(REGULARIZERS[name], tupled)
     made = _allowed(name, allow, REGULARIZERS)
     if not isinstance(made, type) and settings:
         raise StateError(f"the function {name!r} takes no settings, got {', '.join(settings)}.")
@@ -228,17 +224,6 @@ def _regularizer_config(hook: SiteHook) -> dict[str, Any]:
     return {"type": kind.__name__ if kind in REGULARIZERS.values() else qualified(kind), **settings}
 
 
-def _as_json(config: dict[str, Any], name: str) -> dict[str, Any]:
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(config, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise StateError(
-            f"{name!r} can't be written as a config: {error}.\n"
-            "  a function is code: keep it in code, and save state_dict() instead."
-        ) from None
-    return plain
-
-
 def _typed(config: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(config, Mapping) or not isinstance(config.get("type"), str):
         raise StateError("it must be a mapping with a 'type'.")
@@ -254,7 +239,3 @@ def _allowed(name: str, allow: Allowed, known: Mapping[str, Any]) -> Callable[..
         f"it names {name!r}, which is not hookdrop's{f' (did you mean {near[0]!r}?)' if near else ''}.\n"
         f"  if you trust it: from_config(..., allow=[{name.rpartition('.')[2]}])"
     )
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

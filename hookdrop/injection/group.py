@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -47,49 +47,36 @@ class Injections(tuple[Injection, ...]):
         """Count `n` optimizer steps in each; in none, if one of them follows an optimizer."""
         for injection in self:
             injection._must_not_follow()
-        with self._all_or_none():
-            for injection in self:
-                injection.step(n)
+        self._change_all(lambda injection: injection.step(n))
 
     def seek(self, step: int) -> None:
         """Go to a step in each, or in none after an error."""
-        with self._all_or_none():
-            for injection in self:
-                injection.seek(step)
+        self._change_all(lambda injection: injection.seek(step))
 
     def follow(self, optimizer: Optimizer | None) -> Injections:
         """Step each after each step of `optimizer`, or none after an error."""
-        started: list[Injection] = []
-        try:
+        with ExitStack() as undo:
             for injection in self:
                 new = injection._follower is None
                 injection.follow(optimizer)
-                started += [injection] * new
-        except BaseException:
-            for injection in started:
-                injection.follow(None)
-            raise
+                if new:
+                    undo.callback(injection.follow, None)
+            undo.pop_all()
         return self
 
     def disable(self) -> None:
         """Drop nothing in any until `enable`; the schedules go on."""
-        with self._all_or_none():
-            for injection in self:
-                injection.disable()
+        self._change_all(Injection.disable)
 
     def enable(self) -> None:
         """Drop again in all."""
-        with self._all_or_none():
-            for injection in self:
-                injection.enable()
+        self._change_all(Injection.enable)
 
-    @contextmanager
-    def _all_or_none(self) -> Iterator[None]:
-        """A change of several states that is undone in all if it does not fit in one."""
-        with ExitStack() as stack:
+    def _change_all(self, change: Callable[[Injection], object]) -> None:
+        """Make a change in each, which is undone in all if it does not fit in one."""
+        with self._inside(Injection._changing):
             for injection in self:
-                stack.enter_context(injection._changing())
-            yield
+                change(injection)
 
     def probe(self, x: Any, forwards: int = 3, step: int | None = None) -> dict[str, Measurement]:
         """Probe each as `Injection.probe` does, by name: one after another, while the rates of the others stay."""
@@ -127,30 +114,25 @@ class Injections(tuple[Injection, ...]):
                 f"  only here:          {sorted(set(named) - set(states))}"
                 f"{'' if named else chr(10) + '  nothing is injected here: inject first, then load.'}"
             )
-        before = {name: injection.state_dict() for name, injection in named.items()}
-        try:
+        with self._inside(Injection._changing):  # all or none
             for name, state in states.items():
                 if name in named:
                     named[name].load_state_dict(state, strict)
-        except Exception:
-            for name, state in before.items():
-                named[name].load_state_dict(state)
-            raise
 
-    @contextmanager
-    def disabled(self) -> Iterator[Injections]:
+    def disabled(self) -> AbstractContextManager[Injections]:
         """All off inside."""
-        with ExitStack() as stack:
-            for injection in self:
-                stack.enter_context(injection.disabled())
-            yield self
+        return self._inside(Injection.disabled)
+
+    def sampling(self, p: float | None = None) -> AbstractContextManager[Injections]:
+        """All on inside, in eval mode too."""
+        return self._inside(lambda injection: injection.sampling(p))
 
     @contextmanager
-    def sampling(self, p: float | None = None) -> Iterator[Injections]:
-        """All on inside, in eval mode too."""
+    def _inside(self, context: Callable[[Injection], AbstractContextManager[Any]]) -> Iterator[Injections]:
+        """Inside of a context of each."""
         with ExitStack() as stack:
             for injection in self:
-                stack.enter_context(injection.sampling(p))
+                stack.enter_context(context(injection))
             yield self
 
     @contextmanager

@@ -17,12 +17,13 @@ from torch import nn
 from hookdrop.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted
-from hookdrop.utils.wrappers import SEGMENTS, attribute_of, unwrapped
+from hookdrop.utils.wrappers import SEGMENTS, attribute_of
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate
 Entries: TypeAlias = Entry | Iterable[Entry]
 _Visit: TypeAlias = tuple[str, tuple[str, ...], nn.Module, tuple[int, ...], tuple[nn.Module, ...]]
+_SEE_ALL = '  see all:      print(hookdrop.plan(model, layers="**"))'
 
 
 @dataclass
@@ -44,6 +45,9 @@ class Layer:
 class Selection:
     """The chosen layers in `named_modules()` order, and what each entry matched."""
 
+    root: nn.Module
+    """The model without its wrappers."""
+    entries: list[Entry]
     layers: list[Layer]
     counts: dict[str, int]
     chosen_by: dict[str, list[int]]
@@ -107,33 +111,33 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
     everything = walk(model)
     wanted, unwanted = as_entries(layers, "layers"), as_entries(() if exclude is None else exclude, "exclude")
     if not wanted:
-        raise LayerError("`layers` is empty: nothing would be regularized.\n" + _see_all())
+        raise LayerError("`layers` is empty: nothing would be regularized.\n" + _SEE_ALL)
     chosen_by: dict[str, list[int]] = {}
     exact: set[str] = set()
     counts: dict[str, int] = {}
     for index, entry in enumerate(wanted):
-        found, is_exact = _matches(everything, entry, "layers", model)
+        found, is_exact = _must_match(everything, entry, "layers")
         # A module is known by its name; its class would be that of others too.
         text = repr(found[0].name) if isinstance(entry, nn.Module) else entry_text(entry)
         counts[text] = len(found)
-        exact |= {layer.name for layer in found if is_exact}
         for layer in found:
             chosen_by.setdefault(layer.name, []).append(index)
-    taken = [{layer.name for layer in _matches(everything, entry, "exclude", model)[0]} for entry in unwanted]
-    excluded = set().union(*taken)
+            if is_exact:
+                exact.add(layer.name)
+    excluded: set[str] = set()
+    unmatched: list[Entry] = []
+    for entry in unwanted:
+        names = {layer.name for layer in _must_match(everything, entry, "exclude")[0]}
+        excluded |= names
+        if names.isdisjoint(chosen_by):
+            unmatched.append(entry)
     left = [layer for layer in everything if layer.name in chosen_by and layer.name not in excluded]
     if not left:
         raise LayerError(
             f"all {len(chosen_by)} layers that `layers` names are in `exclude` too: nothing is left.\n"
-            f"  layers:  {_texts(wanted)}\n  exclude: {_texts(unwanted)}"
+            f"  layers:  {', '.join(map(entry_text, wanted))}\n  exclude: {', '.join(map(entry_text, unwanted))}"
         )
-    unmatched = [entry for entry, names in zip(unwanted, taken, strict=True) if names.isdisjoint(chosen_by)]
-    return Selection(left, counts, chosen_by, exact, unmatched)
-
-
-def match_names(names: dict[str, Layer], pattern: Entry) -> list[str]:
-    """Which of these layers `pattern` matches; an exact name wins. Used where a setting goes by pattern."""
-    return [layer.name for layer in _find(list(names.values()), pattern)[0]]
+    return Selection(everything[0].module, wanted, left, counts, chosen_by, exact, unmatched)
 
 
 def as_entries(entries: Any, what: str) -> list[Entry]:
@@ -168,14 +172,14 @@ def entry_text(entry: Entry) -> str:
     return f"<{type(entry).__name__}>" if isinstance(entry, nn.Module) else getattr(entry, "__name__", repr(entry))
 
 
-def _matches(everything: list[Layer], entry: Entry, what: str, model: nn.Module) -> tuple[list[Layer], bool]:
-    found, exact = _find(everything, entry)
+def _must_match(everything: list[Layer], entry: Entry, what: str) -> tuple[list[Layer], bool]:
+    found, exact = matches(everything, entry)
     if not found:
-        raise LayerError(_nothing_found(everything, entry, what, type(unwrapped(model)).__name__))
+        raise LayerError(_nothing_found(everything, entry, what))
     return found, exact
 
 
-def _find(everything: list[Layer], entry: Entry) -> tuple[list[Layer], bool]:
+def matches(everything: list[Layer], entry: Entry) -> tuple[list[Layer], bool]:
     """The layers that `entry` matches, and whether it means just one by its full name."""
     if isinstance(entry, str):
         exact = [layer for layer in everything if entry in layer.aliases] or [
@@ -187,14 +191,12 @@ def _find(everything: list[Layer], entry: Entry) -> tuple[list[Layer], bool]:
     if isinstance(entry, re.Pattern):
         return [layer for layer in everything if any(map(entry.fullmatch, layer.aliases - {""}))], False
     if isinstance(entry, type):
-        return [layer for layer in everything if isinstance(layer.module, entry) or _is_wrapper(layer, entry)], False
+        return [
+            layer for layer in everything if any(isinstance(m, entry) for m in (layer.module, *layer.wrappers))
+        ], False
     if isinstance(entry, nn.Module):
-        return [layer for layer in everything if any(entry is m for m in (layer.module, *layer.wrappers))], True
+        return [layer for layer in everything if any(m is entry for m in (layer.module, *layer.wrappers))], True
     return [layer for layer in everything if layer.name and any(entry(n, layer.module) for n in layer.aliases)], False
-
-
-def _is_wrapper(layer: Layer, cls: type) -> bool:
-    return cls is not nn.Module and any(isinstance(wrapper, cls) for wrapper in layer.wrappers)
 
 
 def _glob_matches(pattern: str, layer: Layer) -> bool:
@@ -208,22 +210,20 @@ def _glob_matches(pattern: str, layer: Layer) -> bool:
     ) and bool(layer.name)
 
 
-def _nothing_found(everything: list[Layer], entry: Entry, what: str, model: str) -> str:
+def _nothing_found(everything: list[Layer], entry: Entry, what: str) -> str:
+    model, there = type(everything[0].module).__name__, ""
     if isinstance(entry, str):
-        near = "\n".join(f"  {line}" for line in _suggestions(everything, entry))
-        return (
-            f"`{what}` names a module that {model} does not have.\n  asked for:    {entry!r}\n{near}"
-            f"{chr(10) if near else ''}{_see_all()}"
-        )
-    kind = {True: "a class", False: "an entry"}[isinstance(entry, type)]
+        near = "".join(f"  {line}\n" for line in _suggestions(everything, entry))
+        return f"`{what}` names a module that {model} does not have.\n  asked for:    {entry!r}\n{near}{_SEE_ALL}"
     if isinstance(entry, nn.Module):
         found = type(entry).__name__
-        return f"`{what}` has a {found} in it that is not part of this {model} (of a copy of it?).\n{_see_all()}"
-    classes = sorted({type(layer.module).__name__ for layer in everything})
-    there = f"  there are:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
+        return f"`{what}` has a {found} in it that is not part of this {model} (of a copy of it?).\n{_SEE_ALL}"
+    if isinstance(entry, type):
+        classes = sorted({type(layer.module).__name__ for layer in everything})
+        there = f"  there are:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
     return (
-        f"`{what}` has {kind} in it that matches no module of {model}.\n  asked for:    {entry_text(entry)}\n"
-        f"{there if isinstance(entry, type) else ''}{_see_all()}"
+        f"`{what}` has {'a class' if there else 'an entry'} in it that matches no module of {model}.\n"
+        f"  asked for:    {entry_text(entry)}\n{there}{_SEE_ALL}"
     )
 
 
@@ -231,10 +231,9 @@ def _suggestions(everything: list[Layer], text: str) -> Iterator[str]:
     """What to write instead of a text that matches nothing."""
     names = [layer.name for layer in everything if layer.name]
     deep = f"**.{text}"
-    expression = glob_expression(deep)
-    count = sum(bool(expression.fullmatch(name)) for name in names)
-    if count:
-        yield f"did you mean: {deep!r} ({counted(count, 'module')})"
+    inside = list(filter(glob_expression(deep).fullmatch, names))
+    if inside:
+        yield f"did you mean: {deep!r} ({counted(len(inside), 'module')})"
         return
     of_class = [layer for layer in everything if type(layer.module).__name__ == text]
     if of_class:
@@ -259,14 +258,6 @@ def _respelt(text: str, names: list[str]) -> Iterator[str]:
                 if candidate != text and any(map(glob_expression(pattern).fullmatch, names)):
                     yield pattern
                     break
-
-
-def _see_all() -> str:
-    return '  see all:      print(hookdrop.plan(model, layers="**"))'
-
-
-def _texts(entries: list[Entry]) -> str:
-    return ", ".join(map(entry_text, entries))
 
 
 def _join(prefix: str, name: str) -> str:

@@ -45,12 +45,11 @@ def load(
     if strict:
         _same_places(state, hooks, saved)
     targets = dict(zip(saved["sites"], saved["target_p"], strict=True))
-    declared = dict(zip(saved["sites"], saved["declared_p"], strict=True))
     known = [hook for hook in hooks if hook.site in targets]
     if not known:
         raise StateError(f"the state has none of the sites of {state.name!r}: nothing was loaded.")
     new = [(hook, _valid_target(hook, targets[hook.site])) for hook in known]
-    _tell_differences(state, hooks, saved, known, declared)
+    _warn_about_differences(state, hooks, saved, known)
     try:
         with changing():
             for hook, target in new:
@@ -61,8 +60,8 @@ def load(
 
 
 def _checked(saved: Mapping[str, Any]) -> tuple[int, bool]:
-    if not isinstance(saved, Mapping) or any(key not in saved for key in _KEYS):
-        missing = [key for key in _KEYS if not isinstance(saved, Mapping) or key not in saved]
+    missing = [key for key in _KEYS if not isinstance(saved, Mapping) or key not in saved]
+    if missing:
         raise StateError(
             f"this is not the state of an injection: it lacks {', '.join(missing)}; nothing was loaded.\n"
             "  find(model).state_dict() has a state for each name: load it with find(model).load_state_dict."
@@ -71,9 +70,10 @@ def _checked(saved: Mapping[str, Any]) -> tuple[int, bool]:
         raise StateError(
             f"the state has version {saved['version']!r}, this hookdrop reads {VERSION}; nothing was loaded."
         )
-    if not all(isinstance(saved[key], list | tuple) for key in ("sites", "target_p", "declared_p")):
+    lists = [saved[key] for key in ("sites", "target_p", "declared_p")]
+    if not all(isinstance(each, list | tuple) for each in lists):
         raise StateError("the state's sites and target_p are not lists; nothing was loaded.")
-    if not len(saved["sites"]) == len(saved["target_p"]) == len(saved["declared_p"]):
+    if len(set(map(len, lists))) > 1:
         raise StateError("the state's sites and target_p differ in length; nothing was loaded.")
     if not isinstance(saved["enabled"], bool):
         raise StateError(f"the state's enabled is {saved['enabled']!r}, not a bool; nothing was loaded.")
@@ -99,9 +99,9 @@ def _same_places(state: InjectionState, hooks: Sequence[SiteHook], saved: Mappin
 
 
 def _valid_target(hook: SiteHook, target: Any) -> float | None:
+    if hook.target is None and target is None:
+        return None
     if hook.target is None:
-        if target is None:
-            return None
         raise StateError(f"the state has a rate of {target} for {hook.site!r}, which has none; nothing was loaded.")
     try:
         return hook.regularizer.valid_rate(target)
@@ -109,18 +109,15 @@ def _valid_target(hook: SiteHook, target: Any) -> float | None:
         raise StateError(f"the state's target_p of {hook.site!r}: {error} Nothing was loaded.") from None
 
 
-def _tell_differences(
-    state: InjectionState,
-    hooks: Sequence[SiteHook],
-    saved: Mapping[str, Any],
-    known: Sequence[SiteHook],
-    declared: Mapping[str, float | None],
+def _warn_about_differences(
+    state: InjectionState, hooks: Sequence[SiteHook], saved: Mapping[str, Any], known: Sequence[SiteHook]
 ) -> None:
     if saved["schedule"] != repr(state.schedule):
         warn(
             f"{state.name!r}: the code's schedule {state.schedule} is used; the state was saved under "
             f"{saved['schedule']}. The step count ({saved['step_count']}) is the state's."
         )
+    declared = dict(zip(saved["sites"], saved["declared_p"], strict=True))
     other = [hook for hook in known if declared[hook.site] != hook.initial_target]
     if other:
         warn(

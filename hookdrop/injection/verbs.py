@@ -15,12 +15,11 @@ from hookdrop.injection.config import Allowed, Configured, ConfiguredSite, read_
 from hookdrop.injection.group import Injections, find
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan, make_plan
-from hookdrop.injection.resolve import Regularizers, resolve
-from hookdrop.injection.scale import PScale
+from hookdrop.injection.resolve import PScale, Regularizers, resolve
 from hookdrop.injection.select import Entries, Layer, layers_by_name, select
 from hookdrop.regularizers import Regularizer
 from hookdrop.schedules import Schedule
-from hookdrop.utils.tensor_tree import TensorKey, is_tensor_key
+from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.validation import one_of
 
 __all__ = ["Injections", "eject", "find", "from_config", "inject", "plan", "without_hooks"]
@@ -134,7 +133,7 @@ def plan(
         if isinstance(model, Regularizer):
             raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
         one_of(at, "at", "inject", ("output", "input"))
-        if not is_tensor_key(tensor):
+        if isinstance(tensor, bool) or not isinstance(tensor, TensorKey):
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {tensor!r}.")
         resolved = resolve(model, regularizer, layers, exclude, schedule, p_scale, at)
         return make_plan(

@@ -10,7 +10,7 @@ from torch import nn
 
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.scale import PScale, factors
+from hookdrop.injection.resolve import PScale, factors
 from hookdrop.injection.select import walk
 from hookdrop.recipes.branches import blocks, skipped_layers
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from types import TracebackType
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -21,10 +20,8 @@ class Within(Generic[T]):
     def __enter__(self) -> T:
         return self._inner.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._inner.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._inner.__exit__(*error)
 
     def __getitem__(self, key: object) -> NoReturn:
         raise TypeError(self._text())

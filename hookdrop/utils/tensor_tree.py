@@ -20,11 +20,6 @@ TensorKey = int | str | None
 Change = Callable[[Tensor], Tensor]
 
 
-def is_tensor_key(value: object) -> bool:
-    """Whether `value` is a `TensorKey`."""
-    return isinstance(value, int | str | None) and not isinstance(value, bool)
-
-
 def fits(value: object) -> bool:
     """Whether `value` is what a regularizer works on: a floating-point tensor that is not 0-d."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
@@ -43,10 +38,8 @@ def change(value: Any, which: TensorKey, fn: Change) -> Any:
     """
     if isinstance(value, Tensor) and which in (None, "all") and fits(value):
         return fn(value)
-    if which == "all":
-        paths = [path for path, leaf in _leaves(value) if fits(leaf)]
-    elif which is None:
-        paths = [path for path, leaf in _leaves(value) if fits(leaf)][:1]
+    if which in (None, "all"):
+        paths = [path for path, leaf in _leaves(value) if fits(leaf)][: 1 if which is None else None]
     else:
         paths = [(_own_key(value, which),)]
     if not paths:
@@ -57,11 +50,7 @@ def change(value: Any, which: TensorKey, fn: Change) -> Any:
 
 
 def change_arguments(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    which: TensorKey,
-    fn: Change,
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], which: TensorKey, fn: Change
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`change` for the arguments of a call of `module`, taken in the order of its signature."""
     if len(args) == 1 and not kwargs and which is None and fits(args[0]):
@@ -69,7 +58,8 @@ def change_arguments(
     names = _forward_names(module)
     positional = [names[i] if i < len(names) else f"*{i}" for i in range(len(args))]
     bound = dict(zip(positional, args, strict=True))
-    bound |= {name: kwargs[name] for name in sorted(kwargs, key=_order(names))}
+    in_order = sorted(kwargs, key=lambda name: names.index(name) if name in names else len(names))
+    bound |= {name: kwargs[name] for name in in_order}
     changed = change(bound, which, fn)
     return tuple(changed[name] for name in positional), {name: changed[name] for name in kwargs}
 
@@ -89,12 +79,8 @@ def _forward_names_of(cls: Any) -> tuple[str, ...]:
 
 
 def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    named = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.KEYWORD_ONLY,
-    )
-    return tuple(name for name, p in inspect.signature(function).parameters.items() if p.kind in named)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(name for name, p in inspect.signature(function).parameters.items() if p.kind not in several)
 
 
 def require_same_shape_and_dtype(x: Tensor, y: object) -> Tensor:
@@ -121,10 +107,6 @@ def describe(value: Any) -> str:
 def tensors(value: Any) -> list[Tensor]:
     """Every tensor in `value`, depth first."""
     return [leaf for _, leaf in _leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _order(names: tuple[str, ...]) -> Callable[[str], int]:
-    return lambda name: names.index(name) if name in names else len(names)
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:

@@ -11,6 +11,7 @@ import operator
 import sys
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -38,10 +39,8 @@ is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 """Whether a tensor is a gradient of 0 without memory."""
 
 
-def version_of(x: Tensor) -> int:
-    """How often `x` was written to in place."""
-    return x._version
-
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written to in place."""
 
 # --- who watches or rewrites operations
 

@@ -88,8 +88,9 @@ def count(value: Any, name: str, owner: str, low: int = 1) -> int:
 
 def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) -> Any:
     """`value`, if it is one of `allowed`."""
-    if any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
-        return value
+    for choice in allowed:
+        if type(value) is type(choice) and value == choice:
+            return value
     raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
 
 
@@ -99,7 +100,7 @@ def floating(x: object, owner: str, *, nested: bool = False) -> None:
         raise TypeError(
             f"{owner}: x must be a tensor, got {_brief(x)}.\n  write torch.as_tensor(x, dtype=torch.float32)"
         )
-    instead = None
+    instead = ""
     if x.layout not in (torch.strided, torch.jagged):
         instead = "x.to_dense()"
     elif x.is_nested and not nested:

@@ -8,37 +8,30 @@ from functools import lru_cache
 
 from torch import nn
 
-# Wrapper classes by module, class, and the attribute that holds what they wrap. None is imported for this:
-# where a module was not loaded there can be no instance of its classes.
-_WRAPPERS = (
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
-    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "_fsdp_wrapped_module",
-    ),
-    ("torch.optim.swa_utils", "AveragedModel", "module"),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "CheckpointWrapper",
-        "_checkpoint_wrapped_module",
-    ),
-    ("timm.utils.model_ema", "ModelEmaV2", "module"),
-    ("timm.utils.model_ema", "ModelEmaV3", "module"),
-    ("peft.peft_model", "PeftModel", "base_model"),
-    ("peft.tuners.tuners_utils", "BaseTuner", "model"),
-)
+# The attribute that holds what is wrapped, by the wrapper's class. None of these is imported: where a module was not
+# loaded there can be no instance of its classes.
+_WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "_checkpoint_wrapped_module",
+    "timm.utils.model_ema.ModelEmaV2": "module",
+    "timm.utils.model_ema.ModelEmaV3": "module",
+    "peft.peft_model.PeftModel": "base_model",
+    "peft.tuners.tuners_utils.BaseTuner": "model",
+}
 
-SEGMENTS = {attribute for _, _, attribute in _WRAPPERS}
+SEGMENTS = set(_WRAPPERS.values())
 """The attributes that hold what is wrapped."""
 
 
 def _attribute_of(cls: type) -> str | None:
     """The attribute in which instances of a wrapper class hold what they wrap; None for other classes."""
-    for module_name, class_name, attribute in _WRAPPERS:
-        wrapper = getattr(sys.modules.get(module_name), class_name, None)
+    for name, attribute in _WRAPPERS.items():
+        module, _, class_name = name.rpartition(".")
+        wrapper = getattr(sys.modules.get(module), class_name, None)
         if wrapper is not None and issubclass(cls, wrapper):
             return attribute
     return None
