@@ -522,7 +522,8 @@ class TestTheSkip:
         self.only_skips(model)
         first, second = model.train().layer3[1], model.layer4[1].eval()
         x = torch.rand(2, 512, 4, 4)
-        lent = next(iter(first._forward_pre_hooks.values())).regularize(x)
+        hook = next(iter(first._forward_pre_hooks.values()))
+        lent = hook.apply(x, hook.train_rate)
         assert lent is not x
         seen: list[Tensor] = []
         second.conv1.register_forward_hook(lambda module, args, output: seen.append(args[0]))
@@ -533,7 +534,7 @@ class TestTheSkip:
         self.only_skips(model)
         hook = next(iter(model.layer4[1]._forward_pre_hooks.values()))
         x = torch.rand(2, 512, 4, 4)
-        lent = hook.regularize(x)
+        lent = hook.apply(x, hook.train_rate)
         saved = io.BytesIO()
         torch.save(lent, saved)
         assert saved.tell() < 1.5 * x.numel() * 4
@@ -543,8 +544,8 @@ class TestTheSkip:
         self.only_skips(model)
         hooks = [next(iter(model.get_submodule(name)._forward_pre_hooks.values())) for name in ("layer3.1", "layer4.1")]
         x = torch.rand(2, 512, 4, 4)
-        middle = hooks[0].regularize(x)
-        last = hooks[1].regularize(middle)
+        middle = hooks[0].apply(x, hooks[0].train_rate)
+        last = hooks[1].apply(middle, hooks[1].train_rate)
         assert last._hookdrop_skipped.x is middle
         assert not hasattr(middle, "_hookdrop_skipped")
 
