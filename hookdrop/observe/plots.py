@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookdrop.diagnostics.figures import Block, Row, blank, blocks_figure, spread
+from hookdrop.diagnostics.figures import Rows, blank, blocks_figure, spread
 from hookdrop.diagnostics.recording import Recording
 from hookdrop.errors import LayerError
 from hookdrop.injection.handle import Injection
@@ -58,14 +58,13 @@ def plot_features(
             "  with capture(model, layers) as seen: model(x)   then plot_features(seen)"
         )
     calls: Mapping[str, Any] = {"": [what]} if isinstance(what, Tensor) else what
-    tensors = {name: of_layer[-1] for name, of_layer in calls.items()}
-    shown = {name: x for name, x in tensors.items() if x is not None}
+    shown = {name: of_layer[-1] for name, of_layer in calls.items() if of_layer[-1] is not None}
     if not shown:
         raise LayerError("nothing was captured, so there is nothing to show.")
-    blocks = [
-        Block(", ".join(filter(None, (name, shape_text(x.shape)))), [Row("", x)])
-        for name, x in ((name, shown[name]) for name in spread(list(shown)))
-    ]
+    blocks: dict[str, Rows] = {
+        ", ".join(filter(None, (name, shape_text(shown[name].shape)))): {"": shown[name]}
+        for name in spread(list(shown))
+    }
     return blocks_figure(
         blocks, sample=sample, channels=channels, channel_dim=channel_dim, figure=figure, there_are=len(shown)
     )

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from hookdrop.diagnostics.isolation import uncompiled
 from hookdrop.errors import InjectionError, ShapeError, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.injection.select import Entries, Layer, select
@@ -17,6 +18,27 @@ from hookdrop.utils.tensor_tree import TensorKey, change, describe, tensors
 from hookdrop.utils.torch_internals import functorch_stack
 
 Look = Callable[..., None]
+
+
+class LayerObserver:
+    """One layer under all of its names, and the hooks on its tensors."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.name, self.module = layer.name, layer.module
+        self.names = {layer.name, *layer.aliases, *layer.spellings}
+        self._handles: list[RemovableHandle] = []
+
+    def on_gradient(self, x: Tensor, fn: Callable[[Tensor], None]) -> RemovableHandle:
+        """Call `fn` with the gradient of `x`."""
+        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+        self._handles.append(x.register_hook(fn))  # type: ignore[no-untyped-call]
+        return self._handles[-1]
+
+    def close(self) -> None:
+        """Remove the hooks on tensors."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 class ReadOnlyHook:
@@ -48,7 +70,7 @@ def observed(after: Iterable[tuple[nn.Module, Look]], before: Sequence[tuple[nn.
     With `before`, the `look` after a forward that raised is called too, with None as the output. Compiled code runs
     uncompiled inside: it would skip hooks that it was not compiled with, or compile again for each call.
     """
-    with torch.compiler.set_stance("force_eager"), ExitStack() as handles:
+    with uncompiled(), ExitStack() as handles:
         for module, look in after:
             handles.enter_context(module.register_forward_hook(ReadOnlyHook(look), always_call=bool(before)))
         for module, look in before:
@@ -70,11 +92,7 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def chosen_tensor(value: Any, which: TensorKey, where: str) -> Tensor:
-    """The tensor that `which` names, or the first.
-
-    Raises:
-        ShapeError: there is none.
-    """
+    """The tensor that `which` names, or the first."""
     if which is None:
         first = first_tensor(value)
         if first is None:
