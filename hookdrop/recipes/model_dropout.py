@@ -89,18 +89,11 @@ class DropoutReport:
     """Dropout that `set_dropout` cannot change: a line about the code, and the names of the modules that run it."""
 
     def __str__(self) -> str:
-        rows = self._rows()
-        return "\n".join(
-            [
-                self._title(),
-                *([text_table(_HEADER, rows)] if rows else []),
-                *(
-                    f"out of reach: {what} ({some([name or 'the model' for name in names])})"
-                    for what, names in self.out_of_reach.items()
-                ),
-                "found in the source of forward and of the methods that it calls; other functions are not searched",
-            ]
-        )
+        lines = [self._title(), text_table(_HEADER, self._rows())] if self.rates else [self._title()]
+        for what, names in self.out_of_reach.items():
+            lines.append(f"out of reach: {what} ({some([name or 'the model' for name in names])})")
+        searched = "found in the source of forward and of the methods that it calls; other functions are not searched"
+        return "\n".join([*lines, searched])
 
     def _repr_html_(self) -> str:
         return html_table(_HEADER, self._rows(), "\n".join([self._title(), *self.out_of_reach]))
@@ -170,15 +163,13 @@ def _wanted(found: Sequence[Rate], p: Rates | Mapping[str | re.Pattern[str], Rat
             "set_dropout: the mapping is empty, so no rate would change.\n"
             f"  the rates are: {some([rate.name for rate in found])}\n  all of them:   set_dropout(model, p)"
         )
-    chosen: dict[str, tuple[object, float]] = {}
+    chosen: dict[Rate, tuple[object, float]] = {}
     for pattern, value in p.items():
         for rate in _matching(found, pattern):
-            if rate.name in chosen:
-                raise LayerError(
-                    f"set_dropout: two patterns match {rate.name!r}: {chosen[rate.name][0]!r} and {pattern!r}."
-                )
-            chosen[rate.name] = pattern, _new(rate, value)
-    return [chosen[rate.name][1] if rate.name in chosen else None for rate in found]
+            if rate in chosen:
+                raise LayerError(f"set_dropout: two patterns match {rate.name!r}: {chosen[rate][0]!r} and {pattern!r}.")
+            chosen[rate] = pattern, _new(rate, value)
+    return [chosen[rate][1] if rate in chosen else None for rate in found]
 
 
 def _matching(found: Sequence[Rate], pattern: str | re.Pattern[str]) -> list[Rate]:
