@@ -88,7 +88,12 @@ def grad_cam(
         maps = _run(method_class, inner, watched, x, targets)
     _warn_of_nan(maps, x)
     if not maps.any():
-        _warn_of_no_evidence(watched)
+        instead = "use another layer, or another class: evidence against a class is not shown"
+        if watched.of_tokens:
+            instead = (
+                "in a vision transformer use a layer whose patch tokens are used after it, such as 'blocks.11.norm1'"
+            )
+        warn(f"the maps at {watched.name!r} are 0 everywhere: no positive evidence for the class there.\n  {instead}")
     peaks = maps.amax((1, 2), keepdim=True)
     # The library adds a small number to its divisor, which matters where gradients are as small.
     return maps / torch.where(peaks > 0.0, peaks, 1.0)
@@ -147,8 +152,7 @@ def _isolated(model: nn.Module) -> Iterator[nn.Module]:
     trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
     with torch.inference_mode(False), torch.enable_grad(), without_bookkeeping(inner), preserved(inner), uncompiled():
         try:
-            for parameter in trained:
-                parameter.requires_grad_(False)
+            inner.requires_grad_(False)
             yield inner
         finally:
             for parameter in trained:
@@ -177,12 +181,3 @@ def _warn_of_nan(maps: Tensor, x: Tensor) -> None:
         why = "x is not finite there" if bad else "what the model computes, or its gradient, is not finite"
         warn(f"{counted(len(which), 'map')} of {len(maps)} {'is' if len(which) == 1 else 'are'} NaN: {why}.\n"
              f"  images: {', '.join(map(str, which[:8]))}{', ...' if len(which) > 8 else ''}")  # fmt: skip
-
-
-def _warn_of_no_evidence(watched: WatchedLayer) -> None:
-    instead = (
-        "in a vision transformer use a layer whose patch tokens are used after it, such as 'blocks.11.norm1'"
-        if watched.of_tokens
-        else "use another layer, or another class: evidence against a class is not shown"
-    )
-    warn(f"the maps at {watched.name!r} are 0 everywhere: no positive evidence for the class there.\n  {instead}")

@@ -94,18 +94,12 @@ def first_tensor(value: Any) -> Tensor | None:
 def chosen_tensor(value: Any, which: TensorKey, where: str) -> Tensor:
     """The tensor that `which` names, or the first."""
     if which is None:
-        first = first_tensor(value)
-        if first is None:
+        if (first := first_tensor(value)) is None:
             raise ShapeError(f"{where} returned {describe(value)}, which contains no tensor.\n  skip it: exclude=...")
         return first
-    found: list[Tensor] = []
-
-    def find(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
+    found: dict[int, Tensor] = {}
     try:
-        change(value, which, find)
+        change(value, which, lambda x: found.setdefault(0, x))
     except ShapeError as error:
         error.args = (f"{where} {error}",)
         raise

@@ -113,21 +113,18 @@ class DropoutChange:
         self.rates = {rate.name: (float(before), value) for rate, before, value in self._before}
         """(old rate, new rate) by name."""
         with nothing_placed():
-            for done, (rate, value) in enumerate(wanted):
+            for rate, value in wanted:
                 try:
                     setattr(rate.module, rate.attribute, value)
                 except Exception as error:
-                    self._undo(done + 1)
+                    for other, before, _ in self._before:
+                        with suppress(Exception):
+                            setattr(other.module, other.attribute, before)
                     raise LayerError(
                         f"set_dropout: {rate.name!r} can't be set to {value:g}: {type(rate.module).__name__} raised "
                         f"{type(error).__name__}: {error}.\n  All rates are as they were. To skip this one, name the "
                         "others: set_dropout(model, {name: p, ...})"
                     ) from error
-
-    def _undo(self, count: int) -> None:
-        for rate, before, _ in self._before[:count]:
-            with suppress(Exception):
-                setattr(rate.module, rate.attribute, before)
 
     def remove(self) -> None:
         """Restore the old rates; a second call does nothing."""
@@ -177,15 +174,14 @@ def _matching(found: Sequence[Rate], pattern: str | re.Pattern[str]) -> list[Rat
         raise TypeError(f"set_dropout: a key must be a name, a glob or a compiled expression, got {pattern!r}.")
     exact = [rate for rate in found if rate.name == pattern]
     expression = glob_expression(pattern) if isinstance(pattern, str) else pattern
-    matching = exact or [rate for rate in found if expression.fullmatch(rate.name)]
-    if not matching:
-        names = [rate.name for rate in found]
-        near = nearest(pattern, names) if isinstance(pattern, str) else []
-        raise LayerError(
-            f"set_dropout: {pattern!r} matches none of the {len(names)} rates of dropout.\n"
-            f"  they are: {some(near or names)}\n  see all:  print(hookdrop.recipes.report_dropout(model))"
-        )
-    return matching
+    if matching := exact or [rate for rate in found if expression.fullmatch(rate.name)]:
+        return matching
+    names = [rate.name for rate in found]
+    near = nearest(pattern, names) if isinstance(pattern, str) else []
+    raise LayerError(
+        f"set_dropout: {pattern!r} matches none of the {len(names)} rates of dropout.\n"
+        f"  they are: {some(near or names)}\n  see all:  print(hookdrop.recipes.report_dropout(model))"
+    )
 
 
 def _new(rate: Rate, value: Rates) -> float:

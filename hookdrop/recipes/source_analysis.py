@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FunctionType
@@ -143,18 +143,8 @@ class Method:
         self.nodes = sorted(
             ast.walk(self.tree), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
         )
-        self.local: dict[str, list[ast.expr | None]] = {}
-        """The values assigned to each name; None for a value that cannot be read from the source."""
-        values = self._assigned()
-        for node in self.nodes:
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self.local.setdefault(node.id, []).append(values.get(id(node)))
-            elif isinstance(node, ast.arg) and node.arg not in parameters:  # of a nested function
-                self.local.setdefault(node.arg, []).append(None)
-
-    def _assigned(self) -> dict[int, ast.expr]:
-        """The value of each assignment to one name, by the id of the target; a loop assigns an element."""
         values: dict[int, ast.expr] = {}
+        """By the id of the target; a loop assigns an element."""
         for node in self.nodes:
             if isinstance(node, ast.Assign):
                 values |= {id(target): node.value for target in node.targets}
@@ -162,7 +152,13 @@ class Method:
                 values[id(node.target)] = node.value or node.target
             elif isinstance(node, ast.For | ast.comprehension):
                 values[id(node.target)] = ast.Subscript(node.iter, ast.Constant(0), ast.Load())
-        return values
+        self.local: dict[str, list[ast.expr | None]] = {}
+        """The values assigned to each name; None for a value that cannot be read from the source."""
+        for node in self.nodes:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.local.setdefault(node.id, []).append(values.get(id(node)))
+            elif isinstance(node, ast.arg) and node.arg not in parameters:  # of a nested function
+                self.local.setdefault(node.arg, []).append(None)
 
     def is_own(self, name: str) -> bool:
         """Whether a name is `self`, or a local name for a part of it such as `self.dropouts[0]`."""
@@ -197,7 +193,7 @@ class Method:
                 return sides[0] | sides[1]
             return {None} if any(sides) else set()
         parts = _choices(node)
-        return {None} if parts is None else _union(self.sources(part, (), seen) for part in parts)
+        return {None} if parts is None else set().union(*(self.sources(part, (), seen) for part in parts))
 
     def _sources_of_path(self, path: Path, seen: Seen) -> Sources:
         head, rest = path[0], path[1:]
@@ -208,7 +204,7 @@ class Method:
         if head not in self.local and head not in self.defaults:
             return {None} if _may_drop(self.outside(path)) else set()
         seen |= {(self, head)}
-        found = _union(self.sources(value, rest, seen) for value in self.local.get(head, ()))
+        found = set().union(*(self.sources(value, rest, seen) for value in self.local.get(head, ())))
         return found | self._sources_of_parameter(head, rest, seen) if head in self.defaults else found
 
     def _sources_of_parameter(self, name: str, rest: Path, seen: Seen) -> Sources:
@@ -254,10 +250,6 @@ def _may_drop(value: object) -> bool:
     """Whether a value from outside of the class may be a rate above 0."""
     # `isinstance` would read `__class__`, which a lazy import may not let pass.
     return not issubclass(type(value), int | float) or bool(value)
-
-
-def _union(found: Iterable[Sources]) -> Sources:
-    return set().union(*found)
 
 
 def methods_that_run(cls: type) -> tuple[list[Method], list[str]]:
