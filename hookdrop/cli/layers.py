@@ -46,10 +46,9 @@ def _show(out: Output, args: argparse.Namespace, found: models.LoadedModel, rows
     never = sum(not row["calls"] for row in rows)
     no_tensor = sum(row["shape"] is None for row in rows) - never
     hookable = len(rows) - never - no_tensor
-    parts = [f"{counted(len(rows), 'module')}: {hookable} hookable"]
-    parts += [f"{never} never called in an eval forward (a hook there never fires)"] * bool(never)
-    parts += [f"{no_tensor} with no tensor to regularize"] * bool(no_tensor)
-    out.say(", ".join(parts))
+    called = f", {never} never called in an eval forward (a hook there never fires)" if never else ""
+    tensors = f", {no_tensor} with no tensor to regularize" if no_tensor else ""
+    out.say(f"{counted(len(rows), 'module')}: {hookable} hookable{called}{tensors}")
     if hookable:
         out.say(f"next: {_next_command(args, rows)}")
 

@@ -21,7 +21,7 @@ from hookdrop.observe.read_only_hooks import LayerObserver, chosen_layers, chose
 from hookdrop.utils.context import within
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_copies import NotKept, Place, copied, place
-from hookdrop.utils.tensor_tree import TensorKey
+from hookdrop.utils.tensor_tree import TensorKey, describe
 from hookdrop.utils.validation import count
 
 
@@ -41,7 +41,8 @@ def capture(
 
     The tensors are detached copies, safe from in-place edits, and remain after the block; the hooks are removed, also
     after an exception. An output is kept as the earlier hooks leave it: after a regularizer of `inject`, its result.
-    Recomputed calls of an activation checkpoint are not kept again, and compiled models run uncompiled inside.
+    Recomputed calls of an activation checkpoint are not kept again. A model that was compiled before the block runs
+    uncompiled inside; compile before the block, because the compiler may refuse to trace these hooks.
 
     Args:
         model: any module, wrapped (DistributedDataParallel, torch.compile, ...) or not.
@@ -168,7 +169,11 @@ class _View(Mapping[str, list[Any]]):
         return sum(bool(one.calls) for one in self._recorders)
 
     def __repr__(self) -> str:
-        lines = [f"{name!r}: {counted(len(calls), 'call')}, {_shape(calls[-1])}" for name, calls in self.items()]
+        last = {name: (len(calls), calls[-1]) for name, calls in self.items()}
+        lines = [
+            f"{name!r}: {counted(calls, 'call')}, {'no gradient' if x is None else describe(x)}"
+            for name, (calls, x) in last.items()
+        ]
         return "\n".join(lines) or "<nothing captured>"
 
 
@@ -193,10 +198,6 @@ class Captured(_View):
         if not self._requested[name]:
             raise NotKept(f"the {name} were not captured.\n  write: capture(..., {name}=True)")
         return _View(self._recorders, part)
-
-
-def _shape(x: Tensor | None) -> str:
-    return "no gradient" if x is None else f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
 
 def _warn_if_empty(recorders: Sequence[_Recorder], gradients: bool) -> None:

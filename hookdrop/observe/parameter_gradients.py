@@ -104,10 +104,8 @@ class GradientEdit:
         self.names = tuple(chosen)
         """The parameters, by their first names."""
         self._fn = fn
-        self._handles = [
-            p.register_hook(partial(_edit, name, fn))  # type: ignore[no-untyped-call]
-            for name, p in chosen.items()
-        ]
+        hooks: Any = {name: p.register_hook for name, p in chosen.items()}
+        self._handles = [register(partial(_edit, name, fn)) for name, register in hooks.items()]
         self._model, self._mark = weakref.ref(model), f"_hookdrop_gradient_edit_{id(self)}"
         vars(model)[self._mark] = self
 

@@ -67,8 +67,8 @@ class ReadOnlyHook:
 def observed(after: Iterable[tuple[nn.Module, Look]], before: Sequence[tuple[nn.Module, Look]] = ()) -> Iterator[None]:
     """Call `look(module, args, output)` after each forward, and `look(module, args, kwargs)` before one.
 
-    With `before`, the `look` after a forward that raised is called too, with None as the output. Compiled code runs
-    uncompiled inside: it would skip hooks that it was not compiled with, or compile again for each call.
+    With `before`, the `look` after a forward that raised is called too, with None as the output. Code that was
+    compiled before runs uncompiled inside: it would skip hooks that it was not compiled with, or compile again.
     """
     with uncompiled(), ExitStack() as handles:
         for module, look in after:

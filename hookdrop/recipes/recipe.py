@@ -25,12 +25,10 @@ Factory = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RecipeSite:
-    """One site of a recipe."""
+    """One site of a recipe: a layer's full name (empty for the model itself), and keywords for its regularizer."""
 
     name: str
-    """The layer's fully qualified name; empty for the model itself."""
     settings: Mapping[str, Any]
-    """Keywords for the factory of its regularizer."""
     p_scale: float = 1.0
     at: str = "output"
     branch: str = ""
