@@ -45,6 +45,12 @@ def nearest(text: str, known: Iterable[str], count: int = 3) -> list[str]:
     return difflib.get_close_matches(text, list(known), n=count, cutoff=0.5)
 
 
+def did_you_mean(text: str, known: Iterable[str], count: int = 3) -> str:
+    """A line of a message with the known names most like `text`; empty if there are none."""
+    near = nearest(text, known, count)
+    return f"\n  did you mean: {', '.join(map(repr, near))}" if near else ""
+
+
 def warn(message: str) -> None:
     """A `HookdropWarning` that points at the line of the caller outside of hookdrop."""
     frame, depth = sys._getframe(1), 2

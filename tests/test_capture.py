@@ -6,6 +6,8 @@ import contextlib
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -318,6 +320,14 @@ class TestModelsThatRunInOtherWays:
         assert len(seen["1"]) == len(seen.gradients["1"]) == 12
         fast(x)
         assert counted["frames"]["ok"] == compiled_before  # nothing was compiled for it, nor is after it
+
+    def test_the_compiler_is_not_imported_where_nothing_is_compiled(self) -> None:
+        code = (
+            "import sys, torch\nfrom hookdrop.observe import capture, stats\nmodel = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
+            "for look in (capture, stats):\n    with look(model, '*') as seen:\n        model(torch.ones(1, 2))\n"
+            "    assert list(seen) == ['0']\nassert 'torch._dynamo' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
 
     def test_wrapped_models_have_the_names_of_the_model_inside(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4))

@@ -161,7 +161,7 @@ class TestFeatures:
 
     def test_a_volume_shows_its_middle(self) -> None:
         x = torch.randn(2, 3, 5, 6, 7)
-        assert torch.equal(panels(x, 1, 8)[2].values, x[1, 2, 2])
+        assert torch.equal(panels(x, 1, 8)[2].image, x[1, 2, 2])
 
     def test_what_is_not_finite_does_not_take_the_scale(self) -> None:
         x = torch.ones(1, 1, 2, 2)

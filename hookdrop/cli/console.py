@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from hookdrop.utils.optional_dependencies import needs
 from hookdrop.utils.tables import text_table
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 ROOT = "(the model)"
 
 
-def make_console() -> Console:
-    with needs("cli"):
-        from rich.console import Console
-    return Console(markup=False, highlight=False, emoji=False)
+class Output:
+    """Text and tables for a terminal or a pipe."""
 
+    def __init__(self) -> None:
+        with needs("cli"):
+            from rich.console import Console
+        self._console = Console(markup=False, highlight=False, emoji=False)
 
-def say(console: Console, text: str, style: str = "") -> None:
-    # soft_wrap: lines are never cut or folded, so they can be copied from a terminal and parsed in a pipe.
-    console.print(text, style=style or None, soft_wrap=True)
+    def say(self, text: str, style: str = "") -> None:
+        """Print a line."""
+        # soft_wrap: lines are never cut or folded, so they can be copied from a terminal and parsed in a pipe.
+        self._console.print(text, style=style or None, soft_wrap=True)
 
-
-def show_table(console: Console, header: Sequence[str], rows: Sequence[Sequence[object]], dim: list[bool]) -> None:
-    """Print a table without its empty columns."""
-    used = [i for i in range(len(header)) if any(row[i] not in ("", None) for row in rows)]
-    table = text_table([header[i] for i in used], [[row[i] for i in used] for row in rows])
-    styles = ["bold", "dim", *("dim" if is_dim else "" for is_dim in dim)]
-    for line, style in zip(table.splitlines(), styles, strict=True):
-        say(console, line, style)
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[object]], dim: list[bool]) -> None:
+        """Print a table without its empty columns."""
+        used = [i for i in range(len(header)) if any(row[i] not in ("", None) for row in rows)]
+        table = text_table([header[i] for i in used], [[row[i] for i in used] for row in rows])
+        styles = ["bold", "dim", *("dim" if is_dim else "" for is_dim in dim)]
+        for line, style in zip(table.splitlines(), styles, strict=True):
+            self.say(line, style)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hookdrop.cli import models
-from hookdrop.cli.console import ROOT, make_console, say, show_table
+from hookdrop.cli.console import ROOT, Output
 from hookdrop.diagnostics.dry_run import dry_run
 from hookdrop.errors import ShapeError
 from hookdrop.injection.select import select, walk
 from hookdrop.regularizers import Regularizer, parse
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted, shape_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _HEADER = ("name", "type", "output shape", "calls")
 
@@ -27,7 +24,7 @@ _TRIALS = ("DropBlock(p=0.1, block_size=7)", "DropBlock(p=0.1, block_size=3)", "
 
 def list_layers(args: argparse.Namespace) -> None:
     """Print the layers of a model with their types, output shapes and calls."""
-    console = None if args.json else make_console()
+    console = None if args.json else Output()
     found = models.load(args.model, args.input_size)
     # The model itself is skipped: it has no name to choose it by.
     chosen = select(found.model, found.entries(args.match)).layers if args.match else walk(found.model)[1:]
@@ -42,19 +39,18 @@ def list_layers(args: argparse.Namespace) -> None:
         _show(console, args, found, rows)
 
 
-def _show(console: Console, args: argparse.Namespace, found: models.LoadedModel, rows: list[dict[str, Any]]) -> None:
-    say(console, str(found))
+def _show(out: Output, args: argparse.Namespace, found: models.LoadedModel, rows: list[dict[str, Any]]) -> None:
+    out.say(str(found))
     cells = [(row["name"] or ROOT, row["type"], _output(row), row["calls"]) for row in rows]
-    show_table(console, _HEADER, cells, dim=[row["shape"] is None for row in rows])
+    out.table(_HEADER, cells, dim=[row["shape"] is None for row in rows])
     never = sum(not row["calls"] for row in rows)
     no_tensor = sum(row["shape"] is None for row in rows) - never
     hookable = len(rows) - never - no_tensor
-    parts = [f"{counted(len(rows), 'module')}: {hookable} hookable"]
-    parts += [f"{never} never called in an eval forward (a hook there never fires)"] * bool(never)
-    parts += [f"{no_tensor} with no tensor to regularize"] * bool(no_tensor)
-    say(console, ", ".join(parts))
+    called = f", {never} never called in an eval forward (a hook there never fires)" if never else ""
+    tensors = f", {no_tensor} with no tensor to regularize" if no_tensor else ""
+    out.say(f"{counted(len(rows), 'module')}: {hookable} hookable{called}{tensors}")
     if hookable:
-        say(console, f"next: {_next_command(args, rows)}")
+        out.say(f"next: {_next_command(args, rows)}")
 
 
 def _output(row: dict[str, Any]) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,40 +40,31 @@ class LoadedModel:
     """The other library, if it also has a model of this name."""
 
     def __str__(self) -> str:
-        shapes = ", ".join(map(shape_text, self.input_shapes))
+        shapes = ", ".join(map(shape_text, self.summary()["input"]))
         other = f" (also in {self.also_in}: {self.also_in}:{self.name})" if self.also_in else ""
         return f"{self.name} from {self.library}, input {shapes}{other}"
 
-    @property
-    def input_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each tensor in the example."""
-        return [tuple(x.shape) for x in tensors(self.example_input)]
-
     def summary(self) -> dict[str, Any]:
         """Name, library and input shapes, for JSON."""
-        return {"model": self.name, "library": self.library, "input": self.input_shapes}
+        shapes = [tuple(x.shape) for x in tensors(self.example_input)]
+        return {"model": self.name, "library": self.library, "input": shapes}
 
     def entries(self, texts: list[str]) -> list[Entry]:
         """The `layers` entries for typed texts: `type:Name` is the class of this name, other texts stay as they are."""
-        entries: list[Entry] = []
-        for text in texts:
-            entries += _classes(self.model, text[5:]) if text.startswith("type:") else [text]
-        return entries
+        found = [_classes(self.model, text[5:]) if text.startswith("type:") else [text] for text in texts]
+        return [entry for entries in found for entry in entries]
 
 
 def load(text: str, size: str = "") -> LoadedModel:
     """The model that `text` names: `resnet50` (timm's, where both have one), `timm:resnet50`, `torchvision:resnet50`.
 
-    Args:
-        text: the name.
-        size: replaces the model's own input size: `320`, `320x256` or `3x320x320`; missing parts keep their values.
-
-    Raises:
-        HookdropError: neither library has it, it can't be built, or the size can't be read.
+    `size` replaces the model's own input size: `320`, `320x256` or `3x320x320`; missing parts keep their values.
     """
     sizes = _sizes(size)
     name, library, also_in = _find(text)
-    with _fixed_weights():
+    # The same random weights each time (a detector's boxes depend on them), without changing the random state.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
         model, example = _build(name, library, sizes)
     return LoadedModel(name, library, model, example, also_in)
 
@@ -99,30 +89,21 @@ def _find(text: str) -> tuple[str, str, str]:
     """Name, library, and the other library if it has the name too."""
     prefix, colon, rest = text.partition(":")
     requested, name = (prefix, rest) if colon and prefix in LIBRARIES else ("", text)
-    known = _names()
-    # A tag after a dot (resnet50.a1_in1k) selects weights, in timm only.
-    having = [library for library in LIBRARIES if name in known[library]]
-    if not having and name.partition(".")[0] in known["timm"]:
-        having = ["timm"]
-    chosen = [library for library in having if requested in ("", library)]
-    if not chosen:
-        raise HookdropError(_unknown(name, requested, known))
-    other = [library for library in having if library != chosen[0]]
-    return name, chosen[0], "".join(other)
-
-
-def _names() -> dict[str, list[str]]:
     with needs("cli"):
         import timm
         import torchvision
-    return {"timm": timm.list_models(), "torchvision": torchvision.models.list_models()}
-
-
-def _unknown(name: str, requested: str, known: dict[str, list[str]]) -> str:
+    known = {"timm": timm.list_models(), "torchvision": torchvision.models.list_models()}
+    # A tag after a dot (resnet50.a1_in1k) selects weights, in timm only.
+    tagged = ["timm"] if name.partition(".")[0] in known["timm"] else []
+    having = [library for library in LIBRARIES if name in known[library]] or tagged
+    for library in having:
+        if requested in ("", library):
+            return name, library, "".join(other for other in having if other != library)
     near = {library: ", ".join(map(repr, nearest(name, known[library]))) for library in LIBRARIES}
     lines = [f"  {library + ':':13}{names}" for library, names in near.items() if names]
     hint = "did you mean:" if lines else "see timm.list_models() and torchvision.models.list_models()."
-    return "\n".join([f"there is no model {name!r} in {requested or 'timm or torchvision'}.", f"  {hint}", *lines])
+    unknown = f"there is no model {name!r} in {requested or 'timm or torchvision'}."
+    raise HookdropError("\n".join([unknown, f"  {hint}", *lines]))
 
 
 def _from_timm(name: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any]:
@@ -162,7 +143,7 @@ def _resized(own: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     return own[: len(own) - len(sizes)] + sizes
 
 
-def _classes(model: nn.Module, name: str) -> list[type[nn.Module]]:
+def _classes(model: nn.Module, name: str) -> list[Entry]:
     """The classes of this name in the model, without those that derive from another of them."""
     there = {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
     found = [cls for cls in there if cls.__name__ == name]
@@ -173,11 +154,3 @@ def _classes(model: nn.Module, name: str) -> list[type[nn.Module]]:
         raise LayerError(f"{type(model).__name__} has no module of type {name!r}.\n  {hint}")
     roots = [cls for cls in found if sum(issubclass(cls, other) for other in found) == 1]
     return sorted(roots, key=lambda cls: cls.__module__)
-
-
-@contextmanager
-def _fixed_weights() -> Iterator[None]:
-    """The same random weights each time (a detector's boxes depend on them), without changing the random state."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        yield

@@ -6,25 +6,21 @@ import argparse
 import inspect
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 import hookdrop
 from hookdrop import recipes
 from hookdrop.cli import models
-from hookdrop.cli.console import ROOT, make_console, say, show_table
+from hookdrop.cli.console import ROOT, Output
+from hookdrop.injection.plan import Plan
 from hookdrop.injection.select import Entry, entry_text
 from hookdrop.recipes import Recipe
 from hookdrop.regularizers import parse
 from hookdrop.schedules import LinearSchedule
 from hookdrop.utils.call_syntax import Call, Kind, read_call, signature_of
 from hookdrop.utils.tables import counted, shape_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from hookdrop.injection.plan import Plan
 
 RECIPES: dict[str, Recipe[...]] = {
     name: recipe for name in recipes.__all__ if isinstance(recipe := getattr(recipes, name), Recipe)
@@ -54,7 +50,7 @@ def show_plan(args: argparse.Namespace) -> None:
     own = [name for name in _OWN if getattr(args, name) not in (None, [])]
     if args.recipe is not None and own:
         args.refuse(f"--{', --'.join(own).replace('_', '-')} cannot be combined with --recipe")
-    console = None if args.json else make_console()
+    console = None if args.json else Output()
     planned = _by_layers(args) if args.recipe is None else _by_recipe(args)
     if console is None:
         print(json.dumps(_object(planned), indent=2))
@@ -67,14 +63,8 @@ def _by_layers(args: argparse.Namespace) -> _Planned:
     schedule = None if args.schedule_steps is None else LinearSchedule(steps=args.schedule_steps)
     found = models.load(args.model, args.input_size)
     entries = found.entries(args.layers)
-    options = {
-        "layers": entries,
-        "exclude": found.entries(args.exclude),
-        "at": args.at,
-        "tensor": args.tensor,
-        "p_scale": args.p_scale,
-        "schedule": schedule,
-    }
+    options = {"layers": entries, "exclude": found.entries(args.exclude), "at": args.at, "tensor": args.tensor}
+    options |= {"p_scale": args.p_scale, "schedule": schedule}
     given = {name: value for name, value in options.items() if value not in (None, [])}
     plan = hookdrop.plan(found.model, args.regularizer, example_input=found.example_input, **given)
     counts = {e if isinstance(e, str) else f"type:{entry_text(e)}": plan.counts[entry_text(e)] for e in entries}
@@ -92,12 +82,7 @@ def _by_recipe(args: argparse.Namespace) -> _Planned:
 
 
 def _settings(args: argparse.Namespace, call: Call) -> dict[str, Any]:
-    """The keywords that a recipe is called with: those of the text, and the schedule.
-
-    Raises:
-        TypeError: the recipe does not take them.
-        ValueError: the command line sets one itself, or one is given twice.
-    """
+    """The keywords that a recipe is called with: those of the text, and the schedule."""
     settings, text = dict(call.kwargs), f"--recipe: {args.recipe!r}"
     signature = inspect.signature(RECIPES[call.name])
     try:
@@ -132,30 +117,23 @@ def _object(planned: _Planned) -> dict[str, Any]:
     return {**planned.model.summary(), **how, "sites": sites, **notes}
 
 
-def _show(console: Console, planned: _Planned) -> None:
+def _show(out: Output, planned: _Planned) -> None:
     plan = planned.plan
-    say(console, str(planned.model))
-    regularizers = {repr(site.regularizer) for site in plan.sites}
-    what = regularizers.copy().pop() if len(regularizers) == 1 else plan.name
-    say(console, f"{what} on {str(plan).partition(chr(10))[0]}")
+    out.say(str(planned.model))
+    regularizers = [repr(site.regularizer) for site in plan.sites]
+    one = len(set(regularizers)) == 1
+    out.say(f"{regularizers[0] if one else plan.name} on {str(plan).partition(chr(10))[0]}")
+    names = [(s.name or ROOT) + (", its skip" if s.at == "skip" else "") for s in plan.sites]
     rows = [
-        (
-            (s.name or ROOT) + (", its skip" if s.at == "skip" else ""),
-            s.type,
-            shape_text(s.shape),
-            s.reading,
-            s.calls,
-            s.p,
-            "" if len(regularizers) == 1 else repr(s.regularizer),
-        )
-        for s in plan.sites
+        (name, s.type, shape_text(s.shape), s.reading, s.calls, s.p, "" if one else text)
+        for name, s, text in zip(names, plan.sites, regularizers, strict=True)
     ]
-    show_table(console, _HEADER, rows, dim=[s.calls == 0 for s in plan.sites])
+    out.table(_HEADER, rows, dim=[s.calls == 0 for s in plan.sites])
     for entry, count in plan.counts.items():
-        say(console, f"{entry}: {counted(count, 'layer')}")
+        out.say(f"{entry}: {counted(count, 'layer')}")
     for text in plan.warnings:
-        say(console, f"warning: {text}", style="bold yellow")
-    say(console, f"in Python: {planned.code}")
+        out.say(f"warning: {text}", style="bold yellow")
+    out.say(f"in Python: {planned.code}")
 
 
 def _code(regularizer: str, options: dict[str, Any]) -> str:

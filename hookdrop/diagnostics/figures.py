@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +17,9 @@ from hookdrop.utils.validation import count
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
+
+Rows: TypeAlias = Mapping[str, Tensor]
+"""The tensors of one layer by their labels: numbers, or masks that are True where an element was kept."""
 
 KEPT, DROPPED = "#d5dde8", "#b2182b"
 SCALE = "viridis"
@@ -32,29 +34,11 @@ def spread(names: Sequence[str]) -> list[str]:
     return [names[round(i * (len(names) - 1) / (MOST_BLOCKS - 1))] for i in range(MOST_BLOCKS)]
 
 
-@dataclass
-class Row:
-    """One tensor, shown sample by channel."""
-
-    label: str
-    tensor: Tensor
-    """Numbers, or a mask that is True where an element was kept."""
-
-
-@dataclass
-class Block:
-    """The rows of one layer, with one color scale."""
-
-    title: str
-    rows: Sequence[Row]
-
-
-@dataclass
-class Panel:
+class Panel(NamedTuple):
     """One image."""
 
     title: str
-    values: Tensor
+    image: Tensor
     axes: tuple[str, str] | None = None
     """Names of its columns and rows, unless it is a map."""
 
@@ -69,15 +53,8 @@ def blank(figure: Any, width: float, height: float) -> Any:
 def panels(x: Tensor, sample: int, channels: int, channel_dim: int | None = None) -> list[Panel]:
     """One sample as images.
 
-    Args:
-        x: (N, C, H, W) or (N, H, W, C): the first `channels` maps; (N, C, D, H, W): their middle slices; (N, L, C): one
-            image of tokens by channels; (N, C) or (N,): one image of all samples.
-        sample: index into the batch.
-        channels: how many maps at most.
-        channel_dim: the axis of the channels of a map; None is the one that the shape suggests.
-
-    Raises:
-        ShapeError: there is no such sample, or nothing to show.
+    Of maps (N, C, H, W) or (N, H, W, C) the first `channels`; of volumes (N, C, D, H, W) their middle slices; of tokens
+    (N, L, C) one image of tokens by channels; of features (N, C) or (N,) one image of all samples.
     """
     x = _on_cpu(x)
     if not x.dim() or x.dim() > 5 or not x.numel():
@@ -98,7 +75,7 @@ def panels(x: Tensor, sample: int, channels: int, channel_dim: int | None = None
 
 
 def blocks_figure(
-    blocks: Sequence[Block],
+    blocks: Mapping[str, Rows],
     *,
     sample: int = 0,
     channels: int = 8,
@@ -106,29 +83,22 @@ def blocks_figure(
     figure: Any = None,
     there_are: int = 0,
 ) -> Figure:
-    """Blocks from top to bottom, each a grid with a row for each tensor and a column for each channel.
+    """Blocks by title from top to bottom, each a grid with a row for each tensor and a column for each channel.
 
-    Args:
-        blocks: the layers.
-        sample: as in `panels`.
-        channels: as in `panels`.
-        channel_dim: as in `panels`.
-        figure: to draw in, instead of a new one.
-        there_are: how many blocks exist; the title says so if not all are given.
+    `there_are` says how many blocks exist, for the title.
     """
     channels, sample = count(channels, "channels", "pictures"), count(sample, "sample", "pictures", -sys.maxsize)
     if not blocks:
         raise LayerError("no layer is named, so there is nothing to show.\n  leave out `layers` for all, or name some")
-    shown = [[panels(row.tensor, sample, channels, channel_dim) for row in block.rows] for block in blocks]
-    sizes = [_size(rows) for rows in shown]
-    heights = [height for _, height in sizes]
-    figure = blank(figure, max(5.0, *(width for width, _ in sizes)), sum(heights))
+    shown = [[panels(x, sample, channels, channel_dim) for x in rows.values()] for rows in blocks.values()]
+    widths, heights = zip(*map(_size, shown), strict=True)
+    figure = blank(figure, max(5.0, *widths), sum(heights))
     parts = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for part, block, rows in zip(parts, blocks, shown, strict=True):
-        _draw_block(part, block, rows)
+    for part, (title, rows), images in zip(parts, blocks.items(), shown, strict=True):
+        _draw_block(part, title, list(rows), images)
     if there_are > len(blocks):
-        parts[0].suptitle(f"{len(blocks)} of {there_are} layers\n{blocks[0].title}", fontsize=10)
-    masked = [part for part, block in zip(parts, blocks, strict=True) if any(map(_is_mask, block.rows))]
+        parts[0].suptitle(f"{len(blocks)} of {there_are} layers\n{next(iter(blocks))}", fontsize=10)
+    masked = [part for part, images in zip(parts, shown, strict=True) if any(_is_mask(row[0]) for row in images)]
     if masked:
         _add_legend(masked[-1])
     return figure  # type: ignore[no-any-return]
@@ -140,23 +110,22 @@ def _size(rows: list[list[Panel]]) -> tuple[float, float]:
     return (1.6 + 3.0 * len(rows), 2.6) if columns == 1 else (1.6 + 1.05 * max(2, columns), 0.75 + 1.05 * len(rows))
 
 
-def _draw_block(part: SubFigure, block: Block, rows: list[list[Panel]]) -> None:
+def _draw_block(part: SubFigure, title: str, labels: list[str], rows: list[list[Panel]]) -> None:
     """A row for each tensor; tensors of one image each are side by side."""
-    part.suptitle(block.title, fontsize=10)
+    from matplotlib.colors import ListedColormap
+
+    part.suptitle(title, fontsize=10)
     flat = len(rows[0]) == 1
     table = part.subplots(*((1, len(rows)) if flat else (len(rows), len(rows[0]))), squeeze=False)
-    if flat:
-        table = table.T
-    numbers = [p.values for row, ps in zip(block.rows, rows, strict=True) if not _is_mask(row) for p in ps]
-    low, high = limits(numbers)
+    low, high = limits([panel.image for row in rows for panel in row if not _is_mask(panel)])
+    scale: dict[str, Any] = {"cmap": SCALE, "vmin": low, "vmax": high, "interpolation": "nearest"}
+    of_mask = scale | {"cmap": ListedColormap([DROPPED, KEPT]), "vmin": 0, "vmax": 1}
     drawn = None
-    for row, line, axes_of_row in zip(block.rows, rows, table, strict=True):
-        for index, (panel, axes) in enumerate(zip(line, axes_of_row, strict=True)):
-            if _is_mask(row):
-                _draw_mask(axes, panel.values)
-            else:
-                drawn = axes.imshow(panel.values.numpy(), cmap=SCALE, vmin=low, vmax=high, interpolation="nearest")
-            _label(axes, panel, row.label, first=index == 0, top=row is block.rows[0] or flat)
+    for label, row, line in zip(labels, rows, table.T if flat else table, strict=True):
+        for panel, axes in zip(row, line, strict=True):
+            image = axes.imshow(panel.image.numpy(), **of_mask if _is_mask(panel) else scale)
+            drawn = drawn if _is_mask(panel) else image
+            _label(axes, panel, label, first=panel is row[0], top=row is rows[0] or flat)
     if drawn is not None:
         bar = part.colorbar(drawn, ax=table, shrink=0.8, pad=0.02)
         bar.set_label("value", fontsize=8)
@@ -172,19 +141,11 @@ def _label(axes: Axes, panel: Panel, label: str, *, first: bool, top: bool) -> N
         axes.set_ylabel(panel.axes[1], fontsize=8)
         axes.tick_params(labelsize=7)
         return
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     if top:
         axes.set_title(panel.title, fontsize=8)
     if first:
         axes.set_ylabel(label, fontsize=8)
-
-
-def _draw_mask(axes: Axes, mask: Tensor) -> None:
-    from matplotlib.colors import ListedColormap
-
-    colors = ListedColormap([DROPPED, KEPT])
-    axes.imshow(mask.float().numpy(), cmap=colors, vmin=0, vmax=1, interpolation="nearest")
 
 
 def _add_legend(part: SubFigure) -> None:
@@ -212,9 +173,8 @@ def as_pictures(x: Tensor) -> Tensor:
     x = _on_cpu(x)
     if x.dim() != 4:
         raise ShapeError(f"got {tuple(x.shape)}: pictures are (N, C, H, W).")
-    finite = x.isfinite()
-    low = x.where(finite, torch.inf).amin((1, 2, 3), keepdim=True).nan_to_num(0.0, 0.0)
-    x = x.where(finite, low)
+    low = x.where(x.isfinite(), torch.inf).amin((1, 2, 3), keepdim=True).nan_to_num(0.0, 0.0)
+    x = x.where(x.isfinite(), low)
     if x.shape[1] != 3:
         return x.mean(1)
     high = x.amax((1, 2, 3), keepdim=True)
@@ -232,8 +192,8 @@ def pixels(figure: Figure) -> Any:
     return numpy.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-def _is_mask(row: Row) -> bool:
-    return row.tensor.dtype == torch.bool
+def _is_mask(panel: Panel) -> bool:
+    return panel.image.dtype == torch.bool
 
 
 def _on_cpu(x: Tensor) -> Tensor:

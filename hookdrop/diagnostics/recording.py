@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hookdrop.diagnostics.figures import Block, Row, blocks_figure, pixels, spread
+from hookdrop.diagnostics.figures import Rows, blocks_figure, pixels, spread
 from hookdrop.diagnostics.measurement import measured_into
-from hookdrop.errors import nearest
+from hookdrop.errors import did_you_mean
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.globs import glob_expression
@@ -77,11 +77,7 @@ class Recording(Mapping[str, Record]):
         self._counts[hook.site] += 1
 
     def __getitem__(self, name: str) -> Record:
-        """The last call of a site.
-
-        Raises:
-            LayerError: there is no such site, or nothing was recorded there.
-        """
+        """The last call of a site; `LayerError` if there is none."""
         return self.calls(name)[-1]
 
     def calls(self, name: str) -> list[Record]:
@@ -101,9 +97,7 @@ class Recording(Mapping[str, Record]):
         if name in self._records:
             why = self.reasons.get(name, "so far it was not called in training mode at a rate above 0")
             return f"nothing was recorded at {name!r}: {why}.{recorded}"
-        near = nearest(name, self._records)
-        hint = f"\n  did you mean: {', '.join(map(repr, near))}" if near else ""
-        return f"{self.name!r} has no site {name!r}.{hint}{recorded}"
+        return f"{self.name!r} has no site {name!r}.{did_you_mean(name, self._records)}{recorded}"
 
     # --- pictures
 
@@ -128,21 +122,19 @@ class Recording(Mapping[str, Record]):
             HookdropError: matplotlib is not installed.
             LayerError: a site that was not recorded, or nothing was.
         """
-        blocks = []
+        blocks: dict[str, Rows] = {}
         for name, r in self._chosen(layers).items():
-            mask = [Row("mask", r.mask)] if r.drops else []
-            blocks.append(Block(self._title(name), [Row("before", r.before), *mask, Row("after", r.after)]))
+            mask = {"mask": r.mask} if r.drops else {}
+            blocks[self._title(name)] = {"before": r.before, **mask, "after": r.after}
             if not r.drops:
-                blocks.append(
-                    Block(f"{name or 'the model'}: what was added", [Row("after - before", r.after - r.before)])
-                )
+                blocks[f"{name or 'the model'}: what was added"] = {"after - before": r.after - r.before}
         return self._drawn(blocks, layers, sample, channels, figure)
 
     def plot_masks(
         self, layers: str | Sequence[str] | None = None, sample: int = 0, channels: int = 8, figure: Any = None
     ) -> Figure:
         """The mask of the last call of each site; the arguments are those of `plot_features`."""
-        blocks = [Block(self._title(name), [Row("mask", r.mask)]) for name, r in self._chosen(layers).items()]
+        blocks = {self._title(name): {"mask": r.mask} for name, r in self._chosen(layers).items()}
         return self._drawn(blocks, layers, sample, channels, figure)
 
     def log_tensorboard(self, writer: Any, step: int, sample: int = 0, channels: int = 8) -> None:
@@ -151,8 +143,7 @@ class Recording(Mapping[str, Record]):
         Args:
             writer: a `torch.utils.tensorboard.SummaryWriter`, or what has its `add_image` and `add_scalar`.
             step: the step to write them at.
-            sample: which of the batch.
-            channels: how many channels of a map at most.
+            sample, channels: as in `plot_features`.
         """
         for name, record in self.items():
             tag = f"hookdrop/{self.name}/{name or 'model'}"
@@ -160,20 +151,18 @@ class Recording(Mapping[str, Record]):
             writer.add_image(f"{tag}/features", image, step, dataformats="HWC")
             writer.add_scalar(f"{tag}/dropped", record.dropped, step)
 
-    def _drawn(self, blocks: list[Block], layers: Any, sample: int, channels: int, figure: Any) -> Figure:
+    def _drawn(self, blocks: Mapping[str, Rows], layers: Any, sample: int, channels: int, figure: Any) -> Figure:
         there_are = len(self) if layers is None else 0
         return blocks_figure(blocks, sample=sample, channels=channels, figure=figure, there_are=there_are)
 
     def _chosen(self, layers: str | Sequence[str] | None) -> dict[str, Record]:
         if layers is None and not len(self):
             raise NotKept(self._missing(next(iter(self._records), "")))
-        names = spread(list(self)) if layers is None else [layers] if isinstance(layers, str) else layers
-        return {name: self[name] for entry in names for name in self._matching(entry)}
-
-    def _matching(self, entry: str) -> list[str]:
-        """The sites that were recorded under this name or glob."""
-        fitting = [] if entry in self._records else list(filter(glob_expression(entry).fullmatch, self))
-        return fitting or [entry]
+        names: list[str] = spread(list(self)) if layers is None else []
+        for entry in [layers] if isinstance(layers, str) else layers or ():
+            matching = [] if entry in self._records else list(filter(glob_expression(entry).fullmatch, self))
+            names += matching or [entry]
+        return {name: self[name] for name in names}
 
     def _title(self, name: str) -> str:
         r = self[name]

@@ -6,6 +6,8 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from hookdrop.errors import LayerError, ShapeError, nearest, warn
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.select import Entries, Layer
-from hookdrop.observe.read_only_hooks import chosen_layers, chosen_tensor, first_tensor, observed
+from hookdrop.observe.read_only_hooks import LayerObserver, chosen_layers, chosen_tensor, first_tensor, observed
 from hookdrop.utils.context import within
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_copies import NotKept, Place, copied, place
-from hookdrop.utils.tensor_tree import TensorKey
+from hookdrop.utils.tensor_tree import TensorKey, describe
 from hookdrop.utils.validation import count
 
 
@@ -39,7 +41,8 @@ def capture(
 
     The tensors are detached copies, safe from in-place edits, and remain after the block; the hooks are removed, also
     after an exception. An output is kept as the earlier hooks leave it: after a regularizer of `inject`, its result.
-    Recomputed calls of an activation checkpoint are not kept again, and compiled models run uncompiled inside.
+    Recomputed calls of an activation checkpoint are not kept again. A model that was compiled before the block runs
+    uncompiled inside; compile before the block, because the compiler may refuse to trace these hooks.
 
     Args:
         model: any module, wrapped (DistributedDataParallel, torch.compile, ...) or not.
@@ -85,32 +88,21 @@ def capture(
     _warn_if_empty(recorders, gradients)
 
 
+@dataclass(eq=False)
 class _Call:
     """What is kept of one call."""
 
-    def __init__(self, output: Tensor, input: Tensor | None, to: Place) -> None:
-        self.output, self.input, self._to = output, input, to
-        self.gradient: Tensor | None = None
-        self.handle: RemovableHandle | None = None
-
-    def keep_gradient_of(self, x: Tensor) -> None:
-        self.handle = x.register_hook(self._add)  # type: ignore[no-untyped-call]
-
-    def _add(self, gradient: Tensor) -> None:
-        new = copied(gradient, self._to)
-        self.gradient = new if self.gradient is None else self.gradient + new
-
-    def close(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
+    output: Tensor
+    input: Tensor | None
+    gradient: Tensor | None = None
+    handle: RemovableHandle | None = None
 
 
-class _Recorder:
+class _Recorder(LayerObserver):
     """The hooks of one layer, and its calls."""
 
     def __init__(self, layer: Layer, gradients: bool, to: Place, last: int | None, tensor: TensorKey) -> None:
-        self.name, self.module = layer.name, layer.module
-        self.names = {layer.name, *layer.aliases, *layer.spellings}
+        super().__init__(layer)
         self.calls: deque[_Call] = deque()
         self._gradients, self._to, self._last, self._tensor = gradients, to, last, tensor
         self._inputs: dict[int, list[Tensor]] = {}
@@ -131,13 +123,17 @@ class _Recorder:
         if output is None and sys.exc_info()[0] is not None:  # the forward raised
             return
         x = chosen_tensor(output, self._tensor, repr(self.name))
-        call = self._first_run(x) if again else _Call(copied(x, self._to), input, self._to)
+        call = self._first_run(x) if again else _Call(copied(x, self._to), input)
         if call is not None and self._gradients and x.requires_grad:
-            call.keep_gradient_of(x)
+            call.handle = self.on_gradient(x, partial(self._add_gradient, call))
         if not again and call is not None:
-            if len(self.calls) == self._last:
-                self.calls.popleft().close()
+            if len(self.calls) == self._last and (handle := self.calls.popleft().handle) is not None:
+                handle.remove()
             self.calls.append(call)
+
+    def _add_gradient(self, call: _Call, gradient: Tensor) -> None:
+        new = copied(gradient, self._to)
+        call.gradient = new if call.gradient is None else call.gradient + new
 
     def _first_run(self, x: Tensor) -> _Call | None:
         """The call that a reentrant checkpoint, which has a graph only now, runs again: it computed the same values."""
@@ -150,12 +146,6 @@ class _Recorder:
         )
         return next(same, None) if self._gradients and x.requires_grad else None
 
-    def close(self) -> None:
-        """Remove the hooks on tensors."""
-        self._inputs.clear()
-        for call in self.calls:
-            call.close()
-
 
 class _View(Mapping[str, list[Any]]):
     """One part of the calls, by the layers' names."""
@@ -164,11 +154,6 @@ class _View(Mapping[str, list[Any]]):
         self._recorders, self._part = recorders, part
 
     def __getitem__(self, name: str) -> list[Any]:
-        """One entry for each call of the layer.
-
-        Raises:
-            LayerError: the layer is not captured, or was not called.
-        """
         found = next((one for one in self._recorders if name in one.names), None)
         if found is None:
             known = [one.name for one in self._recorders]
@@ -184,7 +169,11 @@ class _View(Mapping[str, list[Any]]):
         return sum(bool(one.calls) for one in self._recorders)
 
     def __repr__(self) -> str:
-        lines = [f"{name!r}: {counted(len(calls), 'call')}, {_shape(calls[-1])}" for name, calls in self.items()]
+        last = {name: (len(calls), calls[-1]) for name, calls in self.items()}
+        lines = [
+            f"{name!r}: {counted(calls, 'call')}, {'no gradient' if x is None else describe(x)}"
+            for name, (calls, x) in last.items()
+        ]
         return "\n".join(lines) or "<nothing captured>"
 
 
@@ -209,10 +198,6 @@ class Captured(_View):
         if not self._requested[name]:
             raise NotKept(f"the {name} were not captured.\n  write: capture(..., {name}=True)")
         return _View(self._recorders, part)
-
-
-def _shape(x: Tensor | None) -> str:
-    return "no gradient" if x is None else f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
 
 def _warn_if_empty(recorders: Sequence[_Recorder], gradients: bool) -> None:

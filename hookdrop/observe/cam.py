@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.diagnostics.first_call import without_bookkeeping
-from hookdrop.diagnostics.isolation import preserved
-from hookdrop.errors import LayerError, ShapeError, nearest, warn
+from hookdrop.diagnostics.isolation import preserved, uncompiled
+from hookdrop.errors import LayerError, ShapeError, did_you_mean, warn
 from hookdrop.hooks import compiling
 from hookdrop.injection.select import Entries, select
 from hookdrop.observe.cam_methods import METHODS, Logits, WatchedLayer, library_class
@@ -71,8 +71,7 @@ def grad_cam(
     compiling.not_while_tracing("grad_cam()")
     must_be_model(model, "grad_cam", "model, x, layer")
     if not isinstance(method, str) or method not in METHODS:
-        near = nearest(method, METHODS, 1) if isinstance(method, str) else []
-        hint = f"\n  did you mean: {near[0]!r}" if near else ""
+        hint = did_you_mean(method, METHODS, 1) if isinstance(method, str) else ""
         raise ValueError(f"there is no method {method!r}.\n  there are: {', '.join(map(repr, METHODS))}{hint}")
     if not isinstance(x, Tensor) or x.dim() != 4 or not x.numel():
         raise ShapeError(f"x must be images (N, C, H, W), got {describe(x)}.")
@@ -89,7 +88,12 @@ def grad_cam(
         maps = _run(method_class, inner, watched, x, targets)
     _warn_of_nan(maps, x)
     if not maps.any():
-        _warn_of_no_evidence(watched)
+        instead = "use another layer, or another class: evidence against a class is not shown"
+        if watched.of_tokens:
+            instead = (
+                "in a vision transformer use a layer whose patch tokens are used after it, such as 'blocks.11.norm1'"
+            )
+        warn(f"the maps at {watched.name!r} are 0 everywhere: no positive evidence for the class there.\n  {instead}")
     peaks = maps.amax((1, 2), keepdim=True)
     # The library adds a small number to its divisor, which matters where gradients are as small.
     return maps / torch.where(peaks > 0.0, peaks, 1.0)
@@ -107,7 +111,7 @@ def _checked(grid: Any) -> tuple[int, int]:
     return count(grid[0], "grid's rows", "grad_cam"), count(grid[1], "grid's columns", "grad_cam")
 
 
-def _targets(target: Target, samples: int, method: str) -> list[_Class | Callable[[Tensor], Tensor]] | None:
+def _targets(target: Target, samples: int, method: str) -> list[_Explained] | None:
     """What is explained for each sample; None is the predicted class."""
     if target is None:
         return None
@@ -118,39 +122,26 @@ def _targets(target: Target, samples: int, method: str) -> list[_Class | Callabl
         raise ValueError(f"target: give one class, or one for each of the {samples} images, got {len(listed)}.")
     if method == "cam" and any(map(callable, listed)):
         raise TypeError('method="cam" reads the weights of a class: target is a class, not a function.')
-    return [_Function(one) if callable(one) else _Class(count(one, "target", "grad_cam", 0)) for one in listed]
+    return [_Explained(one if callable(one) else count(one, "target", "grad_cam", 0)) for one in listed]
 
 
-class _Class:
-    """The logit of one class."""
+class _Explained:
+    """The logit of one class, or the result of the user's function of an output."""
 
-    def __init__(self, category: int) -> None:
+    def __init__(self, category: Any) -> None:
         self.category = category
 
     def __call__(self, output: Tensor) -> Tensor:
-        if self.category >= len(output):
-            raise ValueError(f"target: the model has classes 0 to {len(output) - 1}, got {self.category}.")
-        return output[self.category]
-
-
-class _Function:
-    """The result of the user's function of an output."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._function = function
-
-    def __call__(self, output: Tensor) -> Tensor:
-        value: Any = self._function(output)
+        if not callable(self.category):
+            if self.category >= len(output):
+                raise ValueError(f"target: the model has classes 0 to {len(output) - 1}, got {self.category}.")
+            return output[self.category]
+        value, hint = self.category(output), "\n  as in target=lambda output: output[3] - output[5]"
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"target must return a tensor of one number, got {value!r} ({type(value).__name__}).\n"
-                "  as in target=lambda output: output[3] - output[5], without .item()"
-            )
+            got = f"{value!r} ({type(value).__name__})"
+            raise TypeError(f"target must return a tensor of one number, got {got}.{hint}, without .item()")
         if value.numel() != 1:
-            raise ShapeError(
-                f"target must return one number, got {describe(value)} of an output (classes,).\n"
-                "  as in target=lambda output: output[3] - output[5]"
-            )
+            raise ShapeError(f"target must return one number, got {describe(value)} of an output (classes,).{hint}")
         return value.reshape(())
 
 
@@ -159,11 +150,9 @@ def _isolated(model: nn.Module) -> Iterator[nn.Module]:
     """The model without wrappers, to be run with gradients but with frozen parameters."""
     inner = unwrapped(model)
     trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
-    stance = torch.compiler.set_stance("force_eager")
-    with torch.inference_mode(False), torch.enable_grad(), without_bookkeeping(inner), preserved(inner), stance:
+    with torch.inference_mode(False), torch.enable_grad(), without_bookkeeping(inner), preserved(inner), uncompiled():
         try:
-            for parameter in trained:
-                parameter.requires_grad_(False)
+            inner.requires_grad_(False)
             yield inner
         finally:
             for parameter in trained:
@@ -192,12 +181,3 @@ def _warn_of_nan(maps: Tensor, x: Tensor) -> None:
         why = "x is not finite there" if bad else "what the model computes, or its gradient, is not finite"
         warn(f"{counted(len(which), 'map')} of {len(maps)} {'is' if len(which) == 1 else 'are'} NaN: {why}.\n"
              f"  images: {', '.join(map(str, which[:8]))}{', ...' if len(which) > 8 else ''}")  # fmt: skip
-
-
-def _warn_of_no_evidence(watched: WatchedLayer) -> None:
-    instead = (
-        "in a vision transformer use a layer whose patch tokens are used after it, such as 'blocks.11.norm1'"
-        if watched.of_tokens
-        else "use another layer, or another class: evidence against a class is not shown"
-    )
-    warn(f"the maps at {watched.name!r} are 0 everywhere: no positive evidence for the class there.\n  {instead}")

@@ -19,9 +19,6 @@ from hookdrop.utils.tables import html_table, text_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_Line = tuple[str, Tensor, Tensor | None]
-"""Label, maps, and the width of each."""
-
 HEADER = ("picture", "target", "above half before", "above half after")
 
 
@@ -102,15 +99,15 @@ class CamComparison:
             most: how many images at most.
             figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
         """
-        rows: list[_Line] = [("before", self.before, self.wide_before), ("after", self.after, self.wide_after)]
+        rows = {"before": self.before, "after": self.after}
         return cams_figure(self.pictures[:most], self.targets, rows, figure)
 
     def rows(self) -> list[tuple[Any, ...]]:
         """One row for each image, then their mean."""
-        wide = [(f"{b:.3f}", f"{a:.3f}") for b, a in zip(self.wide_before, self.wide_after, strict=True)]
-        names = map(_title, self.targets)
-        mean = ("mean", "", f"{self.wide_before.mean():.3f}", f"{self.wide_after.mean():.3f}")
-        return [*((i, name, *both) for i, (name, both) in enumerate(zip(names, wide, strict=True))), mean]
+        wide = torch.stack([self.wide_before, self.wide_after], 1)
+        labels = [*enumerate(map(_title, self.targets)), ("mean", "")]
+        numbers = torch.cat([wide, wide.mean(0, keepdim=True)]).tolist()
+        return [(*label, *(f"{x:.3f}" for x in row)) for label, row in zip(labels, numbers, strict=True)]
 
     def __repr__(self) -> str:
         return text_table(HEADER, self.rows())
@@ -135,11 +132,11 @@ def plot_cam(x: Tensor, cam: Tensor, figure: Any = None) -> Figure:
         cam: their maps from `grad_cam`, (N, H, W).
         figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
     """
-    return cams_figure(x[:6], None, [("map", cam, None)], figure)
+    return cams_figure(x[:6], None, {"map": cam}, figure)
 
 
-def cams_figure(x: Tensor, targets: list[Any] | None, rows: list[_Line], figure: Any) -> Figure:
-    """The images in the first row, then a row for each set of maps, over the images."""
+def cams_figure(x: Tensor, targets: list[Any] | None, rows: dict[str, Tensor], figure: Any) -> Figure:
+    """The images in the first row, with their targets if given, then a row for each set of maps, over the images."""
     pictures = as_pictures(x)
     grey = pictures.mean(-1) if pictures.dim() == 4 else pictures  # only the map has colors
     figure = blank(figure, 1.4 + 1.35 * max(2, len(x)), 0.5 + 1.45 * (1 + len(rows)))
@@ -149,17 +146,16 @@ def cams_figure(x: Tensor, targets: list[Any] | None, rows: list[_Line], figure:
         if targets is not None:
             table[0, column].set_title(_title(targets[column]), fontsize=8)
     drawn = None
-    for line, (label, maps, wide) in zip(table[1:], rows, strict=True):
+    for line, (label, maps) in zip(table[1:], rows.items(), strict=True):
         line[0].set_ylabel(label, fontsize=9)
-        for column, axes in enumerate(line[: len(x)]):
-            axes.imshow(grey[column].numpy(), cmap="gray")
-            drawn = axes.imshow(maps[column].numpy(), cmap=SCALE, vmin=0, vmax=1, alpha=0.6)
-            if wide is not None:
-                axes.set_title(f"{wide[column]:.0%} above half", fontsize=8)
+        for axes, under, cam in zip(line, grey, maps, strict=False):
+            axes.imshow(under.numpy(), cmap="gray")
+            drawn = axes.imshow(cam.numpy(), cmap=SCALE, vmin=0, vmax=1, alpha=0.6)
+            if targets is not None:
+                axes.set_title(f"{_width(cam[None]).item():.0%} above half", fontsize=8)
     table[0, 0].set_ylabel("picture", fontsize=9)
     for axes in table.flat:
-        axes.set_xticks([])
-        axes.set_yticks([])
+        axes.set(xticks=[], yticks=[])
     bar = figure.colorbar(drawn, ax=table, shrink=0.6)  # on the maps alone, it would move them out of line
     bar.set_label("evidence for the class", fontsize=8)
     bar.ax.tick_params(labelsize=7)

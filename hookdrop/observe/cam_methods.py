@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.utils.axes import as_map
 from hookdrop.utils.optional_dependencies import needs
 from hookdrop.utils.tensor_tree import change, describe
-
-if TYPE_CHECKING:
-    import numpy
 
 METHODS = {
     "gradcam": "GradCAM",
@@ -95,31 +92,23 @@ def library_class(method: str, watched: WatchedLayer) -> Any:
         def __init__(self, model: nn.Module, layers: list[nn.Module], reshape_transform: Any) -> None:
             super().__init__(model, layers, reshape_transform, uses_gradients=False)
 
-        def get_cam_weights(
-            self, x: Tensor, layers: Any, targets: Any, activations: numpy.ndarray[Any, Any], gradients: None
-        ) -> numpy.ndarray[Any, Any]:
+        def get_cam_weights(self, x: Tensor, layers: Any, targets: Any, activations: Any, gradients: None) -> Any:
             head = _head(self.model, torch.from_numpy(activations), self.outputs.detach().cpu(), watched.name)
             for target, output in zip(targets, self.outputs, strict=True):
                 target(output)  # raises if there is no such class
-            weights: numpy.ndarray[Any, Any] = head.weight[[one.category for one in targets]].float().cpu().numpy()
-            return weights
+            return head.weight[[one.category for one in targets]].float().cpu().numpy()
 
     return Cam if method == "cam" else Checked
 
 
 def _head(model: nn.Module, maps: Tensor, logits: Tensor, name: str) -> nn.Linear:
-    """The linear layer that computes the logits from the maps' means.
-
-    Raises:
-        LayerError: there is none, so class activation mapping does not apply.
-    """
+    """The linear layer that computes the logits from the maps' means."""
     means = maps.mean((2, 3))
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight.shape == (logits.shape[1], means.shape[1]):
-            said = nn.functional.linear(
-                means, *(None if p is None else p.cpu().float() for p in (module.weight, module.bias))
-            )
-            if torch.allclose(said, logits, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
+            weight, bias = (None if p is None else p.cpu().float() for p in (module.weight, module.bias))
+            computed = nn.functional.linear(means, weight, bias)
+            if torch.allclose(computed, logits, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
                 return module
     raise LayerError(
         f'method="cam" is for models in which global average pooling and one linear layer follow {name!r}; these '

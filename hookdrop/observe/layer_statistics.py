@@ -8,21 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hookdrop.errors import ShapeError
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.select import Layer
-from hookdrop.observe.read_only_hooks import first_tensor
+from hookdrop.observe.read_only_hooks import LayerObserver, first_tensor
 from hookdrop.utils.axes import channel_axis, channel_axis_of
 
-_RANGES: tuple[tuple[type[nn.Module], float, float], ...] = (
-    (nn.ReLU6, -math.inf, 6.0),  # `dead` covers its lower end
-    (nn.Sigmoid, 0.0, 1.0),
-    (nn.Hardsigmoid, 0.0, 1.0),
-    (nn.Tanh, -1.0, 1.0),
-    (nn.Softsign, -1.0, 1.0),
-)
 MARGIN = 0.05
 """An output is saturated within this fraction of the range from an end of it."""
 
@@ -34,10 +26,8 @@ class Moments:
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        """Elements."""
-        self.parts = 0
-        """Tensors."""
+        self.count, self.parts = 0, 0
+        """Elements and tensors."""
         self._mean: Tensor | float = 0.0
         self._deviations: Tensor | float = 0.0
         """The sum of squared deviations from the mean. Both stay on the device: to read them would synchronize."""
@@ -97,11 +87,7 @@ class ChannelAxes:
             self._last[tuple(x.shape)] = axis
 
     def of(self, name: str, module: nn.Module, shape: Sequence[int]) -> int:
-        """The channel axis of an output with two axes or more.
-
-        Raises:
-            ShapeError: `channel_dim` is not one of its axes.
-        """
+        """The channel axis of an output with two axes or more."""
         if self._channel_dim is None:
             own = channel_axis_of(module, shape)
             return self._last.get(tuple(shape), channel_axis(shape)) if own is None else own
@@ -113,24 +99,20 @@ class ChannelAxes:
         return self._channel_dim
 
 
-class LayerStats:
+class LayerStats(LayerObserver):
     """Statistics of one layer."""
 
     def __init__(self, layer: Layer, axes: ChannelAxes, called: list[LayerStats]) -> None:
-        self.name, self.module, self.kind = layer.name, layer.module, type(layer.module).__name__
-        self.names = {layer.name, *layer.aliases, *layer.spellings}
-        self.calls = 0
+        super().__init__(layer)
+        self.kind, self.calls = type(layer.module).__name__, 0
         self.activation, self.gradient = Moments(), Moments()
-        self._called = called
-        """All layers that were called, in the order of their first calls."""
-        self._axes = axes
+        self._axes, self._called = axes, called
         self._alive: Tensor | None = None
         """bool, for each channel: whether it was ever not 0."""
         self._ragged = False
         """Whether the number of channels differs between calls."""
         self._bounds = _bounds(layer.module)
         self._saturated: Tensor | int = 0
-        self._handles: list[RemovableHandle] = []
 
     def __repr__(self) -> str:
         gradient = f", gradient norm {self.gradient_norm:.3g}" if self.gradient.count else ""
@@ -193,8 +175,7 @@ class LayerStats:
             self.calls += 1
             self._add_output(_local(x.detach()))
         if x.requires_grad:
-            self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
-            self._handles.append(x.register_hook(self._add_gradient))  # type: ignore[no-untyped-call]
+            self.on_gradient(x, self.gradient.add)
 
     def _add_output(self, x: Tensor) -> None:
         self.activation.add(x)
@@ -212,15 +193,6 @@ class LayerStats:
         else:
             self._ragged = True
 
-    def _add_gradient(self, gradient: Tensor) -> None:
-        self.gradient.add(gradient)
-
-    def close(self) -> None:
-        """Remove the hooks on tensors."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
 
 def _local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
@@ -228,11 +200,16 @@ def _local(x: Tensor) -> Tensor:
 
 def _bounds(module: nn.Module) -> tuple[float, float] | None:
     """An output is saturated at or below the first, and at or above the second."""
-    found = next(((low, high) for cls, low, high in _RANGES if isinstance(module, cls)), None)
-    if found is None and isinstance(module, nn.Hardtanh):
-        found = float(module.min_val), float(module.max_val)
-    if found is None:
-        return None
-    low, high = found
+    match module:
+        case nn.ReLU6():  # `dead` covers its lower end
+            low, high = -math.inf, 6.0
+        case nn.Sigmoid() | nn.Hardsigmoid():
+            low, high = 0.0, 1.0
+        case nn.Tanh() | nn.Softsign():
+            low, high = -1.0, 1.0
+        case nn.Hardtanh():
+            low, high = float(module.min_val), float(module.max_val)
+        case _:
+            return None
     margin = MARGIN * (high - (low if math.isfinite(low) else 0.0))
     return low + margin, high - margin

@@ -7,6 +7,7 @@ together, torch.nn.utils.clip_grad_norm_.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -25,8 +26,6 @@ from hookdrop.utils.wrappers import unwrapped
 
 Edit = Callable[[Tensor], Tensor]
 Pattern = str | re.Pattern[str]
-
-_MARK = "_hookdrop_gradient_edits"
 
 
 def zero(gradient: Tensor) -> Tensor:
@@ -85,14 +84,12 @@ def edit_parameter_gradients(model: nn.Module, params: Pattern | Iterable[Patter
         tensor([0., 0.])
     """
     compiling.not_while_tracing("edit_parameter_gradients()")
-    if not callable(fn):
-        raise TypeError(
-            f"fn must be a function from a gradient to a gradient, got {fn!r}.\n  observe.zero, clamp, scale"
-        )
     maker: Any = fn
-    if maker is clamp or maker is scale:
-        call = "clamp(min, max)" if maker is clamp else "scale(factor)"
-        raise TypeError(f"fn must be a function from a gradient to a gradient.\n  call it: {call}")
+    if not callable(fn) or maker in (clamp, scale):
+        got, hint = f", got {fn!r}", "observe.zero, clamp, scale"
+        if callable(fn):
+            got, hint = "", f"call it: {'clamp(min, max)' if maker is clamp else 'scale(factor)'}"
+        raise TypeError(f"fn must be a function from a gradient to a gradient{got}.\n  {hint}")
     given: Any = params
     several = isinstance(given, Iterable) and not isinstance(given, str | Tensor | nn.Module | type)
     chosen = _chosen(model, list(given) if several else [given])
@@ -101,33 +98,37 @@ def edit_parameter_gradients(model: nn.Module, params: Pattern | Iterable[Patter
 
 
 class GradientEdit:
-    """The handle of one `edit_parameter_gradients`."""
+    """The handle of one `edit_parameter_gradients`, and an attribute of the model, which is not copied with it."""
 
     def __init__(self, model: nn.Module, chosen: dict[str, Parameter], fn: Edit) -> None:
         self.names = tuple(chosen)
         """The parameters, by their first names."""
         self._fn = fn
-        self._handles = [
-            p.register_hook(partial(_edit, name, fn))  # type: ignore[no-untyped-call]
-            for name, p in chosen.items()
-        ]
-        self._model, self._notice = model, _CopyNotice(self.names)
-        vars(model).setdefault(_MARK, []).append(self._notice)
+        hooks: Any = {name: p.register_hook for name, p in chosen.items()}
+        self._handles = [register(partial(_edit, name, fn)) for name, register in hooks.items()]
+        self._model, self._mark = weakref.ref(model), f"_hookdrop_gradient_edit_{id(self)}"
+        vars(model)[self._mark] = self
 
     def remove(self) -> None:
         """Stop editing. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        left = [one for one in vars(self._model).pop(_MARK, ()) if one not in (None, self._notice)]
-        if left:
-            vars(self._model)[_MARK] = left
+        if (model := self._model()) is not None:
+            vars(model).pop(self._mark, None)
 
     def __enter__(self) -> GradientEdit:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.remove()
+
+    def __reduce__(self) -> Any:
+        warn(
+            f"the copy does not edit the gradients of {some(self.names)}: neither deepcopy nor pickle copies parameter "
+            "hooks.\n  call edit_parameter_gradients(...) on it."
+        )
+        return type(None), ()
 
     def __repr__(self) -> str:
         fn = getattr(self._fn, "__qualname__", repr(self._fn)).partition(".")[0]
@@ -143,30 +144,16 @@ def _edit(name: str, fn: Edit, gradient: Tensor) -> Tensor:
     return edited
 
 
-class _CopyNotice:
-    """An attribute of the model that warns when the model is copied or pickled, and is not copied with it."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-
-    def __reduce__(self) -> Any:
-        warn(
-            f"the copy does not edit the gradients of {some(self.names)}: neither deepcopy nor pickle copies parameter "
-            "hooks.\n  call edit_parameter_gradients(...) on it."
-        )
-        return type(None), ()
-
-
 def _chosen(model: nn.Module, patterns: list[Any]) -> dict[str, Parameter]:
     known = _parameters(model)
+    every = [name for names, _ in known for name in names]
     chosen: dict[int, tuple[str, Parameter]] = {}
     for pattern in patterns:
         found = [(names[0], p) for names, p in known if any(map(_expression(pattern).fullmatch, names))]
         trained = [(name, p) for name, p in found if p.requires_grad]
         if not trained:
-            raise LayerError(_nothing_found(model, pattern, found, known))
-        if len(trained) < len(found):
-            frozen = [name for name, p in found if not p.requires_grad]
+            raise LayerError(_nothing_found(model, pattern, [name for name, _ in found], every))
+        if frozen := [name for name, p in found if not p.requires_grad]:
             warn(f"{pattern!r} also matches frozen parameters, which have no gradient to edit: {some(frozen)}.")
         chosen |= {id(p): (name, p) for name, p in trained}
     if not chosen:
@@ -198,17 +185,14 @@ def _parameters(model: nn.Module) -> list[tuple[list[str], Parameter]]:
     return list(found.values())
 
 
-def _nothing_found(
-    model: nn.Module, pattern: Any, frozen: list[tuple[str, Parameter]], known: list[tuple[list[str], Parameter]]
-) -> str:
+def _nothing_found(model: nn.Module, pattern: Any, frozen: list[str], names: list[str]) -> str:
     text = pattern if isinstance(pattern, str) else pattern.pattern
     requested = repr(text) if isinstance(pattern, str) else f"re.compile({text!r})"
     if frozen:
         return (
             f"{requested} matches only frozen parameters, which have no gradient to edit: "
-            f"{some([name for name, _ in frozen])}.\n  parameter.requires_grad_(True) first. No hook was placed."
+            f"{some(frozen)}.\n  parameter.requires_grad_(True) first. No hook was placed."
         )
-    names = [name for every, _ in known for name in every]
     globs = (f"{text}.*", f"{text}.**", f"**.{text}", f"**.{text}.*") if isinstance(pattern, str) else ()
     near = [glob for glob in globs if any(map(glob_expression(glob).fullmatch, names))][:1]
     hint = ", ".join(map(repr, near or nearest(text, names)))

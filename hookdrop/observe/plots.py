@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookdrop.diagnostics.figures import Block, Row, blank, blocks_figure, spread
+from hookdrop.diagnostics.figures import Rows, blank, blocks_figure, spread
 from hookdrop.diagnostics.recording import Recording
 from hookdrop.errors import LayerError
 from hookdrop.injection.handle import Injection
@@ -58,14 +58,13 @@ def plot_features(
             "  with capture(model, layers) as seen: model(x)   then plot_features(seen)"
         )
     calls: Mapping[str, Any] = {"": [what]} if isinstance(what, Tensor) else what
-    tensors = {name: of_layer[-1] for name, of_layer in calls.items()}
-    shown = {name: x for name, x in tensors.items() if x is not None}
+    shown = {name: of_layer[-1] for name, of_layer in calls.items() if of_layer[-1] is not None}
     if not shown:
         raise LayerError("nothing was captured, so there is nothing to show.")
-    blocks = [
-        Block(", ".join(filter(None, (name, shape_text(x.shape)))), [Row("", x)])
-        for name, x in ((name, shown[name]) for name in spread(list(shown)))
-    ]
+    blocks: dict[str, Rows] = {
+        ", ".join(filter(None, (name, shape_text(shown[name].shape)))): {"": shown[name]}
+        for name in spread(list(shown))
+    }
     return blocks_figure(
         blocks, sample=sample, channels=channels, channel_dim=channel_dim, figure=figure, there_are=len(shown)
     )
@@ -154,11 +153,12 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
         raise LayerError("no layer was called, so there is nothing to plot.")
     figure = blank(figure, 9.0, 1.2 + min(0.22, 16 / len(layers)) * len(layers))
     first, second, third = figure.subplots(1, 3, sharey=True)
-    lines = range(len(layers))
-    for axes, title, values in (
-        (first, "variance of the output", [one.variance for one in layers]),
-        (second, "norm of the gradient", [one.gradient_norm for one in layers]),
-    ):
+    lines, variances, norms = (
+        range(len(layers)),
+        [one.variance for one in layers],
+        [one.gradient_norm for one in layers],
+    )
+    for axes, title, values in ((first, "variance of the output", variances), (second, "norm of the gradient", norms)):
         axes.plot([value if value > 0 else math.nan for value in values], lines, "o-", color=BLUE, markersize=4)
         _set_decades(axes, [value for value in values if 0 < value < math.inf])
         axes.set_xlabel(title, fontsize=9)
@@ -188,6 +188,5 @@ def _set_decades(axes: Axes, values: list[float]) -> None:
 
 
 def _draw_fractions(axes: Axes, values: Sequence[float | None], marker: str, color: str, label: str) -> None:
-    known = {line: value for line, value in enumerate(values) if value is not None}
-    if known:
-        axes.plot(list(known.values()), list(known), marker, color=color, label=label, markersize=4)
+    if known := [(value, line) for line, value in enumerate(values) if value is not None]:
+        axes.plot(*zip(*known, strict=True), marker, color=color, label=label, markersize=4)

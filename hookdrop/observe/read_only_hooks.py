@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from hookdrop.diagnostics.isolation import uncompiled
 from hookdrop.errors import InjectionError, ShapeError, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.injection.select import Entries, Layer, select
@@ -17,6 +18,27 @@ from hookdrop.utils.tensor_tree import TensorKey, change, describe, tensors
 from hookdrop.utils.torch_internals import functorch_stack
 
 Look = Callable[..., None]
+
+
+class LayerObserver:
+    """One layer under all of its names, and the hooks on its tensors."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.name, self.module = layer.name, layer.module
+        self.names = {layer.name, *layer.aliases, *layer.spellings}
+        self._handles: list[RemovableHandle] = []
+
+    def on_gradient(self, x: Tensor, fn: Callable[[Tensor], None]) -> RemovableHandle:
+        """Call `fn` with the gradient of `x`."""
+        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+        self._handles.append(x.register_hook(fn))  # type: ignore[no-untyped-call]
+        return self._handles[-1]
+
+    def close(self) -> None:
+        """Remove the hooks on tensors."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 class ReadOnlyHook:
@@ -45,10 +67,10 @@ class ReadOnlyHook:
 def observed(after: Iterable[tuple[nn.Module, Look]], before: Sequence[tuple[nn.Module, Look]] = ()) -> Iterator[None]:
     """Call `look(module, args, output)` after each forward, and `look(module, args, kwargs)` before one.
 
-    With `before`, the `look` after a forward that raised is called too, with None as the output. Compiled code runs
-    uncompiled inside: it would skip hooks that it was not compiled with, or compile again for each call.
+    With `before`, the `look` after a forward that raised is called too, with None as the output. Code that was
+    compiled before runs uncompiled inside: it would skip hooks that it was not compiled with, or compile again.
     """
-    with torch.compiler.set_stance("force_eager"), ExitStack() as handles:
+    with uncompiled(), ExitStack() as handles:
         for module, look in after:
             handles.enter_context(module.register_forward_hook(ReadOnlyHook(look), always_call=bool(before)))
         for module, look in before:
@@ -70,24 +92,14 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def chosen_tensor(value: Any, which: TensorKey, where: str) -> Tensor:
-    """The tensor that `which` names, or the first.
-
-    Raises:
-        ShapeError: there is none.
-    """
+    """The tensor that `which` names, or the first."""
     if which is None:
-        first = first_tensor(value)
-        if first is None:
+        if (first := first_tensor(value)) is None:
             raise ShapeError(f"{where} returned {describe(value)}, which contains no tensor.\n  skip it: exclude=...")
         return first
-    found: list[Tensor] = []
-
-    def find(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
+    found: dict[int, Tensor] = {}
     try:
-        change(value, which, find)
+        change(value, which, lambda x: found.setdefault(0, x))
     except ShapeError as error:
         error.args = (f"{where} {error}",)
         raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hookdrop.diagnostics.figures import pixels
-from hookdrop.errors import nearest, warn
+from hookdrop.errors import did_you_mean, warn
 from hookdrop.injection.select import Entries, walk
 from hookdrop.observe.layer_statistics import ChannelAxes, LayerStats
 from hookdrop.observe.plots import stats_figure
@@ -87,8 +87,7 @@ class Stats(Mapping[str, LayerStats]):
         called = f"\n  called: {some([one.name for one in self._called]) or 'none'}"
         if any(name in one.names for one in self._chosen):
             raise NotKept(f"{name!r} was not called, or returned no floating-point tensor.{called}")
-        near = nearest(name, [one.name for one in self._chosen])
-        hint = f"\n  did you mean: {', '.join(map(repr, near))}" if near else ""
+        hint = did_you_mean(name, [one.name for one in self._chosen])
         raise NotKept(f"{name!r} is not one of the layers of these stats.{hint}{called}")
 
     def __iter__(self) -> Iterator[str]:

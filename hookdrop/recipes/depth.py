@@ -66,20 +66,15 @@ def stochastic_depth(
     _must_be_off(model, ends)
     _must_be_distinct(ends)
     scales = [1.0] * len(found) if p_scale is None else factors([block for block, _ in found], p_scale)
+    sites = [
+        RecipeSite(f"{block.name}.{end}", {"p": p}, scale)
+        for (block, ends), scale in zip(found, scales, strict=True)
+        for end in ends
+    ]
+    make = partial(DropPath, mode=mode) if regularizer is None else regularizer
+    skipped = skipped_layers(model, {block.name for block, _ in found})
     return plan_sites(
-        model,
-        [
-            RecipeSite(f"{block.name}.{end}", p_scale=scale)
-            for (block, ends), scale in zip(found, scales, strict=True)
-            for end in ends
-        ],
-        partial(DropPath, mode=mode) if regularizer is None else regularizer,
-        p,
-        schedule=schedule,
-        name=name,
-        on_existing=on_existing,
-        example_input=example_input,
-        warnings=skipped_layers(model, {block.name for block, _ in found}),
+        model, sites, make, skipped, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
     )
 
 

@@ -62,7 +62,7 @@ def dropblock_resnet(
         ['layer4.0.bn1', 'layer4.0.bn2', 'layer4.0.downsample', 'layer4.1', 'layer4.1.bn1', 'layer4.1.bn2']
     """
     sites = [
-        RecipeSite(f"{block.name}{part}", {"block_size": block_size}, _GROUPS[group], at, branch)
+        RecipeSite(f"{block.name}{part}", {"p": p, "block_size": block_size}, _GROUPS[group], at, branch)
         for block, group in _resnet_blocks(model)
         for part, at, branch in _paper_parts(block.module)
     ]
@@ -70,7 +70,7 @@ def dropblock_resnet(
     require_sites("dropblock_resnet", model, [site.name for site in sites], wanted)
     schedule = None if steps is None else LinearSchedule(steps=steps)
     return plan_sites(
-        model, sites, regularizer, p, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
+        model, sites, regularizer, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
     )
 
 
@@ -110,15 +110,14 @@ def timm_dropblock(
          ('layer4.0.drop_block', 0.1), ('layer4.1.drop_block', 0.1)]
     """
     sites = [
-        RecipeSite(site, {"block_size": block_size, "gamma_scale": gamma_scale})
+        RecipeSite(site, {"p": p, "block_size": block_size, "gamma_scale": gamma_scale})
         for site, block_size, gamma_scale in _timm_sites(model)
     ]
-    require_sites(
-        "timm_dropblock", model, [site.name for site in sites], "the places that timm's drop_block_rate fills"
-    )
+    wanted = "the places that timm's drop_block_rate fills"
+    require_sites("timm_dropblock", model, [site.name for site in sites], wanted)
     make = _scaled if regularizer is None else regularizer
     return plan_sites(
-        model, sites, make, p, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
+        model, sites, make, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
     )
 
 
@@ -180,9 +179,7 @@ def _resnet_blocks(model: nn.Module) -> Iterator[tuple[Layer, str]]:
     for layer in walk(model):
         group, dot, index = layer.name.rpartition(".")
         stage = group.rpartition(".")[2]
-        if dot and index.isdigit() and stage in _GROUPS and _is_block(layer.module):
+        if not (dot and index.isdigit() and stage in _GROUPS and hasattr(layer.module, "downsample")):
+            continue
+        if has(layer.module, "conv1", "bn1", "conv2", "bn2") and norms_follow(layer.module):
             yield layer, stage
-
-
-def _is_block(module: nn.Module) -> bool:
-    return hasattr(module, "downsample") and has(module, "conv1", "bn1", "conv2", "bn2") and norms_follow(module)

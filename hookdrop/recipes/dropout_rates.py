@@ -39,11 +39,12 @@ class Rate:
 
 def rates(model: nn.Module) -> list[Rate]:
     """Every rate of the model that can be changed, in `named_modules()` order."""
-    return [
-        Rate(_rate_name(layer.name, layer.module, name, index), layer.module, name)
-        for layer in walk(model)
-        for index, name in enumerate(_attributes(layer.module))
-    ]
+    found = []
+    for layer in walk(model):
+        for index, name in enumerate(_attributes(layer.module)):
+            full = f"{layer.name}.{name}" if layer.name else name
+            found.append(Rate(layer.name if _only_drops(layer.module) and index == 0 else full, layer.module, name))
+    return found
 
 
 def out_of_reach(model: nn.Module) -> dict[str, list[str]]:
@@ -69,8 +70,8 @@ def _lines(module: nn.Module) -> Iterator[str]:
         if isinstance(attribute(attribute(module, "config"), name), int | float):
             yield f"{kind}.forward reads config.{name}"
     for name in source.attributes:
-        if (why := _why_not(module, name)) is not None:
-            yield f"{kind}.forward reads {name}, {why}"
+        if isinstance(why_not := _verdict(module, name), str):
+            yield f"{kind}.forward reads {name}, {why_not}"
 
 
 def _is_accounted_for(module: nn.Module, path: Path) -> bool:
@@ -83,60 +84,37 @@ def _is_accounted_for(module: nn.Module, path: Path) -> bool:
         owner = attribute(owner, part)
     if isinstance(owner, nn.Module) and name in _attributes(owner):
         return True
-    return attribute(owner, name) is None or (not before and _why_not(module, name) is not None)
+    return attribute(owner, name) is None or (not before and isinstance(_verdict(module, name), str))
 
 
-def _why_not(module: nn.Module, name: str) -> str | None:
-    """Why an attribute that may be a rate cannot be set; None if it can, or is no rate."""
-    if "drop" not in name and name not in _source(module).rate_attributes:
-        return None
-    value = attribute(module, name)
+def _verdict(module: nn.Module, name: str) -> bool | str:
+    """True for a rate that can be set; a reason for what may be a rate and cannot be set; False for the rest."""
+    value, passed = attribute(module, name), name in _source(module).rate_attributes
+    may_be_rate = passed or "drop" in name
     if isinstance(value, Tensor):
-        return f"a {type(value).__name__}" if value.numel() == 1 and value.is_floating_point() else None
-    if not _is_probability(value) or _has_no_effect(module, name):
-        return None
-    if not _can_be_set(module, name):
-        return "a property without a setter"
-    between = isinstance(value, float) and 0.0 < value < 1.0
-    return "which may be a drop rate" if between and name not in _attributes(module) else None
+        return may_be_rate and value.numel() == 1 and value.is_floating_point() and f"a {type(value).__name__}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        return False
+    if isinstance(module, nn.RNNBase) and name == "dropout" and module.num_layers == 1:  # they drop between layers
+        return False
+    kept = inspect.getattr_static(type(module), name, None)
+    if isinstance(kept, property) and kept.fset is None:
+        return may_be_rate and "a property without a setter"
+    if passed or _NAME.fullmatch(name) or (name in _NAMES_IN_DROPOUT and _only_drops(module)):
+        return True
+    return may_be_rate and isinstance(value, float) and 0.0 < value < 1.0 and "which may be a drop rate"
 
 
 def _attributes(module: nn.Module) -> list[str]:
     if isinstance(module, Regularizer):
         return [module.rate_name] if module.drops and module.rate_name is not None else []
-    return [name for name in _source(module).attributes if _is_rate(module, name)]
-
-
-def _is_rate(module: nn.Module, name: str) -> bool:
-    usable = _is_probability(attribute(module, name)) and _can_be_set(module, name) and not _has_no_effect(module, name)
-    by_name = _NAME.fullmatch(name) or (name in _NAMES_IN_DROPOUT and _only_drops(module))
-    return usable and (bool(by_name) or name in _source(module).rate_attributes)
-
-
-def _is_probability(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and 0.0 <= value <= 1.0
-
-
-def _can_be_set(module: nn.Module, name: str) -> bool:
-    kept = inspect.getattr_static(type(module), name, None)
-    return not isinstance(kept, property) or kept.fset is not None
-
-
-def _has_no_effect(module: nn.Module, name: str) -> bool:
-    """PyTorch's recurrent layers drop between layers only."""
-    return isinstance(module, nn.RNNBase) and name == "dropout" and module.num_layers == 1
+    return [name for name in _source(module).attributes if _verdict(module, name) is True]
 
 
 def _only_drops(module: nn.Module) -> bool:
     """Whether dropping is all that a module does: its class says so, and it has no children and no weights."""
     says_so = any(re.search("drop|stochastic", cls.__name__, re.IGNORECASE) for cls in type(module).__mro__)
     return says_so and not any(module.children()) and not any(True for _ in module.parameters(recurse=False))
-
-
-def _rate_name(name: str, module: nn.Module, rate: str, index: int) -> str:
-    if _only_drops(module) and index == 0:
-        return name
-    return f"{name}.{rate}" if name else rate
 
 
 def _has_own_forward(module: nn.Module) -> bool:

@@ -89,18 +89,11 @@ class DropoutReport:
     """Dropout that `set_dropout` cannot change: a line about the code, and the names of the modules that run it."""
 
     def __str__(self) -> str:
-        rows = self._rows()
-        return "\n".join(
-            [
-                self._title(),
-                *([text_table(_HEADER, rows)] if rows else []),
-                *(
-                    f"out of reach: {what} ({some([name or 'the model' for name in names])})"
-                    for what, names in self.out_of_reach.items()
-                ),
-                "found in the source of forward and of the methods that it calls; other functions are not searched",
-            ]
-        )
+        lines = [self._title(), text_table(_HEADER, self._rows())] if self.rates else [self._title()]
+        for what, names in self.out_of_reach.items():
+            lines.append(f"out of reach: {what} ({some([name or 'the model' for name in names])})")
+        searched = "found in the source of forward and of the methods that it calls; other functions are not searched"
+        return "\n".join([*lines, searched])
 
     def _repr_html_(self) -> str:
         return html_table(_HEADER, self._rows(), "\n".join([self._title(), *self.out_of_reach]))
@@ -120,21 +113,18 @@ class DropoutChange:
         self.rates = {rate.name: (float(before), value) for rate, before, value in self._before}
         """(old rate, new rate) by name."""
         with nothing_placed():
-            for done, (rate, value) in enumerate(wanted):
+            for rate, value in wanted:
                 try:
                     setattr(rate.module, rate.attribute, value)
                 except Exception as error:
-                    self._undo(done + 1)
+                    for other, before, _ in self._before:
+                        with suppress(Exception):
+                            setattr(other.module, other.attribute, before)
                     raise LayerError(
                         f"set_dropout: {rate.name!r} can't be set to {value:g}: {type(rate.module).__name__} raised "
                         f"{type(error).__name__}: {error}.\n  All rates are as they were. To skip this one, name the "
                         "others: set_dropout(model, {name: p, ...})"
                     ) from error
-
-    def _undo(self, count: int) -> None:
-        for rate, before, _ in self._before[:count]:
-            with suppress(Exception):
-                setattr(rate.module, rate.attribute, before)
 
     def remove(self) -> None:
         """Restore the old rates; a second call does nothing."""
@@ -170,15 +160,13 @@ def _wanted(found: Sequence[Rate], p: Rates | Mapping[str | re.Pattern[str], Rat
             "set_dropout: the mapping is empty, so no rate would change.\n"
             f"  the rates are: {some([rate.name for rate in found])}\n  all of them:   set_dropout(model, p)"
         )
-    chosen: dict[str, tuple[object, float]] = {}
+    chosen: dict[Rate, tuple[object, float]] = {}
     for pattern, value in p.items():
         for rate in _matching(found, pattern):
-            if rate.name in chosen:
-                raise LayerError(
-                    f"set_dropout: two patterns match {rate.name!r}: {chosen[rate.name][0]!r} and {pattern!r}."
-                )
-            chosen[rate.name] = pattern, _new(rate, value)
-    return [chosen[rate.name][1] if rate.name in chosen else None for rate in found]
+            if rate in chosen:
+                raise LayerError(f"set_dropout: two patterns match {rate.name!r}: {chosen[rate][0]!r} and {pattern!r}.")
+            chosen[rate] = pattern, _new(rate, value)
+    return [chosen[rate][1] if rate in chosen else None for rate in found]
 
 
 def _matching(found: Sequence[Rate], pattern: str | re.Pattern[str]) -> list[Rate]:
@@ -186,15 +174,14 @@ def _matching(found: Sequence[Rate], pattern: str | re.Pattern[str]) -> list[Rat
         raise TypeError(f"set_dropout: a key must be a name, a glob or a compiled expression, got {pattern!r}.")
     exact = [rate for rate in found if rate.name == pattern]
     expression = glob_expression(pattern) if isinstance(pattern, str) else pattern
-    matching = exact or [rate for rate in found if expression.fullmatch(rate.name)]
-    if not matching:
-        names = [rate.name for rate in found]
-        near = nearest(pattern, names) if isinstance(pattern, str) else []
-        raise LayerError(
-            f"set_dropout: {pattern!r} matches none of the {len(names)} rates of dropout.\n"
-            f"  they are: {some(near or names)}\n  see all:  print(hookdrop.recipes.report_dropout(model))"
-        )
-    return matching
+    if matching := exact or [rate for rate in found if expression.fullmatch(rate.name)]:
+        return matching
+    names = [rate.name for rate in found]
+    near = nearest(pattern, names) if isinstance(pattern, str) else []
+    raise LayerError(
+        f"set_dropout: {pattern!r} matches none of the {len(names)} rates of dropout.\n"
+        f"  they are: {some(near or names)}\n  see all:  print(hookdrop.recipes.report_dropout(model))"
+    )
 
 
 def _new(rate: Rate, value: Rates) -> float:

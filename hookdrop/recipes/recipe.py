@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec
 
 from torch import nn
@@ -25,12 +25,10 @@ Factory = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RecipeSite:
-    """One site of a recipe."""
+    """One site of a recipe: a layer's full name (empty for the model itself), and keywords for its regularizer."""
 
     name: str
-    """The layer's fully qualified name; empty for the model itself."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords for the factory of its regularizer, besides `p`."""
+    settings: Mapping[str, Any]
     p_scale: float = 1.0
     at: str = "output"
     branch: str = ""
@@ -66,19 +64,16 @@ def plan_sites(
     model: nn.Module,
     sites: Sequence[RecipeSite],
     factory: Factory,
-    p: float,
+    warnings: Sequence[str] = (),
     *,
     schedule: Schedule | None,
     name: str,
     on_existing: str,
     example_input: Any,
-    warnings: Sequence[str] = (),
 ) -> Plan:
     """The plan of a recipe's sites. The factory makes a regularizer for each."""
     by_name = {site.name: site for site in sites}
-    regularizers: dict[Any, Any] = {
-        site.name or model: _make_regularizer(factory, {"p": p, **site.settings}) for site in sites
-    }
+    regularizers: dict[Any, Any] = {site.name or model: _make_regularizer(factory, site.settings) for site in sites}
     scales: dict[Any, float] = {site.name or model: site.p_scale for site in sites if site.p_scale != 1.0}
     resolved = resolve(model, regularizers, None, (), schedule, scales or None)
     for planned in resolved.sites:
@@ -91,11 +86,7 @@ def plan_sites(
 
 
 def _make_regularizer(factory: Factory, settings: Mapping[str, Any]) -> Any:
-    """Call a factory with a site's settings.
-
-    Raises:
-        TypeError: it is not a factory, or does not take these settings.
-    """
+    """Call a factory with a site's settings."""
     requested = ", ".join(f"{name}={value!r}" for name, value in settings.items())
     names = ", ".join(settings)
     if not callable(factory) or isinstance(factory, nn.Module):

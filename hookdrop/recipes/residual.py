@@ -57,22 +57,14 @@ def residual_dropout(
         ['model.layers.0.self_attn', 'model.layers.0.mlp']
     """
     found = [(layer, ends) for layer in walk(model) if (ends := decoder_ends(layer.module)) is not None]
-    sites = [RecipeSite(f"{layer.name}.{end}") for layer, ends in found for end in ends]
+    sites = [RecipeSite(f"{layer.name}.{end}", {"p": p}) for layer, ends in found for end in ends]
     wanted = "decoder layers with input_layernorm, self_attn and mlp, or similar"
     require_sites("residual_dropout", model, [site.name for site in sites], wanted)
     for layer, _ in found:
         _must_be_off(layer)
-    return plan_sites(
-        model,
-        sites,
-        regularizer,
-        p,
-        schedule=schedule,
-        name=name,
-        on_existing=on_existing,
-        example_input=example_input,
-        warnings=skipped_layers(model, {layer.name for layer, _ in found}),
-    )
+    skipped = skipped_layers(model, {layer.name for layer, _ in found})
+    options = {"schedule": schedule, "name": name, "on_existing": on_existing, "example_input": example_input}
+    return plan_sites(model, sites, regularizer, skipped, **options)
 
 
 def _must_be_off(layer: Layer) -> None:

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FunctionType
@@ -24,7 +24,7 @@ _CLASSES = re.compile(r"(Feature)?(Alpha)?Dropout(\dd)?")
 _POSITIONS = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 """Position of the rate. Functional dropout has it second; other attention functions take it by keyword."""
 _KEYWORDS = ("p", "dropout_p", "dropout", "rate", "prob", "drop_prob")
-_TRANSPARENT = ("float", "min", "max")
+_TRANSPARENT = (("float",), ("min",), ("max",))
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def analyze(cls: Any) -> DropoutSource:
                     attributes[path[1]] = None
             elif path[:2] == (method.me, "config") and len(path) == 3 and "drop" in path[2]:
                 from_config[path[2]] = None
-            elif isinstance(node, ast.Call) and (found := _rate_sources(node, method)):
+            elif isinstance(node, ast.Call) and (found := method.sources_of_call(node)):
                 paths = sorted(path for path in found if path is not None)
                 calls[DropCall(ast.unparse(node), tuple(paths), None in found)] = None
     return DropoutSource(tuple(attributes), tuple(from_config), tuple(calls), tuple(unreadable))
@@ -100,19 +100,8 @@ def path_of(node: ast.AST) -> Path | None:
     return None if before is None else (*before, name)
 
 
-def _rate_sources(call: ast.Call, method: Method) -> Sources:
-    rate = _rate_argument(call, method)
-    return set() if rate is None else method.sources(rate)
-
-
-def _rate_argument(call: ast.Call, method: Method) -> ast.expr | None:
-    """The rate that a call of functional dropout, or of attention with dropout, gets; None for other calls."""
-    path = path_of(call.func)
-    if path is None or method.is_own(path[0]):
-        return None
-    name = path[-1] if _is_dropout(path[-1]) else str(attribute(method.outside(path), "__name__"))
-    if not _is_dropout(name):
-        return None
+def _rate_argument(call: ast.Call, name: str) -> ast.expr | None:
+    """The rate that a call of functional dropout, or of attention with dropout, gets; None if it gets none."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     for keyword in _KEYWORDS:
         if keyword in given:
@@ -142,33 +131,20 @@ class Method:
     """Its calls with the methods that make them; None where one passes it on instead of calling it."""
 
     def __post_init__(self) -> None:
-        arguments = self.tree.args
-        positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+        parameters = inspect.signature(self.function).parameters
         kept = inspect.getattr_static(self.owner, self.tree.name, None)
         self.is_property = isinstance(kept, property)
+        positional = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.me = positional[0] if positional and not isinstance(kept, staticmethod) else ""
         """The name of `self`."""
         self.positional = positional[bool(self.me) :]
-        names = {node.arg for node in ast.walk(arguments) if isinstance(node, ast.arg)}
-        self.parameters = names - {self.me}
-        by_position = zip(reversed(positional), reversed(arguments.defaults), strict=False)
-        by_keyword = zip([a.arg for a in arguments.kwonlyargs], arguments.kw_defaults, strict=True)
-        self.defaults = {name: value for name, value in (*by_position, *by_keyword) if value is not None}
+        self.defaults = {name: p.default for name, p in parameters.items() if name != self.me}
+        """The default of each parameter, which is empty for one without."""
         self.nodes = sorted(
             ast.walk(self.tree), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
         )
-        self.local: dict[str, list[ast.expr | None]] = {}
-        """The values assigned to each name; None for a value that cannot be read from the source."""
-        values = self._assigned()
-        for node in self.nodes:
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self.local.setdefault(node.id, []).append(values.get(id(node)))
-            elif isinstance(node, ast.arg) and node.arg not in names:  # of a nested function
-                self.local.setdefault(node.arg, []).append(None)
-
-    def _assigned(self) -> dict[int, ast.expr]:
-        """The value of each assignment to one name, by the id of the target; a loop assigns an element."""
         values: dict[int, ast.expr] = {}
+        """By the id of the target; a loop assigns an element."""
         for node in self.nodes:
             if isinstance(node, ast.Assign):
                 values |= {id(target): node.value for target in node.targets}
@@ -176,7 +152,13 @@ class Method:
                 values[id(node.target)] = node.value or node.target
             elif isinstance(node, ast.For | ast.comprehension):
                 values[id(node.target)] = ast.Subscript(node.iter, ast.Constant(0), ast.Load())
-        return values
+        self.local: dict[str, list[ast.expr | None]] = {}
+        """The values assigned to each name; None for a value that cannot be read from the source."""
+        for node in self.nodes:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.local.setdefault(node.id, []).append(values.get(id(node)))
+            elif isinstance(node, ast.arg) and node.arg not in parameters:  # of a nested function
+                self.local.setdefault(node.arg, []).append(None)
 
     def is_own(self, name: str) -> bool:
         """Whether a name is `self`, or a local name for a part of it such as `self.dropouts[0]`."""
@@ -186,6 +168,15 @@ class Method:
         while isinstance(value, ast.Subscript | ast.Attribute):
             value = value.value
         return isinstance(value, ast.Name) and value.id == self.me
+
+    def sources_of_call(self, call: ast.Call) -> Sources:
+        """Where the rate of a dropout call may come from; empty for other calls, and at rate 0."""
+        path = path_of(call.func)
+        if path is None or self.is_own(path[0]):
+            return set()
+        name = path[-1] if _is_dropout(path[-1]) else str(attribute(self.outside(path), "__name__"))
+        rate = _rate_argument(call, name) if _is_dropout(name) else None
+        return set() if rate is None else self.sources(rate)
 
     def sources(self, node: ast.expr | None, rest: Path = (), seen: Seen = frozenset()) -> Sources:
         """Where the rate `node.rest` may come from."""
@@ -202,7 +193,7 @@ class Method:
                 return sides[0] | sides[1]
             return {None} if any(sides) else set()
         parts = _choices(node)
-        return {None} if parts is None else _union(self.sources(part, (), seen) for part in parts)
+        return {None} if parts is None else set().union(*(self.sources(part, (), seen) for part in parts))
 
     def _sources_of_path(self, path: Path, seen: Seen) -> Sources:
         head, rest = path[0], path[1:]
@@ -210,28 +201,26 @@ class Method:
             return set() if rest == ("training",) else {rest}
         if (self, head) in seen or rest[-1:] == ("training",):
             return set()
-        if head not in self.local and head not in self.parameters:
+        if head not in self.local and head not in self.defaults:
             return {None} if _may_drop(self.outside(path)) else set()
         seen |= {(self, head)}
-        found = _union(self.sources(value, rest, seen) for value in self.local.get(head, ()))
-        return found | self._sources_of_parameter(head, rest, seen) if head in self.parameters else found
+        found = set().union(*(self.sources(value, rest, seen) for value in self.local.get(head, ())))
+        return found | self._sources_of_parameter(head, rest, seen) if head in self.defaults else found
 
     def _sources_of_parameter(self, name: str, rest: Path, seen: Seen) -> Sources:
         """Where the values come from that the callers pass, or else where the default does."""
-        found: Sources = set()
+        default = self.defaults[name]
+        is_off = default is None or default is inspect.Parameter.empty or not _may_drop(default)
+        of_default: Sources = set() if is_off else {None}
+        found: Sources = set() if self.callers else of_default
         for call, caller in self.callers:
             if call is None:
-                found.add(None)
+                found |= {None}
                 continue
-            by_position = dict(zip(self.positional, call.args, strict=False))
-            by_keyword = {keyword.arg: keyword.value for keyword in call.keywords}
-            value = by_keyword.get(name, by_position.get(name, by_keyword.get(None)))
-            if value is not None:
-                found |= caller.sources(value, rest, seen)
-            elif name in self.defaults:
-                found |= self.sources(self.defaults[name], rest, seen)
-        if not self.callers and name in self.defaults:
-            found |= self.sources(self.defaults[name], rest, seen)
+            given: dict[str | None, ast.expr] = dict(zip(self.positional, call.args, strict=False))
+            given |= {keyword.arg: keyword.value for keyword in call.keywords}
+            value = given.get(name, given.get(None))
+            found |= of_default if value is None else caller.sources(value, rest, seen)
         return found
 
     def outside(self, path: Path) -> Any:
@@ -254,18 +243,13 @@ def _choices(node: ast.expr) -> list[ast.expr] | None:
         return node.values
     if isinstance(node, ast.NamedExpr):
         return [node.value]
-    is_transparent = isinstance(node, ast.Call) and path_of(node.func) in [(name,) for name in _TRANSPARENT]
-    return node.args if is_transparent and isinstance(node, ast.Call) else None
+    return node.args if isinstance(node, ast.Call) and path_of(node.func) in _TRANSPARENT else None
 
 
 def _may_drop(value: object) -> bool:
     """Whether a value from outside of the class may be a rate above 0."""
     # `isinstance` would read `__class__`, which a lazy import may not let pass.
     return not issubclass(type(value), int | float) or bool(value)
-
-
-def _union(found: Iterable[Sources]) -> Sources:
-    return set().union(*found)
 
 
 def methods_that_run(cls: type) -> tuple[list[Method], list[str]]:

@@ -55,21 +55,15 @@ def channel_axis_of(module: nn.Module, shape: Sequence[int]) -> int | None:
 
 
 def as_map(x: Tensor, image: Sequence[int], grid: Sequence[int] | None = None) -> Tensor:
-    """`x` as (N, C, h, w).
+    """(N, C, h, w), (N, h, w, C), or tokens (N, L, C) of which the image's are last, as (N, C, h, w).
 
-    Args:
-        x: (N, C, h, w), (N, h, w, C), or tokens (N, L, C) of which the image's are last.
-        image: height and width of the image; a grid of tokens has the same proportions.
-        grid: rows and columns of the tokens, where the proportions do not determine them.
-
-    Raises:
-        ShapeError: it is none of these, or no grid of these proportions has so many tokens.
+    A grid of tokens has the proportions of the image (height, width), unless `grid` says its rows and columns.
     """
     if x.dim() == 4:
         # The channels are the axis without which the others are closest to the image's proportions.
         sizes = {1: x.shape[2:], 3: x.shape[1:3]}
         unlike = {axis: abs(math.log(h * image[1] / (w * image[0]))) for axis, (h, w) in sizes.items()}
-        return x.movedim(min(unlike, key=lambda axis: unlike[axis]), 1)
+        return x.movedim(min(unlike, key=unlike.__getitem__), 1)
     if x.dim() != 3:
         raise ShapeError(f"got {tuple(x.shape)}: neither a map (N, C, H, W) nor tokens (N, L, C).")
     rows, columns = _grid(x.shape[1], image) if grid is None else grid

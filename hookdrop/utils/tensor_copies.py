@@ -18,11 +18,7 @@ class NotKept(LayerError, KeyError):
 
 
 def place(to: Place, owner: str) -> Place:
-    """`to`, if it is a device that there is.
-
-    Raises:
-        ValueError: there is no such device here.
-    """
+    """`to`, if there is such a device."""
     if to is not None:
         try:
             torch.empty(0, device=to)
