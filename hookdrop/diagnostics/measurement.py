@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hookdrop.diagnostics.isolation import forked_rng
 from hookdrop.errors import InjectionError
-from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.rate import Rate
+from hookdrop.hooks.hook import Rate, SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.tables import html_table, text_table
 from hookdrop.utils.tensor_tree import require_same_shape_and_dtype

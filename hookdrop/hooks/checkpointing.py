@@ -11,11 +11,10 @@ import math
 import sys
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from hookdrop.hooks.rate import Rate
 from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import (
     current_node,
@@ -26,6 +25,9 @@ from hookdrop.utils.torch_internals import (
     without_dispatch_modes,
     without_functorch,
 )
+
+Rate: TypeAlias = Any
+"""What a call did: a `hooks.hook.Rate`, or None for nothing. Here it is only kept and given back."""
 
 Call = tuple[str, bool, int]
 """Site, whether in training mode, and a fingerprint of the random state."""

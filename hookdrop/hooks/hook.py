@@ -19,17 +19,30 @@ from torch.utils.hooks import RemovableHandle
 from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks import compiling
 from hookdrop.hooks.checkpointing import may_be_recomputed, random_state
-from hookdrop.hooks.rate import Rate
 from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey, change, change_arguments, require_same_shape_and_dtype
-from hookdrop.utils.torch_internals import graph_task, is_tracing
+from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
 
 Listener = Callable[["SiteHook", nn.Module, Any], None]
 """Called with (hook, module, value) before the hook works. It may warn, raise, or unsubscribe itself."""
 
 first_listeners: list[Listener] = []
 """The listeners of a new hook. They unsubscribe, so that in steady state a hook has none."""
+
+
+class Rate:
+    """A rate for eager code (a float) and for compiled code (a tensor); it never changes, another one replaces it."""
+
+    def __init__(self, value: float | None, neutral: bool) -> None:
+        self.value = value
+        """None for a regularizer without a rate."""
+        self.neutral = neutral
+        """Whether the regularizer does nothing at this rate: a bool, which compiled code can read."""
+        # Compiled code takes the rate as a tensor: a float would be compiled in. Each rate is another tensor, since
+        # a graph that waits for its backward pass may hold this one. It is real data, in whatever mode it is made.
+        with torch.inference_mode(False), without_dispatch_modes():
+            self.tensor = None if value is None else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 class SiteHook:

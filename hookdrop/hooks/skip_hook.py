@@ -14,8 +14,7 @@ from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from hookdrop.errors import InjectionError
-from hookdrop.hooks.hook import InputHook, SiteHook
-from hookdrop.hooks.rate import Rate
+from hookdrop.hooks.hook import InputHook, Rate, SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey

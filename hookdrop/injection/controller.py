@@ -16,9 +16,8 @@ from hookdrop.diagnostics.checks import MOVES_TO_JUDGE, problems
 from hookdrop.diagnostics.first_call import warn_about_shape
 from hookdrop.errors import InjectionError, warn
 from hookdrop.hooks import compiling
-from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.hook import Rate, SiteHook
 from hookdrop.hooks.optimizer import Follower
-from hookdrop.hooks.rate import Rate
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState, Override
 
