@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hookdrop.kernels.gradient_edits import clamped, edited, noisy, scaled, shortened
 from hookdrop.regularizers.base import Regularizer, needs_samples
-from hookdrop.utils.validation import floating, number, number_or_tensor, one_of, rate_or_tensor
+from hookdrop.utils.validation import floating, number, one_of, rate_or_tensor
 
 
 def clip_activation_grad(
@@ -42,7 +42,7 @@ def clamp_activation_grad(
 
 def scale_activation_grad(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
     """`x`, whose gradient is multiplied by `factor`; 1 returns `x` itself: see `ScaleActivationGrad`."""
-    factor = number_or_tensor(factor, "factor", "scale_activation_grad")
+    factor = rate_or_tensor(factor, "factor", "scale_activation_grad", check=number)
     floating(x, "scale_activation_grad")
     return _scale(x, factor) if training else x
 
