@@ -37,7 +37,7 @@ def _dropout(x: Tensor, p: float | Tensor) -> Tensor:
         return torch.where(draw_elements(x, p), 0.0, x * of_the_rest(p))
     if p == 0.0:
         return x
-    # On a CPU PyTorch draws a random number for each element, on one thread, and in low precision rounds 1 / (1 - p).
+    # On a CPU PyTorch draws one random number for each element, on one thread, and rounds 1 / (1 - p) to the dtype.
     small = x.numel() < _WORTHWHILE and x.dtype not in HALF
     if small or x.is_nested or not x.is_cpu or is_tracing():
         return F.dropout(x, p, True)
