@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
-from hookdrop.utils.validation import count, number
+from hookdrop.utils.validation import count, number, positive
 
 
 class Schedule(ABC):
@@ -178,8 +178,7 @@ class ExponentialSchedule(Schedule):
 
     def __post_init__(self) -> None:
         self._check(steps=1)
-        if number(self.speed, "speed", "ExponentialSchedule") <= 0:
-            raise ValueError(f"ExponentialSchedule: speed must be above 0, got {self.speed:g}.")
+        positive(self.speed, "speed", "ExponentialSchedule")
 
     def __call__(self, step: int) -> float:
         return -math.expm1(-self.speed * step / self.steps)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hookdrop.kernels.gradient_edits import clamped, edited, noisy, scaled, shortened
 from hookdrop.regularizers.base import Regularizer, needs_samples
-from hookdrop.utils.validation import floating, number, one_of, rate_or_tensor
+from hookdrop.utils.validation import floating, number, one_of, positive, rate_or_tensor
 
 
 def clip_activation_grad(
@@ -85,11 +85,7 @@ def clip_limits(
             "  leave out per_sample, or give max_norm."
         )
     name, value = ("max_value", max_value) if max_norm is None else ("max_norm", max_norm)
-    limit = number(value, name, owner)
-    if limit <= 0.0:
-        raise ValueError(
-            f"{owner}: {name} must be above 0, got {limit:g}.\n  to stop the gradient: ScaleActivationGrad(0)"
-        )
+    limit = positive(value, name, owner, "\n  to stop the gradient: ScaleActivationGrad(0)")
     return (limit, None, bool(per_sample)) if max_value is None else (None, limit, False)
 
 
@@ -195,21 +191,14 @@ class ScaleActivationGrad(_ActivationGrad):
 
         >>> from torch import nn
         >>> from hookdrop import LinearSchedule, inject
-        >>> class Dann(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.features, self.label, self.domain = nn.Linear(8, 4), nn.Linear(4, 3), nn.Linear(4, 2)
-        ...     def forward(self, x):
-        ...         features = self.features(x).relu()
-        ...         return self.label(features), self.domain(features)
-        >>> model = Dann()
-        >>> drop = inject(
-        ...     model, ScaleActivationGrad(-1.0), layers="domain", at="input", schedule=LinearSchedule(steps=100)
-        ... )
+        >>> model = nn.ModuleDict({"features": nn.Linear(8, 4), "label": nn.Linear(4, 3), "domain": nn.Linear(4, 2)})
+        >>> ramp = LinearSchedule(steps=100)
+        >>> drop = inject(model, ScaleActivationGrad(-1.0), layers="domain", at="input", schedule=ramp)
         >>> optimizer, loss = torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss()
         >>> for step in range(3):
-        ...     label, domain = model(torch.randn(6, 8))
-        ...     (loss(label, torch.arange(6) % 3) + loss(domain, torch.arange(6) % 2)).backward()
+        ...     features = model["features"](torch.randn(6, 8)).relu()
+        ...     labels, domains = loss(model["label"](features), torch.arange(6) % 3), torch.arange(6) % 2
+        ...     (labels + loss(model["domain"](features), domains)).backward()
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         ...     drop.step()

@@ -13,7 +13,7 @@ from hookdrop.errors import ShapeError
 from hookdrop.kernels.bernoulli import finest
 from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
 from hookdrop.regularizers.cutout import check_map
-from hookdrop.utils.validation import floating, number, rate_or_tensor
+from hookdrop.utils.validation import floating, positive, rate_or_tensor
 
 _EPSILON = 1e-6
 """What the paper's code adds to a variance."""
@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 
 def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: bool = True) -> Tensor:
     """With probability `p`, mix the style of each sample of (N, C, H, W) with another's: see `MixStyle`."""
-    return _mix_style(x, rate_or_tensor(p, owner="mix_style"), valid_alpha(alpha, "mix_style"), training)
+    return _mix_style(x, rate_or_tensor(p, owner="mix_style"), positive(alpha, "alpha", "mix_style"), training)
 
 
 def _mix_style(x: Tensor, p: float | Tensor, alpha: float, training: bool = True) -> Tensor:
@@ -55,14 +55,6 @@ def symmetric_beta(alpha: float, shape: Sequence[int], device: torch.device) -> 
     cosine = torch.cos(2.0 * math.pi * torch.rand(tuple(shape), dtype=dtype, device=device))
     odds = torch.expm1(-u.log() / alpha) * cosine.square()
     return 0.5 + 0.5 * cosine.sign() * (1.0 + 1.0 / odds).rsqrt()
-
-
-def valid_alpha(alpha: object, owner: str) -> float:
-    """`alpha` as a float above 0."""
-    value = number(alpha, "alpha", owner)
-    if value <= 0.0:
-        raise ValueError(f"{owner}: alpha must be above 0, got {value:g}.")
-    return value
 
 
 def check_style(shape: Sequence[int], owner: str) -> None:
@@ -105,7 +97,7 @@ class MixStyle(Regularizer):
     def __init__(self, p: float = 0.5, alpha: float = 0.1) -> None:
         super().__init__()
         self.p = self.valid_rate(p)
-        self.alpha = valid_alpha(alpha, self.title)
+        self.alpha = positive(alpha, "alpha", self.title)
 
     def check(self, shape: Sequence[int]) -> None:
         check_style(shape, self.title)

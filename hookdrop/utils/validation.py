@@ -27,6 +27,14 @@ def number(value: object, name: str, owner: str) -> float:
     return result
 
 
+def positive(value: object, name: str, owner: str, hint: str = "") -> float:
+    """`value` as a float above 0."""
+    result = number(value, name, owner)
+    if result <= 0.0:
+        raise ValueError(f"{owner}: {name} must be above 0, got {result:g}.{hint}")
+    return result
+
+
 def rate(
     value: object, name: str = "p", owner: str = "hookdrop", high: float = 1.0, *, open_end: bool = False
 ) -> float:
