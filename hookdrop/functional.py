@@ -1,9 +1,10 @@
 """The regularizers as pure functions: tensor in, tensor out, drawn from PyTorch's global generators.
 
-Every function returns `x` itself where there is nothing to do and if `training=False`, writes nothing in place, and
-keeps shape, dtype and memory format. `x` must be dense and of real floating-point numbers, or the function raises
-`TypeError`. `p` is the probability to drop, as in `torch.nn.functional`; in compiled code it may be a 0-d tensor, which
-is not compiled in. Each docstring names the regularizer that documents the settings, the shapes and the paper.
+Every function returns `x` itself if there is nothing to do or `training=False`, writes nothing in place, and keeps
+shape, dtype and memory format. It raises `TypeError` unless `x` is a dense tensor of real floating-point numbers, and
+`ShapeError`, `TypeError` or `ValueError` as the regularizer that its docstring names, which documents the settings, the
+shapes and the paper. `p` is the probability to drop, as in `torch.nn.functional`. In compiled code it may be a 0-d
+tensor, so that one graph serves all rates.
 """
 
 from hookdrop.regularizers.alpha import alpha_dropout, feature_alpha_dropout

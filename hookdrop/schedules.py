@@ -1,4 +1,4 @@
-"""How a rate moves: a schedule is a pure function from optimizer steps to a multiplier of the target rate.
+"""A schedule is a pure function from optimizer steps to a multiplier of the target rate.
 
 keep_prob(t) = 1 - p * s(t), so a linear s is the linear keep-prob schedule of the DropBlock paper.
 """
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
-from hookdrop.utils.validation import count, number
+from hookdrop.utils.validation import count, number, positive
 
 
 class Schedule(ABC):
@@ -34,12 +34,12 @@ class Schedule(ABC):
 
     @property
     def peak(self) -> float | None:
-        """The largest multiplier that it can reach; None if that can't be told beforehand."""
+        """The largest multiplier; None if it is not known in advance."""
         return None
 
     @property
     def settles_at(self) -> int | None:
-        """The step from which the multiplier no longer changes; None if that can't be told beforehand."""
+        """The step from which the multiplier no longer changes; None if it is not known in advance."""
         return None
 
     def __repr__(self) -> str:
@@ -48,31 +48,35 @@ class Schedule(ABC):
         own = (f for f in fields(self) if getattr(self, f.name) != f.default)
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in own)})"
 
-    def _count(self, name: str, low: int) -> None:
-        """Check a whole-number field."""
-        object.__setattr__(self, name, count(getattr(self, name), name, type(self).__name__, low))
+    def _check(self, *multipliers: str, **lowest: int) -> None:
+        """Convert the named fields: multipliers, and whole numbers with the lowest that is allowed."""
+        owner = type(self).__name__
+        for name in multipliers:
+            object.__setattr__(self, name, _multiplier(getattr(self, name), name, owner))
+        for name, low in lowest.items():
+            object.__setattr__(self, name, count(getattr(self, name), name, owner, low))
 
-    def _multiplier(self, *names: str) -> None:
-        """Check fields that are multipliers."""
-        for name in names:
-            value = number(getattr(self, name), name, type(self).__name__)
-            if value < 0:
-                raise ValueError(f"{type(self).__name__}: {name} must be at least 0, got {value:g}.")
-            object.__setattr__(self, name, value)
+
+def _multiplier(value: object, name: str, owner: str) -> float:
+    multiplier = number(value, name, owner)
+    if multiplier < 0:
+        raise ValueError(f"{owner}: {name} must be at least 0, got {multiplier:g}.")
+    return multiplier
 
 
 @dataclass(frozen=True, repr=False)
 class ConstantSchedule(Schedule):
-    """The same multiplier at every step; it needs no driving.
+    """The same multiplier at every step, so nothing needs to call `step()`.
 
     Args:
         value: the multiplier, at least 0.
     """
 
     value: float = 1.0
+    settles_at = 0
 
     def __post_init__(self) -> None:
-        self._multiplier("value")
+        self._check("value")
 
     def __call__(self, step: int) -> float:
         return self.value
@@ -80,10 +84,6 @@ class ConstantSchedule(Schedule):
     @property
     def peak(self) -> float:
         return self.value
-
-    @property
-    def settles_at(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,9 +96,7 @@ class _Ramp(Schedule):
     delay: int = 0
 
     def __post_init__(self) -> None:
-        self._count("steps", 1)
-        self._count("delay", 0)
-        self._multiplier("start", "end")
+        self._check("start", "end", steps=1, delay=0)
 
     def __call__(self, step: int) -> float:
         done = step - self.delay
@@ -111,7 +109,7 @@ class _Ramp(Schedule):
     @staticmethod
     @abstractmethod
     def _progress(ratio: float) -> float:
-        """How far the ramp is when `ratio` (0 to 1) of its steps are done."""
+        """The part of the ramp (0 to 1) that is done after `ratio` (0 to 1) of its steps."""
 
     @property
     def peak(self) -> float:
@@ -161,7 +159,7 @@ class CosineSchedule(_Ramp):
 
 @dataclass(frozen=True, repr=False)
 class ExponentialSchedule(Schedule):
-    """1 - exp(-speed * step / steps): fast first, then closing in on 1, which it never quite reaches.
+    """1 - exp(-speed * step / steps): it rises fast at first, and approaches 1 without reaching it.
 
     Args:
         steps: the length of the training in optimizer steps, at least 1.
@@ -176,18 +174,14 @@ class ExponentialSchedule(Schedule):
 
     steps: int
     speed: float = 10.0
+    peak = 1.0
 
     def __post_init__(self) -> None:
-        self._count("steps", 1)
-        if number(self.speed, "speed", "ExponentialSchedule") <= 0:
-            raise ValueError(f"ExponentialSchedule: speed must be above 0, got {self.speed:g}.")
+        self._check(steps=1)
+        positive(self.speed, "speed", "ExponentialSchedule")
 
     def __call__(self, step: int) -> float:
         return -math.expm1(-self.speed * step / self.steps)
-
-    @property
-    def peak(self) -> float:
-        return 1.0
 
     @property
     def settles_at(self) -> int:
@@ -196,12 +190,27 @@ class ExponentialSchedule(Schedule):
 
 
 @dataclass(frozen=True, repr=False)
-class EarlySchedule(Schedule):
-    """On before step `cutoff`, 0 from there on: against underfitting.
+class _Switch(Schedule):
+    """It changes at step `cutoff`."""
+
+    cutoff: int
+    peak = 1.0
+
+    def __post_init__(self) -> None:
+        self._check(cutoff=1)
+
+    @property
+    def settles_at(self) -> int:
+        return self.cutoff
+
+
+@dataclass(frozen=True, repr=False)
+class EarlySchedule(_Switch):
+    """On before step `cutoff`, 0 from then on: against underfitting.
 
     Args:
-        cutoff: the first step without, at least 1.
-        linear: fall in a line from 1 to 0 at the cutoff, instead of at once.
+        cutoff: the first step at 0, at least 1.
+        linear: decrease linearly from 1 to 0 at the cutoff, instead of at once.
 
     Example:
         >>> EarlySchedule(cutoff=2).simulate(4), EarlySchedule(cutoff=2, linear=True).simulate(4)
@@ -210,32 +219,20 @@ class EarlySchedule(Schedule):
     Reference: Liu et al. 2023, "Dropout reduces underfitting", arXiv:2303.01500.
     """
 
-    cutoff: int
     linear: bool = False
-
-    def __post_init__(self) -> None:
-        self._count("cutoff", 1)
 
     def __call__(self, step: int) -> float:
         if step >= self.cutoff:
             return 0.0
         return 1.0 - step / self.cutoff if self.linear else 1.0
 
-    @property
-    def peak(self) -> float:
-        return 1.0
-
-    @property
-    def settles_at(self) -> int:
-        return self.cutoff
-
 
 @dataclass(frozen=True, repr=False)
-class LateSchedule(Schedule):
-    """0 before step `cutoff`, on from there.
+class LateSchedule(_Switch):
+    """0 before step `cutoff`, on from then on.
 
     Args:
-        cutoff: the first step with it on, at least 1.
+        cutoff: the first step at 1, at least 1.
 
     Example:
         >>> LateSchedule(cutoff=2).simulate(4)
@@ -244,30 +241,17 @@ class LateSchedule(Schedule):
     Reference: Liu et al. 2023, "Dropout reduces underfitting", arXiv:2303.01500.
     """
 
-    cutoff: int
-
-    def __post_init__(self) -> None:
-        self._count("cutoff", 1)
-
     def __call__(self, step: int) -> float:
         return 0.0 if step < self.cutoff else 1.0
-
-    @property
-    def peak(self) -> float:
-        return 1.0
-
-    @property
-    def settles_at(self) -> int:
-        return self.cutoff
 
 
 @dataclass(frozen=True, repr=False)
 class ChainedSchedule(Schedule):
-    """One schedule after another, each with steps of its own from 0, as in torch's `SequentialLR`.
+    """One schedule after another, each counting its steps from 0, as in torch's `SequentialLR`.
 
     Args:
         schedules: the schedules in turn.
-        milestones: the step at which each next one takes over, rising, one fewer than schedules.
+        milestones: the steps at which the next schedule takes over: rising, one fewer than schedules.
 
     Example:
         >>> up_and_off = ChainedSchedule([LinearSchedule(steps=2), ConstantSchedule(0.0)], [4])
@@ -297,8 +281,8 @@ class ChainedSchedule(Schedule):
 
     @property
     def peak(self) -> float | None:
-        peaks = [schedule.peak for schedule in self.schedules]
-        return None if None in peaks else max(peak for peak in peaks if peak is not None)
+        peaks = [schedule.peak for schedule in self.schedules if schedule.peak is not None]
+        return max(peaks) if len(peaks) == len(self.schedules) else None
 
     @property
     def settles_at(self) -> int | None:
@@ -311,8 +295,8 @@ class LambdaSchedule(Schedule):
     """`fn(step)` is the multiplier.
 
     Args:
-        fn: from the step (an int) to a finite number of at least 0. `inject` wants it to pickle, as the model
-            it sits on must: a function of a module, not a lambda.
+        fn: takes the step (an int) and returns a finite number of at least 0. `inject` requires that it can be
+            pickled with the model: a function of a module, not a lambda.
 
     Example:
         >>> LambdaSchedule(abs).simulate(3)
@@ -326,7 +310,4 @@ class LambdaSchedule(Schedule):
             raise TypeError(f"LambdaSchedule: fn must be a function of the step, got {self.fn!r}.")
 
     def __call__(self, step: int) -> float:
-        value = number(self.fn(step), f"fn({step})", "LambdaSchedule")
-        if value < 0:
-            raise ValueError(f"LambdaSchedule: fn({step}) must be at least 0, got {value:g}.")
-        return value
+        return _multiplier(self.fn(step), f"fn({step})", "LambdaSchedule")

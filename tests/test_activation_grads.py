@@ -456,7 +456,7 @@ def test_what_has_no_rate_takes_no_schedule(regularizer: Regularizer) -> None:
         (lambda: ClipActivationGrad(max_value=-1), "max_value must be above 0, got -1"),
         (lambda: ClipActivationGrad("1"), "max_norm must be a number"),
         (lambda: ClipActivationGrad(1.0, per_sample=1), "per_sample must be one of True, False"),
-        (lambda: ClipActivationGrad(max_value=1.0, per_sample=True), "max_value clips each element by itself"),
+        (lambda: ClipActivationGrad(max_value=1.0, per_sample=True), "max_value clips each element"),
         (lambda: ClampActivationGrad(), r"give min, max or both, as in ClampActivationGrad\(min=-1.0, max=1.0\)"),
         (lambda: ClampActivationGrad(1, -1), "min must not be above max, got min=1 and max=-1"),
         (lambda: ClampActivationGrad(min=math.nan), "min must be finite"),

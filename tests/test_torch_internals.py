@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
@@ -44,6 +45,11 @@ def in_a_backward(look: object) -> list[object]:
     return found
 
 
+def run_elsewhere(code: str) -> None:
+    """Run `code` in a new process, where nothing is compiled and the compiler is not imported."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.DEVNULL, check=True)
+
+
 def test_every_name_has_a_test() -> None:
     names = set()
     for node in ast.parse(Path(internals.__file__).read_text()).body:
@@ -54,6 +60,16 @@ def test_every_name_has_a_test() -> None:
     missing = {f"test_{name}" for name in names if not name.startswith("_")} - globals().keys()
     assert len(names) > 15
     assert not missing, f"write a canary for each name of torch_internals.py: {missing}"
+
+
+# --- modules
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d])
+def test_BatchNorm(kind: type[nn.Module]) -> None:
+    """Without it a probe and a dry run leave changed running statistics behind, or don't know frozen batch norms."""
+    assert issubclass(kind, internals.BatchNorm)
+    assert not issubclass(nn.LayerNorm, internals.BatchNorm)
 
 
 # --- tensors
@@ -168,11 +184,10 @@ def test_disable_dynamo() -> None:
 
 def test_disable_dynamo_does_not_import_the_compiler() -> None:
     """Which takes as long as importing PyTorch: the reason why it is not `torch.compiler.disable`."""
-    code = (
+    run_elsewhere(
         "import sys; from hookdrop.utils.torch_internals import disable_dynamo;"
         "disable_dynamo(lambda x: x); sys.exit('torch._dynamo' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_forward_ad_level() -> None:
@@ -273,3 +288,90 @@ def test_saved_tensors_hooks() -> None:
     function(torch.ones(2))
     checkpoint(function, torch.ones(2), use_reentrant=False)
     assert found == [False, True]
+
+
+# --- the compiler
+
+_COMPILER = """
+import torch
+import torch._dynamo
+import torch.export
+from torch import nn
+
+import hookdrop
+from hookdrop.utils.torch_internals import guard_hooks
+
+config, x = torch._dynamo.config, torch.ones(1, 2)
+"""
+
+
+def test_guard_hooks_has_compiled_code_notice_hooks() -> None:
+    """Without it a hook that is placed after the first compiled call never runs."""
+    run_elsewhere(
+        _COMPILER
+        + """
+assert not config.skip_nnmodule_hook_guards, "set by hookdrop"
+layer = nn.Linear(2, 2)
+compiled = torch.compile(layer, backend="eager")
+compiled(x)
+handle = layer.register_forward_hook(lambda *_: torch.zeros(1, 2))
+assert not compiled(x).any()
+handle.remove()
+assert compiled(x).any()
+"""
+    )
+
+
+def test_guard_hooks() -> None:
+    """Without the names that it reads, code that was compiled before hookdrop was imported goes on without hooks.
+
+    What `torch.export` traces must not count: it would have the compiler reset for nothing.
+    """
+    run_elsewhere(
+        _COMPILER
+        + """
+def unguarded():
+    config.skip_nnmodule_hook_guards = True  # as it is by default
+    return guard_hooks()
+
+assert not unguarded()
+torch.export.export(nn.Linear(2, 2), (x,), strict=True)
+assert not unguarded()
+torch.compile(nn.Linear(2, 2), backend="eager")(x)
+assert unguarded()
+assert not guard_hooks(), "hooks are guarded now"
+"""
+    )
+
+
+def test_when_compiler_is_imported() -> None:
+    """Without `torch._dynamo` as the compiler's name, a function that must stay out of compiled code is compiled."""
+    run_elsewhere(
+        """
+import sys
+import torch
+from hookdrop.utils.torch_internals import when_compiler_is_imported
+
+found, finders = [], len(sys.meta_path)
+when_compiler_is_imported(lambda: found.append(callable(torch._dynamo.disable)))
+assert found == []
+torch.compile(torch.sin, backend="eager")(torch.ones(1))
+assert found == [True], "called once, when all of the module is there"
+assert len(sys.meta_path) < finders, "and hookdrop's finders are gone"
+when_compiler_is_imported(lambda: found.append("at once"))
+assert found == [True, "at once"]
+"""
+    )
+
+
+# --- distributed jobs
+
+
+def test_default_store() -> None:
+    """Without it ranks that have the same seed, and so draw the same masks, get no warning."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        internals.default_store().set("hookdrop/test", "note")
+        assert internals.default_store().get("hookdrop/test") == b"note"
+    finally:
+        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-/* The two loops over blocks that PyTorch has no one-pass operation for. Optional: hookdrop/kernels/native.py says when
+/* The loops over blocks that PyTorch has no one-pass operation for. Optional: hookdrop/kernels/native.py says when
    it is used, and hookdrop/kernels/blocks.py does the same without it. Nothing here is random. Seeds come sorted and may
    repeat; were they not sorted some would be passed over, but nothing be written outside of a chunk. */
 
@@ -30,7 +30,7 @@
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Changes with the signatures below; kernel.py asks for it. */
+/* Changes with the signatures below; native.py asks for it. */
 EXPORT int64_t hookdrop_interface(void) { return 3; }
 
 /* Says that memory just allocated is best given in huge pages: a fault for each 4 KiB of a fresh result costs more than

@@ -1,7 +1,7 @@
-"""Bernoulli trials, drawn at less than the price of one random number each.
+"""Bernoulli trials at a cost of less than one random number each.
 
-Nothing here is approximate: both samplers give independent trials of probability p, to the resolution of the
-uniform numbers that they start from: 53 bits, or 24 on a device that has no float64.
+Both samplers are exact: their trials are independent and have probability p to the resolution of the uniform numbers
+that they use: 53 bits, or 24 on a device without float64.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from torch import Tensor
 
 
 def successes(trials: int, p: float, device: torch.device, *, static: bool, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Which of `trials` Bernoulli(p) trials succeed, in order.
+    """The sorted indices of the successes among `trials` Bernoulli(p) trials.
 
-    The gaps between successes are geometric, and a geometric number is the floor of an exponential one
-    (Devroye, "Non-Uniform Random Variate Generation", 1986, X.2): only the successes are drawn.
+    The gaps between successes are geometric, and a geometric number is the floor of an exponential one (Devroye,
+    "Non-Uniform Random Variate Generation", 1986, X.2), so this draws only the successes.
 
     Args:
         trials: how many.
         p: in [0, 1).
-        device: where the result lives.
-        static: the result's length depends on `trials` and `p` alone and nothing waits for the device; it is
-            filled up with the last success. Wants `trials * p` of at least `ENOUGH`, since no success at all can't
-            be told that way.
+        device: of the result.
+        static: makes the length of the result depend on `trials` and `p` alone, without synchronization: the last
+            success repeats. It requires `trials * p` of at least `ENOUGH`, as it can't return no success at all.
         dtype: of the result, large enough for `trials`.
     """
     if p == 0.0 or trials == 0:
@@ -41,14 +40,14 @@ def successes(trials: int, p: float, device: torch.device, *, static: bool, dtyp
 
 
 ENOUGH = 40.0
-"""Expected successes above which none at all is a matter of 1e-17."""
+"""Expected successes from which no success at all has a probability of 1e-17."""
 
 
 def trials(count: int, p: float, device: torch.device, *, static: bool) -> Tensor:
     """`count` Bernoulli(p) trials: uint8, 1 for a success.
 
-    A random byte below floor(256 p) decides nearly all of it, eight of them to a random number, and what is left of
-    p, less than 1/256, is drawn by its successes; `static` ones, which may wait for nothing, are PyTorch's own.
+    A random byte below floor(256 p) is a success; one random number provides eight bytes. `successes` draws the
+    rest of p, less than 1/256. If `static`, which forbids synchronization, PyTorch draws all trials.
     """
     if static:
         return torch.empty(count, dtype=torch.bool, device=device).bernoulli_(p).view(torch.uint8)
@@ -59,22 +58,22 @@ def trials(count: int, p: float, device: torch.device, *, static: bool) -> Tenso
 
 
 def finest(device: torch.device) -> torch.dtype:
-    """The finest floating dtype that the device has."""
+    """The most precise floating-point dtype of the device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _walk(steps: int, p: float, device: torch.device) -> Tensor:
-    """The numbers, from 1 on, of the first successes in an endless row of trials: whole, or infinite."""
+    """The positions, from 1 on, of the first successes in endless trials: whole numbers, or infinity."""
     return _gaps(steps, p, device).cumsum_(0)
 
 
 def _gaps(steps: int, p: float, device: torch.device) -> Tensor:
-    """Geometric numbers, from 1 on. A uniform number below 1 has a logarithm below 0, so that none is 0."""
+    """Geometric numbers, from 1 on: none is 0, as the logarithm of a uniform number below 1 is below 0."""
     return torch.rand(steps, dtype=finest(device), device=device).log_().div_(math.log1p(-p)).ceil_()
 
 
 _FAR = 2.0**40
-"""Past the last trial of all tensors, and small enough that sums of it don't overflow."""
+"""Above the number of trials of any tensor, and small enough that sums of it don't overflow."""
 
 
 def _bytes_below(level: int, count: int, device: torch.device) -> Tensor:
@@ -84,5 +83,5 @@ def _bytes_below(level: int, count: int, device: torch.device) -> Tensor:
     if level == 256:
         return torch.ones(count, dtype=torch.uint8, device=device)
     words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), device=device)
-    # Comparing bytes is ten times slower than clamping them.
+    # Comparing bytes takes ten times as long as clamping them.
     return words.view(torch.uint8)[:count].clamp_(level - 1, level).neg_().add_(level)

@@ -1,7 +1,7 @@
-"""Blocks on maps: where the seeds are, what they cover, and how much of it.
+"""Blocks on maps: where their seeds lie, and which elements and how many they cover.
 
-Written once for any number of spatial axes and any memory format, by looking at memory: the blocks of a tensor are
-windows into it, at the seeds' offsets.
+One implementation serves any number of spatial axes and any memory format: it regards blocks as windows into the
+memory of a tensor, at the offsets of the seeds.
 """
 
 from __future__ import annotations
@@ -20,68 +20,68 @@ from hookdrop.utils.torch_internals import dispatch_modes, functorch_stack, is_t
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """`samples` x `channels` masks of `sizes`, made of blocks that open at seeds.
+    """`samples` x `channels` masks of `sizes`; a seed is the first corner of a block.
 
-    Seeds lie where a whole block fits. They are numbered along (samples, channels, *valid), last axis fastest.
-    Caches are keyed by the object, which hashes fastest; `blocks_of` gives one object for each geometry.
+    Seeds lie where a whole block fits, and are numbered along (samples, channels, *valid), last axis fastest. Caches
+    use the object as their key, which hashes by identity: `blocks_of` returns one object for each geometry.
     """
 
     samples: int
     channels: int
-    """1 where the channels share a mask."""
+    """1 if the channels share a mask."""
     sizes: tuple[int, ...]
     blocks: tuple[int, ...]
     channel: int = 1
-    """The channels' axis in the tensors that the masks are for."""
+    """The channel axis of the tensors to mask."""
 
     @cached_property
     def valid(self) -> tuple[int, ...]:
-        """The places along each spatial axis where a block fits."""
+        """How many places along each spatial axis a block fits at."""
         return tuple(size - block + 1 for size, block in zip(self.sizes, self.blocks, strict=True))
 
     @cached_property
     def places(self) -> int:
-        """Where seeds may lie."""
+        """How many places a seed may have."""
         return self.samples * self.channels * math.prod(self.valid)
 
     @cached_property
     def index(self) -> torch.dtype:
-        """The shorter of the dtypes that can number the places."""
+        """The smallest dtype that can number the places."""
         return torch.int32 if self.places < 2**31 else torch.int64
 
     @cached_property
     def doublings(self) -> int:
-        """How many passes `grown` makes."""
+        """How many passes `grown` takes."""
         return sum(math.ceil(math.log2(block)) for block in self.blocks)
 
     @cached_property
     def of_sample(self) -> int:
-        """The elements of one sample's masks."""
+        """How many elements the masks of one sample have."""
         return self.channels * math.prod(self.sizes)
 
     def times(self, count: int) -> Blocks:
-        """The same for `count` times the samples."""
+        """These blocks for `count` times as many samples."""
         return blocks_of(self.samples * count, self.channels, self.sizes, self.blocks, self.channel)
 
     def zero_(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Zero the seeds' blocks in `x`, dense in memory: (samples, channels, *sizes), or the channels elsewhere."""
+        """Zero the seeds' blocks in `x`, which is dense and has its channels at axis `channel`."""
         return self._fill_(x, seeds, x.movedim(self.channel, 1).stride(), 0)
 
     def rows(self, seeds: Tensor) -> Tensor:
-        """uint8 (samples, pitch): a sample's masks in a row, 1 in the blocks; the rest of a row is 0."""
+        """uint8 (samples, pitch): each row holds the masks of a sample, 1 in the blocks, and is padded with 0."""
         rows = torch.zeros(self.samples, self._pitch, dtype=torch.uint8, device=seeds.device)
-        return self._fill_(rows, seeds, (self._pitch, *_contiguous((self.channels, *self.sizes))), 1)
+        return self._fill_(rows, seeds, (self._pitch, *contiguous_strides((self.channels, *self.sizes))), 1)
 
     def grown(self, seeds: Tensor) -> Tensor:
-        """The same from dense seeds: uint8, 1 for a seed, one for each place."""
+        """`rows` from dense seeds: uint8 for each place, 1 for a seed."""
         rows = torch.zeros(self.samples, self._pitch, dtype=torch.uint8, device=seeds.device)
         corner = self._shaped(rows)
         for axis, valid in enumerate(self.valid, start=2):
             corner = corner.narrow(axis, 0, valid)
         corner.copy_(seeds.view(corner.shape))
-        # A block fits where its seed is, so that a shift in memory never reaches the next line or the next map.
+        # A whole block fits at each seed, so a shift in memory never reaches the next line or map.
         flat = rows.view(-1)
-        for stride, block in zip(_contiguous(self.sizes), self.blocks, strict=True):
+        for stride, block in zip(contiguous_strides(self.sizes), self.blocks, strict=True):
             covered = 1
             while covered < block:
                 step = min(covered, block - covered)
@@ -91,30 +91,30 @@ class Blocks:
         return flat.view(rows.shape)
 
     def counts(self, rows: Tensor) -> Tensor:
-        """int64 (samples,): how much of each sample the rows of `rows` and `grown` say."""
-        # Eight bytes at a time; up to 255 words can be added before a byte of them overflows.
+        """int64 (samples,): how many elements of each sample are 1 in `rows`."""
+        # This adds eight bytes at a time: the sum of up to 255 words does not overflow a byte.
         words = rows.view(torch.int64)
         chunk = _WORDS if words.shape[1] > 255 else words.shape[1]
         return words.view(self.samples, -1, chunk).sum(2).view(torch.uint8).sum(1)
 
     @property
     def packed_size(self) -> tuple[int, int]:
-        """The shape of `packed`: one bit an element, and what the end of a row takes."""
+        """The shape of `packed`: one bit for each element and for the padding of rows."""
         return self.samples, self._pitch // 8
 
     def packed(self, rows: Tensor) -> Tensor:
-        """The rows of `rows` and `grown` with eight elements to a byte: uint8 of `packed_size`."""
-        # The product brings the lowest bits of a word's eight bytes together in its highest byte.
+        """`rows` with eight elements in a byte: uint8 of `packed_size`."""
+        # The product collects the lowest bit of each of a word's eight bytes in its highest byte.
         return ((rows.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
 
     def unpacked(self, packed: Tensor) -> Tensor:
-        """The rows that were packed."""
-        # Eight copies of the byte; of each another bit is kept, and made the lowest.
+        """The inverse of `packed`."""
+        # Of eight copies of the byte, each keeps another bit, which then becomes the lowest.
         bits = (packed.long() * _EACH_BYTE) & _BIT_OF_EACH
         return (((bits + 0x7F * _EACH_BYTE) >> 7) & _EACH_BYTE).view(torch.uint8)
 
     def mask(self, rows: Tensor) -> Tensor:
-        """bool, in the axes of the tensors that it is for; 1 channel where they share a mask."""
+        """`rows` as a bool mask with the axes of the tensors to mask; 1 channel if they share a mask."""
         return self._shaped(rows).view(torch.bool).movedim(1, self.channel)
 
     def _shaped(self, rows: Tensor) -> Tensor:
@@ -126,10 +126,10 @@ class Blocks:
         return 8 * (words if words <= 255 else -(-words // _WORDS) * _WORDS)
 
     def _fill_(self, memory: Tensor, seeds: Tensor, strides: Sequence[int], value: int) -> Tensor:
-        """Write `value` to the seeds' blocks, given the strides of (samples, channels, *sizes)."""
+        """Write `value` to the seeds' blocks; `strides` are those of (samples, channels, *sizes)."""
         offsets = self._offsets(seeds, strides)
         if not _is_memory(memory):
-            # The same without windows, which overlap: only real memory behaves as they expect.
+            # Overlapping windows need real memory. Elsewhere, index each element of each block.
             for block, stride in zip(self.blocks, strides[2:], strict=True):
                 steps = torch.arange(block, device=offsets.device) * stride
                 offsets = (offsets.unsqueeze(-1) + steps).flatten()
@@ -143,13 +143,13 @@ class Blocks:
         return memory
 
     def _offsets(self, seeds: Tensor, strides: Sequence[int]) -> Tensor:
-        """Where in memory the seeds are."""
+        """The seeds' offsets in memory."""
         seeds = seeds.long()
         places, below = (self.samples, self.channels, *self.valid), 1
         offsets = seeds * strides[-1]
         for axis in range(len(places) - 1, 0, -1):
             below *= places[axis]
-            # Going on along one axis by one, all axes inside of it start again.
+            # One step along an axis resets all axes inside it.
             jump = strides[axis - 1] - places[axis] * strides[axis]
             if jump:
                 offsets.add_(seeds.div(below, rounding_mode="floor"), alpha=jump)
@@ -160,7 +160,7 @@ blocks_of = lru_cache(maxsize=1024)(Blocks)
 
 
 def _is_memory(x: Tensor) -> bool:
-    """Whether writes to `x` reach memory at once: no subclass, and no compiler or transform rewrites them."""
+    """Whether writes to `x` reach memory at once: it is no subclass, and no compiler or transform rewrites them."""
     rewritten = torch.compiler.is_compiling() or dispatch_modes() > 0 or functorch_stack() is not None
     return type(x) in PLAIN and not (rewritten or is_tracing())
 
@@ -170,5 +170,6 @@ _EACH_BYTE = 0x0101010101010101
 _BIT_OF_EACH = 0x8040201008040201 - 2**64
 
 
-def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of `sizes`."""
     return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))

@@ -1,12 +1,12 @@
-"""Drawing in compiled code: operations that the compiler takes as they are, with the rate as a tensor.
+"""Drawing in compiled code: operators that are opaque to the compiler and take the rate as a tensor.
 
-A Python float would be compiled in, or dropped at another rate without a word. The tensor is read inside of the
-operation, on the CPU, so that one graph serves all rates.
+The compiler would treat a Python float as a constant. The operator reads the tensor, which is on the CPU, when it
+runs, so one graph serves all rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from hookdrop.kernels.bernoulli import finest
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.drawing import Elements, Seeded, refuse_by_accident, unfolded
-from hookdrop.kernels.masking import mask
+from hookdrop.kernels.masking import mask, slices_in_front
 from hookdrop.kernels.seed_rate import gamma_for
 from hookdrop.utils.torch_internals import disable_dynamo
 from hookdrop.utils.validation import rate
@@ -24,7 +24,7 @@ from hookdrop.utils.validation import rate
 def drop_block(
     x: Tensor, p: Tensor, edges: tuple[int, ...], channel: int, per_channel: bool, gamma: str, normalize: str | None
 ) -> Tensor:
-    """`hookdrop.functional.drop_block` with `p` as a 0-d tensor; the arguments are checked."""
+    """`hookdrop.functional.drop_block` with `p` as a 0-d tensor and valid arguments."""
     kind = list(edges), channel, per_channel
     y: Tensor = _MASK(x, *_DRAW(x.detach(), p, *kind, gamma, normalize, 0), *kind)
     return y
@@ -32,10 +32,10 @@ def drop_block(
 
 def draw_elements(x: Tensor, p: Tensor) -> Tensor:
     """A bool tensor like `x`: each element is True with probability `p`, a 0-d tensor."""
-    if x.device.type != "cpu":
-        return torch.rand_like(x, dtype=torch.float32) < p
-    # On a CPU the compiler's random numbers take longer than all else; elsewhere they are drawn where they are used.
-    dropped: Tensor = _ELEMENTS(x.detach(), p)
+    # Compiled code fuses random numbers into the kernels that use them, but draws them slowly on a CPU.
+    dropped: Tensor = (
+        _ELEMENTS(x.detach(), p) if x.device.type == "cpu" else torch.rand_like(x, dtype=torch.float32) < p
+    )
     return dropped
 
 
@@ -48,47 +48,31 @@ def _elements_fake(x: Tensor, p: Tensor) -> Tensor:
 
 
 def _elements_of_slices(info: Any, in_dims: tuple[int | None, ...], x: Tensor, p: Tensor) -> tuple[Tensor, int | None]:
-    _one_rate(in_dims[1])
-    refuse_by_accident(info.randomness)
-    x = x.movedim(in_dims[0] or 0, 0)
+    x = _slices_to_draw_for(info, in_dims, x)
     return (_ELEMENTS(x[0], p), None) if info.randomness == "same" else (_ELEMENTS(x, p), 0)
 
 
-def _one_rate(in_dim: int | None) -> None:
-    if in_dim is not None:
+def _slices_to_draw_for(info: Any, in_dims: tuple[int | None, ...], x: Tensor) -> Tensor:
+    """`x` with the slices of a `vmap` along axis 0."""
+    if in_dims[1] is not None:
         raise RuntimeError("vmap over the drop rate: all slices are dropped at one rate.")
+    refuse_by_accident(info.randomness)
+    return x.movedim(in_dims[0] or 0, 0)
 
 
-def _draw(
-    x: Tensor,
-    p: Tensor,
-    edges: list[int],
-    channel: int,
-    per_channel: bool,
-    gamma: str,
-    normalize: str | None,
-    slices: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(record, seeds, scale)`: what is dropped, as bytes; how many seeds they hold, or -1 if a bit an element."""
-    blocks = _blocks(x.shape, edges, channel, per_channel)
-    value = rate(p, "p", "DropBlock")
+def _draw(x: Tensor, p: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`(record, seeds, scale)`: what to drop, as bytes; how many seeds they hold, or -1 for one bit an element."""
+    *kind, gamma, normalize, slices = settings
+    blocks, value = _blocks(x.shape, *kind), rate(p, "p", "DropBlock")
     seed_rate = gamma_for(blocks.sizes, blocks.blocks, value, gamma)
     found, scale = Seeded(blocks, seed_rate, value, normalize, slices, rows=True).now(x)
     record, count = _recorded(found, blocks)
     return record, torch.tensor(count, device="cpu"), scale
 
 
-def _draw_fake(
-    x: Tensor,
-    p: Tensor,
-    edges: list[int],
-    channel: int,
-    per_channel: bool,
-    gamma: str,
-    normalize: str | None,
-    slices: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    record = x.new_empty(_blocks(x.shape, edges, channel, per_channel).packed_size, dtype=torch.uint8)
+def _draw_fake(x: Tensor, p: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *kind, _, normalize, slices = settings
+    record = x.new_empty(_blocks(x.shape, *kind).packed_size, dtype=torch.uint8)
     seeds = torch.empty((), dtype=torch.int64, device="cpu")
     if normalize not in ("batch", "sample"):
         return record, seeds, torch.empty((), dtype=torch.float64, device="cpu")
@@ -97,9 +81,7 @@ def _draw_fake(
 
 
 def _draw_slices(info: Any, in_dims: tuple[int | None, ...], x: Tensor, p: Tensor, *settings: Any) -> Any:
-    _one_rate(in_dims[1])
-    refuse_by_accident(info.randomness)
-    x = x.movedim(in_dims[0] or 0, 0)
+    x = _slices_to_draw_for(info, in_dims, x)
     if info.randomness == "same":
         return _DRAW(x[0], p, *settings), (None, None, None)
     count, slices = x.shape[0], max(settings[-1], 1)
@@ -107,15 +89,13 @@ def _draw_slices(info: Any, in_dims: tuple[int | None, ...], x: Tensor, p: Tenso
     return (unfolded(record, count), seeds, unfolded(scale, count)), (0, None, 0 if scale.dim() else None)
 
 
-def _mask(
-    x: Tensor, record: Tensor, seeds: Tensor, scale: Tensor, edges: list[int], channel: int, per_channel: bool
-) -> Tensor:
-    blocks, count = _blocks(x.shape, edges, channel, per_channel), int(seeds)
+def _mask(x: Tensor, record: Tensor, seeds: Tensor, scale: Tensor, *kind: Any) -> Tensor:
+    blocks, count = _blocks(x.shape, *kind), int(seeds)
     if count < 0:
         y = mask(x, blocks.mask(blocks.unpacked(record)), scale)
     else:
         y = mask(x, record.view(-1)[: count * blocks.index.itemsize].view(blocks.index), scale, blocks)
-    promised = torch.empty_like(x)
+    promised = _mask_fake(x)
     return y if y.stride() == promised.stride() else promised.copy_(y)
 
 
@@ -124,20 +104,18 @@ def _mask_fake(x: Tensor, *_: Any) -> Tensor:
 
 
 def _mask_slices(
-    info: Any, in_dims: tuple[int | None, ...], x: Tensor, record: Tensor, seeds: Tensor, scale: Tensor, *settings: Any
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, record: Tensor, seeds: Tensor, scale: Tensor, *kind: Any
 ) -> tuple[Tensor, int]:
     size = info.batch_size
-    x, record, scale = (
-        value if dim is None else value.movedim(dim, 0)
-        for value, dim in zip((x, record, scale), (in_dims[0], in_dims[1], in_dims[3]), strict=True)
-    )
-    if in_dims[0] is None:
-        x = x.expand(size, *x.shape)
+    x = slices_in_front(x, in_dims[0], size)
     if in_dims[1] is None:
         # One mask for all slices.
-        return torch.stack([_MASK(one, record, seeds, scale, *settings) for one in x]), 0
+        return torch.stack([_MASK(one, record, seeds, scale, *kind) for one in x]), 0
+    record = record.movedim(in_dims[1], 0).flatten(0, 1)
+    if in_dims[3] is not None:
+        scale = scale.movedim(in_dims[3], 0)
     scale = scale.flatten(0, 1) if scale.dim() else scale
-    return _MASK(x.flatten(0, 1), record.flatten(0, 1), seeds, scale, *settings).unflatten(0, (size, -1)), 0
+    return _MASK(x.flatten(0, 1), record, seeds, scale, *kind).unflatten(0, (size, -1)), 0
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -150,7 +128,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _recorded(found: Tensor, blocks: Blocks) -> tuple[Tensor, int]:
-    """Seeds or rows, as uint8 of the shape that is promised before it is known which, and how many seeds."""
+    """Seeds or rows as uint8 of `packed_size`, whichever they are, and the number of seeds, or -1."""
     if found.dtype == torch.uint8:
         return blocks.packed(found), -1
     record = torch.empty(blocks.packed_size, dtype=torch.uint8, device=found.device)
@@ -165,41 +143,33 @@ def _blocks(shape: torch.Size, edges: list[int], channel: int, per_channel: bool
     return Blocks(shape[0], shape[channel] if per_channel else 1, sizes, tuple(edges), channel)
 
 
-def _operation(
-    schema: str, function: Callable[..., Any], fake: Callable[..., Any], each: Any, tags: Sequence[Any]
-) -> Any:
-    """`function` as an operation that the compiler takes as it is, given its shapes and its rule for `vmap`."""
+def _operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any], each: Any, tags: Any = ()) -> Any:
+    """`function` as an operator; `fake` is its result without values, and `each` its rule for `vmap`."""
     name = schema.partition("(")[0]
     qualified = f"hookdrop::{name}"
     torch.library.define(qualified, schema.removeprefix(name), tags=tags)
-    # What runs in it is not to be traced; `torch.compiler.disable` says so too, but loads the compiler.
+    # The compiler must not trace into it.
     torch.library.impl(qualified, "default")(disable_dynamo(function))
     torch.library.register_fake(qualified)(fake)
     torch.library.register_vmap(qualified, each)
     return getattr(torch.ops.hookdrop, name).default
 
 
-# It is random, and must not be run again for the backward pass; a captured CUDA graph would keep the first rate.
+# A backward pass must not draw again, and a captured CUDA graph would keep the first rate.
 _RANDOM = [
     getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)
 ]
 
 _KIND = "SymInt[] edges, SymInt channel, bool per_channel"
-_ELEMENTS = _operation(
+_DRAWN = f"Tensor x, Tensor p, {_KIND}, str gamma, str? normalize, SymInt slices"
+_ELEMENTS = _operator(
     "draw_elements(Tensor x, Tensor p) -> Tensor", _elements, _elements_fake, _elements_of_slices, _RANDOM
 )
-_DRAW = _operation(
-    f"draw_blocks(Tensor x, Tensor p, {_KIND}, str gamma, str? normalize, SymInt slices) -> (Tensor, Tensor, Tensor)",
-    _draw,
-    _draw_fake,
-    _draw_slices,
-    _RANDOM,
-)
-_MASK = _operation(
+_DRAW = _operator(f"draw_blocks({_DRAWN}) -> (Tensor, Tensor, Tensor)", _draw, _draw_fake, _draw_slices, _RANDOM)
+_MASK = _operator(
     f"mask_blocks(Tensor x, Tensor record, Tensor seeds, Tensor scale, {_KIND}) -> Tensor",
     _mask,
     _mask_fake,
     _mask_slices,
-    (),
 )
 torch.library.register_autograd("hookdrop::mask_blocks", _backward, setup_context=_remember)

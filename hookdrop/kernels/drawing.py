@@ -1,4 +1,4 @@
-"""Drawing what is dropped, and the scale that keeps the mean."""
+"""Drawing what to drop, and the scale that keeps the mean."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from hookdrop.kernels import native
 from hookdrop.kernels.bernoulli import ENOUGH, finest, successes, trials
 from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.masking import slices_in_front
 from hookdrop.kernels.subclasses import PLAIN
 from hookdrop.utils.torch_internals import (
     dispatch_modes,
@@ -20,31 +21,32 @@ from hookdrop.utils.torch_internals import (
     mark_vmap_slices,
     vmap_levels,
 )
+from hookdrop.utils.validation import as_rate_tensor
 
 NORMALIZE = ("batch", "sample", "expected", None)
 
 
 class Drawing:
-    """What is to be drawn for a tensor: what is dropped of it, and the scale of the rest."""
+    """A random choice of what to drop of a tensor, with the scale of the rest."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`(dropped, scale)` as `masking.masked` takes them; under `torch.func.vmap`, as its `randomness` says."""
+        """`(dropped, scale)` for `masking.masked`; in `torch.func.vmap` its `randomness` applies."""
         if functorch_stack() is not None:
-            return _Drawn.apply(x, slice_marker(), self)  # type: ignore[no-any-return]
+            return _Drawn.apply(x, _slice_marker(), self)  # type: ignore[no-any-return]
         return self.now(x)
 
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, for a tensor that no `torch.func` transform holds."""
+        """`(dropped, scale)` outside of `torch.func` transforms."""
         raise NotImplementedError
 
     def of_each(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for each slice of `x` along axis 0 by itself; `dropped` is a bool mask."""
+        """Independent `(dropped, scale)` for each slice of `x` along axis 0; `dropped` is a bool mask."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Elements(Drawing):
-    """Every element by itself, with probability `p`."""
+    """Drops each element independently with probability `p`."""
 
     p: float
 
@@ -59,16 +61,16 @@ class Elements(Drawing):
 
 @dataclass(frozen=True)
 class Seeded(Drawing):
-    """Blocks that open at seeds, where a seed has probability `seed_rate`, so as to drop `p`."""
+    """Drops blocks: a place is a seed with probability `seed_rate`, so that blocks cover `p` in expectation."""
 
     blocks: Blocks
     seed_rate: float
     p: float
     normalize: str | None
     slices: int = 0
-    """Above 0: the samples are those of so many batches that know nothing of one another, and a mask is drawn."""
+    """Above 0: the samples belong to that many independent batches, and `dropped` is a mask."""
     rows: bool = False
-    """Whether a mask comes as `Blocks.rows` does."""
+    """Whether to return a mask in the form of `Blocks.rows`."""
 
     def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
         blocks, static = self.blocks, must_not_wait(x)
@@ -90,24 +92,24 @@ class Seeded(Drawing):
         return unfolded(dropped, slices), unfolded(scale, slices)
 
     def _scale(self, dropped: Tensor, x: Tensor) -> Tensor:
-        """What keeps the mean: element count / kept count, over all of a batch or over each sample, or a constant."""
+        """What keeps the mean: element count / kept count of the batch or of each sample, or a constant."""
         if self.normalize not in ("batch", "sample"):
             return _of_the_rest(self.p if self.normalize == "expected" else 0.0)
         blocks = self.blocks
         together = blocks.samples // max(self.slices, 1) if self.normalize == "batch" else 1
         each = together * blocks.of_sample
         if self.normalize == "batch" and not self.slices and (covered := native.count(dropped, blocks)) is not None:
-            return _number(each / max(each - covered, 1))
+            return as_rate_tensor(each / max(each - covered, 1))
         kept = each - _counts(dropped, blocks).view(-1, together).sum(1)
         kept = kept.clamp_(min=1).to(finest(x.device))
-        # A number over a tensor would be its reciprocal, multiplied: rounded twice.
+        # PyTorch multiplies a number over a tensor by the reciprocal, which rounds twice.
         scale = torch.full_like(kept, each) / kept
         if self.normalize == "batch" and not self.slices:
             return scale.view(())
         return scale.repeat_interleave(together).view(-1, *[1] * (x.dim() - 1))
 
     def _sparse(self, static: bool) -> bool:
-        """Whether to draw the seeds and write their blocks is cheaper than to draw for each place."""
+        """Whether drawing only the seeds is faster than a trial for each place."""
         blocks = self.blocks
         seeds = blocks.places * self.seed_rate
         if self.seed_rate == 1.0 or (static and seeds < ENOUGH):
@@ -117,14 +119,14 @@ class Seeded(Drawing):
         return seeds * (_SEED + _WRITE * math.prod(blocks.blocks)) < dense
 
 
-# Nanoseconds on a CPU: a seed drawn and placed, an element written, a trial, an element of a dense mask, a pass.
+# Nanoseconds on a CPU: to draw and place a seed, write an element, do a trial, fill an element of a mask, grow it.
 _SEED, _WRITE, _TRIAL, _MASK, _DOUBLING = 15.0, 0.4, 0.4, 0.3, 0.06
 
 
 def must_not_wait(x: Tensor) -> bool:
-    """Whether no value may be asked for: on other devices than the CPU, and where there is none, as in a trace.
+    """Whether reading a value must be avoided: on an accelerator it synchronizes, and in a trace it does not exist.
 
-    It must not depend on who else watches, or a mask would change with a profiler.
+    This must not depend on other dispatch modes, or a profiler would change the masks.
     """
     if not x.is_cpu or type(x) not in PLAIN:
         return True
@@ -132,12 +134,12 @@ def must_not_wait(x: Tensor) -> bool:
 
 
 def unfolded(of_all: Tensor, slices: int) -> Tensor:
-    """Axis 0 as (slices, samples of each); what is the same for all stays as it is."""
+    """Axis 0 as (slices, samples of each); a 0-d tensor stays as it is."""
     return of_all.view(slices, -1, *of_all.shape[1:]) if of_all.dim() else of_all
 
 
 def _counts(dropped: Tensor, blocks: Blocks) -> Tensor:
-    """int64 (samples,): how much of each is dropped, by seeds or rows."""
+    """int64 (samples,): how many elements of each sample the seeds or rows drop."""
     if dropped.dtype == torch.uint8:
         return blocks.counts(dropped)
     of_each = torch.zeros(blocks.samples, dtype=torch.int64, device=dropped.device)
@@ -145,17 +147,12 @@ def _counts(dropped: Tensor, blocks: Blocks) -> Tensor:
 
 
 def _of_the_rest(p: float) -> Tensor:
-    """1 / (1 - p), where anything is left."""
-    return _number(1.0 if p == 1.0 else 1.0 / (1.0 - p))
-
-
-def _number(value: float) -> Tensor:
-    """0-d on the CPU: read as a number on every device."""
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
+    """1 / (1 - p), if anything is kept: 0-d on the CPU, which works as a number on every device."""
+    return as_rate_tensor(1.0 if p == 1.0 else 1.0 / (1.0 - p))
 
 
 class _Drawn(torch.autograd.Function):
-    """Nothing to differentiate; it is here for `torch.func.vmap`, which says whether slices differ."""
+    """No derivative, but a rule for `torch.func.vmap`, which says whether slices differ."""
 
     @staticmethod
     def forward(x: Tensor, marker: Tensor | None, drawing: Drawing) -> tuple[Tensor, Tensor]:
@@ -177,20 +174,20 @@ class _Drawn(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], x: Tensor, marker: Tensor | None, drawing: Drawing
     ) -> tuple[tuple[Tensor, Tensor], Any]:
-        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        x = slices_in_front(x, in_dims[0], info.batch_size)
         if info.randomness == "same":
             return drawing(x[0]), (None, None)
         dropped, scale = drawing.of_each(x)
         return (dropped, scale), (0, 0 if scale.dim() else None)
 
 
-def slice_marker() -> Tensor | None:
-    """A 0 for each slice of every `torch.func.vmap` that wants other random numbers for each; None elsewhere.
+def _slice_marker() -> Tensor | None:
+    """A 0 for each slice of every `torch.func.vmap` with `randomness="different"`; None if there is none.
 
-    What is drawn for a tensor that all slices share, such as the input of an ensemble, must be drawn with it.
+    A drawing that takes it differs between slices even if they share the tensor, such as the input of an ensemble.
 
     Raises:
-        RuntimeError: a `vmap` was not told what to do with random numbers.
+        RuntimeError: a `vmap` has `randomness="error"`.
     """
     marker = None
     for transform in vmap_levels():
@@ -202,7 +199,7 @@ def slice_marker() -> Tensor | None:
 
 
 def refuse_by_accident(randomness: str) -> None:
-    """Raise as torch's own random functions do where `torch.func.vmap` was not told what to do with them."""
+    """Raise as PyTorch's random functions do in a `torch.func.vmap` with `randomness="error"`."""
     if randomness == "error":
         raise RuntimeError(
             "vmap: called a random operation while in randomness error mode.\n"

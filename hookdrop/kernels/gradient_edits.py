@@ -1,4 +1,4 @@
-"""Autograd functions that edit the gradient of a tensor, and the edits."""
+"""Edits of a gradient, and the autograd functions that apply them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hookdrop.kernels.subclasses import PLAIN, on_plain_tensor, wraps_results
 from hookdrop.utils.torch_internals import forward_ad_level, functorch_stack
 
 Edit = Callable[..., Tensor]
-"""From a gradient, and settings, to a gradient."""
+"""Takes a gradient and settings, and returns a gradient."""
 
 
 def edited(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
-    """`x` as a separate tensor, whose gradient goes through `edit`.
+    """A copy of `x` whose gradient goes through `edit`.
 
-    Only the gradient through this place is edited, whatever else uses `x`, and what follows may write in place.
+    Gradients that reach `x` elsewhere stay as they are, and the copy may be modified in place.
     """
     if is_compiling():
         return _Edited.apply(x, edit, *settings) if torch.is_grad_enabled() and x.requires_grad else x
-    # There a tensor may need a gradient that does not say so: a slice of one that does.
+    # In a transform, a slice may need a gradient without saying so.
     if functorch_stack() is not None or forward_ad_level() >= 0:
         return _Transformed.apply(x, edit, *settings)  # type: ignore[no-any-return]
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -35,12 +35,12 @@ def edited(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
 
 
 class _Edited(torch.autograd.Function):
-    """A tensor hook on a copy does the same, but PyTorch 2.6 can't compile it, nor see it in `grad` of `vmap`."""
+    """A tensor hook on a copy would do, but PyTorch 2.6 can't compile it, and ignores it in `grad` of `vmap`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, edit: Edit, *settings: Any) -> Tensor:
         ctx.edit, ctx.settings = edit, settings
-        # Returned as a view of itself it could not be written to in place (pytorch#61519).
+        # A view of the input could not be modified in place (pytorch#61519).
         return x.clone()
 
     @staticmethod
@@ -49,7 +49,7 @@ class _Edited(torch.autograd.Function):
 
 
 class _Transformed(torch.autograd.Function):
-    """The same for `torch.func`, where each slice of a `vmap` has a gradient of its own, and for forward mode."""
+    """`_Edited` for `torch.func`, where each slice of a `vmap` has its own gradient, and for forward mode."""
 
     generate_vmap_rule = True
 
@@ -69,19 +69,19 @@ class _Transformed(torch.autograd.Function):
 
 
 def shortened(grad: Tensor, max_norm: float, per_sample: bool) -> Tensor:
-    """`grad` scaled down to an L2 norm of at most `max_norm`, of all of it or of each sample."""
+    """`grad` scaled down to an L2 norm of at most `max_norm`, as a whole or for each sample."""
     if not grad.numel():
         return grad
     wide = grad.to(torch.float32) if grad.dtype in HALF else grad
-    # Another axis at the end: given none to sum over, PyTorch would sum over all.
+    # With an additional last axis the list is never empty, which PyTorch would read as all axes.
     axes = list(range(1 if per_sample else 0, grad.dim() + 1))
-    # The squares of large numbers overflow, and their sum may: held against the largest of them none does.
+    # Squares of large numbers overflow; relative to the largest element they don't.
     largest = wide.detach().abs().unsqueeze(-1).amax(axes, keepdim=True).squeeze(-1)
-    # Never a division by 0, whose derivative would be no number.
+    # The derivative of a division by 0 would be NaN.
     largest = torch.where(largest == 0.0, 1.0, largest)
     part = wide / largest
     norm: Tensor = torch.linalg.vector_norm(part.unsqueeze(-1), dim=axes, keepdim=True).squeeze(-1)
-    short = norm * largest <= max_norm  # not so where an overflow made it no number
+    short = norm * largest <= max_norm  # False for NaN after an overflow
     return torch.where(short, wide, part * (max_norm / torch.where(short, 1.0, norm))).to(grad.dtype)
 
 
@@ -94,12 +94,12 @@ def scaled(grad: Tensor, factor: float | Tensor) -> Tensor:
     """`grad` times `factor`."""
     if not isinstance(factor, Tensor) and factor != 0.0:
         return grad * factor
-    # 0 stops what is infinite too. Compared on the gradient's device, which `factor` may not be on.
+    # A factor of 0 stops infinite gradients too. Compare on the gradient's device; `factor` may be on another.
     return torch.where(grad.new_zeros(()) == factor, 0.0, grad * factor)
 
 
 def noisy(grad: Tensor, std: float | Tensor) -> Tensor:
     """`grad` with N(0, std^2) added."""
-    # PyTorch 2.6 draws normal numbers in bfloat16 from uniform ones in bfloat16, of which there are few.
+    # PyTorch 2.6 makes normal numbers in bfloat16 of uniform ones in bfloat16, of which there are few.
     noise = torch.randn_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
     return (grad + noise * std).to(grad.dtype)

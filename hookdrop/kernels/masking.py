@@ -1,8 +1,7 @@
-"""Zeroing what a mask drops and scaling the rest: one linear map, its own derivative and its own transpose."""
+"""Zeroing what a mask drops and scaling the rest: a linear map, which is its own derivative and transpose."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None) -> Tensor:
-    """`x * scale`, and 0 where `dropped`, whatever was there.
+    """`x * scale`, and 0 where `dropped`, even for NaN and infinity.
 
     Args:
         x: floating point.
-        dropped: bool, broadcasting to `x`; or whole numbers: the seeds of `blocks`.
+        dropped: bool, broadcasting to `x`; or integers: the seeds of `blocks`.
         scale: 0-d, or one for each sample, broadcasting to `x`.
-        blocks: what the seeds are the seeds of.
+        blocks: the blocks to which the seeds belong.
     """
     y = native.cleared(x, dropped, scale) if blocks is None else native.masked(x, dropped, scale, blocks)
     if y is not None:
@@ -44,7 +43,7 @@ def masked(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = No
 
 
 class _Masked(torch.autograd.Function):
-    """Remembers the seeds, or the bool mask, and the scale."""
+    """It saves the seeds or the bool mask, and the scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None) -> Tensor:
@@ -59,7 +58,7 @@ class _Masked(torch.autograd.Function):
 
 
 class _Transformed(torch.autograd.Function):
-    """The same for `torch.func` and forward-mode derivatives, at four times the time that a call takes."""
+    """`_Masked` for `torch.func` and forward-mode derivatives: a call takes four times as long."""
 
     @staticmethod
     def forward(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None) -> Tensor:
@@ -83,21 +82,19 @@ class _Transformed(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None
     ) -> tuple[Tensor, int]:
         if blocks is not None:
-            assert in_dims[1] is None, "seeds are drawn for no slice or for all: for slices there are masks"
+            assert in_dims[1] is None, "all slices share seeds; each slice has a mask otherwise"
             dropped = blocks.mask(blocks.rows(dropped))
-        return masked(*slices_in_front(info.batch_size, in_dims[:3], x, dropped, scale)), 0
+        x = slices_in_front(x, in_dims[0], info.batch_size)
+        return masked(x, _in_front(dropped, in_dims[1]), _in_front(scale, in_dims[2])), 0
 
 
-def slices_in_front(
-    size: int, axes: Sequence[int | None], x: Tensor, dropped: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors of `size` slices, so that they broadcast; `axes` says where the slices of each are."""
-    x = x.expand(size, *x.shape) if axes[0] is None else x.movedim(axes[0], 0)
-    return x, _in_front(dropped, axes[1]), _in_front(scale, axes[2])
+def slices_in_front(x: Tensor, axis: int | None, size: int) -> Tensor:
+    """`x` with the `size` slices of a `vmap` along axis 0; `axis` is None if they share `x`."""
+    return x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
 
 
 def _in_front(value: Tensor, axis: int | None) -> Tensor:
-    """With the slices' axis in front, of length 1 where all slices have the same; one number stays one."""
+    """`value` with the slices along axis 0, of length 1 if they share it; a 0-d tensor stays as it is."""
     if axis is not None:
         return value.movedim(axis, 0)
     return value.unsqueeze(0) if value.dim() else value
@@ -112,14 +109,14 @@ def _zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> Tensor:
 
 
 def _clear_(y: Tensor, dropped: Tensor) -> Tensor:
-    # A multiplication by 0 would keep NaN and Inf; all bits are cleared instead.
+    # NaN and infinity times 0 are NaN: clear all bits instead.
     bits = _INT[y.element_size()]
     y.view(bits).bitwise_and_(dropped.view(torch.int8).sub(1).to(bits))
     return y
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """`x * scale` in the dtype and the memory format of `x`; in low precision only the product is rounded."""
+    """`x * scale` in the dtype and the memory format of `x`; in low precision it rounds only the product."""
     if scale.dim() == 0 and (x.dtype not in HALF or scale.device.type == "cpu"):
         return x * scale
     wide = torch.promote_types(x.dtype, torch.float32)

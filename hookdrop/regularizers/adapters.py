@@ -1,4 +1,4 @@
-"""Other people's modules and functions, made to behave like a regularizer."""
+"""Adapters that let modules and functions from elsewhere work as regularizers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from torch import Tensor, nn
 from hookdrop.errors import InjectionError
 from hookdrop.regularizers.base import Regularizer
 
-# By the name of somebody else's class, ours that does the same, where it has another name.
-_OURS = {"StochasticDepth": "DropPath", "DropBlock2d": "DropBlock", "DropBlock3d": "DropBlock"}
-_SAME_HERE = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout", "DropPath")
+# Which class of ours does the same as another library's, by its name.
+_OURS = {name: name for name in ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath")}
+_OURS |= {"FeatureAlphaDropout": "FeatureAlphaDropout", "StochasticDepth": "DropPath"}
+_OURS |= {"DropBlock2d": "DropBlock", "DropBlock3d": "DropBlock"}
 RATE_NAMES = ("p", "drop_prob", "drop_rate")
 
 
 class ForeignModule(Regularizer):
-    """A module of tensor -> tensor that hookdrop did not write, such as `nn.Dropout2d(0.1)` or timm's `DropPath`.
+    """A module of tensor -> tensor from elsewhere, such as `nn.Dropout2d(0.1)` or timm's `DropPath`.
 
     Args:
-        module: a module without parameters and buffers; it is copied, `inplace` is set False on the copy, and
-            its rate is the first of `p`, `drop_prob`, `drop_rate` that it has.
+        module: a module without parameters and buffers. The adapter uses a copy with `inplace=False`; its rate is the
+            first of `p`, `drop_prob`, `drop_rate` that it has.
     """
 
     rate_name: ClassVar[str | None] = None
@@ -35,7 +36,7 @@ class ForeignModule(Regularizer):
         self.module = copy.deepcopy(module).train()
         for part in self.module.modules():
             if getattr(part, "inplace", False) is True:
-                part.inplace = False  # type: ignore[assignment]  # a plain bool, which nn.Module can't declare
+                part.inplace = False  # type: ignore[assignment]
         self.rate_attribute = next((n for n in RATE_NAMES if _is_rate(getattr(module, n, None))), None)
         if self.rate_attribute is not None:
             self.valid_rate(self.rate)
@@ -55,10 +56,11 @@ class ForeignModule(Regularizer):
     def graph_break(self) -> str:
         if self.rate is None:
             return ""
-        ours = self.title if self.title in _SAME_HERE else _OURS.get(self.title)
-        settings = [(name, getattr(self.module, name, None)) for name in ("block_size", "mode")]
-        more = "".join(f", {name}={value!r}" for name, value in settings if value is not None)
-        instead = f"hookdrop.{ours}(p={self.rate:g}{more}) goes into the graph" if ours else "leave out fullgraph=True"
+        instead = "leave out fullgraph=True"
+        if ours := _OURS.get(self.title):
+            settings = [(name, getattr(self.module, name, None)) for name in ("block_size", "mode")]
+            more = "".join(f", {name}={value!r}" for name, value in settings if value is not None)
+            instead = f"hookdrop.{ours}(p={self.rate:g}{more}) goes into the graph"
         return f"{self!r} has its rate as a Python float, which compiled code would keep for good.\n  {instead}."
 
     def settings(self) -> dict[str, Any]:
@@ -74,10 +76,10 @@ class ForeignModule(Regularizer):
 
 
 class ForeignFunction(Regularizer):
-    """A function of tensor -> tensor; it has no rate, so that nothing can schedule it.
+    """A function of tensor -> tensor. It has no rate, so a schedule can't drive it.
 
     Args:
-        function: picklable, as the model that it is hooked on must be: defined at the top of a module.
+        function: must be picklable with the model, so defined at the top of a module.
     """
 
     rate_name: ClassVar[str | None] = None
@@ -101,30 +103,28 @@ class ForeignFunction(Regularizer):
 
 
 def as_regularizer(given: object) -> Regularizer:
-    """`given` as a regularizer: one of ours, a module, or a function.
+    """`given` as a regularizer: a regularizer, a module or a function.
 
     Raises:
-        TypeError: a class instead of an instance, or nothing that can regularize.
-        InjectionError: a module with state, or something that can't be pickled.
+        TypeError: a class instead of an instance, or another object.
+        InjectionError: a module with state, or an object that can't be pickled.
     """
     if isinstance(given, type):
         raise TypeError(f"the regularizer is the class {given.__name__}, not an instance of it: {_call(given)}.")
+    found: Regularizer
     if isinstance(given, nn.Module):
         _must_be_stateless(given)
-    if isinstance(given, Regularizer):
-        found: Regularizer = given
-        if given.rate_name is not None and not hasattr(given, given.rate_name):
-            raise InjectionError(
-                f"{type(given).__name__} has no attribute {given.rate_name!r}, which its rate_name says is its rate."
-            )
-    elif isinstance(given, nn.Module):
-        found = ForeignModule(given)
+        found = given if isinstance(given, Regularizer) else ForeignModule(given)
     elif callable(given):
         found = ForeignFunction(given)
     else:
         raise TypeError(
             f"the regularizer must be a module, a function, a text or a mapping, got {given!r} "
             f"({type(given).__name__}).\n  for example: DropBlock(p=0.1, block_size=7)"
+        )
+    if found.rate_name is not None and not hasattr(found, found.rate_name):
+        raise InjectionError(
+            f"{type(found).__name__} has no attribute {found.rate_name!r}, which its rate_name says is its rate."
         )
     must_pickle(found, "the regularizer")
     return found
@@ -140,7 +140,7 @@ def _must_be_stateless(module: nn.Module) -> None:
 
 
 def must_pickle(value: object, what: str) -> None:
-    """Raise `InjectionError` if a model that carries `value` in a hook could not be pickled."""
+    """Raise `InjectionError` if a model with `value` in a hook could not be pickled."""
     try:
         pickle.dumps(value)
     except Exception as error:

@@ -49,7 +49,7 @@ def _feature_alpha(x: Tensor, p: float | Tensor, training: bool = True) -> Tenso
 
 
 def _saturated(x: Tensor, kept: Tensor, p: Tensor) -> Tensor:
-    """Klambauer et al. 2017, arXiv:1706.02515, section 3; all zero where nothing is kept, as in PyTorch."""
+    """`AlphaDropout` of what is not kept; all zero if p is 1, as in PyTorch."""
     a = torch.where(p < 1.0, ((_SATURATION**2 * p + 1.0) * (1.0 - p)).rsqrt(), 0.0)
     return (x * kept + (kept - 1.0) * _SATURATION) * a + _SATURATION * a * p
 

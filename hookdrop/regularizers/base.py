@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -57,46 +57,46 @@ class Regularizer(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _refuse_reserved_names(cls)
-        default = Regularizer.regularize_at
-        own = next(vars(one) for one in cls.__mro__ if {"regularize", "regularize_at"} & vars(one).keys())
-        if "regularize_at" not in own:
-            # A class that changes `regularize` alone does not mean what it inherits as `regularize_at`.
-            cls.regularize_at = default  # type: ignore[method-assign]
-        at_rate = (vars(one).get("regularize_at", default) for one in cls.__mro__)
-        cls._regularize_at = next((one for one in at_rate if one is not default), _not_defined)
+        nearest = next(vars(one) for one in cls.__mro__ if {"regularize", "regularize_at"} & vars(one).keys())
+        if "regularize_at" not in nearest:
+            # A class that changes `regularize` alone must not inherit a `regularize_at` that does something else.
+            cls.regularize_at = Regularizer.regularize_at  # type: ignore[method-assign]
+        elif cls.regularize_at is not Regularizer.regularize_at:
+            cls._regularize_at = cls.regularize_at  # type: ignore[method-assign]
 
     def regularize(self, x: Tensor) -> Tensor:
-        """Regularize `x` at the regularizer's rate, whatever the mode. Nothing is written in place."""
+        """Regularize `x` at the regularizer's rate in either mode, without writing in place."""
         rate = self.rate
         return self._regularize_at(x, as_rate_tensor(rate) if rate is not None and is_compiling() else rate)
 
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
-        """Regularize `x` at the given rate: this is what a hook calls.
+        """Regularize `x` at the given rate: hooks call this.
 
-        This default is for a class that has `regularize` alone. It runs outside of compiled graphs, if it has a rate.
+        This default serves a class that has only `regularize`. If the class has a rate, it runs outside of graphs.
 
         Args:
             x: the tensor.
             rate: a float; in compiled code a 0-d float64 tensor on the CPU, so that one graph serves all rates; None
-                where there is no rate.
+                if the class has no rate.
         """
         if rate is None or rate == self.rate:
             return self.regularize(x)
-        # Another thread may be using this object at its own rate.
+        # Another thread may be using this object at its rate.
         twin = copy.deepcopy(self)
         twin.set_rate(float(rate))
         return twin.regularize(x)
 
-    _regularize_at: ClassVar[Callable[..., Tensor]]
-    """The nearest `regularize_at` that is not the default."""
+    def _regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        """The nearest `regularize_at` that is not the default."""
+        raise NotImplementedError(f"{self.title} must define regularize_at(self, x, rate) or regularize(self, x).")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Regularize in training mode; in eval mode and at the neutral rate `x` itself comes back."""
+        """Regularize in training mode; in eval mode and at the neutral rate return `x` itself."""
         return self.regularize(x) if self.training and self.rate != self.neutral else x
 
     @property
     def graph_break(self) -> str:
-        """Why compiled code can't take it in at the right rate, and what to do; empty if it can."""
+        """Why it can't be part of a compiled graph, and what to do; empty if it can."""
         if self.rate is None or type(self).regularize_at is not Regularizer.regularize_at:
             return ""
         return (
@@ -106,11 +106,11 @@ class Regularizer(nn.Module):
 
     @property
     def rate(self) -> float | None:
-        """The rate in force, under whatever name this class has for it."""
+        """The value of the attribute `rate_name`."""
         return None if self.rate_name is None else getattr(self, self.rate_name)
 
     def set_rate(self, value: float) -> None:
-        """Set the rate; the caller has checked it."""
+        """Set the rate to a valid value."""
         assert self.rate_name is not None
         setattr(self, self.rate_name, value)
 
@@ -119,43 +119,38 @@ class Regularizer(nn.Module):
         return rate(value, self.rate_name or "p", self.title, self.max_rate, open_end=self.open_end)
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise `ShapeError` if a tensor of this shape can't be regularized."""
+        """Raise `ShapeError` if it can't regularize a tensor of this shape."""
 
     def reading(self, shape: Sequence[int]) -> str:
-        """How the axes of a tensor of this shape are read, as in `"C=56 H=56 W=96"`."""
+        """How it reads the axes of a tensor of this shape, as in `"C=56 H=56 W=96"`."""
         return ""
 
     def doubts(self, shape: Sequence[int]) -> list[str]:
-        """What works on this shape but is probably not what was meant."""
+        """Warnings about a shape that works but is probably not intended."""
         return []
 
     def settings(self) -> dict[str, Any]:
         """The arguments of `__init__` that make this again; `AttributeError` if one is not kept as an attribute."""
-        return {name: getattr(self, name) for name in _named_arguments(type(self)) if name != "keep_prob"}
+        return {name: getattr(self, name) for name in _settings_of(type(self))}
 
     @property
     def title(self) -> str:
-        """The name that people know it by."""
+        """The name in messages and tables."""
         return type(self).__name__
 
     def extra_repr(self) -> str:
         """The settings as `parse` reads them: those kept as attributes; keyword-only ones if not the default."""
-        kept = {name: one for name, one in _named_arguments(type(self)).items() if hasattr(self, name)}
         return ", ".join(
             f"{name}={getattr(self, name)!r}"
-            for name, one in kept.items()
-            if name != "keep_prob" and (one.kind != one.KEYWORD_ONLY or getattr(self, name) != one.default)
+            for name, one in _settings_of(type(self)).items()
+            if hasattr(self, name) and (one.kind != one.KEYWORD_ONLY or getattr(self, name) != one.default)
         )
 
 
-def _not_defined(self: Regularizer, x: Tensor, rate: Any) -> Tensor:
-    raise NotImplementedError(f"{type(self).__name__} must define regularize_at(self, x, rate) or regularize(self, x).")
-
-
 def _refuse_reserved_names(cls: type[Regularizer]) -> None:
-    """Raise `TypeError` for a rate or a setting with the name of something that every regularizer has."""
-    # An argument `rate` that is kept under another name is read back through the property.
-    arguments = [name for name in _named_arguments(cls) if name in vars(Regularizer) and name != "rate"]
+    """Raise `TypeError` if a rate or a setting has the name of a member of every regularizer."""
+    # An argument `rate` may be kept under another name: the property returns its value.
+    arguments = [name for name in _settings_of(cls) if name in vars(Regularizer) and name != "rate"]
     for name, what in [(cls.rate_name, "rate_name"), *((name, "an argument of __init__") for name in arguments)]:
         found = inspect.getattr_static(cls, name or "", None)
         settable = isinstance(found, property) and found.fset is not None
@@ -166,11 +161,13 @@ def _refuse_reserved_names(cls: type[Regularizer]) -> None:
             )
 
 
-def _named_arguments(cls: type) -> dict[str, inspect.Parameter]:
-    """Those of `__init__`; `nn.Module`'s own has none by name."""
+def _settings_of(cls: type) -> dict[str, inspect.Parameter]:
+    """The named arguments of `__init__` except `keep_prob`, which is another spelling of `p`."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    return {name: one for name, one in parameters.items() if name != "self" and one.kind not in several}
+    return {
+        name: one for name, one in parameters.items() if name not in ("self", "keep_prob") and one.kind not in several
+    }
 
 
 def map_reading(shape: Sequence[int], channel: int) -> str:
@@ -182,7 +179,7 @@ def map_reading(shape: Sequence[int], channel: int) -> str:
 
 
 def nhwc_doubt(shape: Sequence[int], channel: int, instead: str) -> list[str]:
-    """A warning if (N, H, W, C) is about to be read as (N, C, H, W)."""
+    """A warning if the shape looks like (N, H, W, C), which would be read as (N, C, H, W)."""
     if len(shape) == 4 and channel == 1 and shape[1] == shape[2] != shape[3]:
         return [f"reads {tuple(shape)} as {map_reading(shape, 1)}; that looks like NHWC: {instead}"]
     return []

@@ -1,4 +1,4 @@
-"""The table of the regularizers: what `hookdrop` exports, what `parse` reads and what a config names."""
+"""The table of the regularizers that `hookdrop` exports and that `parse` and configs may name."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _KIND = Kind("parse", "regularizer", REGULARIZERS, "DropBlock(p=0.1, block_size=
 
 
 def parse(text: str) -> Regularizer:
-    """The regularizer that `text` spells, for flags and sweeps: parsed, never evaluated.
+    """The regularizer that `text` describes, for flags and sweeps: parsed, never evaluated.
 
     Args:
-        text: a hookdrop regularizer's name with literal settings. Nothing in it is evaluated.
+        text: the name of a hookdrop regularizer with literal settings.
 
     Raises:
         TypeError: not a text, or settings that the regularizer does not take.
-        ValueError: another form, an unknown name, or anything that is not a literal.
+        ValueError: another form, an unknown name, or a setting that is not a literal.
 
     Example:
         >>> parse("DropBlock(p=0.2, block_size=5)")

@@ -24,7 +24,7 @@ def _cutout(x: Tensor, size: tuple[int, int], p: float | Tensor, training: bool 
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
     n, _, h, w = x.shape
-    # float32 whatever `x` is: in bfloat16 no random number lies between .998 and 1.
+    # Always float32: bfloat16 has no random numbers between .998 and 1.
     cut_N = torch.rand(n, dtype=torch.float32, device=x.device) < p
     rows_NH = _covered(n, h, size[0], x.device)
     columns_NW = _covered(n, w, size[1], x.device)
@@ -53,7 +53,7 @@ def check_map(shape: Sequence[int], owner: str, does: str) -> None:
 
 
 def _covered(samples: int, length: int, size: int, device: torch.device) -> Tensor:
-    """(samples, length): which places of an axis lie in a window with a uniformly drawn center."""
+    """(samples, length): which places of an axis lie in a window with a uniformly random center."""
     first = torch.randint(length, (samples, 1), device=device) - size // 2
     place = torch.arange(length, device=device)
     return (place >= first) & (place < first + size)
@@ -62,17 +62,16 @@ def _covered(samples: int, length: int, size: int, device: torch.device) -> Tens
 class Cutout(Regularizer):
     """Zero one square of each sample in all channels, without rescaling.
 
-    `p` is the probability of a sample to be cut, which a schedule drives, and not the fraction that is zeroed. That
-    is in expectation `p * g(height, H) * g(width, W)`, with `g(s, n) = (s * n - s**2 // 4) / n**2` for s up to n: the
-    center may be any pixel, and what of the square lies outside of the map is lost.
+    `p` is the probability to cut a sample, not the fraction of zeroed elements. That is in expectation
+    `p * g(height, H) * g(width, W)`, with `g(s, n) = (s * n - s**2 // 4) / n**2` for s up to n: the center may be any
+    pixel, so part of the square may lie outside the map.
 
     Args:
         size: edge of the square in pixels of the hooked map, or (height, width) of a rectangle.
-        p: probability of each sample to be cut, in [0, 1].
+        p: probability to cut each sample, in [0, 1].
 
-    Shape: (N, C, H, W). Departs from the paper in that it cuts activations where it is hooked on a layer (for its
-    images: hook the model's first layer with `at="input"`), and that an odd `size` is taken as it is, where the
-    paper's code cuts one pixel less.
+    Shape: (N, C, H, W). Departs from the paper: it cuts activations if it is hooked on a layer (for images, hook the
+    model's first layer with `at="input"`), and does not reduce an odd `size` by 1 as the paper's code does.
 
     Raises:
         ShapeError: in forward, if the input is no map.

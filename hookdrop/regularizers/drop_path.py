@@ -30,8 +30,8 @@ def _drop_path(x: Tensor, p: float | Tensor, mode: str, training: bool = True) -
 class DropPath(Regularizer):
     """Zero whole samples with probability `p`, scale the rest by 1 / (1 - p).
 
-    It belongs on the last layer of a residual branch, before the addition (a Bottleneck's `bn3`, a
-    transformer's `attn` and `mlp`). On the output of a whole block it drops the signal with the branch.
+    Hook the last layer of a residual branch, before the addition (a Bottleneck's `bn3`, a transformer's `attn` and
+    `mlp`). On the output of a whole block it drops the skip connection too.
 
     Args:
         p: probability to drop, in [0, 1].

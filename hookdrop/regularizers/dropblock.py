@@ -1,9 +1,4 @@
-"""DropBlock over one, two or three spatial axes.
-
-Ghiasi, Lin, Le, "DropBlock: A regularization method for convolutional networks", 2018, arXiv:1810.12890.
-Departs from the paper in two places: the seed rate is solved exactly by default, where the paper's formula
-ignores that blocks overlap, and blocks are clamped to the map along each axis.
-"""
+"""DropBlock over one, two or three spatial axes."""
 
 from __future__ import annotations
 
@@ -38,16 +33,10 @@ def drop_block(
     channel_dim: int | None = None,
     training: bool = True,
 ) -> Tensor:
-    """Zero blocks of the map, `p` of its elements in expectation: see `DropBlock` for the settings.
-
-    Args:
-        x: (N, C, L) with `channel_dim` given, (N, C, H, W) or (N, C, D, H, W), floating point.
-        training: False returns `x` itself.
+    """Zero blocks of the map, `p` of its elements in expectation: see `DropBlock` for the settings and shapes.
 
     Raises:
         ShapeError: the input has no map, or `block_size` names another number of axes.
-        TypeError: `x` is not a dense tensor of real floating-point numbers, or a setting has the wrong type.
-        ValueError: a setting is out of its range.
         InjectionError: `torch.jit.trace` is recording, which would keep one mask.
 
     Example:
@@ -122,14 +111,20 @@ def _blocks(
 def _read_map(
     shape: Sequence[int], block_size: int | tuple[int, ...], channel_dim: int | None
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """`(channel, sizes, edges)`: the channels' axis, the map, and the block on it."""
+    """`(channel, sizes, edges)`: the channel axis, the map, and the block clamped to it."""
     channel = channel_axis(shape, channel_dim)
-    sizes = tuple(size for axis, size in enumerate(shape) if axis != 0 and axis != channel)
-    return channel, sizes, block_sizes(block_size, sizes)
+    sizes = tuple(size for axis, size in enumerate(shape) if axis not in (0, channel))
+    wanted = (block_size,) * len(sizes) if isinstance(block_size, int) else block_size
+    if len(wanted) != len(sizes):
+        raise ShapeError(
+            f"block_size={wanted} names {len(wanted)} ax{'is' if len(wanted) == 1 else 'es'}, the map has {len(sizes)} "
+            f"({'x'.join(map(str, sizes))}).\n  give one number, or one for each axis."
+        )
+    return channel, sizes, tuple(max(1, min(edge, size)) for edge, size in zip(wanted, sizes, strict=True))
 
 
 def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
-    """The axis of the channels, or a `ShapeError` if `shape` has no map beside it."""
+    """The channel axis, or a `ShapeError` if `shape` has no map."""
     rank = len(shape)
     if rank not in (3, 4, 5):
         use = "use Dropout(p=...)" if rank < 3 else "flatten it to (N, C, D, H, W) first"
@@ -149,19 +144,8 @@ def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
     return channel_dim + rank if channel_dim < 0 else channel_dim
 
 
-def block_sizes(block_size: int | tuple[int, ...], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The block along each spatial axis, clamped to the map."""
-    wanted = (block_size,) * len(sizes) if isinstance(block_size, int) else block_size
-    if len(wanted) != len(sizes):
-        raise ShapeError(
-            f"block_size={wanted} names {len(wanted)} ax{'is' if len(wanted) == 1 else 'es'}, the map has {len(sizes)} "
-            f"({'x'.join(map(str, sizes))}).\n  give one number, or one for each axis."
-        )
-    return tuple(max(1, min(edge, size)) for edge, size in zip(wanted, sizes, strict=True))
-
-
 def block_edges(block_size: object) -> int | tuple[int, ...]:
-    """`block_size` as one whole number or some, whatever the map."""
+    """A valid `block_size`: one whole number, or several."""
     if not isinstance(block_size, (tuple, list)):
         return count(block_size, "block_size", "DropBlock")
     if not block_size:
@@ -172,19 +156,21 @@ def block_edges(block_size: object) -> int | tuple[int, ...]:
 class DropBlock(Regularizer):
     """Zero blocks of the map: `p` of its elements in expectation, whatever its size.
 
+    Departs from the paper, whose formula ignores that blocks overlap, in the default `gamma="exact"`, and clamps
+    blocks to the map along each axis.
+
     Args:
         p: expected fraction of zeroed elements, in [0, 1]; 0.1 if neither it nor `keep_prob` is given.
-        block_size: edge of a block in elements, one for all axes or one each; clamped to the map.
+        block_size: edge of a block in elements: one for all axes, or one for each.
         keep_prob: 1 - p, instead of `p`.
-        per_channel: a mask of its own for every channel (Algorithm 1), or one for all channels of a sample.
-        gamma: `"exact"` solves for the seed rate whose blocks cover p; `"paper"` is the paper's formula, which
-            drops less than it is asked for.
-        normalize: what keeps the mean: `"batch"` count / kept count (Algorithm 1), `"sample"` the same for
-            each sample, `"expected"` 1 / (1 - p), or None.
-        channel_dim: the channels' axis; None means 1 for 4-D and 5-D input. 3-D must say it.
+        per_channel: a separate mask for every channel (Algorithm 1), or one for all channels of a sample.
+        gamma: `"exact"` solves for the seed rate whose blocks cover p; `"paper"` is the paper's formula, which drops
+            less than p.
+        normalize: what keeps the mean: `"batch"` count / kept count (Algorithm 1), `"sample"` that of each sample,
+            `"expected"` 1 / (1 - p), or None.
+        channel_dim: the channel axis; None means 1 for 4-D and 5-D input. 3-D input requires it.
 
-    Shape: (N, C, L) with `channel_dim`, (N, C, H, W), (N, C, D, H, W), or with the channels where
-    `channel_dim` says.
+    Shape: (N, C, L) with `channel_dim`, (N, C, H, W), (N, C, D, H, W), or with the channels at `channel_dim`.
 
     Raises:
         ShapeError: in forward, if the input has no map.

@@ -37,7 +37,7 @@ def _dropout(x: Tensor, p: float | Tensor) -> Tensor:
         return torch.where(draw_elements(x, p), 0.0, x * of_the_rest(p))
     if p == 0.0:
         return x
-    # On a CPU PyTorch draws a random number for each element, on one thread, and in low precision rounds 1 / (1 - p).
+    # On a CPU PyTorch draws one random number for each element, on one thread, and rounds 1 / (1 - p) to the dtype.
     small = x.numel() < _WORTHWHILE and x.dtype not in HALF
     if small or x.is_nested or not x.is_cpu or is_tracing():
         return F.dropout(x, p, True)
@@ -98,9 +98,11 @@ def check_channels(shape: Sequence[int], owner: str, rank: int | None = None) ->
     """Raise `ShapeError` unless `shape` is (N, C, ...) of this rank."""
     if len(shape) == rank or (rank is None and len(shape) >= 2):
         return
-    use = {4: "use Dropout2d(p=...)", 5: "use Dropout3d(p=...)"}.get(len(shape), "use Dropout(p=...)")
-    if len(shape) == 3:
-        use = "for tokens (N, L, C) use TokenDropout(p=...), for a sequence (N, C, L) Dropout1d(p=...)"
+    use = {
+        3: "for tokens (N, L, C) use TokenDropout(p=...), for a sequence (N, C, L) Dropout1d(p=...)",
+        4: "use Dropout2d(p=...)",
+        5: "use Dropout3d(p=...)",
+    }.get(len(shape), "use Dropout(p=...)")
     wanted = {3: "(N, C, L)", 4: "(N, C, H, W)", 5: "(N, C, D, H, W)", None: "(N, C, ...)"}[rank]
     raise ShapeError(f"got {tuple(shape)}: {owner} drops channels of {wanted}.\n  {use} there.")
 

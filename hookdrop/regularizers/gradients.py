@@ -1,8 +1,7 @@
-"""Edits of the gradient that comes back through one place; the forward returns its input unchanged.
+"""Edits of the gradient of an activation; the forward returns its input unchanged.
 
-They edit the gradient of an activation, where it comes back through the layer, and not the gradients of parameters:
-`torch.nn.utils.clip_grad_norm_` clips those before `optimizer.step()`. The edited gradient trains all layers before
-the hooked one.
+The edited gradient trains all layers before the hooked one. For the gradients of parameters use
+`torch.nn.utils.clip_grad_norm_` or `clip_grad_value_` before `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hookdrop.kernels.gradient_edits import clamped, edited, noisy, scaled, shortened
 from hookdrop.regularizers.base import Regularizer, needs_samples
-from hookdrop.utils.validation import floating, number, number_or_tensor, one_of, rate_or_tensor
+from hookdrop.utils.validation import floating, number, one_of, positive, rate_or_tensor
 
 
 def clip_activation_grad(
@@ -26,73 +25,72 @@ def clip_activation_grad(
     training: bool = True,
 ) -> Tensor:
     """`x`, whose gradient is clipped to an L2 norm or to a range: see `ClipActivationGrad`."""
-    limits = clip_limits(max_norm, max_value, per_sample, "clip_activation_grad")
-    floating(x, "clip_activation_grad")
-    return _clip(x, *limits) if training else x
+    return _clip(x, *clip_limits(max_norm, max_value, per_sample, "clip_activation_grad"), training)
 
 
 def clamp_activation_grad(
     x: Tensor, min: float | None = None, max: float | None = None, training: bool = True
 ) -> Tensor:
     """`x`, whose gradient is clamped to [min, max], element by element: see `ClampActivationGrad`."""
-    floating(x, "clamp_activation_grad")
-    low, high = clamp_limits(min, max, "clamp_activation_grad")
-    return edited(x, clamped, low, high) if training else x
+    return _clamp(x, *clamp_limits(min, max, "clamp_activation_grad"), training)
 
 
 def scale_activation_grad(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
     """`x`, whose gradient is multiplied by `factor`; 1 returns `x` itself: see `ScaleActivationGrad`."""
-    factor = number_or_tensor(factor, "factor", "scale_activation_grad")
-    floating(x, "scale_activation_grad")
-    return _scale(x, factor) if training else x
+    return _scale(x, rate_or_tensor(factor, "factor", "scale_activation_grad", check=number), training)
 
 
 def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
     """`x`, to whose gradient N(0, std^2) is added in the backward pass: see `NoiseActivationGrad`."""
-    std = rate_or_tensor(std, "std", "noise_activation_grad", math.inf)
+    return _noise(x, rate_or_tensor(std, "std", "noise_activation_grad", math.inf), training)
+
+
+def _clip(
+    x: Tensor, max_norm: float | None, max_value: float | None, per_sample: bool, training: bool = True
+) -> Tensor:
+    floating(x, "clip_activation_grad")
+    if not training:
+        return x
+    return (
+        edited(x, shortened, max_norm, per_sample) if max_value is None else edited(x, clamped, -max_value, max_value)
+    )
+
+
+def _clamp(x: Tensor, low: float | None, high: float | None, training: bool = True) -> Tensor:
+    floating(x, "clamp_activation_grad")
+    return edited(x, clamped, low, high) if training else x
+
+
+def _scale(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
+    floating(x, "scale_activation_grad")
+    return edited(x, scaled, factor) if training and (isinstance(factor, Tensor) or factor != 1.0) else x
+
+
+def _noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
     floating(x, "noise_activation_grad")
-    return _noise(x, std) if training else x
-
-
-def _clip(x: Tensor, max_norm: float | None, max_value: float | None, per_sample: bool) -> Tensor:
-    if max_value is not None:
-        return edited(x, clamped, -max_value, max_value)
-    return edited(x, shortened, max_norm, per_sample)
-
-
-def _scale(x: Tensor, factor: float | Tensor) -> Tensor:
-    return x if not isinstance(factor, Tensor) and factor == 1.0 else edited(x, scaled, factor)
-
-
-def _noise(x: Tensor, std: float | Tensor) -> Tensor:
-    return x if not isinstance(std, Tensor) and std == 0.0 else edited(x, noisy, std)
+    return edited(x, noisy, std) if training and (isinstance(std, Tensor) or std != 0.0) else x
 
 
 def clip_limits(
     max_norm: object, max_value: object, per_sample: object, owner: str
 ) -> tuple[float | None, float | None, bool]:
-    """The limits of a clip, checked: exactly one of the first two is a number."""
+    """Valid limits of a clip: exactly one of the first two is a number."""
     if (max_norm is None) == (max_value is None):
         given = "neither" if max_norm is None else f"both (max_norm={max_norm!r}, max_value={max_value!r})"
         raise TypeError(f"{owner}: give max_norm or max_value, got {given}.\n  as in {owner}(max_norm=1.0)")
     one_of(per_sample, "per_sample", owner, (True, False))
     if max_value is not None and per_sample:
         raise ValueError(
-            f"{owner}: per_sample=True says whose norm is clipped, and max_value clips each element by itself.\n"
+            f"{owner}: per_sample=True says whose norm is clipped, and max_value clips each element.\n"
             "  leave out per_sample, or give max_norm."
         )
-    limits = [None if value is None else number(value, name, owner)
-              for name, value in (("max_norm", max_norm), ("max_value", max_value))]  # fmt: skip
-    for name, value in zip(("max_norm", "max_value"), limits, strict=True):
-        if value is not None and value <= 0.0:
-            raise ValueError(
-                f"{owner}: {name} must be above 0, got {value:g}.\n  to stop the gradient: ScaleActivationGrad(0)"
-            )
-    return limits[0], limits[1], bool(per_sample)
+    name, value = ("max_value", max_value) if max_norm is None else ("max_norm", max_norm)
+    limit = positive(value, name, owner, "\n  to stop the gradient: ScaleActivationGrad(0)")
+    return (limit, None, bool(per_sample)) if max_value is None else (None, limit, False)
 
 
 def clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, float | None]:
-    """The limits of a clamp, checked: at least one is a number."""
+    """Valid limits of a clamp: at least one is a number."""
     if low is None and high is None:
         raise TypeError(f"{owner}: give min, max or both, as in {owner}(min=-1.0, max=1.0).")
     least = None if low is None else number(low, "min", owner)
@@ -112,17 +110,15 @@ class _ActivationGrad(Regularizer):
 class ClipActivationGrad(_ActivationGrad):
     """Clip the gradient of the activation: to an L2 norm of at most `max_norm`, or to [-max_value, max_value].
 
-    For the gradients of parameters use `torch.nn.utils.clip_grad_norm_`.
-
     Args:
-        max_norm: above 0; a gradient that is longer is scaled down to it. Give this or `max_value`.
-        max_value: above 0; each element is clamped by itself.
-        per_sample: the norm is that of each sample (axis 0) instead of that of the whole tensor.
+        max_norm: above 0; a longer gradient is scaled down to this norm. Give this or `max_value`.
+        max_value: above 0; each element is clamped.
+        per_sample: clip the norm of each sample (axis 0) instead of that of the whole tensor.
 
     Shape: any; (N, ...) with `per_sample`.
 
-    Under a `GradScaler` the gradient here carries the loss scale, and so must the limit. `max_norm` lets an overflow
-    through as NaN, which the scaler sees; `max_value` makes numbers of infinities.
+    With a `GradScaler` multiply the limit by the loss scale, as the gradient is. `max_norm` keeps an overflow as NaN,
+    which the scaler detects; `max_value` makes infinities finite.
 
     Example:
         >>> x = torch.ones(4, requires_grad=True)
@@ -146,20 +142,17 @@ class ClipActivationGrad(_ActivationGrad):
         return f"N={shape[0]}" if self.per_sample else ""
 
     def regularize_at(self, x: Tensor, rate: None = None) -> Tensor:
-        floating(x, "clip_activation_grad")
         return _clip(x, self.max_norm, self.max_value, self.per_sample)
 
 
 class ClampActivationGrad(_ActivationGrad):
     """Clamp the gradient of the activation to [min, max], element by element.
 
-    For the gradients of parameters use `torch.nn.utils.clip_grad_value_`.
-
     Args:
         min: the least value; None is no limit.
-        max: the largest value; None is no limit, of one of the two. `min=0` lets only rising ones through.
+        max: the largest value; None is no limit. Give at least one; `min=0` sets negative elements to 0.
 
-    Shape: any. Under a `GradScaler` the gradient here carries the loss scale.
+    Shape: any. With a `GradScaler` multiply the limits by the loss scale, as the gradient is.
 
     Reference: Graves 2013, "Generating sequences with recurrent neural networks", arXiv:1308.0850, section 2.1.
     """
@@ -169,20 +162,19 @@ class ClampActivationGrad(_ActivationGrad):
         self.min, self.max = clamp_limits(min, max, self.title)
 
     def regularize_at(self, x: Tensor, rate: None = None) -> Tensor:
-        floating(x, "clamp_activation_grad")
-        return edited(x, clamped, self.min, self.max)
+        return _clamp(x, self.min, self.max)
 
 
 class ScaleActivationGrad(_ActivationGrad):
     """Multiply the gradient of the activation by `factor`: 0 stops it, -1 reverses it, 1 does nothing.
 
-    A schedule drives the factor, and multiplies it: `LinearSchedule` on -1 goes from 0 (nothing passes) to -1. That
-    ramp is straight where the paper's is 2 / (1 + exp(-10 p)) - 1, p from 0 to 1:
+    A schedule multiplies the factor: with `LinearSchedule`, -1 starts at 0 (no gradient) and ends at -1. That ramp is
+    straight; the paper's is 2 / (1 + exp(-10 p)) - 1, p from 0 to 1:
     `LambdaSchedule(lambda step: 2 / (1 + math.exp(-10 * min(1, step / steps))) - 1)`. While disabled the factor is 1.
     To scale the gradients of parameters give their group another learning rate.
 
-    For domain-adversarial training hook the input of the domain head: at its output the head itself would be trained
-    backwards, to tell the domains worse.
+    For domain-adversarial training hook the input of the domain head: at its output, the head would get the reversed
+    gradient too.
 
     Args:
         factor: any number.
@@ -195,25 +187,18 @@ class ScaleActivationGrad(_ActivationGrad):
         >>> x.grad
         tensor([-1., -1.])
 
-        The features learn what tells the labels, and unlearn what tells the domains:
+        The features learn to predict the labels, and unlearn to predict the domains:
 
         >>> from torch import nn
         >>> from hookdrop import LinearSchedule, inject
-        >>> class Dann(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.features, self.label, self.domain = nn.Linear(8, 4), nn.Linear(4, 3), nn.Linear(4, 2)
-        ...     def forward(self, x):
-        ...         features = self.features(x).relu()
-        ...         return self.label(features), self.domain(features)
-        >>> model = Dann()
-        >>> drop = inject(
-        ...     model, ScaleActivationGrad(-1.0), layers="domain", at="input", schedule=LinearSchedule(steps=100)
-        ... )
+        >>> model = nn.ModuleDict({"features": nn.Linear(8, 4), "label": nn.Linear(4, 3), "domain": nn.Linear(4, 2)})
+        >>> ramp = LinearSchedule(steps=100)
+        >>> drop = inject(model, ScaleActivationGrad(-1.0), layers="domain", at="input", schedule=ramp)
         >>> optimizer, loss = torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss()
         >>> for step in range(3):
-        ...     label, domain = model(torch.randn(6, 8))
-        ...     (loss(label, torch.arange(6) % 3) + loss(domain, torch.arange(6) % 2)).backward()
+        ...     features = model["features"](torch.randn(6, 8)).relu()
+        ...     labels, domains = loss(model["label"](features), torch.arange(6) % 3), torch.arange(6) % 2
+        ...     (labels + loss(model["domain"](features), domains)).backward()
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         ...     drop.step()
@@ -233,21 +218,20 @@ class ScaleActivationGrad(_ActivationGrad):
         return number(value, "factor", self.title)
 
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
-        floating(x, "scale_activation_grad")
         return _scale(x, rate)
 
 
 class NoiseActivationGrad(_ActivationGrad):
     """Add N(0, std^2) to the gradient of the activation. A schedule drives `std`.
 
-    Departs from the paper, which adds noise to the gradients of parameters, annealed by the step: here it is added to
-    the gradient of what is hooked, and reaches all layers before it.
+    Departs from the paper, which adds noise to the gradients of parameters, annealed by the step: this noise reaches
+    all layers before the hooked one.
 
     Args:
-        std: standard deviation in the units of the gradient there, at least 0. With a loss that is a mean over the
-            batch they fall with its size, and under a `GradScaler` they carry the loss scale.
+        std: standard deviation in the units of the gradient, at least 0. If the loss is a mean over the batch, the
+            gradient falls with the batch size; a `GradScaler` multiplies it by the loss scale.
 
-    Shape: any. The noise is drawn in the backward pass, from PyTorch's global generators.
+    Shape: any. The backward pass draws the noise from PyTorch's global generators.
 
     Reference: Neelakantan et al. 2015, "Adding gradient noise improves learning for very deep networks",
     arXiv:1511.06807.
@@ -261,5 +245,4 @@ class NoiseActivationGrad(_ActivationGrad):
         self.std = self.valid_rate(std)
 
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
-        floating(x, "noise_activation_grad")
         return _noise(x, rate)

@@ -1,4 +1,4 @@
-"""MixStyle: the statistics of one sample given to another."""
+"""MixStyle: mixing the statistics of samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hookdrop.errors import ShapeError
 from hookdrop.kernels.bernoulli import finest
 from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
 from hookdrop.regularizers.cutout import check_map
-from hookdrop.utils.validation import floating, number, rate_or_tensor
+from hookdrop.utils.validation import floating, positive, rate_or_tensor
 
 _EPSILON = 1e-6
 """What the paper's code adds to a variance."""
@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 
 def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: bool = True) -> Tensor:
     """With probability `p`, mix the style of each sample of (N, C, H, W) with another's: see `MixStyle`."""
-    return _mix_style(x, rate_or_tensor(p, owner="mix_style"), valid_alpha(alpha, "mix_style"), training)
+    return _mix_style(x, rate_or_tensor(p, owner="mix_style"), positive(alpha, "alpha", "mix_style"), training)
 
 
 def _mix_style(x: Tensor, p: float | Tensor, alpha: float, training: bool = True) -> Tensor:
@@ -32,11 +32,11 @@ def _mix_style(x: Tensor, p: float | Tensor, alpha: float, training: bool = True
     n = x.shape[0]
     mixed = torch.rand((), dtype=torch.float32, device=x.device) < p
     own_N111 = symmetric_beta(alpha, (n, 1, 1, 1), x.device)
-    # Not `randperm`, which the compiler of PyTorch 2.13 has a pattern for that fails here.
+    # Not `randperm`: the compiler of PyTorch 2.13 has a pattern for it that fails here.
     partner_N = torch.rand(n, dtype=torch.float32, device=x.device).argsort()
     mean, std = _style(x)
     own = own_N111.to(mean.dtype)
-    # What is not mixed is x - 0 times 1 plus 0: `x` to the last bit, without waiting for the value of `mixed`.
+    # If not mixed, (x - 0) * 1 + 0 is `x` to the last bit, without synchronizing on the value of `mixed`.
     before = torch.where(mixed, mean, 0.0)
     factor = torch.where(mixed, (own * std + (1.0 - own) * std[partner_N]) / std, 1.0)
     after = torch.where(mixed, own * mean + (1.0 - own) * mean[partner_N], 0.0)
@@ -44,9 +44,9 @@ def _mix_style(x: Tensor, p: float | Tensor, alpha: float, training: bool = True
 
 
 def symmetric_beta(alpha: float, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers from Beta(alpha, alpha), made of two uniform ones each, as Student's t is.
+    """Numbers from Beta(alpha, alpha), each made of two uniform ones, as for Student's t.
 
-    Gamma variates, whose ratio it is too, are 0 where alpha is small, and no number is left of 0 / 0.
+    A ratio of gamma variates would be 0 / 0 for small alpha.
 
     Reference: Devroye 1996, "Random variate generation in one line of code", section 4.
     """
@@ -55,14 +55,6 @@ def symmetric_beta(alpha: float, shape: Sequence[int], device: torch.device) -> 
     cosine = torch.cos(2.0 * math.pi * torch.rand(tuple(shape), dtype=dtype, device=device))
     odds = torch.expm1(-u.log() / alpha) * cosine.square()
     return 0.5 + 0.5 * cosine.sign() * (1.0 + 1.0 / odds).rsqrt()
-
-
-def valid_alpha(alpha: object, owner: str) -> float:
-    """`alpha` as a float above 0."""
-    value = number(alpha, "alpha", owner)
-    if value <= 0.0:
-        raise ValueError(f"{owner}: alpha must be above 0, got {value:g}.")
-    return value
 
 
 def check_style(shape: Sequence[int], owner: str) -> None:
@@ -83,17 +75,17 @@ def _style(x: Tensor) -> tuple[Tensor, Tensor]:
 class MixStyle(Regularizer):
     """With probability `p`, mix each sample's style (mean and deviation of its channels) with another sample's.
 
-    It belongs after the first blocks of a network, where statistics are style (a ResNet's `layer1`, `layer2`).
+    Hook the first blocks of a network, where statistics are style (a ResNet's `layer1`, `layer2`).
 
     Args:
-        p: probability that a batch is mixed, in [0, 1]: drawn once for all its samples, and driven by a schedule.
-        alpha: above 0; a sample's own style has the weight lambda ~ Beta(alpha, alpha), drawn for each sample.
+        p: probability to mix a batch, in [0, 1], with one draw for all its samples.
+        alpha: above 0; the weight of a sample's style is lambda ~ Beta(alpha, alpha), drawn for each sample.
 
-    Shape: (N, C, H, W), N above 1. Statistics are taken over H and W and regarded as constants in the gradient.
-    Under DistributedDataParallel the partner is one of the same rank.
+    Shape: (N, C, H, W), N above 1. The gradient regards the statistics, over H and W, as constants. With
+    DistributedDataParallel, partners are samples of the same rank.
 
     Raises:
-        ShapeError: in forward, if the input is no map, or one of a single pixel.
+        ShapeError: in forward, if the input is not a map of more than one pixel.
 
     Reference: Zhou et al. 2021, "Domain generalization with MixStyle", arXiv:2104.02008 (the version with random
     shuffling).
@@ -105,7 +97,7 @@ class MixStyle(Regularizer):
     def __init__(self, p: float = 0.5, alpha: float = 0.1) -> None:
         super().__init__()
         self.p = self.valid_rate(p)
-        self.alpha = valid_alpha(alpha, self.title)
+        self.alpha = positive(alpha, "alpha", self.title)
 
     def check(self, shape: Sequence[int]) -> None:
         check_style(shape, self.title)

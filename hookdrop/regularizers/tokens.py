@@ -16,14 +16,7 @@ from hookdrop.utils.validation import count, drop_rate, floating, rate_or_tensor
 
 
 def token_dropout(x: Tensor, p: float | Tensor, prefix: int = 1, training: bool = True) -> Tensor:
-    """Zero whole tokens of (N, L, C), scale the rest; the first `prefix` are spared both: see `TokenDropout`.
-
-    Example:
-        >>> token_dropout(torch.ones(1, 3, 2), p=1.0)
-        tensor([[[1., 1.],
-                 [0., 0.],
-                 [0., 0.]]])
-    """
+    """Zero whole tokens of (N, L, C) after the first `prefix`, scale the rest of them: see `TokenDropout`."""
     prefix = count(prefix, "prefix", "token_dropout", 0)
     return _token_dropout(x, rate_or_tensor(p, owner="token_dropout"), prefix, training)
 
@@ -36,7 +29,7 @@ def _token_dropout(x: Tensor, p: float | Tensor, prefix: int, training: bool = T
     shape = (x.shape[0], x.shape[1] - prefix, 1)
     if not prefix:
         return slice_dropout(x, p, shape)
-    # In low precision only the product is rounded.
+    # In low precision, round only the product.
     wide = torch.promote_types(x.dtype, torch.float32)
     factor = slice_mask(x, p, shape).to(wide) * of_the_rest(p)
     return (x * F.pad(factor, (0, 0, prefix, 0), value=1.0)).to(x.dtype)
@@ -55,7 +48,7 @@ def _locked_dropout(x: Tensor, p: float | Tensor, time_dim: int, training: bool 
 
 
 def check_tokens(shape: Sequence[int], prefix: int, owner: str) -> None:
-    """Raise `ShapeError` unless `shape` is (N, L, C) with tokens that are not spared."""
+    """Raise `ShapeError` unless `shape` is (N, L, C) with L above `prefix`."""
     if len(shape) != 3:
         use = {
             4: "for the channels of a map use Dropout2d(p=...), for its regions DropBlock(p=...)",
@@ -83,20 +76,20 @@ def time_axis(shape: Sequence[int], time_dim: int, owner: str) -> int:
 
 
 class TokenDropout(Regularizer):
-    """Zero whole tokens with probability `p`, scale the rest by 1 / (1 - p); the first ones are spared both.
+    """Zero whole tokens with probability `p`, scale the rest by 1 / (1 - p); the first ones stay as they are.
 
-    Tokens are zeroed, where the paper takes them out of the sequence: shapes stay, time is not saved, and attention
-    sees a token that is 0. It belongs where the tokens begin (after the position embedding).
+    Departs from the paper, which removes tokens from the sequence: shapes stay, it saves no time, and attention gets
+    tokens that are 0. Hook the first layer of the tokens (after the position embedding).
 
     Args:
         p: probability to drop, in [0, 1].
-        prefix: how many tokens at the start (class token, registers) are left as they are.
+        prefix: how many tokens at the start (class token, registers) stay as they are.
         keep_prob: 1 - p, instead of `p`.
 
     Shape: (N, L, C) with L above `prefix`. (L - prefix) / L * p of the elements are zero in expectation.
 
     Raises:
-        ShapeError: in forward, if the input is not (N, L, C), or all tokens would be spared.
+        ShapeError: in forward, if the input is not (N, L, C) with L above `prefix`.
 
     Example:
         >>> _ = torch.manual_seed(4)
@@ -130,8 +123,8 @@ class LockedDropout(Regularizer):
         time_dim: the axis of time: 1 for (N, T, C), 0 for (T, N, C), which `nn.LSTM` gives without `batch_first`.
         keep_prob: 1 - p, instead of `p`.
 
-    Shape: (N, T, C), or any of three axes or more. The masks of a layer's input and output are one per sequence, as
-    in the papers; what passes from step to step within an `nn.LSTM` is out of a hook's reach.
+    Shape: (N, T, C), or any of three axes or more. Each sequence has one mask at a layer's input or output, as in the
+    papers; a hook can't reach the recurrent state within an `nn.LSTM`.
 
     Raises:
         ShapeError: in forward, if there are fewer than three axes, or no such axis.

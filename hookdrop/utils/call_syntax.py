@@ -1,4 +1,4 @@
-"""Calls spelled as text, a name with literal settings: parsed, never evaluated."""
+"""Calls written as text, a name with literal settings: parsed, never evaluated."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hookdrop.errors import nearest
 
 @dataclass(frozen=True)
 class Kind:
-    """What such a text may name."""
+    """What a text may name."""
 
     reader: str
-    """Who reads it, for messages."""
+    """The function that reads it, for messages."""
     title: str
     known: Mapping[str, Callable[..., Any]]
     example: str
@@ -26,7 +26,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Call:
-    """A call that was spelled."""
+    """A name with its literal settings."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -38,7 +38,7 @@ class Call:
 
 
 def read_call(text: str, kind: Kind) -> Call:
-    """The call that `text` spells.
+    """The call that `text` describes.
 
     Raises:
         TypeError: not a text.
@@ -50,12 +50,12 @@ def read_call(text: str, kind: Kind) -> Call:
         call = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise _unreadable(text, kind) from None
-    if isinstance(call, ast.Name) and (kind.bare or call.id in kind.known):
-        if not kind.bare:
-            raise ValueError(
-                f"{kind.reader}: {text!r} has no settings: write '{call.id}(...)'.{signature_of(call.id, kind)}"
-            )
+    if isinstance(call, ast.Name) and kind.bare:
         call = ast.Call(call, [], [])
+    elif isinstance(call, ast.Name) and call.id in kind.known:
+        raise ValueError(
+            f"{kind.reader}: {text!r} has no settings: write '{call.id}(...)'.{signature_of(call.id, kind)}"
+        )
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise _unreadable(text, kind)
     name = call.func.id
@@ -76,7 +76,7 @@ def read_call(text: str, kind: Kind) -> Call:
 
 
 def signature_of(name: str, kind: Kind) -> str:
-    """What it takes, without the types, which only a checker reads."""
+    """A line with the arguments of `name`, without types."""
     signature = inspect.signature(kind.known[name])
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     return f"\n  it takes: {name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"

@@ -161,5 +161,5 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def default_store() -> Any:
-    """The key-value store of the job, in which ranks leave notes for each other; None if there is none."""
+    """The key-value store of the job, through which ranks exchange notes; None if its backend has none."""
     return dist.distributed_c10d._get_default_store()

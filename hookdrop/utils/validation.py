@@ -1,4 +1,4 @@
-"""Checks of what people pass in: a number is returned, or an error that says what to write instead."""
+"""Checks of arguments: each returns the valid value, or raises an error that says what to write instead."""
 
 from __future__ import annotations
 
@@ -22,8 +22,16 @@ def number(value: object, name: str, owner: str) -> float:
         result = float(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{owner}: {name} must be one number, got {value!r}.") from None
-    if not -math.inf < result < math.inf:  # which the compiler can follow, unlike `math.isfinite`
+    if not -math.inf < result < math.inf:  # unlike `math.isfinite`, the compiler can trace this
         raise ValueError(f"{owner}: {name} must be finite, got {result}.")
+    return result
+
+
+def positive(value: object, name: str, owner: str, hint: str = "") -> float:
+    """`value` as a float above 0."""
+    result = number(value, name, owner)
+    if result <= 0.0:
+        raise ValueError(f"{owner}: {name} must be above 0, got {result:g}.{hint}")
     return result
 
 
@@ -39,22 +47,15 @@ def rate(
     raise ValueError(f"{owner}: {name} must lie in {span}, got {result:g}.{hint}")
 
 
-def rate_or_tensor(p: float | Tensor, *args: Any, **kwargs: Any) -> float | Tensor:
-    """`rate(p, ...)`; in compiled code as a 0-d tensor, since a float would be compiled in."""
-    return _in_graph(p, rate, *args, **kwargs) if is_compiling() else rate(p, *args, **kwargs)
-
-
-def number_or_tensor(value: float | Tensor, *args: Any) -> float | Tensor:
-    """The same for a rate that may be any finite number."""
-    return _in_graph(value, number, *args) if is_compiling() else number(value, *args)
-
-
-def _in_graph(value: float | Tensor, check: Callable[..., float], *args: Any, **kwargs: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else as_rate_tensor(check(value, *args, **kwargs))
+def rate_or_tensor(p: float | Tensor, *args: Any, check: Callable[..., float] = rate, **kwargs: Any) -> float | Tensor:
+    """`check(p, ...)`; in compiled code as a 0-d tensor, since the compiler treats a float as a constant."""
+    if not is_compiling():
+        return check(p, *args, **kwargs)
+    return p if isinstance(p, Tensor) else as_rate_tensor(check(p, *args, **kwargs))
 
 
 def as_rate_tensor(rate: float) -> Tensor:
-    """`rate` as compiled code takes it: one graph serves all values."""
+    """`rate` as a 0-d tensor on the CPU, which serves as a number on every device and in compiled code."""
     return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 
@@ -95,7 +96,7 @@ def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) ->
 
 
 def floating(x: object, owner: str, *, nested: bool = False) -> None:
-    """Raise `TypeError` unless `x` is a tensor of real floating-point numbers that lie in memory one by one."""
+    """Raise `TypeError` unless `x` is a dense tensor of real floating-point numbers."""
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{owner}: x must be a tensor, got {_brief(x)}.\n  write torch.as_tensor(x, dtype=torch.float32)"
