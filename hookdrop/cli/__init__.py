@@ -7,8 +7,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 
-import hookdrop
 from hookdrop.cli.layers import list_layers
 from hookdrop.cli.plan import RECIPES, show_plan
 from hookdrop.errors import HookdropError, HookdropWarning, LayerError
@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _version() -> str:
-    return f"hookdrop {hookdrop.__version__} (compiled loops: {'yes' if native.available() else 'no'})"
+    return f"hookdrop {version('hookdrop')} (compiled loops: {'yes' if native.available() else 'no'})"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hookdrop", description=hookdrop.__doc__)
+    parser = argparse.ArgumentParser(prog="hookdrop", description=__doc__)
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-import hookdrop
-from hookdrop import recipes
+import hookdrop.recipes as recipes
 from hookdrop.cli import models
 from hookdrop.cli.console import ROOT, Output
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.select import Entry, entry_text
+from hookdrop.injection.verbs import plan as make_plan
 from hookdrop.recipes import Recipe
 from hookdrop.regularizers import parse
 from hookdrop.schedules import LinearSchedule
@@ -66,7 +66,7 @@ def _by_layers(args: argparse.Namespace) -> _Planned:
     options = {"layers": entries, "exclude": found.entries(args.exclude), "at": args.at, "tensor": args.tensor}
     options |= {"p_scale": args.p_scale, "schedule": schedule}
     given = {name: value for name, value in options.items() if value not in (None, [])}
-    plan = hookdrop.plan(found.model, args.regularizer, example_input=found.example_input, **given)
+    plan = make_plan(found.model, args.regularizer, example_input=found.example_input, **given)
     counts = {e if isinstance(e, str) else f"type:{entry_text(e)}": plan.counts[entry_text(e)] for e in entries}
     return _Planned(plan, found, _code(args.regularizer, given), counts)
 
