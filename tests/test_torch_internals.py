@@ -72,6 +72,45 @@ def test_BatchNorm(kind: type[nn.Module]) -> None:
     assert not issubclass(nn.LayerNorm, internals.BatchNorm)
 
 
+def test_children_of() -> None:
+    """Without it a layer that its parent has under two names is found by one of them alone."""
+    parent, shared = nn.Module(), nn.Linear(2, 2)
+    parent.first, parent.second, parent.third = shared, shared, None
+    assert list(internals.children_of(parent).items()) == [("first", shared), ("second", shared)]
+    assert [name for name, _ in parent.named_children()] == ["first"]
+
+
+def test_parameters_of() -> None:
+    """Without it the first trained weight is looked for at every step."""
+    layer = nn.Linear(2, 2, bias=False)
+    assert internals.parameters_of(layer) == {"weight": layer.weight, "bias": None}
+
+
+def test_buffers_of() -> None:
+    """Without it a dry run cannot exchange buffers for copies, and leaves changed statistics behind."""
+    norm, other = nn.BatchNorm1d(2), torch.ones(2)
+    internals.buffers_of(norm)["running_mean"] = other
+    assert norm.running_mean is other
+    assert list(internals.buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
+
+
+def test_HOOK_TABLES() -> None:
+    """Without them hooks cannot be found on a copied or unpickled model, nor hidden for an export."""
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(print, with_kwargs=True, always_call=True)
+    layer.register_forward_pre_hook(print, with_kwargs=True)
+    layer.register_forward_hook(print)
+    sizes = {name: len(getattr(layer, name)) for main, more in internals.HOOK_TABLES for name in (main, *more)}
+    assert sizes == {
+        "_forward_hooks": 2,
+        "_forward_hooks_with_kwargs": 1,
+        "_forward_hooks_always_called": 1,
+        "_forward_pre_hooks": 1,
+        "_forward_pre_hooks_with_kwargs": 1,
+    }
+    assert {name for name in vars(layer) if name.startswith("_forward_")} == set(sizes)
+
+
 # --- tensors
 
 
@@ -239,6 +278,12 @@ def test_mark_vmap_slices() -> None:
 # --- the backward pass
 
 
+def test_number_of() -> None:
+    """Without it forwards from one random state at two rates cannot be told apart when they are recomputed."""
+    first, second = (torch.ones(2, requires_grad=True).exp() for _ in range(2))
+    assert internals.number_of(first.grad_fn) < internals.number_of(second.grad_fn)
+
+
 def test_graph_task() -> None:
     """Without it a checkpoint's second forward in the backward pass is taken for a new one, at the rate of now."""
     assert internals.graph_task() == -1
@@ -342,6 +387,16 @@ assert unguarded()
 assert not guard_hooks(), "hooks are guarded now"
 """
     )
+
+
+def test_compiler_is_imported() -> None:
+    """Without it a probe imports the compiler for nothing, or does not see the hooks of a compiled model."""
+    run_elsewhere("""
+from hookdrop.utils.torch_internals import compiler_is_imported
+assert not compiler_is_imported()
+import torch._dynamo
+assert compiler_is_imported()
+""")
 
 
 def test_when_compiler_is_imported() -> None:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from hookdrop.errors import HookdropError, InjectionError, warn
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import describe
-from hookdrop.utils.torch_internals import BatchNorm, version_of
+from hookdrop.utils.torch_internals import BatchNorm, buffers_of, compiler_is_imported, version_of
 
 _SMALL = 2**20  # bytes
 
@@ -54,11 +54,11 @@ def set_eval(model: nn.Module) -> None:
 
 @contextmanager
 def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
-    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    tables = [(buffers_of(module), dict(buffers_of(module))) for module in model.modules()]
     copied = {
         id(buffer): buffer
         for module in model.modules()
-        for buffer in module._buffers.values()
+        for buffer in buffers_of(module).values()
         if buffer is not None and _may_be_written_to(module, buffer, trains)
     }
     # One copy for each buffer, so that shared buffers stay shared.
@@ -122,7 +122,7 @@ def forked_rng(*where: nn.Module | Tensor) -> Iterator[None]:
 
 def uncompiled() -> AbstractContextManager[Any]:
     """Compiled code runs uncompiled inside, so that hooks are seen. What is not loaded has compiled nothing."""
-    loaded = "torch._dynamo" in sys.modules
+    loaded = compiler_is_imported()
     stance: Any = torch.compiler.set_stance
     return stance("force_eager") if loaded else nullcontext()
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hookdrop.hooks.state import InjectionState
-from hookdrop.utils.torch_internals import dispatch_modes, functorch_stack, is_tracing, version_of
+from hookdrop.utils.torch_internals import dispatch_modes, functorch_stack, is_tracing, parameters_of, version_of
 
 UPDATES_TO_JUDGE = 20
 """Updates of the weights after which a mistake is warned about. Accumulated gradients, recurrent calls and validation
@@ -43,7 +43,7 @@ class Watch:
     def weight(self) -> nn.Parameter | None:
         """The first parameter that is trained: looking for it at every step would take long."""
         module = None if self._owner is None else self._owner[0]()
-        weight = None if module is None or self._owner is None else module._parameters.get(self._owner[1])
+        weight = None if module is None or self._owner is None else parameters_of(module).get(self._owner[1])
         if weight is None or not weight.requires_grad:
             model = self.model()
             weight, self._owner = (None, None) if model is None else _first_weight(model)
@@ -87,7 +87,7 @@ class Watch:
 def _first_weight(model: nn.Module) -> tuple[nn.Parameter | None, tuple[weakref.ref[nn.Module], str] | None]:
     """The first parameter that an optimizer may write to, and where it is."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is None or isinstance(parameter, UninitializedParameter):
                 continue
             if parameter.requires_grad and not parameter.is_inference():

@@ -15,11 +15,7 @@ from torch import nn
 
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.skip_hook import Hook, RestoreInputHook, owner_of
-
-_TABLES = (
-    ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
-    ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
-)
+from hookdrop.utils.torch_internals import HOOK_TABLES
 
 hidden_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose hooks a `without_hooks` context hides now."""
@@ -30,9 +26,10 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
     for module in model.modules():
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if isinstance(hook, SiteHook):
-                yield module, hook
+        for name, _ in reversed(HOOK_TABLES):
+            for hook in getattr(module, name).values():
+                if isinstance(hook, SiteHook):
+                    yield module, hook
 
 
 def remove_hooks(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
@@ -40,8 +37,8 @@ def remove_hooks(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
     wanted = {id(hook): hook for hook in hooks}
     for module in model.modules() if model is not None else ():
         for table, key in _entries(module):
-            if id(owner_of(getattr(module, _TABLES[table][0])[key])) in wanted:
-                for name in (_TABLES[table][0], *_TABLES[table][1]):
+            if id(owner_of(getattr(module, HOOK_TABLES[table][0])[key])) in wanted:
+                for name in (HOOK_TABLES[table][0], *HOOK_TABLES[table][1]):
                     getattr(module, name).pop(key, None)
     for hook in wanted.values():
         hook.remove()
@@ -70,7 +67,7 @@ def _entries(module: nn.Module) -> list[tuple[int, int]]:
     """(which table, key) of every hook of ours on this module."""
     return [
         (index, key)
-        for index, (name, _) in enumerate(_TABLES)
+        for index, (name, _) in enumerate(HOOK_TABLES)
         for key, hook in getattr(module, name).items()
         if isinstance(hook, SiteHook | RestoreInputHook)
     ]
@@ -79,7 +76,7 @@ def _entries(module: nn.Module) -> list[tuple[int, int]]:
 def _hide(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any], dict[int, Hook]]]:
     """(table, all that was in it, our hooks by key), with ours taken out."""
     taken = []
-    for index, (name, extras) in enumerate(_TABLES):
+    for index, (name, extras) in enumerate(HOOK_TABLES):
         ours = {key: getattr(module, name)[key] for which, key in _entries(module) if which == index}
         for table in (getattr(module, table_name) for table_name in (name, *extras)):
             taken.append((table, dict(table), ours))

@@ -17,6 +17,7 @@ from torch import nn
 from hookdrop.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted
+from hookdrop.utils.torch_internals import children_of
 from hookdrop.utils.wrappers import SEGMENTS, attribute_of
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
@@ -88,7 +89,7 @@ def walk(model: nn.Module) -> list[Layer]:
         layer.spellings.update(spellings)
         layer.wrappers.update(dict.fromkeys(wrappers))
         prefix = f"{name}." if name else ""
-        for child_name, child in reversed(list(module._modules.items())):
+        for child_name, child in reversed(list(children_of(module).items())):
             if child is not None:
                 longer = tuple(_join(s, child_name) for s in spellings) if spellings else ()
                 todo.append((prefix + child_name, longer, child, owners, wrappers))

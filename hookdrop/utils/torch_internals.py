@@ -30,6 +30,21 @@ _jit: Any = torch.jit
 BatchNorm: type[nn.Module] = _BatchNorm
 """What all batch norms derive from: they write to buffers in training mode."""
 
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
+"""A module's children by name; `named_children` leaves out the second name of a shared one."""
+
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
+"""The table of a module's own parameters."""
+
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
+"""The table of a module's own buffers, which dry runs exchange for copies."""
+
+HOOK_TABLES = (
+    ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
+    ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
+)
+"""The attributes of a module that hold its hooks by id, each with those that hold more about some of them."""
+
 # --- tensors
 
 has_storage: Callable[[Tensor], bool] = _C._has_storage
@@ -107,6 +122,11 @@ saved_tensors_hooks: Callable[[bool], Any] | None = getattr(_C._autograd, "_top_
 # --- the compiler
 
 
+def compiler_is_imported() -> bool:
+    """Whether anything can have been compiled."""
+    return "torch._dynamo" in sys.modules
+
+
 def guard_hooks() -> bool:
     """Have compiled code check its modules' hooks before it is reused; whether any was compiled that does not.
 
@@ -130,7 +150,7 @@ def _something_is_compiled() -> bool:
 
 def when_compiler_is_imported(callback: Callable[[], None]) -> None:
     """Call `callback` once `torch._dynamo` is imported: now, or later, after the import statement of somebody else."""
-    if "torch._dynamo" in sys.modules:
+    if compiler_is_imported():
         importlib.import_module("torch._dynamo")  # waits where another thread is importing it
         callback()
     else:
