@@ -326,3 +326,23 @@ def test_through_fastais_wrapper() -> None:
     backward(model)
     optimizer.step()
     assert drop.step_count == 1
+
+
+def test_a_first_site_that_stays_in_eval_does_not_hide_a_schedule_that_is_not_advancing() -> None:
+    """Frozen batch norm comes first in many models."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.ReLU())
+    inject(model, Dropout(0.5), layers=["1", "2"], schedule=LinearSchedule(100))
+    optimizer = FastaiOptimizer([model[0].weight])
+
+    def train() -> None:
+        for _ in range(2 * UPDATES_TO_JUDGE):
+            model[0](torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(HookdropWarning) as caught:
+        train()
+    texts = [str(warning.message) for warning in caught]
+    assert [text for text in texts if "its schedule is not advancing" in text]
+    assert [text for text in texts if "'1' only ran in eval mode" in text]

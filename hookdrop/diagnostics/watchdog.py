@@ -1,4 +1,4 @@
-"""Warnings about a training that nobody asks about: sites that never run, and a schedule that is not advancing.
+"""Warnings during training that need no call: sites that never run, and a schedule that is not advancing.
 
 The steps of PyTorch's optimizers are listened to: they are seen for compiled code, frozen layers and layers without
 weights too. Other optimizers (fastai's, a loop written by hand) are noticed in the forwards. Both count the updates in
@@ -26,7 +26,8 @@ _watched: weakref.WeakSet[InjectionState] = weakref.WeakSet()
 _listening = False
 
 _STEPS_TO_BE_SURE = 5
-"""Steps of an optimizer after which a model that is gone counts as discarded: its handle may be about to go too."""
+"""Optimizer steps after which a vanished model counts as discarded: before, its handle may not have been
+collected yet."""
 
 
 def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> None:
@@ -65,7 +66,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             seen.steps_without_model += 1
             if seen.steps_without_model == _STEPS_TO_BE_SURE:
                 discarded.append(weakref.ref(state))
-        del state
+        del state  # or a state that nobody else holds would look alive below
     if discarded and not any(_trains(optimizer, state.live.watch) for state in list(all_states) if state.live.watch):
         _warn_about_discarded(discarded)
 
@@ -82,7 +83,7 @@ def _warn_about_discarded(discarded: list[weakref.ref[InjectionState]]) -> None:
 
 def _look(seen: Watch, model: nn.Module, state: InjectionState, optimizer: Optimizer) -> None:
     if seen.copied and not _trains(optimizer, seen):
-        return  # the weights of an average are written to, but by no optimizer
+        return  # the weights of an average change, but no optimizer has them
     seen.notice_update(state)
     if seen.silent:
         seen.silent = not all(hook.called for hook in state.live.members)
@@ -114,7 +115,8 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
         return hook.unsubscribe(watch_forwards)
     if seen is None or seen.model() is None or not torch.is_grad_enabled():
         return None  # a copy, validation or inference
-    seen.sampler = hook.site if seen.sampler is None else seen.sampler
+    if module.training and seen.sampler is None:
+        seen.sampler = hook.site
     seen.notice_update(state, by_value=seen.sampler == hook.site)
     if module.training:
         _warn(state, stalled(state))

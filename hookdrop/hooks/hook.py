@@ -1,8 +1,8 @@
 """The hook of one site.
 
-A hook holds no module, no model, no generator and no closure: it is copied and pickled with the module that it sits
-on, and the copies of one injection's hooks share a copy of its state. The rate is an argument of every call; nothing
-writes it anywhere for the duration of a call, so threads and recomputed forwards cannot disturb one another.
+A hook does not hold the module that it sits on, the model, a generator or a closure: it is copied and pickled with the
+module, and the copies of one injection's hooks share a copy of its state. The rate is an argument of every call.
+Nothing writes it anywhere for the duration of a call, so threads and recomputed forwards cannot disturb one another.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from hookdrop.utils.tensor_tree import TensorKey, change, change_arguments, requ
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
 
 Listener = Callable[["SiteHook", nn.Module, Any], None]
-"""Called with (hook, module, value) before the hook works. It may warn, raise, or unsubscribe itself."""
+"""Called with (hook, module, value) before the hook does anything. It may warn, raise, or unsubscribe itself."""
 
 first_listeners: list[Listener] = []
 """The listeners of a new hook. They unsubscribe, so that in steady state a hook has none."""
 
 
 class Rate:
-    """A rate for eager code (a float) and for compiled code (a tensor); it never changes, another one replaces it."""
+    """A rate for eager code (a float) and for compiled code (a tensor). It is immutable: a new rate is a new object."""
 
     def __init__(self, value: float | None, neutral: bool) -> None:
         self.value = value
         """None for a regularizer without a rate."""
         self.neutral = neutral
         """Whether the regularizer does nothing at this rate: a bool, which compiled code can read."""
-        # Compiled code takes the rate as a tensor: a float would be compiled in. Each rate is another tensor, since
-        # a graph that waits for its backward pass may hold this one. It is real data, in whatever mode it is made.
+        # Compiled code takes the rate as a tensor: a float would be compiled in. Each rate is a new tensor, because a
+        # graph that awaits its backward pass may still hold the old one. It must be real data, in any mode.
         with torch.inference_mode(False), without_dispatch_modes():
             self.tensor = None if value is None else torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+NO_RATE = Rate(None, False)
+"""In force, while it is on, for a regularizer without a rate."""
 
 
 class SiteHook:
@@ -61,7 +65,7 @@ class SiteHook:
         self.target = self.initial_target = regularizer.rate
         self.handle: RemovableHandle | None = None
         self.graph_break = regularizer.graph_break
-        """Why compiled code leaves its graph here; empty if it does not."""
+        """Why this hook breaks the graph of compiled code; empty if it does not."""
         self._start()
 
     def _start(self) -> None:
@@ -72,7 +76,7 @@ class SiteHook:
         self.state.live.members.add(self)
         self.state.live.known_sites.add(self.site)
         all_states.add(self.state)
-        rate = Rate(None, False)
+        rate = NO_RATE
         if self.target is not None:
             value = self.target * self.state.multiplier * self.p_scale
             rate = Rate(value, value == self.regularizer.neutral)
@@ -197,7 +201,7 @@ class SiteHook:
 
     @property
     def p(self) -> float | None:
-        """The rate in force in training mode; while the hook is off, the one that does nothing."""
+        """The rate in force in training mode; while the hook is off, the neutral rate."""
         if self.target is None:
             return None
         return self.regularizer.neutral if self.train_rate is None else self.train_rate.value
@@ -238,7 +242,7 @@ class SiteHook:
         return repr(described)
 
     def __getattr__(self, name: str) -> Any:
-        # What torch.jit.script asks of a hook first.
+        # torch.jit.script reads `__name__` first, which is the place to explain what to do.
         script = (
             "torch.jit.script does not take a module with hooks.\n"
             "  script it without them: with hookdrop.without_hooks(model): torch.jit.script(model)"
@@ -256,7 +260,7 @@ class InputHook(SiteHook):
             return self.state.warn_once("symbolic", compiling.left_behind_text(self.where))
         value = args, kwargs or {}
         changed = self._call_in_graph(module, value) if is_compiling() else self._call(module, value)
-        # A hook that another library registered again may be called without keywords, and must then return none.
+        # A hook that another library registered again may be called without keywords, and then returns `args` alone.
         return changed[0] if changed is not None and kwargs is None else changed
 
     def map(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -268,13 +272,14 @@ class InputHook(SiteHook):
 
 
 def _apply(hook: SiteHook, x: Tensor, rate: Rate) -> Tensor:
+    # Not `hook.apply`: a `SkipHook` in compiled code keeps what it skipped by other means than in eager code.
     return SiteHook.apply(hook, x, rate)
 
 
 def _drawn_anew_text(name: str, site: str) -> str:
     return (
-        f"{name!r}: {site!r} ran within a backward pass, from a random state that no forward of it had. If that is an "
-        "activation checkpoint, what it drops is not what its forward dropped, and the gradients are wrong.\n"
+        f"{name!r}: {site!r} ran within a backward pass, from a random state that no forward of it had. If an "
+        "activation checkpoint recomputes it, it drops other elements than the forward, and the gradients are wrong.\n"
         "  it must keep the random state: leave out preserve_rng_state=False; "
         "and inject or replace before the forward, not between it and its backward."
     )

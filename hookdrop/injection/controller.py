@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from hookdrop.diagnostics.checks import MOVES_TO_JUDGE, problems
 from hookdrop.diagnostics.first_call import warn_about_shape
 from hookdrop.errors import InjectionError, warn
 from hookdrop.hooks import compiling
-from hookdrop.hooks.hook import Rate, SiteHook
+from hookdrop.hooks.hook import NO_RATE, Rate, SiteHook
 from hookdrop.hooks.optimizer import Follower
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState, Override
@@ -33,7 +33,7 @@ class Controller:
         self._state = state
         self._found = hooks
 
-    # Handles are interchangeable, and are copied and pickled with the model.
+    # Handles on the same hooks are equal; they are copied and pickled with the model.
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Controller) and other._state is self._state
@@ -52,7 +52,7 @@ class Controller:
     def _hooks(self) -> list[SiteHook]:
         state = self._state
         if self._found is None and state.live.hidden:
-            # They are hidden now, and this must not be remembered.
+            # Hidden hooks cannot be found on the model: this list must not be kept.
             placed = {hook.site: hook for hook in state.live.members if hook.placed}
             return [placed[site] for site in state.sites if site in placed]
         if self._found is None:
@@ -120,7 +120,8 @@ class Controller:
 
     def _advance(self, n: int = 1) -> None:
         if self._follower is not None and not any(hook.is_attached for hook in self._state.live.members):
-            # An optimizer that outlives the model would keep its hooks. A wrapper or a part may go without the rest.
+            # The hooked modules are gone, but the optimizer would go on counting. The hooks tell, not the model: a
+            # wrapper may go before its parts.
             self._follower.release()
         self._must_be_there("step()")
         self._seek(self._state.step_count + n)
@@ -130,10 +131,10 @@ class Controller:
         with _changes:
             before, state.step_count = state.step_count, step
             try:
-                self._update_rates(check=False)
+                self._check_and_update_rates(settings_changed=False)
             except BaseException:
                 state.step_count = before
-                self._update_rates(check=False)
+                self._update_rates()
                 raise
         live.driven = True
         self._warn_about_shapes()
@@ -151,48 +152,59 @@ class Controller:
             targets = [hook.target for hook in members]
             try:
                 yield
-                self._update_rates()
+                self._check_and_update_rates()
             except BaseException:
                 state.step_count, state.enabled, state.live.overrides = before
                 for hook, target in zip(members, targets, strict=True):
                     hook.target = target
-                self._update_rates(check=False)
+                self._update_rates()
                 raise
         self._warn_about_shapes()
 
     @contextmanager
     def _overriding(self, override: Override) -> Iterator[None]:
         self._must_be_there("contexts")
-        context = self._state.overriding(override)
-        with _changes:
-            context.__enter__()
-        try:
+        with ExitStack() as stack:
+            # Entered and left under the lock, so that no other thread sees the override without its rates.
             with _changes:
-                self._update_rates()
+                stack.enter_context(self._updating_rates_after(self._state.overriding(override)))
+                self._check_and_update_rates()
+            yield
+
+    @contextmanager
+    def _updating_rates_after(self, context: AbstractContextManager[None]) -> Iterator[None]:
+        context.__enter__()
+        try:
             yield
         finally:
             with _changes:
                 context.__exit__(None, None, None)
-                self._update_rates(check=False)
+                self._update_rates()
 
-    def _update_rates(self, check: bool = True) -> None:
-        """Put the rates of this moment in force at all sites, also at those on other parts of the model."""
+    def _check_and_update_rates(self, settings_changed: bool = True) -> None:
+        """Check the rates of this moment, then put them in force.
+
+        Up to its peak, a schedule's rates were checked when it was injected or the settings changed.
+        """
+        multiplier, peak = self._state.multiplier, self._state.schedule.peak
+        if settings_changed or peak is None or not 0.0 <= multiplier <= peak:
+            self._check_rates(multiplier, peak)
+        self._update_rates(multiplier)
+
+    def _update_rates(self, multiplier: float | None = None) -> None:
+        """Put the rates of this moment in force at all sites, including those outside of this handle's part."""
         state, members = self._state, list(self._state.live.members)
-        multiplier, peak = state.multiplier, state.schedule.peak
-        rates = self._rates(members, multiplier)
-        # Up to its peak, a schedule's rates were checked when it was injected or the targets were set.
-        if check or peak is None or not 0.0 <= multiplier <= peak:
-            self._check_rates(members, rates, multiplier)
+        rates = self._rates(members, state.multiplier if multiplier is None else multiplier)
         on, sampling = state.on, state.sampling
         made: dict[tuple[float, float], Rate] = {}
         for hook, value in zip(members, rates, strict=True):
-            if value is not None:
-                key = value, hook.regularizer.neutral
-                if key not in made:
-                    made[key] = Rate(value, value == key[1])
-                hook.set_rate(made[key], on, sampling)
-            else:
-                hook.set_rate(_ON, on, sampling)
+            if value is None:
+                hook.set_rate(NO_RATE, on, sampling)
+                continue
+            key = value, hook.regularizer.neutral
+            if key not in made:
+                made[key] = Rate(value, value == key[1])
+            hook.set_rate(made[key], on, sampling)
 
     def _warn_about_shapes(self) -> None:
         """A compiled graph cannot raise warnings about its shapes: they are raised after the next change of a rate."""
@@ -201,26 +213,27 @@ class Controller:
                 warn_about_shape(hook)
 
     def _rates(self, members: list[SiteHook], multiplier: float) -> list[float | None]:
+        """Target * multiplier * p_scale of each hook, or what a context puts in its place; None without a rate."""
         override = self._state.override
         if override is None or override.p is None:
             return [None if hook.target is None else hook.target * multiplier * hook.p_scale for hook in members]
-        largest = self._target or 0.0
+        p, largest = override.p, self._target or 0.0
         return [
-            None
-            if hook.target is None
-            else (override.p * (hook.target / largest) if largest else override.p) * hook.p_scale
+            None if hook.target is None else p * (hook.target / largest if largest else 1.0) * hook.p_scale
             for hook in members
         ]
 
-    def _check_rates(self, members: list[SiteHook], rates: list[float | None], multiplier: float) -> None:
-        """Raise `ValueError` if a rate is out of its range, now or at the peak of the schedule."""
-        peak = self._state.schedule.peak
-        for hook, rate in zip(members, rates, strict=True):
+    def _check_rates(self, multiplier: float, peak: float | None) -> None:
+        """Raise `ValueError` if a rate is out of its range: now, at the peak of the schedule, or in a context."""
+        members = list(self._state.live.members)
+        for hook, rate in zip(members, self._rates(members, multiplier), strict=True):
             if rate is None or hook.target is None:
                 continue
-            valid_rate(hook, rate, multiplier, f"at step {self._state.step}. No rate was changed.")
-            for reached in {multiplier, multiplier if peak is None else peak}:
-                valid_rate(hook, hook.target * reached * hook.p_scale, reached, "at its peak. No rate was changed.")
+            _require_valid(hook, hook.target, multiplier, f"at step {self._state.step}")
+            if peak is not None:
+                _require_valid(hook, hook.target, peak, "at its peak")
+            if self._state.override is not None and self._state.override.p is not None:
+                _require_valid(hook, rate / hook.p_scale if hook.p_scale else 0.0, 1.0, "in this context")
 
     # --- warnings and the end
 
@@ -243,7 +256,7 @@ class Controller:
             )
 
     def _detach(self) -> None:
-        """Remove the hooks without emitting warnings; of a part of a model those of that part alone."""
+        """Remove the hooks without emitting warnings; a handle on part of a model removes only that part's."""
         model = self._model()
         remove_hooks(model, self._hooks if model is not None else self._found or [])
         state, live = self._state, self._state.live
@@ -270,18 +283,14 @@ class Controller:
             )
 
 
-_ON = Rate(None, False)
-"""For regularizers without a rate."""
-
-
-def valid_rate(hook: SiteHook, rate: float, multiplier: float, when: str) -> None:
+def _require_valid(hook: SiteHook, target: float, multiplier: float, when: str) -> None:
     """Raise `ValueError` if a rate is out of the range of the hook's regularizer."""
     try:
-        hook.regularizer.valid_rate(rate)
+        hook.regularizer.valid_rate(target * multiplier * hook.p_scale)
     except ValueError as error:
         raise ValueError(
-            f"{error}\n  at {hook.site!r}: target {hook.target:g} x p_scale {hook.p_scale:g} x schedule "
-            f"{multiplier:g} {when}"
+            f"{error}\n  at {hook.site!r}: target {target:g} x p_scale {hook.p_scale:g} x schedule {multiplier:g} "
+            f"{when}. No rate was changed."
         ) from None
 
 
