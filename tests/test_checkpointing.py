@@ -288,6 +288,14 @@ class TestRandomStateNotKept:
         forget()
 
     @pytest.mark.parametrize("mode", MODES)
+    def test_it_is_told_of_the_last_layer_too(self, mode: Forward) -> None:
+        """There a recompute stops, by an exception, as soon as the mask is saved."""
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Identity()), torch.ones(4, 8)
+        inject(model, Dropout(0.5), layers="1")
+        with pytest.warns(HookdropWarning, match="leave out preserve_rng_state=False"):
+            run(model, x, functools.partial(mode, preserve_rng_state=False))
+
+    @pytest.mark.parametrize("mode", MODES)
     def test_nothing_is_said_where_nothing_is_drawn(self, mode: Forward) -> None:
         model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
         drop = inject(model, Dropout(0.3), layers=SITES, schedule=LinearSchedule(4))

@@ -619,3 +619,21 @@ def test_a_function_is_not_imported_as_a_module(name: str) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(f"hookdrop.{name}")
     assert callable(getattr(hookdrop, name))
+
+
+class TensorRate(Regularizer):
+    """Keeps its rate as a tensor."""
+
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        self.p = torch.tensor(p)
+
+    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 - self.p)
+
+
+def test_a_custom_regularizer_may_keep_its_rate_as_a_tensor() -> None:
+    model = nn.Sequential(nn.Identity())
+    drop = inject(model, TensorRate(0.5), layers="0", schedule=LinearSchedule(10))
+    drop.seek(5)
+    assert (drop.p, type(drop.sites[0].p), model(torch.ones(2)).tolist()) == (0.25, float, [0.75, 0.75])

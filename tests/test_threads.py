@@ -419,3 +419,16 @@ def test_a_step_in_another_thread_is_not_lost_to_a_probe_at_another_step() -> No
     Trains.thread.join()
     assert (drop.step_count, drop.p) == (3, pytest.approx(0.15))
     assert measured.asked == 0.5
+
+
+def test_steps_of_several_threads_are_all_counted() -> None:
+    drop = inject(model := pair(), Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+    model(X)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(*[lambda: [drop.step() for _ in range(100)] and None] * 4)
+    finally:
+        sys.setswitchinterval(interval)
+    assert (drop.step_count, drop.p) == (400, 0.2)
+    assert len(find(model)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
@@ -28,7 +29,8 @@ class Watch:
         """Whether the hooks are copies: those of a teacher or an average, perhaps, which no optimizer trains."""
         self.silent = not copied
         """Whether some site may never have run, and no warning was given."""
-        self.updates = self.stalled = self.steps_without_model = 0
+        self.updates = self.stalled = 0
+        self.thread = threading.get_ident()
         self.sampler: str | None = None
         """The site in whose calls the weight's values are compared."""
         self._moves = 0

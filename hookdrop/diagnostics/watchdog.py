@@ -8,6 +8,7 @@ one place, and an update counts once.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -20,14 +21,10 @@ from hookdrop.diagnostics.checks import always_in_eval_text, discarded_text, pro
 from hookdrop.diagnostics.training import Watch
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
-from hookdrop.hooks.state import InjectionState, all_states
+from hookdrop.hooks.state import InjectionState, States, all_states
 
-_watched: weakref.WeakSet[InjectionState] = weakref.WeakSet()
+_watched = States()
 _listening = False
-
-_STEPS_TO_BE_SURE = 5
-"""Optimizer steps after which a vanished model counts as discarded: before, its handle may not have been
-collected yet."""
 
 
 def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> None:
@@ -43,31 +40,30 @@ def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> N
 
 def forget(state: InjectionState) -> None:
     """Watch no longer."""
-    _watched.discard(state)
+    _watched.pop(id(state), None)
 
 
 def is_watched(state: InjectionState) -> bool:
     """Whether the steps of optimizers may still lead to a warning."""
-    return state in _watched
+    return id(state) in _watched
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     discarded = []
-    for state in list(_watched):
+    for state in _watched.listed():
         seen: Watch = state.live.watch
         model = seen.model()
         if model is not None:
             _look(seen, model, state, optimizer)
         elif state.live.trained or seen.copied:
             forget(state)
-        else:
-            seen.steps_without_model += 1
-            if seen.steps_without_model == _STEPS_TO_BE_SURE:
-                discarded.append(weakref.ref(state))
+        elif seen.thread == threading.get_ident():
+            # In another thread `inject` may just be returning a handle that nobody is going to hold.
+            discarded.append(weakref.ref(state))
         del state  # or a state that nobody else holds would look alive below
-    if discarded and not any(_trains(optimizer, state.live.watch) for state in list(all_states) if state.live.watch):
+    if discarded and not any(_trains(optimizer, state.live.watch) for state in all_states.listed() if state.live.watch):
         _warn_about_discarded(discarded)
 
 
@@ -77,7 +73,7 @@ def _warn_about_discarded(discarded: list[weakref.ref[InjectionState]]) -> None:
     for state in filter(None, (reference() for reference in discarded)):
         forget(state)
         # A model that was pickled or copied lives on in its copy.
-        if not any(other.key == state.key and other is not state for other in list(all_states)):
+        if not any(other.key == state.key and other is not state for other in all_states.listed()):
             state.warn_once("discarded", discarded_text(state.name))
 
 

@@ -62,7 +62,8 @@ class SiteHook:
         self.p_scale = p_scale
         self.tensor = tensor
         self.state = state
-        self.target = self.initial_target = regularizer.rate
+        rate = regularizer.rate
+        self.target = self.initial_target = None if rate is None else float(rate)
         self.handle: RemovableHandle | None = None
         self.graph_break = regularizer.graph_break
         """Why this hook breaks the graph of compiled code; empty if it does not."""
@@ -145,10 +146,12 @@ class SiteHook:
         rate = rate if known is None else known.rate
         if rate is None or rate.neutral:
             return None
-        result = self.edit(module, value, lambda x: self.apply(x, rate))
-        if known is None and checkpointed.is_certain and random_state(value) != before:
-            self.state.warn_once("drawn anew", _drawn_anew_text(self.state.name, self.site))
-        return result
+        try:
+            return self.edit(module, value, lambda x: self.apply(x, rate))
+        finally:
+            # A checkpoint that has all that it needs stops the recompute by an exception.
+            if known is None and checkpointed.is_certain and random_state(value) != before:
+                self.state.warn_once("drawn anew", _drawn_anew_text(self.state.name, self.site))
 
     def edit(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         """`value` with `fn` applied to the site's tensor; errors say where they come from."""

@@ -62,7 +62,20 @@ class LiveState:
         return LiveState, ()
 
 
-all_states: weakref.WeakSet[InjectionState] = weakref.WeakSet()
+class States(weakref.WeakValueDictionary[int, "InjectionState"]):
+    """Some states, held weakly; other threads may add to them while they are listed."""
+
+    def add(self, state: InjectionState) -> None:
+        """Hold `state`."""
+        self[id(state)] = state
+
+    def listed(self) -> list[InjectionState]:
+        """Those that exist now."""
+        # Iterating a WeakSet fails if another thread adds to it.
+        return [state for reference in self.valuerefs() if (state := reference()) is not None]
+
+
+all_states = States()
 """The states of all hooks that exist."""
 
 

@@ -124,7 +124,8 @@ class Controller:
             # wrapper may go before its parts.
             self._follower.release()
         self._must_be_there("step()")
-        self._seek(self._state.step_count + n)
+        with _changes:
+            self._seek(self._state.step_count + n)
 
     def _seek(self, step: int) -> None:
         state, live = self._state, self._state.live
