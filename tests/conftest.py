@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from hookdrop.diagnostics import watchdog
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
@@ -72,3 +74,11 @@ def model() -> Small:
 @pytest.fixture
 def images() -> torch.Tensor:
     return torch.randn(4, 3, 16, 16)
+
+
+@pytest.fixture(autouse=True)
+def watches_end_with_their_test() -> Generator[None]:
+    """A handle that outlives its test must not warn, in another one, that its model is gone."""
+    yield
+    for state in watchdog._watched.listed():
+        watchdog.forget(state)
