@@ -77,7 +77,10 @@ def test_a_regularizer_that_changes_the_dtype_is_told() -> None:
     model = nn.Sequential(nn.Identity())
     inject(model, mixes, layers="0")
     model(torch.randn(4, 4))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ShapeError, match="float32 and returned .* torch.bfloat16"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ShapeError, match="float32 and returned .* torch.bfloat16"),
+    ):
         model(torch.randn(4, 4))
 
 
