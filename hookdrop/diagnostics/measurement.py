@@ -24,7 +24,7 @@ HEADER = ("site", "asked", "dropped", "mean ratio", "calls")
 
 
 class Meter(Protocol):
-    """What is told about every tensor that a regularizer works on."""
+    """Receives every tensor that a regularizer works on."""
 
     def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
         """Note one call.

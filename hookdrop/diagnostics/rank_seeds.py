@@ -1,6 +1,6 @@
 """The ranks of a distributed job: seeding each differently, and noticing where that was forgotten.
 
-Masks come from PyTorch's global generators. Ranks that are seeded alike drop the same places of their batches.
+Masks come from PyTorch's global generators. Ranks with the same seed drop the same places of their batches.
 """
 
 from __future__ import annotations

@@ -60,16 +60,16 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         elif state.live.trained or seen.copied:
             forget(state)
         elif seen.thread == threading.get_ident():
-            # In another thread `inject` may just be returning a handle that nobody is going to hold.
+            # In another thread, `inject` may be about to return a handle that its caller drops at once.
             discarded.append(weakref.ref(state))
-        del state  # or a state that nobody else holds would look alive below
+        del state  # this reference must not keep a state alive that has no handle
     if discarded and not any(_trains(optimizer, state.live.watch) for state in all_states.listed() if state.live.watch):
         _warn_about_discarded(discarded)
 
 
 def _warn_about_discarded(discarded: list[weakref.ref[InjectionState]]) -> None:
     """Warn about models that went away untrained, while another one is trained that has no hooks."""
-    gc.collect()  # or injections that nobody holds any more would be warned about
+    gc.collect()  # warn about injections only if a handle is still held
     for state in filter(None, (reference() for reference in discarded)):
         forget(state)
         # A model that was pickled or copied lives on in its copy.

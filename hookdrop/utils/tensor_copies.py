@@ -1,4 +1,4 @@
-"""What is kept of the tensors that pass: copies that nobody else writes to, found by the layer's name."""
+"""Detached copies of activations, safe from in-place edits."""
 
 from __future__ import annotations
 
