@@ -1,7 +1,7 @@
 """How many Python calls hookdrop makes, and in how many of its files: `python benchmarks/calls.py`.
 
 Counted with `sys.setprofile` over frames of the package, on a CPU, after two warm-up calls. Unlike times, these numbers
-are the same on every machine; `tests/test_calls.py` holds each to its limit.
+are the same on every machine; `tests/benchmarks/test_calls.py` holds each to its limit.
 """
 
 from __future__ import annotations

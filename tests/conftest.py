@@ -1,4 +1,4 @@
-"""Shared by all tests: small models, and every test from the same random state."""
+"""Fixtures of all tests, which start from the same random state."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Generator
 import hypothesis
 import pytest
 import torch
-from torch import nn
 
 from hookdrop.diagnostics import watchdog
+from tests.support.nets import Small
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
@@ -36,34 +36,6 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-class Block(nn.Module):
-    """A residual block."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
-
-
-class Small(nn.Module):
-    """A small residual network with the names of a ResNet."""
-
-    def __init__(self, channels: int = 8) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, channels, 3, padding=1)
-        self.layer1 = nn.Sequential(Block(channels), Block(channels))
-        self.layer2 = nn.Sequential(Block(channels), Block(channels))
-        self.fc = nn.Linear(channels, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.layer2(self.layer1(self.conv1(x))).mean((2, 3)))
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Every private PyTorch name that hookdrop uses, so that a new PyTorch is checked against one file.
 
-`tests/test_torch_internals.py` has a canary for each: it says what breaks if PyTorch removes the name.
+`tests/unit/utils/test_torch_internals.py` has a canary for each: it says what breaks if PyTorch removes the name.
 """
 
 from __future__ import annotations

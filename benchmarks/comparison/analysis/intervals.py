@@ -1,8 +1,8 @@
 """95 % bootstrap intervals of a mean of paired differences: over seeds, and over seeds and test images.
 
 Which bootstrap is a matter of how few seeds there are. So many per cent of the intervals cover the truth, in 2,000
-simulated comparisons each (`python tests/test_comparison_inference.py` prints this table; its `TestCoverage` sees that
-it is so):
+simulated comparisons each. `PYTHONPATH=benchmarks python -m tests.benchmarks.comparison.test_inference` prints this table, and
+the test class `TestCoverage` checks it:
 
     differences seeds percentile  BCa  bootstrap-t Student's   here
     normal         4      80.2      80.8      94.8      94.8      97.1

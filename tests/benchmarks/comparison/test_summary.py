@@ -1,0 +1,543 @@
+"""From records to findings and sentences: pairs, what is set aside, controls, and what the words may say."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_1samp
+
+pytest.importorskip("pydantic")
+pytest.importorskip("rich")
+from rich.console import Console
+
+from comparison.analysis.inference import holm
+from comparison.analysis.schema import ArmFound, Cell, Difference, Spread, Summary
+from comparison.analysis.summary import About, findings, summarise
+from comparison.report.table import WIDTH, table
+from comparison.run import metrics
+from comparison.run.record import Failure, Outcome, Record
+from comparison.spec.run_spec import Arm, Data, Model, Run
+from comparison.spec.study import Entry
+from comparison.spec.tuning import Trial, Tuning
+
+IMAGES = 400
+
+
+NONE = Arm(name="none", kind="none")
+
+
+A = Arm(name="DropBlock", call="DropBlock(block_size=3)", p=0.1, layers=("layer1.*",))
+
+
+B = Arm(name="DropPath", call="DropPath()", p=0.1, layers=("layer2.*",))
+
+
+AA = Arm(name="DropBlock, p = 0", call="DropBlock(block_size=3)", p=0.0, layers=("layer1.*",))
+
+
+OTHER = Arm(name="none, other seeds", kind="none")
+
+
+ABOUT = About(title="Test", created="2026-01-01T00:00:00+00:00", command="compare.py", config="seeds: 8", seeds=8)
+
+
+def run_of(arm: Arm, seed: int, data: str = "digits", stage: Literal["tuning", "final"] = "final") -> Run:
+    return Run(stage=stage, data=Data(name=data), model=Model(name="resnet18"), arm=arm, epochs=2, seed=seed)
+
+
+def record_of(run: Run, shift: float = 0.0, **changed: Any) -> Record:
+    """A finished run; `shift` is by how much more images are right than in a run without, on average."""
+    order = np.random.default_rng((run.seed, 7))
+    right = order.random(IMAGES)  # the same for all arms of a seed: they are pairs
+    own = np.random.default_rng((run.seed, *map(ord, run.arm.name)))
+    correct = right < 0.8 + shift + 0.004 * own.normal()
+    confidence = np.clip(0.5 + 0.5 * order.random(IMAGES) + 0.002 * own.normal(), 0, 1).astype(np.float32)
+    nll = np.where(correct, 0.1, 2.0).astype(np.float32)
+    active = run.arm.p is not None and run.arm.p > 0
+    outcome = Outcome(
+        call=run.arm.call and run.arm.call.replace(")", f", p={run.arm.p})"),
+        sites=2 if run.arm.call else 0,
+        flags=["a block covers its map"] if run.arm.name == "DropBlock" else [],
+        weights_before=f"before {run.seed}",
+        weights_after=f"after {run.seed}{run.arm.name if active else ''}",
+        batches=[f"epoch {run.seed}.{epoch}" for epoch in (1, 2)],
+        first_loss=2.3,
+        train_loss=[1.0 + run.seed, 0.5 + run.seed],
+        validation=[{"epoch": 2, "accuracy": 80.0 + run.seed, "nll": 0.5}],
+        rates=[(0, 0.0), (10, 0.1)] if active else [],
+        rate_at_end=run.arm.p,
+        ramp_end=10 + run.seed if active else None,
+        asked=0.1 if active else None,
+        dropped=0.1 + 0.001 * run.seed if active else None,
+        realised=[{"name": "layer1.0", "asked": 0.1, "dropped": 0.1 + 0.01 * run.seed}] if active else [],
+        changes=[] if run.arm.call else None,
+        mask={"site": "layer1.0", "rows": [[1, 0]]} if active else None,
+        accuracy=100 * float(correct.mean()),
+        nll=float(nll.mean()),
+        ece=metrics.ece(confidence, correct),
+        outputs=f"outputs {run.seed}{run.arm.name if active else ''}",
+        steps=20,
+        train_images=200,
+        scored_images=IMAGES,
+        skipped_images=0,
+    )
+    outcome.update(changed)  # type: ignore[typeddict-item]
+    images = {"correct": correct, "confidence": confidence, "nll": nll}
+    spec = run.model_dump(mode="json")
+    return Record(run.key, spec, outcome, images, environment={"torch": "2", "git": {"dirty": False}}, seconds=1.5)
+
+
+@dataclass
+class Made:
+    """A comparison that can be tampered with."""
+
+    entries: list[Entry]
+    records: dict[str, Record] = field(default_factory=dict)
+
+    def entry(self, name: str) -> Entry:
+        return next(entry for entry in self.entries if entry.arm.name == name)
+
+    def record(self, name: str, seed: int) -> Record:
+        return self.records[self.entry(name).runs[seed].key]
+
+    def change(self, name: str, seed: int, **changed: Any) -> None:
+        record = self.record(name, seed)
+        assert record.outcome
+        self.records[record.key] = replace(record, outcome={**record.outcome, **changed})  # type: ignore[typeddict-item]
+
+    def fail(self, name: str, seed: int, kind: Any = "nan", message: str = "the loss is nan") -> None:
+        record = self.record(name, seed)
+        self.records[record.key] = replace(record, outcome=None, images={}, failure=Failure(kind, message))
+
+    def lose(self, name: str, seed: int) -> None:
+        del self.records[self.record(name, seed).key]
+
+    def summary(self) -> Summary:
+        times = {(self.entries[0].cell, "DropBlock"): Spread(low=1.0, median=1.25, high=1.5)}
+        return summarise(self.entries, self.records, ABOUT, times, {})
+
+    def cell(self) -> Cell:
+        return self.summary().cells[0]
+
+
+def make(seeds: Iterable[int] = range(8), shifts: dict[str, float] | None = None, data: str = "digits") -> Made:
+    seeds, shifts = list(seeds), shifts or {}
+    arms: Sequence[tuple[Arm, Any]] = ((A, ""), (OTHER, "seeds"), (NONE, ""), (AA, "aa"), (B, ""))
+    made = Made([])
+    for arm, control in arms:
+        runs = {s: run_of(NONE, 100 + s, data) if control == "seeds" else run_of(arm, s, data) for s in seeds}
+        made.entries.append(Entry(run_of(NONE, 0, data).cell, arm, runs, control, command=f"compare --arm {arm.name}"))
+        for run in runs.values():
+            record = record_of(run, shifts.get(run.arm.name, 0.0))
+            if control == "aa":
+                bare = record_of(run_of(NONE, run.seed, data))
+                assert bare.outcome
+                record = replace(record, outcome={**bare.outcome, "changes": []}, images=bare.images)
+            made.records[run.key] = record
+    return made
+
+
+@pytest.fixture
+def made() -> Made:
+    return make()
+
+
+def arm_of(cell: Cell, name: str) -> ArmFound:
+    return next(arm for arm in cell.arms if arm.name == name)
+
+
+def against(cell: Cell, name: str, metric: Any = "accuracy") -> Difference:
+    found = arm_of(cell, name).against_none
+    assert found
+    return found[metric]
+
+
+def said(cell: Cell, start: str) -> str:
+    (sentence,) = [sentence for sentence in cell.words if sentence.startswith(start)]
+    return sentence
+
+
+class TestSummary:
+    def test_is_json_and_comes_back_from_it(self, made: Made) -> None:
+        made.fail("DropPath", 3)
+        made.lose("none", 5)
+        summary = made.summary()
+        assert Summary.model_validate_json(summary.model_dump_json()) == summary
+
+    def test_none_comes_first_and_controls_last(self, made: Made) -> None:
+        found = [(arm.name, arm.kind) for arm in made.cell().arms]
+        assert found == [
+            ("none", "none"),
+            ("DropBlock", "regularizer"),
+            ("DropPath", "regularizer"),
+            ("none, other seeds", "control"),
+            ("DropBlock, p = 0", "control"),
+        ]
+
+    def test_differences_are_of_the_metrics_of_the_same_seed(self, made: Made) -> None:
+        cell = made.cell()
+        none, block = arm_of(cell, "none"), arm_of(cell, "DropBlock")
+        assert against(cell, "DropBlock").seeds == list(range(8))
+        for metric in ("accuracy", "nll", "ece"):
+            expected = np.subtract(block.values[metric], none.values[metric])
+            assert against(cell, "DropBlock", metric).values == pytest.approx(expected)
+            assert block.means[metric] == pytest.approx(np.mean(block.values[metric]))
+
+    def test_holm_is_over_the_arms_of_a_metric_and_over_their_pairs(self, made: Made) -> None:
+        cell = made.cell()
+        found = [against(cell, name) for name in ("DropBlock", "DropPath")]
+        assert [one.p_holm for one in found] == holm([one.p for one in found])
+        assert against(cell, "none, other seeds").p_holm == against(cell, "none, other seeds").p
+        assert [(pair.a, pair.b, pair.metric) for pair in cell.between] == [
+            ("DropBlock", "DropPath", metric) for metric in ("accuracy", "nll", "ece")
+        ]
+        expected = np.subtract(found[0].values, found[1].values)
+        assert cell.between[0].difference.values == pytest.approx(expected)
+
+    def test_holm_between_regularizers_is_over_all_their_pairs(self, made: Made) -> None:
+        third = A.model_copy(update={"name": "Dropout"})
+        runs = {seed: run_of(third, seed) for seed in range(8)}
+        made.records |= {run.key: record_of(run, 0.1) for run in runs.values()}
+        made.entries.append(Entry(made.entries[0].cell, third, runs))
+        cell = made.cell()
+        for metric in ("accuracy", "nll", "ece"):
+            family = [pair.difference for pair in cell.between if pair.metric == metric]
+            assert len(family) == 3
+            assert [one.p_holm for one in family] == holm([one.p for one in family])
+        assert "; the other 1 of 3 pairs cannot be distinguished. By" in said(cell, "Accuracy (more is better), among")
+        assert "2 pairs differ at 5 %." in said(cell, "Accuracy (more is better), among")
+
+    def test_an_arm_is_the_mean_of_its_runs(self, made: Made) -> None:
+        block = arm_of(made.cell(), "DropBlock")
+        dropped = [0.1 + 0.001 * seed for seed in range(8)]
+        interval = ttest_1samp(dropped, 0).confidence_interval(0.95)
+        assert block.dropped == pytest.approx(np.mean(dropped))
+        assert block.dropped_half == pytest.approx((interval.high - interval.low) / 2)
+        assert (block.call, block.sites, block.layers) == ("DropBlock(block_size=3, p=0.1)", 2, ["layer1.*"])
+        assert (block.asked, block.rate_at_end, block.ramp_end) == (pytest.approx(0.1), pytest.approx(0.1), 17)
+        assert block.realised[0].dropped == pytest.approx(0.135)
+        assert block.flags == ["a block covers its map"]
+        assert block.train_loss.x == [1, 2]
+        assert block.train_loss.median == [4.5, 4.0]
+        assert (block.train_loss.low[0], block.train_loss.high[0]) == (2.75, 6.25)
+        assert (block.rate.x, block.rate.median) == ([0, 10], [0.0, 0.1])
+        assert (block.validation_accuracy.x, block.validation_accuracy.median) == ([2], [83.5])
+        assert sum(b.count for b in block.calibration) == 8 * IMAGES
+        assert block.time == Spread(low=1.0, median=1.25, high=1.5)
+        assert block.memory is None
+        assert block.mask
+        assert block.mask.rows == [[1, 0]]
+
+    def test_a_ramp_that_one_run_did_not_end_did_not_end(self, made: Made) -> None:
+        made.change("DropBlock", 2, ramp_end=None)
+        assert arm_of(made.cell(), "DropBlock").ramp_end is None
+
+    def test_environments_that_are_equal_are_one(self, made: Made) -> None:
+        record = made.record("DropPath", 0)
+        made.records[record.key] = replace(record, environment={"torch": "3"})
+        record = made.record("DropPath", 1)
+        made.records[record.key] = replace(record, environment={"git": {"dirty": False}, "torch": "2"})
+        summary = made.summary()
+        assert [(found.runs, found.details["torch"]) for found in summary.environments] == [(39, "2"), (1, "3")]
+        assert summary.seconds == 40 * 1.5
+
+    def test_cells_have_slugs_of_their_own(self, made: Made) -> None:
+        other = make(data="synthetic-cue")
+        entries = [*made.entries, *other.entries]
+        entries += [replace(entry, cell="RESNET18 on digits: all images") for entry in made.entries]
+        summary = summarise(entries, made.records | other.records, ABOUT, {}, {})
+        assert [cell.slug for cell in summary.cells] == [
+            "resnet18-on-digits-all-images",
+            "resnet18-on-synthetic-cue-all-images",
+            "resnet18-on-digits-all-images-2",
+        ]
+
+    def test_one_seed(self) -> None:
+        cell = make([4]).cell()
+        found = against(cell, "DropBlock")
+        assert (found.seeds, found.verdict, found.mde) == ([4], "cannot be distinguished", None)
+        assert arm_of(cell, "DropBlock").dropped_half is None
+        assert (
+            sum(sentence.startswith("With 1 pair the permutation test's p is always 1") for sentence in cell.words) == 2
+        )
+        assert any(
+            "have no spread to go by; how small a difference could be found is not known." in word
+            for word in cell.words
+        )
+        assert "is one pair, which has no interval" in said(cell, "Control: none with other seeds")
+
+    def test_nothing_run_yet(self, made: Made) -> None:
+        made.records.clear()
+        cell = made.cell()
+        assert all(arm.runs == 0 and arm.against_none is None for arm in cell.arms)
+        assert cell.between == []
+        assert "Nothing can be said: no regularizer has a complete pair with none." in cell.words
+        assert "Not finished: 32 pairs still to be run." in said(cell, "Not finished")
+        assert draw(cell)
+
+    def test_a_cell_needs_one_arm_without_a_regularizer_and_names_of_their_own(self, made: Made) -> None:
+        bare = made.entry("none")
+        with pytest.raises(ValueError, match=r"the arms without a regularizer are \[\]; there has to be one"):
+            summarise([entry for entry in made.entries if entry is not bare], made.records, ABOUT, {}, {})
+        with pytest.raises(ValueError, match="more than one arm is named DropPath"):
+            summarise([*made.entries, made.entry("DropPath")], made.records, ABOUT, {}, {})
+
+
+class TestSetAside:
+    def test_a_failed_run_takes_its_pair_and_no_other(self, made: Made) -> None:
+        made.fail("DropBlock", 3, "memory", "out of memory\n  where it was")
+        summary = made.summary()
+        cell = summary.cells[0]
+        assert arm_of(cell, "DropBlock").set_aside == {3: "memory: out of memory"}
+        assert arm_of(cell, "DropBlock").runs == 7
+        assert against(cell, "DropBlock").seeds == cell.between[0].difference.seeds == [0, 1, 2, 4, 5, 6, 7]
+        assert against(cell, "DropPath").seeds == list(range(8))
+        assert said(cell, "Set aside") == "Set aside: 1 of 32 pairs: DropBlock, seed 3 (memory: out of memory)."
+        (failure,) = summary.failures
+        assert (failure.arm, failure.seed, failure.stage, failure.kind) == ("DropBlock", 3, "final", "memory")
+        assert failure.message == "out of memory\n  where it was"
+        assert failure.key == made.entry("DropBlock").runs[3].key
+
+    def test_without_none_all_arms_lose_the_pair(self, made: Made) -> None:
+        made.fail("none", 2)
+        cell = made.cell()
+        for arm in cell.arms[1:]:
+            assert arm.set_aside == {2: "none: nan: the loss is nan"}
+            assert 2 not in against(cell, arm.name).seeds
+        assert 2 not in cell.between[0].difference.seeds
+        assert arm_of(cell, "DropPath").runs == 8
+        assert "Set aside: 4 of 32 pairs" in said(cell, "Set aside")
+
+    def test_a_metric_that_is_not_a_number_is_no_outcome(self, made: Made) -> None:
+        made.change("DropPath", 1, nll=float("nan"))
+        cell = made.cell()
+        assert arm_of(cell, "DropPath").set_aside == {1: "nan: a metric is not a finite number"}
+        assert 1 not in arm_of(cell, "DropPath").seeds
+
+    def test_a_run_not_made_yet_is_named_and_the_summary_says_that_it_is_not_the_last(self, made: Made) -> None:
+        made.lose("DropPath", 6)
+        made.lose("DropPath", 7)
+        cell = made.cell()
+        assert arm_of(cell, "DropPath").set_aside == {6: "not run", 7: "not run"}
+        assert cell.words[0].startswith("Not finished: 2 pairs still to be run.")
+        assert said(cell, "Set aside") == "Set aside: 2 of 32 pairs: DropPath, seeds 6 and 7 (not run)."
+        assert made.summary().failures == []
+
+    @pytest.mark.parametrize("what", [{"weights_before": "others"}, {"batches": ["others"]}])
+    def test_runs_that_are_no_pair_are_set_aside_and_said_to_be(self, made: Made, what: dict[str, Any]) -> None:
+        assert made.cell().controls.paired
+        made.change("DropBlock", 1, **what)
+        cell = made.cell()
+        assert not cell.controls.paired
+        assert 1 not in against(cell, "DropBlock").seeds
+        assert arm_of(cell, "DropBlock").set_aside[1].startswith("no pair: it did not begin with the weights of none")
+        assert "those that differ from none are set aside" in said(cell, "Beware: not all runs of a seed")
+
+    def test_other_test_images_make_no_pair(self, made: Made) -> None:
+        record = made.record("DropBlock", 1)
+        images = {name: array[:-1] for name, array in record.images.items()}
+        made.records[record.key] = replace(record, images=images)
+        assert arm_of(made.cell(), "DropBlock").set_aside == {1: "no pair: it was scored on 399 images, not 400"}
+
+    def test_a_failure_in_tuning_is_a_row_too(self, made: Made) -> None:
+        run = run_of(B, 50, stage="tuning")
+        spec = run.model_dump(mode="json")
+        made.records[run.key] = Record(run.key, spec, failure=Failure("nan", "the loss is nan"))
+        (failure,) = made.summary().failures
+        assert (failure.cell, failure.arm) == (made.entries[0].cell, "DropPath")
+        assert (failure.seed, failure.stage) == (50, "tuning")
+
+
+class TestControls:
+    def test_all_well(self, made: Made) -> None:
+        controls = made.cell().controls
+        assert (controls.aa_equal, controls.aa_seeds) == (8, 8)
+        assert (controls.unchanged, controls.hooked) == (24, 24)
+        assert controls.none_none
+        assert controls.none_none["accuracy"].seeds == list(range(8))
+        assert "weights and outputs are bit-equal to none's (8 seeds)" in said(made.cell(), "Control: with p = 0")
+
+    @pytest.mark.parametrize("what", ["weights_after", "outputs"])
+    def test_an_injection_of_rate_zero_that_changes_something(self, made: Made, what: str) -> None:
+        made.change("DropBlock, p = 0", 4, **{what: "others"})
+        cell = made.cell()
+        assert (cell.controls.aa_equal, cell.controls.aa_seeds) == (7, 8)
+        assert "are not none's in 1 of 8 seeds" in said(cell, "Beware: with p = 0")
+
+    def test_only_seeds_that_both_finished_are_compared(self, made: Made) -> None:
+        made.fail("DropBlock, p = 0", 0)
+        made.fail("none", 1)
+        assert (made.cell().controls.aa_equal, made.cell().controls.aa_seeds) == (6, 6)
+
+    def test_a_model_that_hooks_changed(self, made: Made) -> None:
+        made.change("DropPath", 0, changes=["eval output with hooks hidden"])
+        cell = made.cell()
+        assert cell.controls.unchanged == 23
+        assert "in 1 of 24 runs with hooks" in said(cell, "Beware: in 1")
+
+    def test_other_seeds_are_no_mismatch_and_their_interval_is_spoken_of(self, made: Made) -> None:
+        cell = made.cell()
+        assert arm_of(cell, "none, other seeds").set_aside == {}
+        assert said(cell, "Control: none with other seeds").endswith(
+            "the intervals of accuracy, NLL and ECE cover 0, as 19 of 20 should."
+        )
+        for seed in range(8):
+            none, other = made.record("none", seed).outcome, made.record("none, other seeds", seed)
+            assert none
+            made.change("none, other seeds", seed, accuracy=none["accuracy"] + 5 + seed / 10)
+            made.records[other.key] = replace(made.records[other.key], images=made.record("none", seed).images)
+        sentence = said(made.cell(), "Control: none with other seeds")
+        assert "the interval of accuracy (+5.35 [" in sentence
+        assert "excludes 0, though only the seeds differ. Chance does that in 1 of 20 intervals; " in sentence
+
+    def test_a_comparison_without_controls_says_so(self, made: Made) -> None:
+        made.entries = [entry for entry in made.entries if not entry.control]
+        cell = made.cell()
+        assert (cell.controls.aa_seeds, cell.controls.none_none) == (0, None)
+        assert "No run with p = 0 injected shows that the hooks alone change nothing." in cell.words
+        assert "No runs of none with other seeds show what comes of chance alone." in cell.words
+
+
+class TestWords:
+    def test_everything_undistinguished(self, made: Made) -> None:
+        cell = made.cell()
+        assert said(cell, "Accuracy (more is better): ") == (
+            "Accuracy (more is better): DropBlock and DropPath cannot be distinguished from none. "
+            "By the permutation test with Holm's correction over 2 tests, nothing differs at 5 %."
+        )
+        assert said(cell, "NLL (less is better), among").endswith("the pair cannot be distinguished.")
+        assert said(cell, "Above and below") == (
+            "Above and below go by 9 intervals of 95 % each (bootstrap over seeds), uncorrected: "
+            "if nothing differed, about 0.45 of them would still exclude 0."
+        )
+        assert "What cannot be distinguished is not thereby equal." in said(cell, "Differences to none smaller than")
+
+    def test_one_clear_effect(self) -> None:
+        cell = make(shifts={"DropPath": 0.1}).cell()
+        assert said(cell, "Accuracy (more is better): ") == (
+            "Accuracy (more is better): DropPath is above none; DropBlock cannot be distinguished from none. "
+            "By the permutation test with Holm's correction over 2 tests, DropPath (p = 0.016) differs at 5 %."
+        )
+        assert said(cell, "NLL (less is better): ").startswith(
+            "NLL (less is better): DropPath is below none; DropBlock"
+        )
+        among = said(cell, "Accuracy (more is better), among")
+        assert "DropBlock is below DropPath (-" in among
+        assert among.endswith("By the permutation test with Holm's correction, 1 pair differs at 5 %.")
+        assert "With 8 pairs the permutation test's p is 0.0078 or more, and 0.016 or more" in said(
+            cell, "With 8 pairs the permutation test's p is 0.0078 or more, and 0.016"
+        )
+        assert said(cell, "The rate of").startswith(
+            "The rate of DropBlock and DropPath was fixed beforehand, not tuned"
+        )
+
+    def test_all_of_many_arms_are_counted_and_not_named(self, made: Made) -> None:
+        arms = made.cell().arms
+        clear = make(shifts={"DropPath": 0.1}).cell()
+        effect = next(arm for arm in clear.arms if arm.name == "DropPath")
+        many = [effect.model_copy(update={"name": f"arm {i}"}) for i in range(5)]
+        cell = clear.model_copy(update={"arms": [arms[0], *many], "between": []})
+        sentence = next(words for words in findings(cell) if words.startswith("Accuracy"))
+        assert "all 5 are above none." in sentence
+        assert re.search(r"all 5 differ \(p = [\d.]+ to [\d.]+\) at 5 %", sentence)
+        assert "arm 3" not in sentence
+
+    def test_findings_come_first(self, made: Made) -> None:
+        cell = made.cell()
+        assert cell.findings is not None
+        assert cell.words[cell.findings].startswith("Above and below")
+
+    def test_too_few_seeds_to_be_significant_whatever_the_differences(self) -> None:
+        cell = make(range(6), shifts={"DropPath": 0.1}).cell()
+        assert against(cell, "DropPath").verdict == "above"
+        assert said(cell, "Accuracy (more is better): ").endswith("over 2 tests, nothing differs at 5 %.")
+        assert [sentence for sentence in cell.words if sentence.startswith("With 6 pairs")] == [
+            "With 6 pairs the permutation test's p is 0.031 or more, and 0.062 or more with Holm's correction over 2 of "
+            "the differences to none: not even the most extreme could be significant at 5 %. It takes 7 pairs or more.",
+            "With 6 pairs the permutation test's p is 0.031 or more, and 0.031 or more with Holm's correction over 1 of "
+            "the differences between regularizers.",
+        ]
+
+    def test_a_finding_that_other_test_images_could_undo_is_said_to_be_one(self) -> None:
+        """All seeds agree on the same three images: so would they not on others."""
+        made = make(shifts={})
+        for seed in range(8):
+            none, block = made.record("none", seed), made.record("DropBlock", seed)
+            correct = none.images["correct"].copy()
+            correct[:3] = True
+            images = {name: {**none.images, "correct": correct}[name] for name in none.images}
+            base = {
+                **none.images,
+                "correct": np.where(np.arange(IMAGES) < 3, np.arange(IMAGES) > 1 - seed % 2, correct),
+            }
+            for record, kept in ((none, base), (block, images)):
+                assert record.outcome
+                outcome: Any = {**record.outcome, "accuracy": 100 * kept["correct"].mean()}
+                made.records[record.key] = replace(record, outcome=outcome, images=kept)
+        cell = made.cell()
+        assert against(cell, "DropBlock").verdict == "above"
+        assert against(cell, "DropBlock").low_images < 0
+        assert "With test images redrawn too, the interval of DropBlock covers 0" in said(
+            cell, "Accuracy (more is better): "
+        )
+
+    def test_tuning(self, made: Made) -> None:
+        tuning = Tuning(
+            method="grid",
+            space={"p": [0.1, 0.2]},
+            trials=[Trial(settings={"p": p}, score=0.5) for p in (0.1, 0.2)],
+            seeds=[90],
+            chosen={"p": 0.2},
+            at_edge=["p"],
+        )
+        made.entries = [entry if entry.control else replace(entry, tuning=tuning) for entry in made.entries]
+        words = made.cell().words
+        assert "Tuned on validation images: none (2 trials), DropBlock (2 trials) and DropPath (2 trials)." in words
+        assert (
+            "Chosen at the edge of what was tried, so that a better value may lie outside: none (p), DropBlock (p) and DropPath (p)."
+            in words
+        )
+        assert not any(
+            "fixed beforehand, not tuned" in sentence or "same tuning budget" in sentence for sentence in words
+        )
+        made.entries = [replace(entry, tuning=None) if entry.arm is NONE else entry for entry in made.entries]
+        assert any("did not have the same tuning budget" in sentence for sentence in made.cell().words)
+
+
+def draw(cell: Cell) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, color_system=None).print(table(cell))
+    return out.getvalue().splitlines()
+
+
+class TestTable:
+    def test_a_row_an_arm_in_the_columns_that_it_has(self) -> None:
+        cell = make(shifts={"DropPath": -0.5}).cell()
+        lines = draw(cell)
+        assert max(map(len, lines)) <= WIDTH
+        text = "\n".join(lines)
+        row = next(i for i, line in enumerate(lines) if line.strip().startswith("DropBlock  "))
+        found = against(cell, "DropBlock")
+        holms = [f"{found.p_holm:.3f}", "/", f"{against(cell, 'DropBlock', 'nll').p_holm:.3f}"]
+        assert lines[row].split()[1:6] == ["0.1", "0.100", "0.104", "±", "0.002"]
+        assert lines[row].split()[-5:] == [f"{against(cell, 'DropBlock', 'nll').mean:+.3f}", *holms, "1.25x"]
+        assert f"[{found.low:+.2f}, {found.high:+.2f}]" in lines[row + 1]
+        assert next(line for line in lines if line.strip().startswith("none  ")).split()[1:4] == ["-", "-", "-"]
+        assert "…" not in text
+
+    def test_names_are_no_markup_and_long_ones_are_folded(self, made: Made) -> None:
+        name = "timm.DropBlock2d [bold] at the equal realised fraction of the paper's layers"
+        made.entries = [
+            replace(entry, arm=entry.arm.model_copy(update={"name": name})) if entry.arm.name == "DropPath" else entry
+            for entry in made.entries
+        ]
+        lines = draw(made.cell())
+        assert max(map(len, lines)) <= WIDTH
+        assert "[bold]" in "".join(lines)
+        assert "…" not in "".join(lines)

@@ -1,0 +1,419 @@
+"""The examples run from end to end on tiny settings, and what they say is so."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import math
+import pickle
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import hookdrop
+
+pytest.importorskip("tensorboard")
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchvision.datasets import CIFAR10
+
+from tests.support.paths import ROOT
+
+np = pytest.importorskip("numpy")
+
+
+timm = pytest.importorskip("timm")
+
+
+EXAMPLES = ROOT / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass looks its module up by name.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+    return module
+
+
+finetune = load("finetune_timm")
+
+
+mc_dropout = load("mc_dropout")
+
+
+TINY = "--image-size 32 --limit 48 --batch-size 16 --epochs 3 --device cpu"
+
+
+DROPBLOCK = "--regularizer 'DropBlock(p=0.2, block_size=3)' --layers 'layer[123].*' --exclude layer3.0"
+
+
+DROPOUT = "--regularizer 'Dropout(p=0.3)' --layers layer1.0 layer2.0"
+
+
+def run(out: Path, *texts: str) -> dict[str, float]:
+    return finetune.main([*shlex.split(" ".join((TINY, *texts))), "--out", str(out)])
+
+
+def saved(out: Path) -> dict[str, Any]:
+    return torch.load(out / "last.pt", weights_only=True)
+
+
+def differences(a: Any, b: Any) -> list[str]:
+    """The paths at which two checkpoints differ, bit for bit."""
+    leaves_a, leaves_b = (dict(pytree.tree_flatten_with_path(state)[0]) for state in (a, b))
+    assert leaves_a.keys() == leaves_b.keys()
+    return [pytree.keystr(path) for path, value in leaves_a.items() if not _same(value, leaves_b[path])]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run with a ramp over all of it."""
+    out = tmp_path_factory.mktemp("whole")
+    run(out, DROPBLOCK)
+    return out
+
+
+def image_folder(root: Path, train: tuple[str, str], val: tuple[str, str]) -> Path:
+    rng = np.random.default_rng(0)
+    for part, classes, count in (("train", train, 16), ("val", val, 4)):
+        for name in classes:
+            (root / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(256, size=(40, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{i}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_folder(tmp_path_factory.mktemp("images"), ("circle", "square"), ("circle", "square"))
+
+
+# --- finetune_timm.py
+
+
+def test_a_run_writes_curves_with_the_rate_in_them(whole: Path) -> None:
+    events = EventAccumulator(str(whole / "tensorboard")).Reload()
+    scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert {"loss", "lr", "model accuracy", "ema accuracy", "hookdrop/dropblock/keep_prob"} <= scalars.keys()
+    assert scalars["hookdrop/dropblock/step"] == [(3, 3), (6, 6), (9, 9)]
+    assert [value for _, value in scalars["hookdrop/dropblock/p"]] == pytest.approx([0.2 / 3, 0.4 / 3, 0.2])
+
+
+def test_the_final_weights_are_those_of_a_plain_model(whole: Path) -> None:
+    args = finetune.parse_args(["--image-size", "32"])
+    for file, reported in (("model.pt", "model accuracy"), ("ema.pt", "ema accuracy")):
+        model = timm.create_model("test_resnet", num_classes=10).eval()
+        model.load_state_dict(torch.load(whole / file, weights_only=True))
+        sets = finetune.datasets(args)
+        finetune.set_transforms(args, model, *sets)
+        images, labels = zip(*sets[1], strict=True)
+        with torch.no_grad():
+            right = model(torch.stack(images)).argmax(dim=1) == torch.tensor(labels)
+        assert right.float().mean().item() == pytest.approx(saved(whole)["metrics"][reported], abs=0.0021)
+
+
+def test_what_was_dropped_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(tmp_path, DROPOUT, "--epochs 1 --ramp 0")
+    assert result["asked"] == pytest.approx(0.3)
+    assert result["dropped"] == pytest.approx(0.3, abs=0.02)
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 sites of ResNet\n")
+    assert "eval output bit-identical with and without hooks" in printed
+    assert f"accuracy {result['model accuracy']:.2%}, with averaged weights" in printed
+
+
+def test_a_resumed_run_ends_bit_equal(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path, DROPBLOCK, "--stop-after-epoch 1")
+    assert saved(tmp_path)["epoch"] == 1
+    assert not (tmp_path / "model.pt").exists()
+    run(tmp_path, DROPBLOCK, "--resume auto")
+    assert_same_end(whole, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_so_it_does_with_a_scaler_a_worker_and_an_unfinished_group(folder: Path, tmp_path: Path) -> None:
+    # 30 images are 7 batches of 4: three optimizer steps of two batches, and one batch that is left over.
+    settings = f"{DROPOUT} --ramp 0.5 --amp fp16 --batch-size 4 --accumulate 2 --workers 1 --data {folder} --limit 30"
+    settings += " --seed 1"  # no gradient overflows with it, so that no step is skipped
+    run(tmp_path / "whole", settings)
+    run(tmp_path / "parts", settings, "--stop-after-epoch 2")
+    assert saved(tmp_path / "parts")["scaler"]["_growth_tracker"] == saved(tmp_path / "parts")["step"] == 6
+    run(tmp_path / "parts", settings, "--resume auto")
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def assert_same_end(whole: Path, parts: Path) -> None:
+    assert saved(whole)["epoch"] == 3
+    assert differences(saved(whole), saved(parts)) == []
+    for file in ("model.pt", "ema.pt"):
+        a, b = (torch.load(folder / file, weights_only=True) for folder in (whole, parts))
+        assert differences(a, b) == []
+
+
+def test_a_checkpoint_of_another_file_is_resumed_elsewhere(whole: Path, tmp_path: Path) -> None:
+    result = run(tmp_path, DROPBLOCK, f"--resume {whole / 'last.pt'}")  # it is done: only the end is left to do
+    assert differences(saved(whole)["metrics"], {key: result[key] for key in saved(whole)["metrics"]}) == []
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_other_settings_are_not_resumed(whole: Path) -> None:
+    before = (whole / "last.pt").read_bytes()
+    with pytest.raises(SystemExit, match="limit: 48 there, 49 here\n  epochs: 3 there, 4 here"):
+        run(whole, DROPBLOCK, "--epochs 4 --limit 49 --resume auto")
+    assert (whole / "last.pt").read_bytes() == before
+
+
+def test_a_finished_run_is_not_overwritten(whole: Path) -> None:
+    before = (whole / "last.pt").read_bytes()
+    with pytest.raises(SystemExit, match="is there already: go on with --resume auto"):
+        run(whole, DROPBLOCK)
+    assert (whole / "last.pt").read_bytes() == before
+
+
+def test_an_interrupted_save_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(state: Any, path: Path) -> None:
+        path.write_bytes(b"half a")
+        raise KeyboardInterrupt
+
+    finetune.save({"epoch": 1}, tmp_path / "last.pt")
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        finetune.save({"epoch": 2}, tmp_path / "last.pt")
+    assert saved(tmp_path) == {"epoch": 1}
+
+
+def test_without_a_regularizer_the_images_come_in_the_same_order(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path)
+    plain, regularized = saved(tmp_path), saved(whole)
+    assert "hookdrop" not in plain
+    assert torch.equal(plain["rng"]["loader"], regularized["rng"]["loader"])
+    assert not torch.equal(plain["rng"]["torch"], regularized["rng"]["torch"])  # DropBlock drew from it
+
+
+def test_a_step_that_the_scaler_skips_does_not_count(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = []
+
+    def overflows_once(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses.append(torch.nn.functional.cross_entropy(logits, labels))
+        return losses[-1] * (math.inf if len(losses) == 2 else 1.0)
+
+    monkeypatch.setattr(finetune, "cross_entropy", overflows_once)
+    result = run(tmp_path, DROPOUT, f"--amp fp16 --epochs 1 --batch-size 10 --data {folder}")
+    assert len(losses) == saved(tmp_path)["step"] == 3
+    assert result["hookdrop/dropout/step"] == 2
+    assert saved(tmp_path)["scaler"]["scale"] == 65536 / 2
+
+
+def test_weights_from_a_file_get_a_new_head(whole: Path) -> None:
+    args = finetune.parse_args(["--checkpoint", str(whole / "model.pt"), "--device", "cpu"])
+    weights, model = torch.load(whole / "model.pt", weights_only=True), finetune.create_model(args, 3)
+    assert model.fc.out_features == 3
+    assert [name for name, value in model.state_dict().items() if not torch.equal(value, weights[name])] == [
+        "fc.weight",
+        "fc.bias",
+    ]
+
+
+def test_a_folder_of_images(folder: Path, tmp_path: Path) -> None:
+    result = run(tmp_path, DROPBLOCK, f"--data {folder} --limit 30 --epochs 1")
+    assert result["model accuracy"] in {i / 8 for i in range(9)}
+    settings = saved(tmp_path)["settings"]
+    assert (settings["classes"], settings["images"]) == (["circle", "square"], 30)
+    assert saved(tmp_path)["model"]["fc.bias"].shape == (2,)
+
+
+def test_a_folder_with_other_classes_for_validation(tmp_path: Path) -> None:
+    folder = image_folder(tmp_path / "data", ("circle", "square"), ("square", "star"))
+    with pytest.raises(SystemExit, match="differ in their classes"):
+        run(tmp_path / "out", f"--data {folder}")
+
+
+def cifar10_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few images in CIFAR-10's own format, with torchvision told their checksums."""
+    folder = root / CIFAR10.base_folder
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+
+    def write(name: str, content: dict[str, Any]) -> list[str]:
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return [name, hashlib.md5(data).hexdigest()]
+
+    def images() -> dict[str, Any]:
+        return {"data": rng.integers(256, size=(10, 3072), dtype=np.uint8), "labels": list(range(10))}
+
+    monkeypatch.setattr(CIFAR10, "train_list", [write(f"data_batch_{i}", images()) for i in range(1, 6)])
+    monkeypatch.setattr(CIFAR10, "test_list", [write("test_batch", images())])
+    name, md5 = write("batches.meta", {"label_names": [f"class {i}" for i in range(10)]})
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": name, "key": "label_names", "md5": md5})
+
+
+def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cifar10_files(tmp_path / "data", monkeypatch)
+    result = run(tmp_path / "out", DROPBLOCK, f"--data cifar10 --data-dir {tmp_path / 'data'} --epochs 1")
+    assert result["model accuracy"] in {i / 10 for i in range(11)}
+    assert saved(tmp_path / "out")["settings"]["classes"][3] == "class 3"
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "text"),
+    [
+        ("--regularizer 'Dropout(p=0.1)' --layers layer9", hookdrop.LayerError, "'layer9'\n  did you mean"),
+        ("--regularizer 'DropBlok(p=0.1)' --layers layer1", ValueError, "did you mean: DropBlock"),
+        ("--model test_vit --regularizer 'DropBlock(p=0.1)' --layers 'blocks.*'", hookdrop.ShapeError, "have no map"),
+    ],
+)
+def test_a_mistake_ends_it_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, error: type[Exception], text: str
+) -> None:
+    monkeypatch.setattr(finetune, "train_epoch", lambda run: pytest.fail("it trained"))
+    with pytest.raises(error, match=text):
+        run(tmp_path / "out", flags)
+    assert not (tmp_path / "out").exists()
+
+
+def test_flags_that_do_nothing_alone_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--layers layer1")
+    assert "--regularizer and --layers go together" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="48 training images do not make one step of 4 x 16"):
+        run(tmp_path, "--accumulate 4")
+
+
+# --- the command lines in the docstrings
+
+
+def commands(module: ModuleType) -> list[argparse.Namespace]:
+    text = (module.__doc__ or "").replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("python examples/")]
+    return [module.parse_args(shlex.split(line, comments=True)[2:]) for line in lines]
+
+
+@pytest.mark.parametrize("module", [finetune, mc_dropout], ids=["finetune_timm", "mc_dropout"])
+def test_the_command_lines_name_layers_that_exist(module: ModuleType) -> None:
+    found = commands(module)
+    assert len(found) == 3
+    for args in found:
+        with torch.device("meta"):
+            model = timm.create_model(args.model)
+        assert len(hookdrop.plan(model, args.regularizer, layers=args.layers).sites) >= 2
+
+
+@pytest.mark.parametrize("module", [finetune, mc_dropout], ids=["finetune_timm", "mc_dropout"])
+def test_help(module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        module.main(["--help"])
+    assert "--regularizer TEXT" in capsys.readouterr().out
+
+
+# --- mc_dropout.py
+
+FAST = ["--train-images", "60", "--steps", "20", "--samples", "3", "--device", "cpu"]
+
+
+def test_mc_dropout_prints_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = mc_dropout.main([*FAST, "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert f"{result['errors']} errors in 500 test images: accuracy {1 - result['errors'] / 500:.1%}" in printed
+    assert f"ranks these {result['errors']} errors" in printed
+    assert "batch norm statistics are what they were before sampling: True" in printed
+    assert "eval output is bit-identical to that before sampling: True" in printed
+    for row in (*result["by measure"], *result["by kind"]):
+        assert f"\n{row} " in printed
+    assert json.loads((tmp_path / "report.json").read_text()) == result
+    with Image.open(tmp_path / "images.png") as picture:
+        assert picture.size == (1200, 400)
+
+
+def test_sampling_differs_and_leaves_nothing_behind() -> None:
+    args = mc_dropout.parse_args(["--train-images", "32", "--steps", "2", "--device", "cpu"])
+    images, _, labels, _ = mc_dropout.digits()
+    model, drop = mc_dropout.prepare(args, images, labels)
+    x = mc_dropout.batch(images[:8], model, args)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    once = mc_dropout.ask(model, x)
+
+    often = mc_dropout.ask_often(model, drop, x, 3)
+
+    assert often.shape == (3, 8, 10)
+    assert not torch.equal(often[0], often[1])
+    assert before["bn1.running_mean"].abs().max() > 0
+    assert differences(before, dict(model.state_dict())) == []
+    assert torch.equal(mc_dropout.ask(model, x), once)
+
+
+def test_it_would_say_so_if_batch_norm_had_moved(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def in_train_mode(model: torch.nn.Module, drop: object, x: torch.Tensor, samples: int) -> torch.Tensor:
+        model.train()
+        try:
+            return mc_dropout.ask(model, x)[None]
+        finally:
+            model.eval()
+
+    monkeypatch.setattr(mc_dropout, "ask_often", in_train_mode)
+    result = mc_dropout.main(FAST)
+    assert not result["state untouched"]
+    assert not result["eval identical"]
+    assert "before sampling: False" in capsys.readouterr().out
+
+
+def test_mc_dropout_takes_the_weights_that_finetuning_wrote(whole: Path) -> None:
+    settings = ["--checkpoint", str(whole / "model.pt"), "--samples", "1", "--device", "cpu"]
+    result = mc_dropout.main(settings)
+    assert result["accuracy"] == pytest.approx(saved(whole)["metrics"]["model accuracy"], abs=0.0021)
+
+
+def test_both_examples_show_the_same_images_to_the_model() -> None:
+    model = timm.create_model("test_resnet", num_classes=10)
+    args = finetune.parse_args(["--image-size", "32", "--device", "cpu"])
+    train, val = finetune.datasets(args)
+    finetune.set_transforms(args, model, train, val)
+    _, images, _, labels = mc_dropout.digits()
+    assert torch.equal(mc_dropout.batch(images[:3], model, args), torch.stack([val[i][0] for i in range(3)]))
+    assert list(labels) == list(val.labels)
+    assert len(train) + len(val) == 1797
+
+
+def test_uncertainty_of_known_answers() -> None:
+    split = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]])  # (samples, images, classes)
+    found = mc_dropout.uncertainty(split[0], split)
+    assert found["softmax entropy"] == pytest.approx([0, math.log(2)])
+    assert found["MC entropy"] == pytest.approx([math.log(2), math.log(2)])
+    assert found["MC mutual information"] == pytest.approx([math.log(2), 0])
+
+
+def test_the_verdict_follows_the_numbers() -> None:
+    rng = np.random.default_rng(0)
+    wrong = np.arange(200) < 40
+    good, noise = wrong + 0.1 * rng.random(200), rng.random(200)
+    better = mc_dropout.gain({"softmax entropy": noise, "MC entropy": good}, wrong)
+    worse = mc_dropout.gain({"softmax entropy": good, "MC entropy": noise}, wrong)
+    same = mc_dropout.gain({"softmax entropy": noise, "MC entropy": noise}, wrong)
+    assert "40 errors better than softmax" in mc_dropout.verdict(40, better)
+    assert "40 errors worse than softmax" in mc_dropout.verdict(40, worse)
+    assert "40 errors not distinguishable from softmax" in mc_dropout.verdict(40, same)
+    assert "nothing can be said" in mc_dropout.verdict(0, mc_dropout.gain({"MC entropy": good}, wrong & False))
+    table = mc_dropout.of_errors({"MC entropy": good}, wrong)["MC entropy"]
+    assert list(table.values()) == [1.0, 1.0, 0.0]

@@ -1,0 +1,33 @@
+"""What the documents say of the code is there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.paths import ROOT
+
+ROBUSTNESS = ROOT / "docs" / "robustness.md"
+
+
+def named_tests() -> list[tuple[str, str]]:
+    """(file, name) of every test in the document; where the file is left out it is the one before."""
+    found, file = [], ""
+    for match in re.finditer(r"([\w/]+\.py)?::(\w+)", ROBUSTNESS.read_text()):
+        file = match[1] or file
+        found.append((file, match[2]))
+    return found
+
+
+@pytest.mark.parametrize(("file", "name"), named_tests())
+def test_the_test_of_each_trap_is_there(file: str, name: str) -> None:
+    assert re.search(rf"^\s*(def|class) {name}\b", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}::{name}"
+
+
+def test_every_line_of_a_trap_names_a_test() -> None:
+    """But those that say "the same"."""
+    rows = [line for line in ROBUSTNESS.read_text().splitlines() if line.startswith("| ") and "---" not in line]
+    traps = [row for row in rows if not row.startswith("| trap |")]
+    assert len(traps) > 50
+    assert not [row for row in traps if "::" not in row]

@@ -1,0 +1,66 @@
+"""`examples/see.py` runs from end to end, and its one picture has everything in it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sklearn")
+pytest.importorskip("pytorch_grad_cam")
+from PIL import Image
+
+from tests.support.paths import ROOT
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("example_see", ROOT / "examples" / "see.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+see = load()
+
+
+def run(path: Path) -> dict[str, Any]:
+    return see.main(["--steps", "12", "--out", str(path)])
+
+
+def test_it_prints_what_it_found_and_draws_the_same_picture_each_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(tmp_path / "a.png")
+    printed = capsys.readouterr().out
+    assert "p=0.3 of 0.3, step 12 of LinearSchedule(steps=12)" in printed
+    assert f"accuracy with DropBlock: {result['with DropBlock']:.1%}" in printed
+    assert "'block3': 1 call, (797, 32, 8, 8) float32" in printed
+    assert result["dropped"] == pytest.approx(0.3, abs=0.02)
+    assert result["still"] is True
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.size == (1200, 880)
+    assert run(tmp_path / "b.png") == result
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_both_models_are_trained_on_the_same_batches() -> None:
+    x, labels, *_ = see.digits()
+    torch.manual_seed(0)
+    a, b = see.Net(), see.Net()
+    b.load_state_dict(a.state_dict())
+    see.train(a, x, labels, 2)
+    torch.randn(7)
+    see.train(b, x, labels, 2)
+    assert all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        see.main(["--help"])
+    assert "DropBlock's rate at the end of its ramp" in capsys.readouterr().out

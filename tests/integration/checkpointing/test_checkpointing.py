@@ -1,0 +1,564 @@
+"""Activation checkpointing: what runs again in the backward pass drops what its forward dropped, or it is told."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+from hookdrop import (
+    Dropout,
+    DropPath,
+    HookdropWarning,
+    Injection,
+    LayerError,
+    LinearSchedule,
+    find,
+    inject,
+)
+from hookdrop.diagnostics import watchdog
+from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
+from hookdrop.hooks import checkpointing
+from hookdrop.hooks.checkpointing import is_recomputing
+from tests.support.every import EVERY, FORWARD, SITES, WITH_A_RATE, Case, same
+
+Forward = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
+
+
+def non_reentrant(model: nn.Module, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return checkpoint(model, x, use_reentrant=False, **settings)
+
+
+def reentrant(model: nn.Module, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return checkpoint(model, x, use_reentrant=True, **settings)
+
+
+def nested(way: Callable[..., torch.Tensor], model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    return way(lambda x: way(model[2:], way(model[:2], x)), x)
+
+
+def save_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Selective checkpoints keep what is expensive."""
+    kept = operation is torch.ops.aten.tanh.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return non_reentrant(model, x, context_fn=functools.partial(create_selective_checkpoint_contexts, save_tanh))
+
+
+def offloaded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)
+
+
+WAYS: dict[str, Forward] = {
+    "reentrant": reentrant,
+    "non-reentrant": non_reentrant,
+    "nested reentrant": functools.partial(nested, reentrant),
+    "nested non-reentrant": functools.partial(nested, non_reentrant),
+    "sequential reentrant": lambda model, x: checkpoint_sequential(model, 2, x, use_reentrant=True),
+    "sequential non-reentrant": lambda model, x: checkpoint_sequential(model, 2, x, use_reentrant=False),
+    "selective": selective,
+    "offloaded": offloaded,
+}
+
+
+MODES = [reentrant, non_reentrant]
+
+
+def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
+def run(model: nn.Sequential, x: torch.Tensor, way: Forward, between: Callable[[], object] = lambda: None) -> list[Any]:
+    """The output and all gradients, from one seed; `between` is called between forward and backward."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = way(model, x)
+    between()
+    (y * y).sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of reentrant in reentrant
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+def test_gradients_are_those_without_to_the_last_bit(case: Case, way: Forward) -> None:
+    model, x = case.model(), case.input()
+    clean = run(model, x, plain)
+    inject(model, case.regularizer, layers=SITES)
+    expected = run(model, x, plain)
+    assert not same(expected, clean)
+    assert same(run(model, x, way), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inputs_are_regularized_again_alike(mode: Forward) -> None:
+    case = EVERY["DropBlock by seeds"]
+    model, x = case.model(), case.input()
+    inject(model, case.regularizer, layers=SITES, at="input")
+    assert same(run(model, x, mode), run(model, x, plain))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_that_is_checkpointed_twice_in_a_forward(mode: Forward) -> None:
+    model = EVERY["Dropout"].model()
+    inject(model, Dropout(0.3), layers=SITES)
+
+    def twice(way: Forward) -> list[Any]:
+        return run(model, torch.randn(EVERY["Dropout"].shape), lambda model, x: way(model, way(model, x)))
+
+    torch.manual_seed(0)
+    expected = twice(plain)
+    torch.manual_seed(0)
+    assert same(twice(mode), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forwards_that_wait_for_one_backward(mode: Forward) -> None:
+    """Two losses added, as of two micro-batches: each has its own mask."""
+    model = EVERY["Dropout"].model()
+    inject(model, Dropout(0.3), layers=SITES)
+
+    def both(way: Forward) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        inputs = [torch.randn(EVERY["Dropout"].shape).requires_grad_() for _ in range(2)]
+        sum(way(model, x).square().sum() for x in inputs).backward()
+        return [x.grad for x in inputs]
+
+    assert same(both(mode), both(plain))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["Dropout", "DropBlock by seeds", "DropPath", "GaussianDropout"])
+def test_under_autocast(name: str, dtype: torch.dtype, mode: Forward) -> None:
+    model = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 6, 3, padding=1), nn.Sigmoid())
+    inject(model, EVERY[name].regularizer, layers=SITES)
+
+    def autocast(way: Forward) -> Forward:
+        def forward(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype):
+                return way(model, x)
+
+        return forward
+
+    x = EVERY[name].input()
+    assert same(run(model, x, autocast(mode)), run(model, x, autocast(plain)))
+
+
+def test_inputs_that_need_no_gradient() -> None:
+    """Reentrant, PyTorch itself warns that there will be none; non-reentrant is exact."""
+    case = EVERY["DropBlock by seeds"]
+    model, x = case.model(), case.input()
+    inject(model, case.regularizer, layers=SITES)
+
+    def of_weights(way: Forward) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        way(model, x).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert same(of_weights(non_reentrant), of_weights(plain))
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+        assert not reentrant(model, x).requires_grad
+
+
+class TestRateChangedBetweenForwardAndBackward:
+    """`loss = model(x); drop.step(); loss.backward()`: the mask is that of the forward, at the rate of the forward."""
+
+    CHANGES: dict[str, Callable[[Injection], object]] = {
+        "stepped": lambda drop: drop.step(3),
+        "to another target": lambda drop: setattr(drop, "target_p", 0.1),
+        "to zero": lambda drop: drop.seek(0),
+        "disabled": lambda drop: drop.disable(),
+    }
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+    @pytest.mark.parametrize("case", WITH_A_RATE.values(), ids=WITH_A_RATE)
+    def test_gradients_are_those_of_the_forward(
+        self, case: Case, change: Callable[[Injection], object], mode: Forward
+    ) -> None:
+        model, x = case.model(), case.input()
+        drop = inject(model, case.regularizer, layers=SITES, schedule=LinearSchedule(4))
+        drop.step()
+        expected = run(model, x, plain)
+        assert same(run(model, x, mode, between=lambda: change(drop)), expected)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_from_rate_0(self, mode: Forward) -> None:
+        """The first step of a ramp."""
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        drop = inject(model, Dropout(0.3), layers=SITES, schedule=LinearSchedule(4))
+        model(x)
+        expected = run(model, x, plain)
+        assert same(run(model, x, mode, between=drop.step), expected)
+        assert drop.p == 0.075
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_context_that_ended_or_began(self, mode: Forward) -> None:
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        drop = inject(model, Dropout(0.3), layers=SITES)
+        off, on = run(model.eval(), x, plain), run(model.train(), x, plain)
+
+        def forward_in_disabled(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+            with drop.disabled():
+                return mode(model, x)
+
+        assert same(run(model, x, forward_in_disabled), off)
+        context = drop.disabled()
+        assert same(run(model, x, mode, between=context.__enter__), on)
+        context.__exit__(None, None, None)
+        assert same(run(model, x, plain), on)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_forwards_at_two_rates_wait_for_one_backward(self, mode: Forward) -> None:
+        """One of which the rate of the moment gets wrong, and so does that of the last forward."""
+        model = EVERY["Dropout"].model()
+        drop = inject(model, Dropout(0.8), layers=SITES, schedule=LinearSchedule(4))
+
+        def both(way: Forward) -> list[torch.Tensor]:
+            torch.manual_seed(1)
+            inputs, loss = [], torch.zeros(())
+            for step in (1, 3):
+                drop.seek(step)
+                inputs.append(torch.randn(EVERY["Dropout"].shape).requires_grad_())
+                loss = loss + way(model, inputs[-1]).square().sum()
+            drop.seek(4)
+            loss.backward()
+            return [x.grad for x in inputs]
+
+        assert same(both(mode), both(plain))
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_the_rate_of_the_moment_is_put_back(self, mode: Forward) -> None:
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        drop = inject(model, Dropout(0.4), layers=SITES, schedule=LinearSchedule(4))
+        drop.seek(1)
+        run(model, x, mode, between=lambda: drop.seek(3))
+        assert [site.p for site in drop.sites] == pytest.approx([0.3, 0.3])
+        drop.seek(0)
+        run(model, x, mode)
+        assert torch.equal(model(x), model(x))
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_measuring_says_at_which_rate(self, mode: Forward) -> None:
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        drop = inject(model, Dropout(0.8), layers=["0"], schedule=LinearSchedule(4))
+        drop.seek(1)
+        out = mode(model, x.requires_grad_())
+        drop.seek(4)
+        with drop.measuring() as m:
+            out.sum().backward()
+        assert m.asked == pytest.approx(0.2)
+        assert m.dropped == pytest.approx(0.2, abs=0.05)
+
+
+class TestRandomStateNotKept:
+    """`preserve_rng_state=False`: another mask in the recomputation, wrong gradients, and from PyTorch not a word."""
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("name", FORWARD)
+    def test_it_is_told_once(self, name: str, mode: Forward) -> None:
+        model, x = EVERY[name].model(), EVERY[name].input()
+        inject(model, EVERY[name].regularizer, layers=SITES)
+
+        def forget() -> None:
+            with suppress(CheckpointError):  # where it drew another number of blocks, PyTorch notices too
+                run(model, x, functools.partial(mode, preserve_rng_state=False))
+
+        with pytest.warns(HookdropWarning, match="leave out preserve_rng_state=False") as told:
+            forget()
+        assert len(told) == 1
+        forget()
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_it_is_told_of_the_last_layer_too(self, mode: Forward) -> None:
+        """There a recompute stops, by an exception, as soon as the mask is saved."""
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Identity()), torch.ones(4, 8)
+        inject(model, Dropout(0.5), layers="1")
+        with pytest.warns(HookdropWarning, match="leave out preserve_rng_state=False"):
+            run(model, x, functools.partial(mode, preserve_rng_state=False))
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_nothing_is_said_where_nothing_is_drawn(self, mode: Forward) -> None:
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        drop = inject(model, Dropout(0.3), layers=SITES, schedule=LinearSchedule(4))
+        inject(model, torch.tanh, layers=SITES, on_existing="stack", name="no random function")
+        forget = functools.partial(mode, preserve_rng_state=False)
+        run(model, x, forget)
+        drop.seek(4)
+        drop.disable()
+        run(model, x, forget)
+        run(model.eval(), x, forget)
+
+    def test_a_million_forwards_take_no_memory(self) -> None:
+        """Forwards without gradients look like those of a checkpoint, and may never be run again."""
+        from hookdrop.hooks import checkpointing as replay
+
+        model = nn.Sequential(nn.Identity())
+        inject(model, Dropout(0.3), layers="0")
+        (hook,) = model[0]._forward_hooks.values()
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(replay, "CAPACITY", 10)
+            for _ in range(30):
+                model(torch.ones(2))
+        assert len(hook.state.live.checkpointed) == 10
+        assert not hook.state.live.checkpointed.complete
+
+
+# --- other people's checkpointing
+
+
+class Checkpointed(nn.Module):
+    """timm's way: containers are not called but iterated, where a checkpoint is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.grad_checkpointing = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (
+            checkpoint_sequential(self.blocks, 2, x, use_reentrant=False) if self.grad_checkpointing else self.blocks(x)
+        )
+
+
+# family: name, size, containers that are never called once checkpointing is on, what to hook instead
+FAMILIES = {
+    "resnet": ("resnet18", 32, ["layer3", "layer[34]"], ["layer3.*", "layer4.0.bn2"]),
+    "vit": ("test_vit", 160, ["blocks", "block[s]"], ["blocks.1", "blocks.*.mlp"]),
+    "convnext": ("test_convnext", 64, ["stages.2.blocks", "stages.*.blocks"], ["stages.2", "stages.*.blocks.0"]),
+    "swin": (
+        "swin_tiny_patch4_window7_224", 64, ["layers.2.blocks", "layers.[23].blocks"], ["layers.2", "layers.*.blocks.0"],
+    ),
+    "efficientnet": ("test_efficientnet", 64, ["blocks.2", "blocks.*"], ["blocks.2.0", "blocks.*.*.bn2"]),
+}  # fmt: skip
+
+
+def timm_model(family: str) -> tuple[Any, torch.Tensor]:
+    import timm
+
+    name, size, _, _ = FAMILIES[family]
+    more: dict[str, Any] = {"img_size": 64, "window_size": 2, "drop_path_rate": 0.0} if family == "swin" else {}
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=3, **more)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.0  # or a forward that runs again counts twice
+    return model, torch.randn(2, 3, size, size)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+class TestTimm:
+    """`model.set_grad_checkpointing()`: containers are iterated from then on, and hooks on them do not fire."""
+
+    def test_named_exactly_it_is_an_error(self, family: str) -> None:
+        model, x = timm_model(family)
+        model.set_grad_checkpointing()
+        with pytest.raises(LayerError, match="is not called in a forward: a hook on it never fires"):
+            inject(model, Dropout(0.3), layers=FAMILIES[family][2][0], example_input=x)
+        assert find(model) == ()
+
+    def test_by_a_pattern_it_is_a_warning(self, family: str) -> None:
+        model, x = timm_model(family)
+        model.set_grad_checkpointing()
+        with pytest.warns(HookdropWarning, match="never called in an eval forward, where a hook does not fire"):
+            drop = inject(model, Dropout(0.3), layers=FAMILIES[family][2][1], example_input=x)
+        model(x)
+        assert not any(site.fired for site in drop.sites)
+        drop.seek(1)
+        assert "never ran" in drop.check()[0]
+
+    def test_turned_on_later_it_is_told_after_ten_steps(self, family: str) -> None:
+        """At the end of the tenth step of the schedule, or of the optimizer that is followed."""
+        model, x = timm_model(family)
+        drop = inject(model, Dropout(0.3), layers=FAMILIES[family][2][1], example_input=x)
+        model.set_grad_checkpointing()
+        model(x)
+        drop.seek(9)
+        for _ in range(8):
+            drop.step()
+        with pytest.warns(HookdropWarning, match="never ran, so nothing is dropped there"):
+            drop.step()
+
+    def test_what_is_called_is_regularized_exactly(self, family: str) -> None:
+        model, x = timm_model(family)
+        regularizer = DropPath(0.3) if family == "vit" else Dropout(0.3)
+        for layers in FAMILIES[family][3]:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="(.|\n)*as that of a whole residual block")
+                drop = inject(model, regularizer, layers=layers, example_input=x)
+            results = []
+            for on in (False, True):
+                model.set_grad_checkpointing(on)
+                results.append(run(model, x, plain))
+            assert same(*results)
+            assert all(site.fired for site in drop.sites)
+            drop.remove()
+            model.set_grad_checkpointing(False)
+            assert not same(run(model, x, plain), results[0])
+
+
+def test_turned_on_later_it_is_told_where_nobody_asks() -> None:
+    """No schedule, nothing followed, the handle thrown away: told after 20 updates of the weights."""
+    model = Checkpointed()
+    inject(model, Dropout(0.3), layers="block[s]", example_input=torch.ones(2, 8))
+    model.grad_checkpointing = True
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def update() -> None:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(UPDATES_TO_JUDGE - 1):
+        update()
+    with pytest.warns(HookdropWarning, match="'blocks' never ran, so nothing is dropped there"):
+        update()
+    update()
+
+
+def test_a_model_is_watched_until_all_sites_have_run() -> None:
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    drop = inject(model, Dropout(0.3), layers="blocks.*")
+    optimizer.step()
+    assert watchdog.is_watched(drop._state)
+    model(torch.ones(2, 8))
+    optimizer.step()
+    assert not watchdog.is_watched(drop._state)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_transformers_gradient_checkpointing(mode: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=99, num_hidden_layers=2, use_cache=False, **sizes))
+    model.train()
+    drop = inject(model, Dropout(0.3), layers=["**.mlp", "**.self_attn"])
+    ids = torch.randint(99, (2, 12))
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    # Its new name comes first: the old one warns.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": mode})
+    if mode:
+        model.enable_input_require_grads()
+    assert same(gradients(), expected)
+    drop.remove()
+    assert not same(gradients(), expected)
+
+
+def test_pytorchs_checkpoint_wrapper() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    case = EVERY["DropBlock by seeds"]
+    model, x = case.model(), case.input()
+    drop = inject(model, case.regularizer, layers=SITES)
+    expected = run(model, x, plain)
+    drop.remove()
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "Affine")
+    drop = inject(model, case.regularizer, layers=SITES)
+    assert [site.name for site in drop.sites] == SITES
+    assert same(run(model, x, plain), expected)
+
+
+class TestOtherThreads:
+    """A recomputed forward uses its own rate, and changes nobody else's."""
+
+    @staticmethod
+    def recompute_while(during: Callable[[nn.Module, Injection], object]) -> tuple[list[Any], list[Any], Injection]:
+        """Gradients of a checkpointed step at rate 0.25 whose recompute meets rate 0.5 and `during`, and without."""
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        drop = inject(model, Dropout(0.5), layers=SITES, schedule=LinearSchedule(4))
+        drop.seek(2)
+        expected = run(model, x, plain)
+
+        def hold(module: nn.Module, args: Any, output: Any) -> None:
+            if is_recomputing():
+                thread = threading.Thread(target=during, args=(model, drop))
+                thread.start()
+                thread.join()
+
+        handles = [module.register_forward_hook(hold, prepend=True) for module in model]
+        found = run(model, x, non_reentrant, between=lambda: drop.seek(4))
+        for handle in handles:
+            handle.remove()
+        return found, expected, drop
+
+    def test_a_forward_in_another_thread_runs_at_the_current_rate(self) -> None:
+        rates = []
+
+        def forward(model: nn.Module, drop: Injection) -> None:
+            state = torch.get_rng_state()
+            with torch.no_grad(), drop.measuring() as measured:
+                model(EVERY["Dropout"].input())
+            torch.set_rng_state(state)
+            rates.append(measured.asked)
+
+        found, expected, _ = self.recompute_while(forward)
+        assert same(found, expected)
+        assert rates
+        assert rates == pytest.approx([0.5] * len(rates))
+
+    def test_seek_in_another_thread_takes_effect_and_lasts(self) -> None:
+        found, expected, drop = self.recompute_while(lambda model, drop: drop.seek(0))
+        assert same(found, expected)
+        assert drop.p == 0.0
+        assert [site.p for site in drop.sites] == [0.0, 0.0]
+        model = nn.Sequential(nn.Identity())
+        assert torch.equal(model(torch.ones(9)), torch.ones(9))
+
+
+class TestBeforePyTorch28:
+    """PyTorch 2.6 and 2.7 do not say whether saved tensors are hooked: a checkpoint is known by its function."""
+
+    @pytest.fixture(autouse=True)
+    def without_the_function(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checkpointing, "saved_tensors_hooks", None)
+
+    def test_ordinary_forwards_are_not_remembered(self) -> None:
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        drop = inject(model, Dropout(0.3), layers=SITES)
+        run(model, x, plain)
+        assert not drop._state.live.checkpointed
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_checkpointed_ones_are(self, mode: Forward) -> None:
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        drop = inject(model, Dropout(0.3), layers=SITES, schedule=LinearSchedule(4))
+        drop.step()
+        expected = run(model, x, plain)
+        assert same(run(model, x, mode, between=drop.step), expected)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_random_state_that_is_not_kept_is_warned_about(self, mode: Forward) -> None:
+        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+        inject(model, Dropout(0.3), layers=SITES)
+        with pytest.warns(HookdropWarning, match="leave out preserve_rng_state=False"), suppress(CheckpointError):
+            run(model, x, functools.partial(mode, preserve_rng_state=False))

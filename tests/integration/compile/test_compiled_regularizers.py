@@ -1,0 +1,541 @@
+"""Every regularizer in compiled code: no graph break, three graphs at most, the rate that is asked for."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from hookdrop import DropBlock, Dropout, GaussianNoise, HookdropWarning, LinearSchedule, inject, without_hooks
+from hookdrop.regularizers import REGULARIZERS, Regularizer, parse
+from tests.support.paths import ROOT
+
+X = torch.ones(64, 64, 12, 12)
+
+
+ELSEWHERE = {name for name in REGULARIZERS if name.endswith("ActivationGrad")}
+"""In test_activation_grads.py: what they do is not seen in an output."""
+
+
+MIX_STYLE = "MixStyle"
+"""In test_catalogue.py: it draws once for all samples, which shows no rate."""
+
+
+TEXTS = {
+    "DropBlock": "DropBlock(0.4, 3, normalize=None)",
+    "Cutout": "Cutout(3, 0.4)",
+    **{name: f"{name}(0.4)" for name in REGULARIZERS if name not in ("DropBlock", "Cutout", MIX_STYLE, *ELSEWHERE)},
+}
+
+
+RANKS = {
+    "Dropout1d": (64, 64, 144),
+    "Dropout3d": (64, 64, 12, 3, 4),
+    "DropPath": (4096, 9),
+    "Cutout": (4096, 1, 6, 6),
+    "TokenDropout": (64, 65, 9),
+    "LockedDropout": (64, 9, 64),
+}
+
+
+NOISE = ("GaussianDropout", "GaussianNoise", "UniformNoise")
+
+
+def input_of(text: str) -> Tensor:
+    """Ones of a shape that it takes, large enough to measure the rate."""
+    return torch.ones(RANKS.get(text.split("(")[0], tuple(X.shape)))
+
+
+def realised(text: str, y: Tensor) -> float:
+    """The rate, from what it made of ones: the fraction below 1, or what the variance says of noise."""
+    y = y.detach().double()
+    if text.startswith("UniformNoise"):
+        return y.std().item() * 3**0.5
+    if text.startswith("Cutout"):
+        y = y.amin((1, 2, 3))
+    if text.startswith("TokenDropout"):
+        y = y[:, 1:]
+    if text.startswith("GaussianNoise"):
+        return y.std().item()
+    if text.startswith("GaussianDropout"):
+        return (y.var() / (1 + y.var())).item()
+    return (y < 0.999).double().mean().item()
+
+
+def bound(text: str) -> float:
+    """Four standard errors of `realised` at .4, from the number of things that are dropped as one."""
+    units = {"Dropout": X.numel(), "AlphaDropout": X.numel(), "DropBlock": X.numel() / 9}
+    name = text.split("(")[0]
+    return 0.01 if name in NOISE else 4 * (0.4 * 0.6 / units.get(name, 64 * 64)) ** 0.5
+
+
+class Net(nn.Module):
+    """x -> weight * D(x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.weight
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(params=TEXTS.values())
+def text(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+MULTIPLYING = [text for text in TEXTS.values() if not text.startswith("GaussianNoise")]
+"""Those whose gradient says what they did."""
+
+
+DROPPING = [text for text in MULTIPLYING if not text.startswith(NOISE)]
+
+
+def compiled(call: Callable[..., Tensor], **settings: object) -> Callable[..., Tensor]:
+    return torch.compile(call, **{"backend": "aot_eager", "fullgraph": True, **settings})
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def test_the_table_has_every_regularizer() -> None:
+    assert {*TEXTS, MIX_STYLE, *ELSEWHERE} == set(REGULARIZERS)
+
+
+def test_three_graphs_serve_a_thousand_steps_and_eval(text: str) -> None:
+    """Training at rate 0, training above it, eval; with fullgraph a graph break would be an error."""
+    model, x = Net(), input_of(text)[:2]
+    drop = inject(model, text, layers="inner", schedule=LinearSchedule(1000))
+    fast = compiled(model)
+    for step in range(1001):
+        drop.seek(step)
+        fast(x).sum().backward()
+    model.eval()
+    assert torch.equal(fast(x), x)
+    model.train()
+    fast(x)
+    assert graphs() == 3
+
+
+def test_without_a_schedule_there_are_two(text: str) -> None:
+    model, x = Net(), input_of(text)
+    inject(model, text, layers="inner")
+    fast = compiled(model)
+    for _ in range(3):
+        fast(x)
+    model.eval()
+    fast(x)
+    assert graphs() == 2
+
+
+RATES = """
+import json, sys, torch
+from torch import nn
+sys.path.insert(0, sys.argv[1])
+from tests.integration.compile.test_compiled_regularizers import NOISE, TEXTS, input_of, realised
+from hookdrop import LinearSchedule, inject, parse
+
+class All(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sites = nn.ModuleDict({name: nn.Identity() for name in TEXTS})
+    def forward(self, inputs):
+        return {name: site(inputs[name]) for name, site in self.sites.items()}
+
+model, target = All(), float(sys.argv[2])
+given = {f"sites.{name}": parse(text) for name, text in TEXTS.items()}
+for regularizer in given.values():
+    regularizer.set_rate(target)
+drop = inject(model, given, schedule=LinearSchedule(4))
+fast = torch.compile(model, fullgraph=True)
+inputs = {name: input_of(text).requires_grad_() for name, text in TEXTS.items()}
+torch.manual_seed(1)
+for step in range(5):
+    drop.seek(step)
+    outputs = fast(inputs)
+    drop.seek(4)  # between forward and backward
+    grads = torch.autograd.grad(sum(y.sum() for y in outputs.values()), list(inputs.values()))
+    # A regularizer multiplies by what it has drawn, and adds what does not depend on the input.
+    same = {n: (n in NOISE or torch.equal(g == 0, y < .999)) for (n, y), g in zip(outputs.items(), grads)}
+    print(json.dumps({n: [realised(TEXTS[n], y), same[n]] for n, y in outputs.items()}))
+"""
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_the_right_rates_under_inductor_in_two_processes_that_share_a_cache(tmp_path: Path, mode: str) -> None:
+    """A rate that was compiled in would come out of the cache in the second process; backward has forward's mask.
+
+    On a CPU reduce-overhead is the default mode: there are no CUDA graphs to be had.
+    """
+    settings = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    code = RATES.replace("fullgraph=True", f"fullgraph=True, mode={mode!r}")
+    for target in (0.4, 0.2) if mode == "default" else (0.4,):
+        run = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code, str(ROOT), str(target)],
+            env={**os.environ, **settings},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        for step, line in enumerate(run.stdout.splitlines()):
+            for name, (rate, same_mask) in json.loads(line).items():
+                assert rate == pytest.approx(target * step / 4, abs=bound(name)), (name, step)
+                assert same_mask or step == 0, (name, step)
+    assert any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", MULTIPLYING)
+def test_the_rate_may_change_between_forward_and_backward(text: str) -> None:
+    """The gradient is that of the rate of the forward: what x is multiplied by."""
+    model = Net()
+    drop = inject(model, text, layers="inner", schedule=LinearSchedule(10))
+    fast = compiled(model)
+    for step in range(1, 10, 2):
+        drop.seek(step)
+        x = input_of(text).requires_grad_()
+        y = fast(x)
+        drop.seek(10)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        if "Alpha" in text:
+            assert len(grad.unique()) == 2
+            assert torch.equal(grad == 0, y < 0.999)
+        else:
+            torch.testing.assert_close(grad, y)
+
+
+def test_outputs_are_those_of_eager_code(text: str) -> None:
+    """Not the same masks, as the compiler draws in its own way, but the same two values, mean and spread."""
+    model, x = Net(), input_of(text)
+    inject(model, text, layers="inner")
+    eager, fast = model(x).detach(), compiled(model)(x).detach()
+    if text.startswith(NOISE):
+        assert fast.mean().item() == pytest.approx(eager.mean().item(), abs=0.01)
+        assert fast.std().item() == pytest.approx(eager.std().item(), abs=0.01)
+    else:
+        torch.testing.assert_close(fast.unique(), eager.unique())
+
+
+@pytest.mark.parametrize("text", DROPPING)
+@pytest.mark.parametrize("p", [1.0, 1e-4, 0.999])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_rates_and_low_precision(text: str, p: float, dtype: torch.dtype) -> None:
+    regularizer = parse(text)
+    regularizer.set_rate(p)
+    model, x = Net().to(dtype), input_of(text).to(dtype)
+    inject(model, regularizer, layers="inner")
+    y = compiled(model)(x)
+    assert y.dtype == dtype
+    assert torch.isfinite(y).all()
+    one_in = 9 if text.startswith("DropBlock") else x.numel() // X[0].numel() if x.dim() < 4 else X[0, 0].numel()
+    units = x.numel() / (1 if text.split("(")[0] in ("Dropout", "AlphaDropout") else one_in)
+    assert realised(text, y) == pytest.approx(p if p < 1 else 1.0, abs=5 * (p * (1 - p) / units) ** 0.5 + 1 / units)
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS.values() if input_of(text).dim() == 4])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_memory_format_comes_out_as_it_went_in(text: str, memory_format: torch.memory_format) -> None:
+    x = input_of(text).contiguous(memory_format=memory_format)
+    assert compiled(parse(text))(x).is_contiguous(memory_format=memory_format)
+
+
+def test_dynamic_shapes(text: str) -> None:
+    """`dynamic=True`, and sizes that change: the rate stays right."""
+    model, x = Net(), input_of(text)
+    inject(model, text, layers="inner")
+    fast = compiled(model, dynamic=True)
+    for batch in (64, 48, 57):
+        part = x[: x.shape[0] * batch // 64]
+        assert realised(text, fast(part)) == pytest.approx(0.4, abs=1.5 * bound(text))
+    assert graphs() <= 2
+
+
+class Blocks(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.inner = nn.Sequential(nn.Identity(), nn.Hardtanh(-9, 9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("text", MULTIPLYING)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_replays_the_mask(text: str, use_reentrant: bool) -> None:
+    """The gradient is what x was multiplied by, whether the block ran once or twice."""
+    model = Blocks(use_reentrant)
+    drop = inject(model, text, layers="inner.0", schedule=LinearSchedule(4))
+    fast = compiled(model, fullgraph=False)
+    for step in (1, 3):
+        drop.seek(step)
+        x = input_of(text).requires_grad_()
+        y = fast(x)
+        y.sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad == 0, y < 0.999) if "Alpha" in text else torch.testing.assert_close(x.grad, y)
+
+
+SKIP = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, SKIP), reason=f"this PyTorch has no {SKIP}")
+def test_checkpointing_within_one_graph_wants_leave_to_note_calls_once(text: str) -> None:
+    """A hook notes that it ran, which PyTorch wants to hear before it leaves that out of the recomputation."""
+    with torch._dynamo.config.patch({SKIP: True}):
+        model = Blocks(use_reentrant=False)
+        inject(model, text, layers="inner.0")
+        x = input_of(text).requires_grad_()
+        y = compiled(model)(x)
+        y.sum().backward()
+        assert x.grad is not None
+        if "Alpha" not in text and not text.startswith("GaussianNoise"):
+            torch.testing.assert_close(x.grad, y)
+
+
+class Ops:
+    """A backend that counts the operations of each graph."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        self.counts.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph.forward
+
+
+def test_the_eval_graph_has_the_operations_of_the_clean_models(text: str) -> None:
+    clean = nn.Sequential(nn.Identity(), nn.ReLU(), nn.Identity()).eval()
+    hooked = copy.deepcopy(clean)
+    inject(hooked, text, layers="*")
+    counts = []
+    for model in (clean, hooked):
+        torch.compiler.reset()
+        ops = Ops()
+        torch.compile(model, backend=ops, fullgraph=True)(input_of(text))
+        counts.append(ops.counts)
+    assert counts[0] == counts[1]
+    assert len(counts[0]) == 1
+
+
+def wrapper(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def in_place(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    model.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def regional(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    model.inner.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def train_step(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return torch.compile(lambda x: model(x) * 1.0, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("regularizer", [Dropout(0.5), DropBlock(0.5, 3, normalize=None)], ids=repr)
+@pytest.mark.parametrize("way", [wrapper, in_place, regional, train_step])
+@pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
+def test_every_change_after_compiling_takes_effect_at_once(
+    way: Callable[[nn.Module], Callable[[Tensor], Tensor]], regularizer: Regularizer
+) -> None:
+    """And not by accident at the next batch size: inject, remove, inject again, `without_hooks`, `disabled`."""
+    model = Net()
+    fast = way(model)
+
+    def zeroed() -> float:
+        return (fast(X) == 0).float().mean().item()
+
+    assert zeroed() == 0
+    for _ in range(2):
+        drop = inject(model, regularizer, layers="inner")
+        assert zeroed() == pytest.approx(0.5, abs=0.02)
+        with without_hooks(model):
+            assert zeroed() == 0
+        assert zeroed() == pytest.approx(0.5, abs=0.02)
+        with drop.disabled():
+            assert zeroed() == 0
+        drop.target_p = 0.2
+        assert zeroed() == pytest.approx(0.2, abs=0.02)
+        drop.remove()
+        assert zeroed() == 0
+
+
+class OwnWithRate(Regularizer):
+    """Reads its rate itself."""
+
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        self.p = self.valid_rate(p)
+
+    def regularize(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.p)
+
+
+class OwnAtRate(OwnWithRate):
+    """Is given its rate."""
+
+    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+        return x * (torch.rand_like(x) >= rate)
+
+
+class OwnChanged(Dropout):
+    """Means something else than what it inherits."""
+
+    def regularize(self, x: Tensor) -> Tensor:
+        return x * 2.0
+
+
+FOREIGN = [
+    (nn.Dropout2d(0.4), "hookdrop.Dropout2d(p=0.4) goes into the graph"),
+    (nn.AlphaDropout(0.4), "hookdrop.AlphaDropout(p=0.4) goes into the graph"),
+    (nn.RReLU(), None),
+    (OwnWithRate(0.4), "let OwnWithRate have regularize_at(self, x, rate)"),
+    (OwnChanged(0.4), "let OwnChanged have regularize_at(self, x, rate)"),
+]
+try:
+    import timm.layers
+    import torchvision.ops
+except ImportError:
+    pass
+else:
+    FOREIGN += [
+        (torchvision.ops.StochasticDepth(0.4, "row"), "hookdrop.DropPath(p=0.4, mode='row') goes into the graph"),
+        (torchvision.ops.DropBlock2d(0.4, 3), "hookdrop.DropBlock(p=0.4, block_size=3) goes into the graph"),
+        (timm.layers.DropPath(0.4), "hookdrop.DropPath(p=0.4) goes into the graph"),
+        (timm.layers.DropBlock2d(0.4, 3), "hookdrop.DropBlock(p=0.4, block_size=3) goes into the graph"),
+    ]
+
+
+@pytest.mark.parametrize(("theirs", "instead"), FOREIGN, ids=lambda value: type(value).__name__)
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="PyTorch names no reason")
+def test_under_fullgraph_the_error_names_what_goes_into_the_graph(theirs: nn.Module, instead: str | None) -> None:
+    model = Net()
+    inject(model, theirs, layers="inner")
+    if instead is None:  # without a rate there is nothing that could be frozen
+        compiled(model)(X)
+        return
+    with pytest.raises(torch._dynamo.exc.Unsupported) as told:
+        compiled(model)(X)
+    assert instead in str(told.value)
+    assert "as a Python float, which compiled code would keep for good" in str(told.value)
+
+
+@pytest.mark.parametrize("theirs", [nn.Dropout(0.4), OwnWithRate(0.4)], ids=repr)
+def test_what_has_its_rate_as_a_float_is_right_outside_of_the_graph(theirs: nn.Module) -> None:
+    """One graph break, and no recompilation: its rate is never compiled in."""
+    model = Net()
+    drop = inject(model, theirs, layers="inner", schedule=LinearSchedule(30))
+    fast = compiled(model, fullgraph=False)
+    for step in range(31):
+        drop.seek(step)
+        assert (fast(X) == 0).float().mean().item() == pytest.approx(0.4 * step / 30, abs=0.005)
+    assert len(counters["graph_break"]) == 1
+
+
+def test_a_regularizer_of_ones_own_that_is_given_its_rate_goes_into_the_graph() -> None:
+    model = Net()
+    drop = inject(model, OwnAtRate(0.4), layers="inner", schedule=LinearSchedule(30))
+    fast = compiled(model)
+    for step in range(31):
+        drop.seek(step)
+        assert (fast(X) == 0).float().mean().item() == pytest.approx(0.4 * step / 30, abs=0.005)
+    assert graphs() == 2
+
+
+def test_a_plain_layer_that_is_given_another_rate_drops_at_it(text: str) -> None:
+    """It is compiled anew for each, but never wrong."""
+    layer, x = parse(text), input_of(text)
+    fast = compiled(layer)
+    for rate in (0.4, 0.2, 0.3):
+        layer.set_rate(rate)
+        assert realised(text, fast(x)) == pytest.approx(rate, abs=bound(text))
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="PyTorch names no reason")
+def test_measuring_under_fullgraph_says_what_to_do() -> None:
+    model = Net()
+    drop = inject(model, Dropout(0.4), layers="inner")
+    with drop.measuring(), pytest.raises(torch._dynamo.exc.Unsupported, match="measure the model uncompiled"):
+        compiled(model)(X)
+
+
+def test_measuring_leaves_the_graph_and_comes_back(text: str) -> None:
+    model, x = Net(), input_of(text)
+    drop = inject(model, text, layers="inner")
+    fast = compiled(model, fullgraph=False)
+    fast(x)
+    with drop.measuring() as m:
+        fast(x)
+    assert m.asked == pytest.approx(0.0 if text.startswith("Cutout") else 0.4)  # its p asks for no fraction
+    assert realised(text, fast(x)) == pytest.approx(0.4, abs=bound(text))
+    before = graphs()
+    fast(x)
+    assert graphs() == before
+
+
+@pytest.mark.parametrize("regularizer", [DropBlock(0.4, 3), Dropout(0.4), nn.Dropout(0.4)], ids=repr)
+@pytest.mark.parametrize("clean_first", [True, False])
+def test_a_like_model_without_hooks_is_not_taken_for_it(regularizer: nn.Module, clean_first: bool) -> None:
+    """A teacher and a student of one class: by default PyTorch does not look at hooks when it looks for compiled code."""
+    clean, hooked = Net(), Net()
+    inject(hooked, regularizer, layers="inner")
+    calls = [(torch.compile(model, backend="eager"), rate) for model, rate in ((clean, 0.0), (hooked, 0.4))]
+    for call, rate in 3 * (calls if clean_first else calls[::-1]):
+        assert (call(X) == 0).float().mean().item() == pytest.approx(rate, abs=0.03)
+
+
+def test_noise_added_in_a_graph_has_the_std_of_its_schedule() -> None:
+    model = Net()
+    drop = inject(model, GaussianNoise(0.8), layers="inner", schedule=LinearSchedule(4))
+    fast = compiled(model)
+    for step in range(5):
+        drop.seek(step)
+        assert fast(X).std().item() == pytest.approx(0.2 * step, abs=0.002)
+
+
+def test_a_container_that_never_runs_is_told_of_without_a_graph_break() -> None:
+    """As timm's `set_grad_checkpointing` iterates over the blocks of a stage: after ten steps, from outside."""
+
+    class Iterated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.stage:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model = Iterated()
+    drop = inject(model, Dropout(0.4), layers="stage", schedule=LinearSchedule(100))
+    fast = compiled(model)
+    for _ in range(9):
+        fast(torch.ones(2, 4)).sum().backward()
+        drop.step()
+    with pytest.warns(HookdropWarning, match="'stage' never ran"):
+        drop.step()
+    assert graphs() == 1

@@ -1,0 +1,127 @@
+"""The private names of PyTorch that hookdrop uses still mean what it takes them for.
+
+A failing test here says which name changed, and its docstring says what breaks.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from hookdrop.utils import torch_internals as internals
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
+def test_disable_dynamo() -> None:
+    """Without it the compiler traces into the operations that draw, which read a number from a tensor."""
+    seen = []
+
+    @internals.disable_dynamo
+    def outside(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    torch.compile(lambda x: outside(x) * 2, backend="eager")(torch.ones(2))
+    assert seen == [False]
+    torch.compiler.reset()
+
+
+def run_elsewhere(code: str) -> None:
+    """Run `code` in a new process, where nothing is compiled and the compiler is not imported."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.DEVNULL, check=True)
+
+
+def test_disable_dynamo_does_not_import_the_compiler() -> None:
+    """Which takes as long as importing PyTorch: the reason why it is not `torch.compiler.disable`."""
+    run_elsewhere(
+        "import sys; from hookdrop.utils.torch_internals import disable_dynamo;"
+        "disable_dynamo(lambda x: x); sys.exit('torch._dynamo' in sys.modules)"
+    )
+
+
+# --- the compiler
+
+_COMPILER = """
+import torch
+import torch._dynamo
+import torch.export
+from torch import nn
+
+import hookdrop
+from hookdrop.utils.torch_internals import guard_hooks
+
+config, x = torch._dynamo.config, torch.ones(1, 2)
+"""
+
+
+def test_guard_hooks_has_compiled_code_notice_hooks() -> None:
+    """Without it a hook that is placed after the first compiled call never runs."""
+    run_elsewhere(
+        _COMPILER
+        + """
+assert not config.skip_nnmodule_hook_guards, "set by hookdrop"
+layer = nn.Linear(2, 2)
+compiled = torch.compile(layer, backend="eager")
+compiled(x)
+handle = layer.register_forward_hook(lambda *_: torch.zeros(1, 2))
+assert not compiled(x).any()
+handle.remove()
+assert compiled(x).any()
+"""
+    )
+
+
+def test_guard_hooks() -> None:
+    """Without the names that it reads, code that was compiled before hookdrop was imported goes on without hooks.
+
+    What `torch.export` traces must not count: it would have the compiler reset for nothing.
+    """
+    run_elsewhere(
+        _COMPILER
+        + """
+def unguarded():
+    config.skip_nnmodule_hook_guards = True  # as it is by default
+    return guard_hooks()
+
+assert not unguarded()
+torch.export.export(nn.Linear(2, 2), (x,), strict=True)
+assert not unguarded()
+torch.compile(nn.Linear(2, 2), backend="eager")(x)
+assert unguarded()
+assert not guard_hooks(), "hooks are guarded now"
+"""
+    )
+
+
+def test_compiler_is_imported() -> None:
+    """Without it a probe imports the compiler for nothing, or does not see the hooks of a compiled model."""
+    run_elsewhere("""
+from hookdrop.utils.torch_internals import compiler_is_imported
+assert not compiler_is_imported()
+import torch._dynamo
+assert compiler_is_imported()
+""")
+
+
+def test_when_compiler_is_imported() -> None:
+    """Without `torch._dynamo` as the compiler's name, a function that must stay out of compiled code is compiled."""
+    run_elsewhere(
+        """
+import sys
+import torch
+from hookdrop.utils.torch_internals import when_compiler_is_imported
+
+found, finders = [], len(sys.meta_path)
+when_compiler_is_imported(lambda: found.append(callable(torch._dynamo.disable)))
+assert found == []
+torch.compile(torch.sin, backend="eager")(torch.ones(1))
+assert found == [True], "called once, when all of the module is there"
+assert len(sys.meta_path) < finders, "and hookdrop's finders are gone"
+when_compiler_is_imported(lambda: found.append("at once"))
+assert found == [True, "at once"]
+"""
+    )

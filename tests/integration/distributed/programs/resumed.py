@@ -1,0 +1,41 @@
+"""Run by tests/integration/distributed/test_distributed.py: goes on from what two_ranks.py saved, on another number of ranks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from nets import output, run, sharded, train
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from hookdrop import find, seed_per_rank
+
+
+def resumed() -> dict[str, Any]:
+    net, optimizer, drop = sharded()
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    state = {
+        "model": model_state,
+        "optimizer": optimizer_state,
+        "drop": drop,
+        "all": find(net),
+        "nested": {"a": [drop.state_dict()]},
+    }
+    dcp.load(state, checkpoint_id=f"{sys.argv[2]}/saved")
+    set_state_dict(net, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    facts = {
+        "ranks": dist.get_world_size(),
+        "output": output(net),
+        "loaded": (drop.step_count, drop.p, drop.target_p),
+        "nested": state["nested"]["a"][0],
+        "own": drop.state_dict(),
+    }
+    seed_per_rank(1)
+    train(net, optimizer, 2)
+    return facts | {"trained": (drop.step_count, drop.p), "check": drop.check()}
+
+
+if __name__ == "__main__":
+    run({"resumed": resumed})

@@ -1,0 +1,385 @@
+"""Export: what a trace, an export or a script of a hooked model holds; nothing is frozen in without a word."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hookdrop import (
+    AlphaDropout,
+    DropBlock,
+    Dropout,
+    Dropout2d,
+    DropPath,
+    FeatureAlphaDropout,
+    GaussianDropout,
+    GaussianNoise,
+    HookdropWarning,
+    InjectionError,
+    LinearSchedule,
+    find,
+    inject,
+    without_hooks,
+)
+from tests.support.nets import Small
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+tells_exports = pytest.mark.skipif(
+    not hasattr(torch.compiler, "is_exporting"), reason="this PyTorch does not tell exports from compiled code"
+)
+
+
+REGULARIZERS: list[Any] = [
+    DropBlock(0.4, 3), Dropout(0.4), Dropout2d(0.4), DropPath(0.4), AlphaDropout(0.4), FeatureAlphaDropout(0.4),
+    GaussianDropout(0.4), GaussianNoise(0.4), nn.Dropout(0.4), nn.Dropout2d(0.4), nn.functional.dropout,
+]  # fmt: skip
+
+
+def name_of(regularizer: Any) -> str:
+    return f"{type(regularizer).__module__.split('.')[0]}-{getattr(regularizer, '__name__', repr(regularizer))}"
+
+
+def everywhere(model: Small) -> Small:
+    """Hooks of every kind: on containers, on layers, at inputs, on the model itself; ours and others'."""
+    inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(4)).seek(2)
+    inject(model, Dropout(0.4), layers="layer2.*.bn1")
+    inject(model, DropPath(0.4), layers="fc", at="input")
+    inject(model, nn.Dropout2d(0.4), layers="layer2.*.conv1", name="theirs")
+    inject(model, GaussianNoise(0.4), layers=model)
+    return model
+
+
+def nodes(program: torch.export.ExportedProgram) -> list[Any]:
+    return [(node.op, str(node.target), str(node.args), str(node.kwargs)) for node in program.graph.nodes]
+
+
+def traced_nodes(traced: Any) -> list[str]:
+    """The graph line by line, without the numbers that tell one class of a name from another."""
+    return re.sub(r"___torch_mangle_\d+\.", "", str(traced.inlined_graph)).splitlines()
+
+
+class TestEval:
+    @tells_exports
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_an_export_is_the_clean_models(self, model: Small, images: torch.Tensor, strict: bool) -> None:
+        """Node by node, and nothing is warned of."""
+        unhooked = copy.deepcopy(model).eval()
+        everywhere(model).eval()
+        clean = torch.export.export(unhooked, (images,), strict=strict)
+        hooked = torch.export.export(model, (images,), strict=strict)
+        assert nodes(hooked) == nodes(clean)
+        assert hooked.graph_signature == clean.graph_signature
+        assert torch.equal(hooked.module()(images), model(images))
+        assert len(find(model)) == 5
+
+    @tells_exports
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_an_export_is_no_call_of_a_layer(self, model: Small, images: torch.Tensor, strict: bool) -> None:
+        everywhere(model).eval()
+        torch.export.export(model, (images,), strict=strict)
+        assert not any(site.fired for drop in find(model) for site in drop.sites)
+
+    def test_a_trace_is_the_clean_models(self, model: Small, images: torch.Tensor) -> None:
+        clean = torch.jit.trace(copy.deepcopy(model).eval(), images)
+        hooked = torch.jit.trace(everywhere(model).eval(), images)
+        assert traced_nodes(hooked) == traced_nodes(clean)
+        assert torch.equal(hooked(images), model(images))
+
+    @pytest.mark.filterwarnings("ignore:.*legacy:DeprecationWarning", "ignore:The feature will:DeprecationWarning")
+    @pytest.mark.parametrize("dynamo", [True, False])
+    def test_onnx_is_the_clean_models(self, model: Small, images: torch.Tensor, dynamo: bool) -> None:
+        pytest.importorskip("onnx")
+        if dynamo:
+            pytest.importorskip("onnxscript")
+
+        def exported(what: nn.Module) -> bytes:
+            if dynamo:
+                return torch.onnx.export(what, (images,), dynamo=True, verbose=False).model_proto.SerializeToString()
+            torch.onnx.export(what, (images,), file := io.BytesIO(), dynamo=False)
+            return file.getvalue()
+
+        unhooked = copy.deepcopy(model).eval()
+        everywhere(model).eval()
+        assert exported(model) == exported(unhooked)
+
+    def test_make_fx_is_the_clean_models(self, model: Small, images: torch.Tensor) -> None:
+        clean = make_fx(copy.deepcopy(model).eval())(images)
+        assert make_fx(everywhere(model).eval())(images).code == clean.code
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of batch norms
+class TestTracesOfATraining:
+    """`torch.jit.trace` in train mode would keep the hooks at one rate, in eval mode too."""
+
+    @pytest.mark.parametrize("regularizer", REGULARIZERS, ids=name_of)
+    def test_a_trace_in_train_mode_is_refused(self, model: Small, images: torch.Tensor, regularizer: Any) -> None:
+        inject(model, regularizer, layers="layer1.*.bn1")
+        with pytest.raises(InjectionError, match=r"inside torch.jit.trace(.|\n)*model.eval\(\)(.|\n)*without_hooks"):
+            torch.jit.trace(model, images)
+
+    @pytest.mark.parametrize("at", ["output", "input"])
+    def test_the_message_says_where_and_what_to_do(self, model: Small, images: torch.Tensor, at: str) -> None:
+        inject(model, Dropout(0.4), layers="fc", at=at)
+        with pytest.raises(InjectionError) as error:
+            torch.jit.trace(model, images)
+        where = "'fc' (input)" if at == "input" else "'fc'"
+        assert str(error.value) == (
+            f"Dropout at {where} inside torch.jit.trace: the trace would keep it at the rate of this moment, in eval "
+            "mode too.\n  trace in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
+        )
+
+    def test_a_rate_of_0_would_be_kept_too(self, model: Small, images: torch.Tensor) -> None:
+        """A ramp at its start, which has run before: the trace would never drop."""
+        inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(100))
+        model(images)
+        with pytest.raises(InjectionError, match="inside torch.jit.trace"):
+            torch.jit.trace(model, images)
+
+    def test_sampling_would_be_kept_too(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, Dropout(0.4), layers="fc")
+        model.eval()
+        with drop.sampling(), pytest.raises(InjectionError, match="inside torch.jit.trace"):
+            torch.jit.trace(model, images)
+
+    def test_other_methods_and_the_model_itself(self, images: torch.Tensor) -> None:
+        class Features(Small):
+            def features(self, x: torch.Tensor) -> torch.Tensor:
+                return self.layer1(self.conv1(x))
+
+        inject(part := Features(), Dropout(0.4), layers="layer1.*")
+        with pytest.raises(InjectionError, match="at 'layer1.0' inside torch.jit.trace"):
+            torch.jit.trace_module(part, {"features": images})
+        whole = Small()
+        inject(whole, Dropout(0.4), layers=whole)
+        with pytest.raises(InjectionError, match="inside torch.jit.trace"):
+            torch.jit.trace(whole, images)
+
+    def test_after_a_refusal_the_training_goes_on(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(4))
+        with pytest.raises(InjectionError):
+            torch.jit.trace(model, images)
+        drop.step(4)
+        assert not torch.equal(model(images), model(images))
+        assert model.training
+
+    @pytest.mark.parametrize("off", [without_hooks, lambda model: find(model).disabled()], ids=["without_hooks", "off"])
+    def test_without_the_hooks_it_is_the_clean_models(
+        self, model: Small, images: torch.Tensor, off: Callable[[nn.Module], AbstractContextManager[Any]]
+    ) -> None:
+        clean = torch.jit.trace(copy.deepcopy(model), images, check_trace=False)
+        everywhere(model)
+        with off(model):
+            hooked = torch.jit.trace(model, images, check_trace=False)
+        assert traced_nodes(hooked) == traced_nodes(clean)
+        assert len(find(model)) == 5
+        assert not torch.equal(model(images), model(images))
+
+    @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+    @pytest.mark.parametrize("mode", ["TRAINING", "PRESERVE"])
+    def test_onnx_by_a_trace_is_refused(self, model: Small, images: torch.Tensor, mode: str) -> None:
+        pytest.importorskip("onnx")
+        inject(model, Dropout(0.4), layers="fc")
+        with pytest.raises(InjectionError, match="inside torch.jit.trace"):
+            torch.onnx.export(
+                model, (images,), io.BytesIO(), dynamo=False, training=getattr(torch.onnx.TrainingMode, mode)
+            )
+
+
+class Only(nn.Module):
+    """One site, in which no element is 0 by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Hardtanh(1.0, 2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+X = torch.ones(64, 16, 12, 12)
+
+
+def zeroed(y: torch.Tensor) -> float:
+    return (y == 0).float().mean().item()
+
+
+class TestExportsOfATraining:
+    """`torch.export` in train mode may be meant: it draws anew at each call, at the rate that it was exported with."""
+
+    @tells_exports
+    @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+    @pytest.mark.parametrize("strict", [True, False])
+    @pytest.mark.parametrize("regularizer", [DropBlock(0.4, 3, normalize=None), Dropout(0.4)], ids=name_of)
+    def test_an_export_draws_at_the_rate_of_its_moment_and_it_is_told(self, regularizer: Any, strict: bool) -> None:
+        model = Only()
+        drop = inject(model, regularizer, layers="inner", schedule=LinearSchedule(2))
+        drop.step()
+        with pytest.warns(HookdropWarning) as caught:
+            program = torch.export.export(model, (X,), strict=strict).module()
+        ours = [warning for warning in caught if warning.category is HookdropWarning]
+        assert [str(warning.message) for warning in ours] == [
+            f"torch.export in train mode: the program keeps {drop.name!r}, at the rate of this moment for good.\n"
+            "  export in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
+        ]
+        drop.step()
+        assert zeroed(program(X)) == pytest.approx(0.2, abs=0.03)
+        assert not torch.equal(program(X), program(X))
+        assert zeroed(model(X)) == pytest.approx(0.4, abs=0.03)
+
+    @tells_exports
+    @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
+    @pytest.mark.parametrize("regularizer", [DropBlock(0.4, 3), Dropout(0.4)], ids=name_of)
+    def test_a_model_can_be_copied_after_an_export_of_any_shape(self, regularizer: nn.Module) -> None:
+        """Nothing of the export's symbols stays on a hook."""
+        model = Only()
+        drop = inject(model, regularizer, layers="inner", schedule=LinearSchedule(2))
+        drop.step()
+        dims = {"x": {0: torch.export.Dim("b"), 2: torch.export.Dim("h"), 3: torch.export.Dim("w")}}
+        torch.export.export(model, (X,), dynamic_shapes=dims, strict=False)
+        drop.step()
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert find(twin)[0].p == 0.4
+        assert drop.probe(X).dropped == pytest.approx(0.4, abs=0.03)
+
+    def test_make_fx_draws_at_the_rate_of_its_moment(self) -> None:
+        """Of operations alone, as the compiler uses it: nothing is told, and nothing of its symbols stays."""
+        model = Only()
+        drop = inject(model, Dropout2d(0.4), layers="inner", schedule=LinearSchedule(2))
+        drop.step()
+        graph = make_fx(model, tracing_mode="symbolic")(X)
+        drop.step()
+        assert zeroed(graph(X)) == pytest.approx(0.2, abs=0.05)
+        assert not torch.equal(graph(X), graph(X))
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert find(twin)[0].p == 0.4
+
+
+class TestScripts:
+    def test_a_hooked_model_is_not_scripted_and_it_says_how(self, model: Small) -> None:
+        inject(model, Dropout(0.4), layers="fc")
+        with pytest.raises(AttributeError, match=r"torch.jit.script does not take(.|\n)*without_hooks\(model\)"):
+            torch.jit.script(model)
+
+    @pytest.mark.parametrize("at", ["output", "input"])
+    def test_a_script_without_hooks_and_after_it_the_hooks_are_back(
+        self, model: Small, images: torch.Tensor, at: str
+    ) -> None:
+        clean = torch.jit.script(copy.deepcopy(model))
+        drop = inject(model, Dropout(0.4), layers=["fc", "layer1.*"], at=at)
+        places = [dict(getattr(m, f"_forward_{'pre_' if at == 'input' else ''}hooks")) for m in model.modules()]
+        with without_hooks(model):
+            scripted = torch.jit.script(model)
+        assert scripted.code == clean.code
+        assert torch.equal(scripted.eval()(images), model.eval()(images))
+        assert [dict(getattr(m, f"_forward_{'pre_' if at == 'input' else ''}hooks")) for m in model.modules()] == places
+        assert find(model) == (drop,)
+        model.train()
+        with drop.measuring() as m:
+            model(images)
+        assert m.calls == 3
+
+    def test_a_script_that_fails_leaves_the_hooks(self, model: Small) -> None:
+        drop = inject(model, Dropout(0.4), layers="fc")
+        model.forward = lambda x: x  # type: ignore[method-assign]
+        with pytest.raises(Exception, match="."), without_hooks(model):
+            torch.jit.script(model)
+        assert find(model) == (drop,)
+
+
+class Names(nn.Module):
+    """A container that returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        return {"features": [self.layer(x)]}
+
+
+class Unpacks(Names):
+    """A container that takes one."""
+
+    def forward(self, names: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        return self.layer(names["features"][0])
+
+
+class TestSymbolicTraces:
+    """A `GraphModule` has the model's own layers, and their hooks; what is inside a container is all that is left of it."""
+
+    def test_layers_keep_their_hooks(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, Dropout(0.4), layers=["**.bn1", "fc"], schedule=LinearSchedule(2))
+        graph = torch.fx.symbolic_trace(model)
+        assert find(graph) == (drop,)
+        find(graph).step(2)
+        assert drop.p == 0.4
+        assert not torch.equal(graph(images), graph(images))
+        drop.remove()
+        assert find(graph) == ()
+
+    @pytest.mark.parametrize("training", [True, False])
+    @pytest.mark.parametrize("at", ["output", "input"])
+    def test_containers_lose_theirs_and_it_is_told(
+        self, model: Small, images: torch.Tensor, at: str, training: bool
+    ) -> None:
+        clean = torch.fx.symbolic_trace(copy.deepcopy(model))
+        drop = inject(model, Dropout(0.4), layers=["layer1.*", "fc"], at=at)
+        model.train(training)
+        with pytest.warns(HookdropWarning) as caught:
+            graph = torch.fx.symbolic_trace(model)
+        where = "'layer1.0' (input)" if at == "input" else "'layer1.0'"
+        assert [str(warning.message) for warning in caught] == [
+            f"Dropout at {where} is not part of the graph: torch.fx traces through a module that has others in it, "
+            "and leaves its hooks behind.\n  hook layers without others in them, which keep theirs, or inject into the "
+            "GraphModule."
+        ]
+        assert graph.code == clean.code
+        assert [site.name for site in find(graph)[0].sites] == ["fc"]
+        assert len(drop.sites) == 3
+
+    @pytest.mark.parametrize("at", ["output", "input"])
+    def test_containers_of_dicts_lose_theirs_too(self, at: str) -> None:
+        model = nn.Sequential(Names(), Unpacks())
+        inject(model, Dropout(0.4), layers="0" if at == "output" else "1", at=at)
+        with pytest.warns(HookdropWarning, match="is not part of the graph"):
+            graph = torch.fx.symbolic_trace(model)
+        x = torch.ones(3, 4)
+        with torch.no_grad():
+            assert torch.equal(graph(x), model.eval()(x))
+
+    def test_the_models_own_is_lost_without_a_word(self, model: Small, images: torch.Tensor) -> None:
+        """`symbolic_trace` does not call the model, but its `forward`: nobody is there to tell."""
+        drop = inject(model, Dropout(0.4), layers=model)
+        graph = torch.fx.symbolic_trace(model)
+        assert find(graph) == ()
+        assert find(model) == (drop,)
+        assert torch.equal(graph(images), graph(images))
+
+    def test_a_graph_module_can_be_injected_into(self, model: Small, images: torch.Tensor) -> None:
+        graph = torch.fx.symbolic_trace(model)
+        drop = inject(graph, Dropout(0.4), layers=["layer1.*.bn1", "fc"])
+        assert [site.name for site in drop.sites] == ["layer1.0.bn1", "layer1.1.bn1", "fc"]
+        with drop.measuring() as m:
+            graph(images)
+        assert m.calls == 3
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            twin = copy.deepcopy(graph)
+        assert len(find(twin)[0].sites) == 3

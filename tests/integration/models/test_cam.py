@@ -1,0 +1,56 @@
+"""`observe.grad_cam` and `compare_cam`: the maps are the papers', and nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import interpolate
+
+from hookdrop import HookdropWarning
+from hookdrop.observe import capture, grad_cam
+
+pytest.importorskip("pytorch_grad_cam")
+from tests.support.cam import scaled
+
+
+class TestTransformers:
+    def test_vit_tokens_are_a_grid_behind_the_prefix(self) -> None:
+        timm = pytest.importorskip("timm")
+        model = timm.create_model("vit_tiny_patch16_224", img_size=(64, 96), depth=3, num_classes=5)
+        x = torch.randn(2, 3, 64, 96)
+        layer = "blocks.2.norm1"
+        model.eval()
+        with capture(model, layer, gradients=True) as seen:
+            model(x)[:, 3].sum().backward()
+        model.zero_grad()
+        maps, gradients = (
+            calls[0][:, 1:].unflatten(1, (4, 6)).permute(0, 3, 1, 2) for calls in (seen[layer], seen.gradients[layer])
+        )
+        expected = (gradients.mean((2, 3), keepdim=True) * maps).sum(1).relu()
+        resized = interpolate(scaled(expected)[:, None], (64, 96), mode="bilinear", align_corners=False)[:, 0]
+        assert torch.allclose(grad_cam(model, x, layer, 3), scaled(resized), atol=1e-3)
+
+    def test_a_class_token_alone_has_no_map_and_a_warning_says_where_there_is_one(self) -> None:
+        timm = pytest.importorskip("timm")
+        model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=5)
+        with pytest.warns(HookdropWarning, match="are 0 everywhere.*\n  in a vision transformer"):
+            assert not grad_cam(model, torch.randn(2, 3, 64, 64), "blocks.1", 1).any()
+
+    def test_swin_has_its_channels_last(self) -> None:
+        timm = pytest.importorskip("timm")
+        model = timm.create_model(
+            "swin_tiny_patch4_window7_224",
+            img_size=64,
+            window_size=2,
+            depths=(1, 1),
+            embed_dim=24,
+            num_heads=(1, 2),
+            num_classes=5,
+        )
+        x = torch.randn(2, 3, 64, 64)
+        with capture(model.eval(), "layers.1", gradients=True) as seen:
+            model(x)[:, 3].sum().backward()
+        maps, gradients = (calls["layers.1"][0].permute(0, 3, 1, 2) for calls in (seen, seen.gradients))
+        expected = (gradients.mean((2, 3), keepdim=True) * maps).sum(1).relu()
+        resized = interpolate(scaled(expected)[:, None], (64, 64), mode="bilinear", align_corners=False)[:, 0]
+        assert torch.allclose(grad_cam(model, x, "layers.1", 3), scaled(resized), atol=1e-3)

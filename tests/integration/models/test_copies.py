@@ -1,0 +1,77 @@
+"""Copies are whole: deepcopy, EMA, pickle, torch.save, fresh and spawned processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from hookdrop import (
+    DropBlock,
+    Dropout,
+    Injection,
+    InjectionError,
+    LinearSchedule,
+    find,
+    inject,
+)
+from tests.support.nets import Small
+
+
+@pytest.fixture
+def drop(model: Small) -> Injection:
+    injection = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10), p_scale="depth")
+    injection.seek(5)
+    return injection
+
+
+def test_timms_ema(model: Small, drop: Injection, images: torch.Tensor) -> None:
+    from timm.utils import ModelEmaV3
+
+    ema = ModelEmaV3(model, decay=0.5)
+    ema.update(model)
+    assert torch.equal(ema.module(images), ema.module(images))
+    (own,) = find(ema)
+    with own.sampling():
+        assert not torch.equal(ema.module(images), ema.module(images))
+    own.remove()
+    assert drop.p == 0.2
+    assert len(find(model)) == 1
+
+
+def test_sampling_on_an_ema_copy_at_rate_0_is_an_error(model: Small) -> None:
+    """The copy's step count is its own: it was made at step 0 and never stepped."""
+    from timm.utils import ModelEmaV3
+
+    drop = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10))
+    ema = ModelEmaV3(model)
+    drop.step(10)
+    with pytest.raises(InjectionError, match=r"sampling at rate 0(.|\n)*an EMA, has a count of its own"):
+        with find(ema)[0].sampling():
+            pass
+    find(ema)[0].load_state_dict(drop.state_dict())
+    with find(ema)[0].sampling():
+        assert find(ema)[0].p == 0.4
+
+
+@pytest.mark.parametrize("wrapper", ["ModelEmaV2", "ModelEmaV3", "AveragedModel"])
+def test_an_average_that_only_validates_is_not_told_to_train(wrapper: str, model: Small, images: torch.Tensor) -> None:
+    """Its weights are written to and it runs in eval mode only, as it should."""
+    inject(model, Dropout(0.4), layers="layer1.*")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    if wrapper == "AveragedModel":
+        average: nn.Module = AveragedModel(model)
+        update = average.update_parameters
+    else:
+        average = getattr(pytest.importorskip("timm").utils, wrapper)(model)
+        update = average.update
+    small = images[:, :, :4, :4]
+    for _ in range(25):
+        model(small).sum().backward()
+        optimizer.step()
+        update(model)
+        average.eval()
+        with torch.no_grad():
+            average.module(small)
+    assert find(average).check() == []

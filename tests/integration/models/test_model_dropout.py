@@ -1,0 +1,121 @@
+"""The dropout that models come with: found, changed, given back; and residual dropout for those that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import InjectionError, LayerError
+from hookdrop.recipes import report_dropout, residual_dropout, set_dropout
+from tests.support.dropout_models import (
+    SIZE,
+    TOKENS,
+    AnyName,
+    Heir,
+    Inherited,
+    NotSelf,
+    OfAModule,
+    TwoRates,
+    bert,
+    gpt2,
+    llama,
+    transformers,
+)
+
+
+def lora(lora_dropout: float) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, num_key_value_heads=2, vocab_size=50))
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], lora_dropout=lora_dropout))
+
+
+class TestTheReport:
+    def test_says_what_is_read_from_the_configuration(self) -> None:
+        config = transformers.Wav2Vec2Config(**SIZE, conv_dim=(16,), conv_stride=(2,), conv_kernel=(2,), layerdrop=0.1)
+        report = report_dropout(transformers.Wav2Vec2Model(config))
+        assert report.out_of_reach == {"Wav2Vec2Encoder.forward reads config.layerdrop": ["encoder"]}
+
+
+class TestWhatIsRead:
+    @pytest.mark.parametrize("model", [AnyName(), OfAModule(), NotSelf(), Heir(), Inherited(0.1), TwoRates()])
+    def test_what_is_in_reach_is_not_told_as_out_of_it(self, model: nn.Module) -> None:
+        assert report_dropout(model).out_of_reach == {}
+
+    @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+    def test_the_dropout_of_lora_is_in_reach(self) -> None:
+        """PEFT calls it as `dropout = self.lora_dropout[name]; dropout(x)`."""
+        model = lora(0.1)
+        report = report_dropout(model)
+        names = [rate.name for rate in report.rates if rate.value]
+        assert names == [f"model.layers.{i}.self_attn.q_proj.lora_dropout.default" for i in (0, 1)]
+        assert report.out_of_reach == {}
+
+
+class TestSetting:
+    @pytest.fixture
+    def model(self) -> Any:
+        return nn.Sequential(nn.Dropout(0.1), nn.LSTM(4, 4, 2, dropout=0.2), nn.Sequential(nn.Dropout(0.3)))
+
+    def test_changes_no_state_dict_and_no_configuration(self) -> None:
+        model = llama(attention_dropout=0.3)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        set_dropout(model, 0.5)
+        assert model.config.attention_dropout == 0.3
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2},
+    "Mistral": {"num_key_value_heads": 2},
+    "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 2},
+    "Qwen2": {"num_key_value_heads": 2},
+    "Gemma2": {"num_key_value_heads": 2, "head_dim": 8},
+    "Olmo2": {"num_key_value_heads": 2},
+    "Phi": {},
+    "GPTNeoX": {},
+    "Cohere": {"num_key_value_heads": 2},
+}
+
+
+class TestResidualDropout:
+    @pytest.mark.parametrize("name", DECODERS)
+    @pytest.mark.filterwarnings("ignore:.*token_id")
+    def test_all_that_a_layer_adds_is_dropped_at_rate_1_and_nothing_else(self, name: str) -> None:
+        config = getattr(transformers, f"{name}Config")(**SIZE, vocab_size=50, pad_token_id=0, **DECODERS[name])
+        model = getattr(transformers, f"{name}Model")(config).train()
+        drop = residual_dropout(model, p=1.0)
+        states = model(**TOKENS, output_hidden_states=True).hidden_states
+        assert len(drop.sites) == 4
+        assert torch.equal(states[1], states[0])
+        drop.remove()
+        states = model(**TOKENS, output_hidden_states=True).hidden_states
+        assert not torch.equal(states[1], states[0])
+
+    def test_drops_p_of_the_hidden_states(self) -> None:
+        model = llama().train()
+        drop = residual_dropout(model, p=0.3)
+        measured = drop.probe(torch.randint(0, 50, (8, 64)))
+        assert measured.dropped == pytest.approx(0.3, abs=0.01)  # of 65,536 elements: 5 standard errors
+
+    @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+    @pytest.mark.parametrize("lora_dropout", [0.0, 0.1])
+    def test_is_found_inside_a_language_model_and_under_peft(self, lora_dropout: float) -> None:
+        assert residual_dropout(lora(lora_dropout)).sites[0].name.endswith("layers.0.self_attn")
+
+    def test_a_model_that_ships_with_it_on_is_refused(self) -> None:
+        with pytest.raises(InjectionError, match=r"already has dropout: h\.0\.attn\.resid_dropout is 0\.1") as told:
+            residual_dropout(gpt2())
+        assert "set_dropout" in str(told.value)
+
+    def test_a_model_that_ships_with_it_off_is_taken(self) -> None:
+        assert len(residual_dropout(gpt2(resid_pdrop=0.0, embd_pdrop=0.0)).sites) == 4
+
+    def test_attention_dropout_is_another_thing(self) -> None:
+        assert residual_dropout(llama(attention_dropout=0.1)).sites
+
+    def test_an_encoder_is_none(self) -> None:
+        with pytest.raises(LayerError, match="finds nothing to do in BertModel"):
+            residual_dropout(bert())

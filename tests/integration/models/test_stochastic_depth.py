@@ -1,0 +1,422 @@
+"""Stochastic depth as a recipe: against the libraries' own, and where they have none, at rate 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath as TimmDropPath
+from torch import Tensor, nn
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.swin_transformer import SwinTransformer
+from torchvision.ops import StochasticDepth
+
+from hookdrop import InjectionError, LayerError
+from hookdrop.recipes import stochastic_depth
+from hookdrop.recipes.branches import branch_ends
+
+timm = pytest.importorskip("timm")
+
+
+torchvision = pytest.importorskip("torchvision")
+
+
+P = 0.3
+
+
+def in_float32(name: str, index: int, count: int) -> float:
+    """The factors of timm's transformers, whose rates are a float32 `linspace`."""
+    return torch.linspace(0, P, count)[index].item() / P
+
+
+def of_all(name: str, index: int, count: int) -> float:
+    """The factors of EfficientNets, which never reach 1."""
+    return index / count
+
+
+TIMM: dict[str, tuple[dict[str, Any], Any]] = {
+    "resnet26": ({}, "depth_from_zero"),
+    "seresnet50": ({}, "depth_from_zero"),
+    "skresnet18": ({}, "depth_from_zero"),
+    "rexnet_100": ({}, "depth_from_zero"),
+    "xception41": ({}, "depth_from_zero"),
+    "convnext_atto": ({}, in_float32),
+    "vit_tiny_patch16_224": ({"img_size": 64}, in_float32),
+    "deit_tiny_patch16_224": ({"img_size": 64}, in_float32),
+    "swin_tiny_patch4_window7_224": ({"img_size": 56}, in_float32),
+    "efficientnet_lite0": ({}, of_all),
+    "mobilenetv3_small_050": ({}, of_all),
+}
+
+
+def tiny_swin(p: float) -> nn.Module:
+    return SwinTransformer([4, 4], 12, [2, 2], [2, 2], [7, 7], stochastic_depth_prob=p, num_classes=5)
+
+
+def tiny_convnext(p: float) -> nn.Module:
+    return ConvNeXt([CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 2)], stochastic_depth_prob=p, num_classes=5)
+
+
+TORCHVISION: dict[str, tuple[Callable[[float], nn.Module], Any]] = {
+    "ConvNeXt": (tiny_convnext, "depth_from_zero"),
+    "Swin": (tiny_swin, "depth_from_zero"),
+    "EfficientNet": (lambda p: torchvision.models.efficientnet_b0(stochastic_depth_prob=p, num_classes=5), of_all),
+}
+
+
+def awake(model: nn.Module) -> nn.Module:
+    """The model with no norm's weight and no layer scale near 0, where branches would start with nothing in them."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or "layer_scale" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def run(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output and every gradient of a training step from seed 5."""
+    model.train()
+    torch.manual_seed(5)
+    out = model(x)
+    out.square().sum().backward()
+    return [out, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def assert_the_same(native: nn.Module, clean: nn.Module, x: Tensor, without: Tensor) -> None:
+    ours, theirs = run(clean, x), run(native, x)
+    assert len(ours) == len(theirs)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not torch.equal(ours[0], without)
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_outputs_and_gradients_are_those_of_timms_drop_path_rate(name: str) -> None:
+    settings, p_scale = TIMM[name]
+    torch.manual_seed(0)
+    native = awake(timm.create_model(name, drop_path_rate=P, num_classes=5, **settings))
+    clean = timm.create_model(name, drop_path_rate=0.0, num_classes=5, **settings)
+    clean.load_state_dict(native.state_dict())
+    x = torch.randn(4, 3, settings.get("img_size", 64), settings.get("img_size", 64))
+    without = run(clean, x)[0]
+    clean.zero_grad()
+    clean.load_state_dict(native.state_dict())
+    stochastic_depth(clean, p=P, p_scale=p_scale, regularizer=lambda p: TimmDropPath(p))
+    assert_the_same(native, clean, x, without)
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_outputs_and_gradients_are_those_of_torchvisions_stochastic_depth_prob(name: str) -> None:
+    make, p_scale = TORCHVISION[name]
+    torch.manual_seed(0)
+    native, clean = awake(make(P)), make(0.0)
+    clean.load_state_dict(native.state_dict())
+    x = torch.randn(4, 3, 56, 56)
+    without = run(clean.eval(), x)[0]
+    clean.zero_grad()
+    clean.load_state_dict(native.state_dict())
+    stochastic_depth(clean, p=P, p_scale=p_scale, regularizer=lambda p: StochasticDepth(p, "row"))
+    assert_the_same(native, clean, x, without)
+
+
+class TestWhereTheLibraryHasNone:
+    """With every branch dropped a residual block is what its skip makes of it."""
+
+    def test_torchvisions_resnet_is_its_skips(self) -> None:
+        model = torchvision.models.resnet50(num_classes=5).train()
+        stochastic_depth(model, p=1.0, p_scale=None)
+        x = torch.rand(2, 64, 16, 16)
+        for block in (*model.layer1, *model.layer2):
+            skip = block.downsample[0](x) if block.downsample else x
+            wanted = F.relu(F.batch_norm(skip, None, None, *norm(block), training=True)) if block.downsample else x
+            x = block(x)
+            torch.testing.assert_close(x, wanted)
+
+    def test_torchvisions_vit_is_its_embeddings(self) -> None:
+        model = torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=5).train()
+        stochastic_depth(model, p=1.0, p_scale=None)
+        x = torch.randn(3, 17, 16)
+        assert torch.equal(model.encoder.layers(x), x)
+
+    @pytest.mark.parametrize("kind", ["ViT", "CLIP", "BERT", "T5", "LLaMA", "GPT-2"])
+    def test_transformers_layers_are_their_skips(self, kind: str) -> None:
+        transformers = pytest.importorskip("transformers")
+        size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        tokens = {"input_ids": torch.arange(6)[None]}
+        if kind == "ViT":
+            model = transformers.ViTModel(transformers.ViTConfig(**size, image_size=32, patch_size=8))
+            tokens = {"pixel_values": torch.randn(1, 3, 32, 32)}
+        elif kind == "CLIP":
+            model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**size, image_size=32, patch_size=8))
+            tokens = {"pixel_values": torch.randn(1, 3, 32, 32)}
+        elif kind == "BERT":
+            model = transformers.BertModel(transformers.BertConfig(**size, vocab_size=50, hidden_dropout_prob=0.0))
+        elif kind == "T5":
+            sizes = {"d_model": 16, "num_layers": 2, "num_heads": 2, "d_kv": 8, "d_ff": 16, "dropout_rate": 0.0}
+            model = transformers.T5EncoderModel(transformers.T5Config(**sizes, vocab_size=50))
+        elif kind == "LLaMA":
+            model = transformers.LlamaModel(transformers.LlamaConfig(**size, num_key_value_heads=2, vocab_size=50))
+        else:
+            config = transformers.GPT2Config(
+                n_embd=16, n_layer=2, n_head=2, vocab_size=50, embd_pdrop=0.0, resid_pdrop=0.0
+            )
+            model = transformers.GPT2Model(config)
+        plain = model.train()(**tokens, output_hidden_states=True).hidden_states
+        stochastic_depth(model, p=1.0, p_scale=None)
+        states = model(**tokens, output_hidden_states=True).hidden_states
+        if kind == "BERT":  # its norms are on the skip
+            layer = model.encoder.layer[0]
+            assert torch.equal(states[1], layer.output.LayerNorm(layer.attention.output.LayerNorm(states[0])))
+        else:
+            assert torch.equal(states[1], states[0])
+        assert not torch.equal(plain[1], plain[0])
+
+    @pytest.mark.parametrize("norm_first", [True, False])
+    @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "UniSpeech"])
+    def test_audio_encoders_are_their_skips(self, kind: str, norm_first: bool) -> None:
+        transformers = pytest.importorskip("transformers")
+        size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        convolutions = {"conv_dim": (16,), "conv_stride": (4,), "conv_kernel": (4,), "num_conv_pos_embeddings": 4}
+        off = {"hidden_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0, "feat_proj_dropout": 0.0}
+        groups = {"num_conv_pos_embedding_groups": 2, "do_stable_layer_norm": norm_first}
+        config = getattr(transformers, f"{kind}Config")(**size, **convolutions, **off, **groups)
+        model = getattr(transformers, f"{kind}Model")(config).train()
+        drop = stochastic_depth(model, p=1.0, p_scale=None)
+        assert [site.name for site in drop.sites][:2] == ["encoder.layers.0.attention", "encoder.layers.0.feed_forward"]
+        before, after, _ = model(torch.randn(2, 400), output_hidden_states=True).hidden_states
+        if not norm_first:  # its norms are on the skip
+            layer = model.encoder.layers[0]
+            before = layer.final_layer_norm(layer.layer_norm(before))
+        assert torch.equal(after, before)
+        with drop.disabled():
+            before, after, _ = model(torch.randn(2, 400), output_hidden_states=True).hidden_states
+        assert not torch.equal(after, before)
+
+    @staticmethod
+    def encoder_decoder(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
+        transformers = pytest.importorskip("transformers")
+        size = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 2, "decoder_layers": 2}
+        size |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 50, "dropout": 0.0}
+        size |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        inputs = {"input_ids": torch.arange(3, 9)[None]}
+        if kind == "Whisper":
+            size |= {"num_mel_bins": 8, "max_source_positions": 10}
+            inputs = {"input_features": torch.randn(1, 8, 20)}
+        model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**size))
+        return model, {**inputs, "decoder_input_ids": torch.arange(3, 9)[None]}
+
+    @pytest.mark.parametrize("kind", ["Whisper", "MBart", "Pegasus", "Bart", "Marian"])
+    def test_encoder_decoders_are_their_skips(self, kind: str) -> None:
+        model, inputs = self.encoder_decoder(kind)
+        drop = stochastic_depth(model.train(), p=1.0, p_scale=None)
+        assert len(drop.sites) == 2 * 2 + 2 * 3
+        for part, layers in (("encoder", model.encoder.layers), ("decoder", model.decoder.layers)):
+            before, after, *_ = model(**inputs, output_hidden_states=True)[f"{part}_hidden_states"]
+            if kind in ("Bart", "Marian"):  # their norms are on the skip
+                for name in ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"):
+                    before = getattr(layers[0], name, nn.Identity())(before)
+            assert torch.equal(after, before)
+            with drop.disabled():
+                before, after, *_ = model(**inputs, output_hidden_states=True)[f"{part}_hidden_states"]
+            assert not torch.equal(after, before)
+
+    def test_a_sample_of_whisper_skips_a_branch_as_a_whole(self) -> None:
+        model, inputs = self.encoder_decoder("Whisper")
+        drop = stochastic_depth(model.train(), p=0.5, p_scale=None)
+        samples = {name: value.expand(16, *value.shape[1:]) for name, value in inputs.items()}
+        with drop.recording() as seen:
+            model(**samples)
+        for record in seen.values():
+            assert len(record.mask) == 16
+            assert (record.mask.flatten(1).all(1) | ~record.mask.flatten(1).any(1)).all()
+
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            "models.opt.modeling_opt.OPTDecoderLayer",
+            "models.fsmt.modeling_fsmt.EncoderLayer",
+            "models.pegasus_x.modeling_pegasus_x.PegasusXEncoderLayer",
+            "models.qwen2_5_omni.modeling_qwen2_5_omni.Qwen2_5OmniAudioEncoderLayer",
+        ],
+    )
+    def test_layers_that_call_their_parts_with_other_axes_are_not_recognized(self, kind: str) -> None:
+        """Whole tokens or times would be dropped instead of samples."""
+        pytest.importorskip("transformers")
+        module, _, name = kind.rpartition(".")
+        library = pytest.importorskip(f"transformers.{module}")
+        config: Any = {
+            "OPTDecoderLayer": lambda: library.OPTConfig(hidden_size=16, ffn_dim=16, num_attention_heads=2),
+            "EncoderLayer": lambda: library.FSMTConfig(d_model=16, encoder_ffn_dim=16, encoder_attention_heads=2),
+            "PegasusXEncoderLayer": lambda: library.PegasusXConfig(
+                d_model=16, encoder_ffn_dim=16, encoder_attention_heads=2
+            ),
+            "Qwen2_5OmniAudioEncoderLayer": lambda: library.Qwen2_5OmniAudioEncoderConfig(
+                d_model=16, encoder_ffn_dim=16, encoder_attention_heads=2
+            ),
+        }[name]()
+        extra = {"stagger_blocks_this_layer": False} if name.startswith("Pegasus") else {}
+        layer = getattr(library, name)(config=config, **extra)
+        assert {"self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"} <= set(layer._modules)
+        assert branch_ends(layer) is None
+
+
+def norm(block: Any) -> tuple[Tensor, Tensor]:
+    return block.downsample[1].weight, block.downsample[1].bias
+
+
+class TestRates:
+    def test_grow_from_zero_to_p_over_the_blocks(self) -> None:
+        rates = [site.p for site in stochastic_depth(torchvision.models.resnet18(), p=0.7).sites]
+        assert rates == pytest.approx([0.1 * i for i in range(8)])
+
+    def test_of_the_paper_start_above_zero(self) -> None:
+        rates = [site.p for site in stochastic_depth(torchvision.models.resnet18(), p=0.8, p_scale="depth").sites]
+        assert rates == pytest.approx([0.1 * i for i in range(1, 9)])
+
+    def test_are_one_for_both_branches_of_a_transformers_block(self) -> None:
+        drop = stochastic_depth(timm.create_model("vit_tiny_patch16_224"), p=0.11)
+        pairs = [(site.name, site.p) for site in drop.sites][2:4]
+        assert pairs == [("blocks.1.drop_path1", pytest.approx(0.01)), ("blocks.1.drop_path2", pytest.approx(0.01))]
+
+    def test_count_blocks_without_a_skip_as_the_libraries_do(self) -> None:
+        model = timm.create_model("efficientnet_lite0", drop_path_rate=0.0)
+        assert branch_ends(model.blocks[1][0]) == ()  # it changes the resolution
+        drop = stochastic_depth(model, p=0.16)
+        assert drop.sites[0].name == "blocks.1.1.drop_path"
+        assert drop.sites[0].p == pytest.approx(0.16 * 2 / 15)
+
+    def test_mode_batch_drops_all_samples_together(self) -> None:
+        model = torchvision.models.resnet18(num_classes=5).train()
+        drop = stochastic_depth(model, p=0.5, mode="batch", p_scale=None)
+        assert "mode='batch'" in drop.sites[0].regularizer
+
+    def test_a_mode_beside_a_regularizer_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match="mode='batch' is DropPath's"):
+            stochastic_depth(torchvision.models.resnet18(), mode="batch", regularizer=TimmDropPath)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: timm.create_model("vit_tiny_patch16_224", drop_path_rate=0.1), "blocks.1.drop_path1"),
+        (lambda: timm.create_model("resnet26", drop_path_rate=0.1), "layer1.1.drop_path"),
+        (lambda: torchvision.models.convnext_tiny(), "features.1.1.stochastic_depth"),
+    ],
+)
+def test_a_model_that_has_it_on_is_refused_by_name_and_rate(make: Callable[[], nn.Module], name: str) -> None:
+    with pytest.raises(InjectionError, match=rf"has it on already: '{name}' is a \w+ at 0\.") as told:
+        stochastic_depth(make())
+    assert "drop_path_rate=0." in str(told.value)
+    assert "set_dropout" in str(told.value)
+
+
+def test_a_model_whose_own_was_set_to_zero_is_taken() -> None:
+    from hookdrop.recipes import set_dropout
+
+    model = torchvision.models.convnext_tiny()
+    set_dropout(model, {"**.stochastic_depth": 0.0})
+    assert len(stochastic_depth(model).sites) == 18
+
+
+def test_blocks_that_only_change_the_resolution_have_nothing_to_drop() -> None:
+    with pytest.raises(LayerError, match="finds nothing to do"):
+        stochastic_depth(timm.create_model("mobilenetv1_100"))
+
+
+def test_two_convolutions_in_a_row_are_no_branch() -> None:
+    """As in a U-Net: to drop their output is to drop all there is."""
+    layers = {
+        "conv1": nn.Conv2d(3, 3, 3),
+        "bn1": nn.BatchNorm2d(3),
+        "conv2": nn.Conv2d(3, 3, 3),
+        "bn2": nn.BatchNorm2d(3),
+    }
+    with pytest.raises(LayerError, match="finds nothing to do"):
+        stochastic_depth(nn.ModuleDict({"pair": nn.ModuleDict(layers)}))
+
+
+def test_a_block_that_owns_its_model_is_found_within_a_wrapper() -> None:
+    model = torch.nn.DataParallel(torchvision.models.resnet18())
+    assert stochastic_depth(model).sites[0].name == "layer1.0.bn2"
+
+
+@pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
+def test_one_block_alone_can_not_grow() -> None:
+    model = nn.Sequential(torchvision.models.resnet18().layer1[0])
+    with pytest.raises(ValueError, match="depth_from_zero"):
+        stochastic_depth(model)
+    assert stochastic_depth(model, p_scale="depth").sites[0].p == pytest.approx(0.1)
+
+
+class TestBlocksOfOthers:
+    """What people write themselves: a place is the end of a branch, or there is none."""
+
+    @staticmethod
+    def block(*extra: str, downsample: bool = True) -> nn.Module:
+        parts = {
+            "conv1": nn.Conv2d(4, 4, 1),
+            "bn1": nn.BatchNorm2d(4),
+            "conv2": nn.Conv2d(4, 4, 1),
+            "bn2": nn.BatchNorm2d(4),
+        }
+        parts |= {name: nn.Identity() for name in extra}
+        module = nn.Module()
+        for name, part in parts.items():
+            module.add_module(name, part)
+        if downsample:
+            module.downsample = None
+        return module
+
+    def test_a_gate_ends_the_branch(self) -> None:
+        model = nn.ModuleList([self.block("se"), self.block("se")])
+        assert [site.name for site in stochastic_depth.plan(model).sites] == ["0.se", "1.se"]
+
+    def test_a_block_that_begins_with_its_norm_is_not_known(self) -> None:
+        block = self.block()
+        names = ("bn1", "conv1", "bn2", "conv2")
+        parts = dict(block.named_children())
+        block._modules.clear()
+        block._modules.update({name: parts[name] for name in names})
+        assert branch_ends(block) is None
+
+    def test_a_number_called_drop_path_is_no_place(self) -> None:
+        """It would count as a block, and shift the rates of all others."""
+        stages = [nn.Sequential(self.block(), self.block()), nn.Sequential(self.block())]
+        for stage in stages:
+            stage.drop_path = 0.0
+        rates = [site.p for site in stochastic_depth.plan(nn.Sequential(*stages), p=0.2).sites]
+        assert rates == pytest.approx([0.0, 0.1, 0.2])
+
+    def test_a_number_called_drop_path_above_zero_is_stochastic_depth(self) -> None:
+        block = self.block()
+        block.drop_path = 0.2
+        with pytest.raises(InjectionError, match=r"on already: 1\.drop_path is 0\.2"):
+            stochastic_depth(nn.Sequential(self.block(), block))
+
+    def test_a_shared_place_can_not_have_two_rates(self) -> None:
+        blocks, shared = [self.block(), self.block()], nn.Identity()
+        for block in blocks:
+            block.drop_path = shared
+        with pytest.raises(LayerError, match=r"'0\.drop_path' and '1\.drop_path' are one module"):
+            stochastic_depth(nn.Sequential(*blocks))
+
+    def test_layers_of_unknown_kind_among_known_ones_are_told(self) -> None:
+        other = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        plan = stochastic_depth.plan(nn.ModuleDict({"layers": nn.ModuleList([self.block(), other, self.block()])}))
+        assert plan.warnings == [
+            "skipped 1 of the 3 layers of 'layers', which the recipe does not recognize: 'layers.1'."
+        ]
+
+    @pytest.mark.parametrize("library", ["BERT", "GPT-2"])
+    def test_cross_attention_is_a_branch(self, library: str) -> None:
+        transformers = pytest.importorskip("transformers")
+        if library == "BERT":
+            size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+            config = transformers.BertConfig(**size, vocab_size=50, is_decoder=True, add_cross_attention=True)
+            names = [site.name for site in stochastic_depth.plan(transformers.BertModel(config)).sites]
+        else:
+            config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, add_cross_attention=True)
+            names = [site.name for site in stochastic_depth.plan(transformers.GPT2Model(config)).sites]
+        assert len(names) == 6
+        assert sum("crossattention" in name for name in names) == 2

@@ -1,0 +1,129 @@
+"""What breaks hooks elsewhere, and has no file of its own: odd tensors, operations in place, layers that are not called."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import (
+    Dropout,
+    HookdropWarning,
+    LayerError,
+    inject,
+    plan,
+)
+
+# --- never called
+
+
+class Direct(nn.Module):
+    """Calls a part by its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc.forward(x)
+
+
+def torchvision_model(name: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import torchvision
+
+        return torchvision.models.get_model(name, weights=None)
+
+    return make
+
+
+def timm_model(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import timm
+
+        return timm.create_model(name, **settings)
+
+    return make
+
+
+def images(size: int) -> torch.Tensor:
+    return torch.randn(1, 3, size, size)
+
+
+NARROW = {"img_size": 32, "depth": 1, "embed_dim": 32, "num_heads": 2}
+
+
+NEVER = {
+    "called by .forward()": (Direct, torch.ones(2, 8), "fc", "f?"),
+    "torchvision swin attn.qkv": (torchvision_model("swin_t"), images(32), "features.1.0.attn.qkv", "**.attn.qkv"),
+    "torchvision swin attn.proj": (torchvision_model("swin_t"), images(32), "features.1.0.attn.proj", "**.attn.proj"),
+    "timm beit attn.qkv": (timm_model("beit_base_patch16_224", **NARROW), images(32), "blocks.0.attn.qkv", "**.qkv"),
+    "timm eva attn.qkv": (
+        timm_model("eva_giant_patch14_224", **NARROW | {"img_size": 28}), images(28), "blocks.0.attn.qkv", "**.qkv",
+    ),
+    "timm attn_drop under fused attention": (
+        timm_model("vit_tiny_patch16_224", **NARROW), images(32), "blocks.0.attn.attn_drop", "**.attn_drop",
+    ),
+    "timm efficientnet drop_path": (
+        timm_model("test_efficientnet"), images(32), "blocks.0.0.drop_path", "blocks.0.*.drop_path",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NEVER.values(), ids=NEVER)
+def test_never_called(case: tuple[Callable[[], nn.Module], torch.Tensor, str, str]) -> None:
+    """Weights used directly, branches not taken: an error if named, a warning if matched, told later without example."""
+    make, x, name, pattern = case
+    model = make()
+    with pytest.raises(LayerError, match="is not called in a forward: a hook on it never fires"):
+        inject(model, Dropout(0.3), layers=name, example_input=x)
+    with pytest.warns(HookdropWarning, match=r"sites? never called in an eval forward, where a hook does not fire"):
+        inject(model, Dropout(0.3), layers=pattern, example_input=x).remove()
+    drop = inject(model, Dropout(0.3), layers=name)
+    model(torch.cat([x, x]))
+    drop.seek(1)
+    assert [text.partition("\n")[0] for text in drop.check()] == [
+        f"'dropout': {name!r} never ran, so nothing is dropped there."
+    ]
+
+
+# --- called more than once
+
+
+def hf_vit() -> nn.Module:
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32, "patch_size": 8}
+    return ViTModel(ViTConfig(num_hidden_layers=1, **sizes))
+
+
+OFTEN = {
+    "torchvision Bottleneck relu": (torchvision_model("resnet50"), "layer1.0.relu", 3),
+    "timm cait drop_path": (timm_model("cait_xxs24_224", img_size=32, depth=1), "blocks.0.drop_path", 2),
+    "transformers ViT dropout": (hf_vit, "layers.0.dropout", 2),
+}
+
+
+@pytest.mark.parametrize("case", OFTEN.values(), ids=OFTEN)
+def test_called_more_than_once(case: tuple[Callable[[], nn.Module], str, int]) -> None:
+    """A plan says how often, and each call draws a mask of its own."""
+    make, name, calls = case
+    model, x = make(), images(32)
+    if not any(name == other for other, _ in model.named_modules()):
+        pytest.skip(f"this version has no {name}")
+    (site,) = plan(model, Dropout(0.3), layers=name, example_input=x).sites
+    assert site.calls == calls
+    drop = inject(model, Dropout(0.3), layers=name)
+    outputs: list[torch.Tensor] = []
+    model.get_submodule(name).register_forward_hook(lambda module, args, output: outputs.append(output))
+    with drop.measuring() as m:
+        model(torch.cat([x, x]))
+    assert m.calls == len(outputs) == calls
+    assert m.dropped == pytest.approx(0.3, abs=0.02)
+    for first, second in itertools.pairwise(outputs):
+        if first.shape == second.shape:
+            assert not torch.equal(first == 0, second == 0)

@@ -1,0 +1,129 @@
+"""Copies are whole: deepcopy, EMA, pickle, torch.save, fresh and spawned processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import (
+    DropBlock,
+    Injection,
+    LinearSchedule,
+    find,
+    inject,
+)
+from tests.support.copies import run
+from tests.support.nets import Small
+from tests.support.paths import ROOT
+
+
+@pytest.fixture
+def drop(model: Small) -> Injection:
+    injection = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10), p_scale="depth")
+    injection.seek(5)
+    return injection
+
+
+FRESH = """
+import pickle, sys
+import torch
+from torch import nn
+sys.path.insert(0, {root!r})
+from hookdrop import find
+
+model = torch.load({path!r}, weights_only=False)
+(drop,) = find(model)
+assert [round(site.p, 12) for site in drop.sites] == [0.1, 0.2], drop.sites
+hooked = [(module, *module._forward_hooks) for module in (model.layer1[0], model.layer1[1])]
+for module, key in hooked:
+    hook = module._forward_hooks[key]
+    # Enough to come to every number that was given away before.
+    for _ in range(key + 2):
+        module.register_forward_hook(lambda *args: None)
+    assert module._forward_hooks[key] is hook, "a later hook took the place of a loaded one"
+torch.manual_seed(1)
+images = torch.load({images!r})
+torch.manual_seed(1)
+torch.save(model(images), {out!r})
+drop.remove()
+assert [len(module._forward_hooks) for module, key in hooked] == [key + 2 for module, key in hooked]
+"""
+
+
+def test_torch_save_and_load_in_a_fresh_process(
+    model: Small, drop: Injection, images: torch.Tensor, tmp_path: Path
+) -> None:
+    """Handle ids start anew in a process: later hooks must not overwrite the loaded ones."""
+    paths = {name: str(tmp_path / name) for name in ("path", "images", "out")}
+    torch.save(model, paths["path"])
+    torch.save(images, paths["images"])
+    code = FRESH.format(root=str(ROOT), **paths)
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(code)], check=True)
+    assert torch.equal(torch.load(paths["out"]), run(model, images))
+
+
+class Activations(torch.utils.data.Dataset[Any]):
+    """A data set that carries a hooked model to its workers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        (drop,) = find(self.model)
+        drop.step()
+        return drop.step_count, (self.model(torch.ones(64, 3, 8, 8)) == 0).float().mean().item()
+
+
+def train_in_a_process(model: nn.Module, results: Any) -> None:
+    """Seek, train one step on the shared weights, and tell what was seen."""
+    (drop,) = find(model)
+    before = drop.step_count, drop.p
+    drop.seek(10)
+    model(torch.ones(4, 3, 8, 8)).sum().backward()
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with drop.measuring() as m:
+        model(torch.ones(64, 3, 8, 8))
+    ((key, hook),) = model[1]._forward_hooks.items()
+    for _ in range(key + 2):
+        model[1].register_forward_hook(lambda *_: None)
+    kept = model[1]._forward_hooks[key] is hook
+    drop.remove()
+    results.put((before, drop.step_count, m.dropped, kept, find(model) == ()))
+
+
+def test_spawned_processes() -> None:
+    """A DataLoader's workers, and a training on shared weights, as torch.multiprocessing's example has it."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Hardtanh(1.0, 2.0))
+    drop = inject(model, DropBlock(0.4, 3, normalize=None), layers="1", schedule=LinearSchedule(10))
+    drop.seek(5)
+    loader = torch.utils.data.DataLoader(
+        Activations(model), batch_size=None, num_workers=1, multiprocessing_context="spawn"
+    )
+    steps, dropped = zip(*loader, strict=True)
+    assert steps == (6, 7)
+    assert list(dropped) == pytest.approx([0.24, 0.28], abs=0.05)
+
+    model.share_memory()
+    weight = model[0].weight.detach().clone()
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=train_in_a_process, args=(model, results))
+    process.start()
+    before, after, measured, kept, removed = results.get(timeout=120)
+    process.join()
+    assert (before, after, kept, removed) == ((5, 0.2), 10, True, True)
+    assert measured == pytest.approx(0.4, abs=0.05)
+    assert torch.equal(model[0].weight, weight + 1.0)
+    assert (drop.step_count, drop.p) == (5, 0.2)
+    assert find(model) == (drop,)

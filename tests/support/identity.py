@@ -1,0 +1,24 @@
+"""One hooked identity layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hookdrop import (
+    Dropout,
+    inject,
+)
+
+
+def zeroed(model: nn.Module, x: torch.Tensor) -> float:
+    with torch.no_grad():
+        return (model(x) == 0).float().mean().item()
+
+
+def layer(p: float = 0.5, **kwargs: object) -> tuple[nn.Module, object]:
+    model = nn.Sequential(nn.Identity())
+    return model, inject(model, Dropout(p), layers="0", **kwargs)
+
+
+X = torch.ones(40_000)

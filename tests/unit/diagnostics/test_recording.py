@@ -1,0 +1,290 @@
+"""`with drop.recording() as r`: what came in, what was kept, what went on, of real training steps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hookdrop import (
+    AlphaDropout,
+    DropBlock,
+    Dropout,
+    Dropout2d,
+    DropPath,
+    GaussianDropout,
+    LayerError,
+    LinearSchedule,
+    Regularizer,
+    find,
+    inject,
+)
+from tests.support.nets import Small
+from tests.support.recording import X, layer
+
+
+@pytest.mark.parametrize(
+    "regularizer",
+    [Dropout(0.3), Dropout2d(0.3), DropPath(0.3), DropBlock(0.3, 3), DropBlock(0.3, 3, normalize=None)],
+    ids=repr,
+)
+def test_after_is_before_scaled_where_the_mask_kept_it(regularizer: Regularizer) -> None:
+    model = nn.Sequential(nn.Identity())
+    drop = inject(model, regularizer, layers="0")
+    x = torch.randn(50, 4, 9, 9)
+    with drop.recording() as r:
+        out = model(x)
+    seen = r["0"]
+    assert torch.equal(seen.before, x)
+    assert torch.equal(seen.after, out)
+    assert seen.mask.dtype == torch.bool
+    assert torch.equal(seen.mask, out != 0)
+    ratio = seen.after[seen.mask] / seen.before[seen.mask]
+    assert ratio.std() < 1e-5  # one factor for all that was kept
+    assert seen.dropped == pytest.approx((out == 0).float().mean().item())
+    assert 0.2 < seen.dropped < 0.4 or isinstance(regularizer, DropPath)
+    assert seen.p == 0.3
+
+
+def test_the_mask_is_exact_where_activations_are_zero_anyway() -> None:
+    """Half of what a ReLU gives is 0 without having been dropped."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.ReLU())
+    drop = inject(model, DropBlock(0.3, 3), layers="0")
+    with drop.recording() as r:
+        model(torch.randn(200, 10, 6, 6))
+    assert r["0"].dropped == pytest.approx(0.3, abs=0.03)
+    assert (r["0"].after == 0).float().mean() > 0.6
+
+
+def test_recording_changes_no_mask_no_gradient_and_no_random_state(model: Small, images: torch.Tensor) -> None:
+    inject(model, DropBlock(0.3, 3), layers="layer1.*")
+    inject(model, Dropout(0.3), layers="layer2.1")
+    twin = copy.deepcopy(model)
+
+    def trained(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(images).square().mean().backward()
+            optimizer.step()
+        return [*model.state_dict().values(), torch.get_rng_state()]
+
+    with find(model).recording() as r:
+        with_recording = trained(model)
+    assert all(map(torch.equal, with_recording, trained(twin)))
+    assert list(r) == ["dropblock", "dropout"]
+    assert list(r["dropblock"]) == ["layer1.0", "layer1.1"]
+    assert r["dropout"]["layer2.1"].before.shape == (4, 8, 16, 16)
+
+
+def test_an_in_place_operation_that_follows_changes_nothing_that_was_recorded() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True))
+    drop = inject(model, Dropout(0.5), layers="0")
+    with drop.recording() as r:
+        out = model(torch.randn(8, 16))
+    assert (r["0"].after < 0).any()
+    assert torch.equal(r["0"].after.relu(), out)
+    assert not r["0"].after.requires_grad
+    assert not r["0"].before.requires_grad
+
+
+def test_the_last_calls_are_kept_and_no_more() -> None:
+    model, drop = layer()
+    with drop.recording(last=2) as r:
+        for value in range(5):
+            model(X * value)
+    assert [call.before[0, 0].item() for call in r.calls("0")] == [3.0, 4.0]
+    assert r["0"].before[0, 0] == 4
+    model(X * 9)
+    assert r["0"].before[0, 0] == 4  # it is over
+    assert drop._state.live.observe is None
+
+
+def test_it_is_over_after_an_error_too() -> None:
+    model, drop = layer()
+    with pytest.raises(ZeroDivisionError), drop.recording() as r:
+        model(X)
+        raise ZeroDivisionError
+    assert len(r) == 1
+    assert drop._state.live.observe is None
+
+
+@pytest.mark.parametrize("regularizer", [GaussianDropout(0.3), AlphaDropout(0.3)], ids=repr)
+def test_what_drops_nothing_keeps_all(regularizer: Regularizer) -> None:
+    model = nn.Sequential(nn.Identity())
+    with inject(model, regularizer, layers="0").recording() as r:
+        model(torch.randn(100, 100))
+    assert bool(r["0"].mask.all()) != regularizer.drops
+    assert r["0"].dropped == pytest.approx(0.3 if regularizer.drops else 0, abs=0.02)
+
+
+class Constant(Regularizer):
+    """Its output depends on nothing that came in."""
+
+    rate_name = None
+
+    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(x, 3)
+
+
+class Unchanging(Constant):
+    """The same, and dropping is not what it does."""
+
+    drops = False
+
+
+@pytest.mark.parametrize("regularizer", [Constant(), Unchanging()], ids=repr)
+def test_where_nothing_is_left_of_what_came_in_the_mask_says_what_was_meant(regularizer: Regularizer) -> None:
+    model = nn.Sequential(nn.Identity())
+    drop = inject(model, regularizer, layers="0")
+    with drop.recording() as r, drop.measuring() as m:
+        model(X)
+    assert torch.equal(r["0"].mask, torch.full(X.shape, not regularizer.drops))
+    assert r["0"].p is None
+    assert m.dropped == float(regularizer.drops)
+
+
+def test_everything_dropped_is_a_mask_of_false() -> None:
+    model, drop = layer(1.0)
+    with drop.recording() as r, drop.measuring() as m:
+        model(X)
+    assert not r["0"].mask.any()
+    assert r["0"].mask.shape == X.shape
+    assert r["0"].dropped == m.dropped == 1.0
+
+
+def test_at_the_input_it_is_what_goes_into_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(16, 3))
+    drop = inject(model, Dropout(0.5), layers="0", at="input")
+    with drop.recording() as r:
+        out = model(X)
+    assert torch.equal(r["0"].before, X)
+    drop.remove()
+    assert torch.equal(model(r["0"].after), out)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_runs_again_is_no_other_call(reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    drop = inject(model, Dropout(0.5), layers="0")
+    x = X.clone().requires_grad_()
+    with drop.recording(last=9) as r:
+        for _ in range(2):
+            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert len(r.calls("0")) == 2
+
+
+def test_in_inference_mode_what_is_kept_are_ordinary_tensors() -> None:
+    model, drop = layer()
+    with drop.sampling(), torch.inference_mode(), drop.recording() as r:
+        model(X)
+    assert not r["0"].before.is_inference()
+    r["0"].after.requires_grad_()
+
+
+def test_it_goes_where_it_is_sent() -> None:
+    model, drop = layer()
+    with drop.recording(to="cpu") as r:
+        model(X)
+    assert r["0"].before.device.type == "cpu"
+    assert r["0"].before.data_ptr() != X.data_ptr()
+
+
+def test_a_copy_made_while_recording_does_not_record() -> None:
+    model, drop = layer()
+    with drop.recording(last=3) as r:
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        twin(X)
+        assert len(r) == 0
+        model(X)
+    assert len(r.calls("0")) == 1
+
+
+def test_two_recordings_and_a_measurement_all_see_it() -> None:
+    model, drop = layer()
+    with drop.recording() as outer:
+        model(X)
+        with drop.recording() as inner, drop.measuring() as m:
+            model(X * 2)
+    assert torch.equal(outer["0"].mask, inner["0"].mask)
+    assert m.dropped == pytest.approx(inner["0"].dropped)
+
+
+class TestWhatWasNotRecorded:
+    def test_a_site_that_there_is_not(self, model: Small) -> None:
+        drop = inject(model, DropBlock(0.3, 3), layers="layer1.*")
+        with (
+            drop.recording() as r,
+            pytest.raises(LayerError, match="no site 'layer1.2'.\n  did you mean: 'layer1.[01]'"),
+        ):
+            r["layer1.2"]
+        assert r.get("layer1.2") is None
+        assert "layer1.0" not in r
+
+    def test_before_the_first_forward(self) -> None:
+        _, drop = layer()
+        with drop.recording() as r, pytest.raises(LayerError, match="so far it was not called in training mode"):
+            r["0"]
+
+    def test_rate_0(self) -> None:
+        model, drop = layer(schedule=LinearSchedule(10))
+        with drop.recording() as r:
+            model(X)
+        with pytest.raises(
+            LayerError, match=r"its rate is 0 at step 0 of LinearSchedule\(steps=10\).\n  recorded: nothing"
+        ):
+            r["0"]
+
+    def test_eval_mode(self) -> None:
+        model, drop = layer()
+        with drop.recording() as r:
+            model.eval()(X)
+        with pytest.raises(LayerError, match="not called in training mode"):
+            r["0"]
+
+    def test_a_layer_that_is_never_called(self) -> None:
+        model = nn.Sequential(nn.Identity(), nn.Identity())
+        drop = inject(model, Dropout(0.5), layers="*")
+        with drop.recording() as r:
+            model[0](X)
+        with pytest.raises(LayerError, match="the layer was never called.\n  recorded: '0'"):
+            r["1"]
+
+    def test_disabled(self) -> None:
+        model, drop = layer()
+        with drop.recording() as r, drop.disabled():
+            model(X)
+        drop.disable()
+        with drop.recording() as r:
+            model(X)
+        with pytest.raises(LayerError, match="'dropout' is disabled"):
+            r["0"]
+        with pytest.raises(LayerError, match="nothing was recorded"):
+            r.plot_masks()
+
+    def test_of_a_removed_injection_there_is_none(self) -> None:
+        _, drop = layer()
+        drop.remove()
+        with pytest.raises(RuntimeError, match="was removed"), drop.recording():
+            pass
+
+    def test_how_many_is_a_count(self) -> None:
+        _, drop = layer()
+        with pytest.raises(ValueError, match="recording: last must be at least 1, got 0"), drop.recording(last=0):
+            pass
+
+
+def test_it_shows_as_a_table() -> None:
+    model, drop = layer()
+    with drop.recording() as r:
+        assert repr(r) == "<nothing recorded of 'dropout'>"
+        model(X)
+        model(X)
+    assert repr(r).splitlines()[2].split()[:4] == ["0", "2", "8x16", "0.5"]
+    assert "<table>" in r._repr_html_()

@@ -1,0 +1,299 @@
+"""Copies are whole: deepcopy, EMA, pickle, torch.save, fresh and spawned processes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+import hookdrop
+from hookdrop import (
+    DropBlock,
+    Dropout,
+    HookdropWarning,
+    Injection,
+    InjectionError,
+    LinearSchedule,
+    Regularizer,
+    find,
+    inject,
+    without_hooks,
+)
+from hookdrop.hooks.hook import SiteHook
+from tests.support.copies import run
+from tests.support.nets import Small
+from tests.support.pairs import ROWS, pair
+
+
+@pytest.fixture
+def drop(model: Small) -> Injection:
+    injection = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10), p_scale="depth")
+    injection.seek(5)
+    return injection
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_carries_the_hooks_and_has_its_own(
+    model: Small, drop: Injection, images: torch.Tensor, how: str
+) -> None:
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    (own,) = find(twin)
+    assert torch.equal(run(model, images), run(twin, images))
+    assert [site.p for site in own.sites] == [site.p for site in drop.sites] == [0.1, 0.2]
+    own.seek(10)
+    assert (drop.step_count, own.step_count) == (5, 10)
+    drop.remove()
+    assert own.p == 0.4
+    assert not torch.equal(run(model, images), run(twin, images))
+    own.remove()
+    assert torch.equal(run(model, images), run(twin, images))
+    assert not any(isinstance(hook, SiteHook) for m in twin.modules() for hook in m._forward_hooks.values())
+
+
+def test_removing_the_originals_leaves_the_copys_hooks_and_the_other_way_round(model: Small, drop: Injection) -> None:
+    twin = copy.deepcopy(model)
+    drop.remove()
+    assert len(find(twin)[0].sites) == 2
+    assert find(model) == ()
+
+    again = copy.deepcopy(twin)
+    find(again)[0].remove()
+    assert len(find(twin)[0].sites) == 2
+
+
+def test_a_copy_of_a_part_carries_the_parts_hooks_alone(model: Small, drop: Injection) -> None:
+    part = copy.deepcopy(model.layer1[0])
+    assert [site.name for site in find(part)[0].sites] == ["layer1.0"]
+    assert sum(1 for _ in part.modules()) == sum(1 for _ in model.layer1[0].modules())
+
+
+def test_disable_is_copied_and_contexts_are_not(model: Small, drop: Injection, images: torch.Tensor) -> None:
+    with drop.disabled():
+        inside = copy.deepcopy(model)
+    with drop.sampling(p=0.9):
+        sampled = pickle.loads(pickle.dumps(model))
+    drop.disable()
+    off = copy.deepcopy(model)
+    drop.enable()
+    assert [find(twin)[0].p for twin in (inside, sampled, off)] == [0.2, 0.2, 0.0]
+    assert [site.p for site in find(sampled)[0].sites] == [0.1, 0.2]
+    sampled.eval()
+    assert torch.equal(run(sampled, images), run(sampled.eval(), images))
+    with find(sampled)[0].sampling():
+        assert not torch.equal(sampled(images), sampled(images))
+
+
+def test_a_copy_made_while_measuring_does_not_measure(model: Small, drop: Injection, images: torch.Tensor) -> None:
+    with drop.measuring() as m:
+        copy.deepcopy(model)(images)
+    assert m.calls == 0
+
+
+def test_averaged_model_is_quiet_with_disabled(model: Small, drop: Injection, images: torch.Tensor) -> None:
+    """AveragedModel copies in train mode, and is stochastic as it stands."""
+    averaged = AveragedModel(model)
+    assert not torch.equal(averaged(images), averaged(images))
+    with find(averaged).disabled():
+        assert torch.equal(averaged(images), averaged(images))
+
+
+def test_update_bn_inside_disabled_is_that_of_an_unhooked_averaged_model(
+    model: Small, drop: Injection, images: torch.Tensor
+) -> None:
+    """Else the statistics would be those of dropped activations: `update_bn` runs the model in train mode."""
+    hooked, again = AveragedModel(model), AveragedModel(model)
+    drop.remove()
+    clean = AveragedModel(model)
+    batches = [images, 2 * images + 1, images.flip(0)]
+    with find(hooked).disabled():
+        update_bn(batches, hooked)
+    update_bn(batches, clean)
+    update_bn(batches, again)
+    assert all(torch.equal(a, b) for a, b in zip(hooked.buffers(), clean.buffers(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(again.buffers(), clean.buffers(), strict=True))
+    assert find(hooked)[0].p == 0.2
+    assert not torch.equal(hooked(images), hooked(images))
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Small()
+        self.drop = inject(self.net, Dropout(0.5), layers="fc", schedule=LinearSchedule(4))
+        self.own = inject(self, Dropout(0.5), layers="net.layer1.*", name="own")
+
+
+def test_a_handle_kept_as_attribute_is_copied_with_its_model(images: torch.Tensor) -> None:
+    """As a LightningModule keeps it."""
+    owner = Owner()
+    for twin in (copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))):
+        twin.drop.step(2)
+        assert (owner.drop.step_count, twin.drop.step_count) == (0, 2)
+        assert twin.drop == find(twin.net)["dropout"]
+        assert twin.drop.p == 0.25
+        twin.own.remove()
+        assert len(find(owner)) == 2
+        assert len(find(twin)) == 1
+
+
+def test_a_state_dict_knows_nothing_of_hookdrop(model: Small, drop: Injection, tmp_path: Path) -> None:
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    clean = Small()
+    clean.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True), strict=True)
+    assert find(clean) == ()
+
+
+def test_pickling_a_model_whose_hook_was_injected_with_a_foreign_module(model: Small) -> None:
+    inject(model, nn.Dropout2d(0.5), layers="layer1.*", schedule=LinearSchedule(4))
+    twin = pickle.loads(pickle.dumps(model))
+    find(twin)[0].step(4)
+    assert [site.p for site in find(twin)[0].sites] == [0.5, 0.5]
+
+
+def test_data_parallel_and_wrapped_models_are_found_through(model: Small, drop: Injection) -> None:
+    assert find(nn.DataParallel(model)) == (drop,)
+    assert hookdrop.eject(nn.DataParallel(model)) == 2
+
+
+def test_eject_works_on_copies(model: Small, drop: Injection) -> None:
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert hookdrop.eject(twin) == 2
+        assert find(twin) == ()
+    assert find(model) == (drop,)
+
+
+class Counts(Regularizer):
+    """Holds something that can be changed, as a hook made of a closure would."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.p = p
+        self.calls: list[int] = []
+
+    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(self.calls))
+        return x
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_what_a_regularizer_holds_is_copied_not_shared(model: Small, images: torch.Tensor, how: str) -> None:
+    """A closure is shared by the copies of a hook; the objects that a hook is made of are not."""
+    inject(model, Counts(), layers="fc")
+    model(images)
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    twin(images)
+    twin(images)
+
+    def calls(what: Small) -> list[int]:
+        (hook,) = what.fc._forward_hooks.values()
+        return hook.regularizer.calls
+
+    assert (calls(model), calls(twin)) == ([0], [0, 1, 2])
+
+
+def test_a_shallow_copy_shares_the_hooks(model: Small, drop: Injection) -> None:
+    """PyTorch gives it the same dictionary of hooks, as it does DataParallel's replicas."""
+    twin = copy.copy(model.layer1)
+    assert find(twin) == (drop,)
+    drop.remove()
+    assert find(twin) == ()
+
+
+def test_a_copy_of_a_handle(model: Small, drop: Injection) -> None:
+    """Alone: a shallow one is as good as the original, a deep one copies a model that nobody keeps."""
+    assert copy.copy(drop) == drop
+    for alone in (copy.deepcopy(drop), pickle.loads(pickle.dumps(drop))):
+        assert "whose model is gone" in repr(alone)
+        with pytest.raises(InjectionError, match=r"is gone(.|\n)*find\(model\)"):
+            alone.probe(torch.ones(2, 3, 8, 8))
+        assert "is gone" in alone.check()[0]
+    assert len(find(model)) == 1
+
+
+@pytest.mark.parametrize("order", [("drop", "model"), ("model", "drop")])
+def test_a_handle_is_copied_with_its_model_in_any_order(model: Small, drop: Injection, order: tuple[str, str]) -> None:
+    both: dict[str, Any] = {"drop": drop, "model": model}
+    for twin in (copy.deepcopy({k: both[k] for k in order}), pickle.loads(pickle.dumps({k: both[k] for k in order}))):
+        assert find(twin["model"]) == (twin["drop"],)
+        twin["drop"].seek(10)
+        assert (twin["drop"].p, drop.p) == (0.4, 0.2)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copied_optimizer_loses_the_follow_hook_and_it_is_told(how: str) -> None:
+    """As in a checkpoint of whole objects, or a search that clones its trainings."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000)).follow(optimizer)
+    optimizer.step()
+    training = {"model": model, "optimizer": optimizer}
+    training = copy.deepcopy(training) if how == "deepcopy" else pickle.loads(pickle.dumps(training))
+    (own,) = find(training["model"])
+
+    def train() -> None:
+        for _ in range(30):
+            training["model"](torch.ones(2)).sum().backward()
+            training["optimizer"].step()
+
+    with pytest.warns(HookdropWarning, match=r"still at step 1 of LinearSchedule(.|\n)*drop.follow\(optimizer\)"):
+        train()
+    own.follow(training["optimizer"])
+    train()
+    assert own.step_count == 31
+    assert own.check() == []
+
+
+def test_another_optimizer_than_the_one_that_is_followed() -> None:
+    """The one that is followed is still there, and rests: told, and found by a check after it."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000)).follow(optimizer)
+
+    def train() -> None:
+        for _ in range(30):
+            model(torch.ones(2)).sum().backward()
+            other.step()
+
+    with pytest.warns(HookdropWarning, match="still at step 0"):
+        train()
+    assert "still at step 0" in drop.check()[0]
+
+
+def test_a_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images: torch.Tensor) -> None:
+    """Its weights are inference tensors; its rate is none."""
+    drop = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10))
+    drop.seek(5)
+    with torch.inference_mode():
+        twin = copy.deepcopy(model)
+    (hook,) = twin.layer1[0]._forward_hooks.values()
+    assert not hook.train_rate.tensor.is_inference()
+    with torch.inference_mode():
+        find(twin).step()
+    assert not hook.train_rate.tensor.is_inference()
+    find(twin).step()
+    assert find(twin)[0].step_count == 7
+    with torch.inference_mode():
+        assert not torch.equal(twin(images), twin(images))
+
+
+def test_a_copy_made_without_hooks_has_none(model: Small, drop: Injection) -> None:
+    with without_hooks(model):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    assert [find(twin) for twin in copies] == [(), ()]
+    assert find(model) == (drop,)
+
+
+def test_warnings_of_a_copy_are_its_own() -> None:
+    model = pair()
+    inject(model, Dropout(0.5), layers="*.0", schedule=LinearSchedule(10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twin = copy.deepcopy(model)
+        twin(ROWS)

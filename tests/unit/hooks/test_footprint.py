@@ -1,0 +1,215 @@
+"""What an adversary would try: parts of models, surgery, contexts out of order, failures half-way."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hookdrop import (
+    Dropout,
+    HookdropWarning,
+    LinearSchedule,
+    inject,
+)
+from tests.support.nets import Small
+from tests.support.pairs import ROWS, pair
+
+
+class TestNoTrace:
+    def test_measuring_under_activation_checkpointing(self) -> None:
+        model = pair()
+        drop = inject(model, Dropout(0.5), layers="*.0")
+
+        def gradient(measure: bool) -> torch.Tensor:
+            torch.manual_seed(1)
+            model.zero_grad()
+            if measure:
+                with drop.measuring():
+                    out = checkpoint(model, ROWS, use_reentrant=False)
+            else:
+                out = checkpoint(model, ROWS, use_reentrant=False)
+            out.sum().backward()
+            return model[0][0].weight.grad.clone()
+
+        assert torch.equal(gradient(True), gradient(False))
+
+    def test_a_probe_between_forward_and_backward(self) -> None:
+        """Frozen batch norm keeps its statistics for backward: they must not be written to."""
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        drop = inject(model, Dropout(0.5), layers="0")
+        model[1].eval()
+        out = model(ROWS)
+        drop.probe(ROWS)
+        out.sum().backward()
+
+    def test_buffers_that_can_not_be_written_to(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8))
+        model[0].register_buffer("mask", torch.ones(1, 8).expand(8, 8))
+        before = model[0].mask
+        drop = inject(model, Dropout(0.5), layers="0", example_input=ROWS)
+        drop.probe(ROWS)
+        assert model[0].mask is before
+
+    def test_buffers_that_a_forward_adds_are_gone_after(self) -> None:
+        class Caches(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.register_buffer("cache", x.detach())
+                return super().forward(x)
+
+        model = nn.Sequential(Caches(8, 8))
+        inject(model, Dropout(0.5), layers="0", example_input=ROWS)
+        assert "0.cache" not in model.state_dict()
+
+    def test_a_probe_of_a_model_in_eval_mode_does_not_call_train(self) -> None:
+        """LoRA layers merge their weights in it."""
+
+        class Merging(nn.Linear):
+            def train(self, mode: bool = True) -> Merging:
+                with torch.no_grad():
+                    self.weight += 1.0
+                return super().train(mode)
+
+        drop = inject(model := nn.Sequential(Merging(8, 8)), Dropout(0.5), layers="0")
+        model.eval()
+        before = model[0].weight.clone()
+        result = drop.probe(ROWS)
+        assert torch.equal(model[0].weight, before)
+        assert result.dropped == pytest.approx(0.5, abs=0.05)
+        assert "Merging defines train(), which a probe does not call" in result.note
+
+    def test_a_probe_keeps_frozen_batch_norm_in_eval_where_train_does(self) -> None:
+        class Detector(nn.Sequential):
+            def train(self, mode: bool = True) -> Detector:
+                super().train(mode)
+                self[1].eval()
+                return self
+
+        model = Detector(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8)).eval()
+        model[1].requires_grad_(False)
+        drop = inject(model, Dropout(0.5), layers=nn.BatchNorm1d)
+        assert [site.calls for site in drop.probe(ROWS).sites.values()] == [0, 3]
+        model.train()
+        assert [site.calls for site in drop.probe(ROWS).sites.values()] == [0, 3]
+        assert not drop.probe(ROWS).note
+
+    def test_large_buffers_are_not_copied(self) -> None:
+        """Those of a quantized language model are its weights."""
+
+        class Quantized(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("weight", torch.ones(1200, 1200, dtype=torch.int8))
+                self.register_buffer("table", torch.ones(600, 600))
+                self.met: list[tuple[bool, int, int]] = []
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.met.append((self.training, self.weight.data_ptr(), self.table.data_ptr()))
+                return x * self.weight[0, 0]
+
+        model = nn.Sequential(Quantized())
+        weight, table = model[0].weight.data_ptr(), model[0].table.data_ptr()
+        drop = inject(model, Dropout(0.5), layers="0", example_input=ROWS)
+        assert model[0].met == [(False, weight, table)]
+        drop.probe(ROWS)
+        assert {at for _, at, _ in model[0].met} == {weight}
+        # Training forwards write to queues and code books of any size.
+        assert all(at != table for training, _, at in model[0].met if training)
+
+    def test_a_large_buffer_that_was_written_to_is_named(self) -> None:
+        class Counts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("counts", torch.zeros(2**20, dtype=torch.int32))
+                self.register_buffer("few", torch.zeros(2**10, dtype=torch.int32))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.few += 1
+                self.counts += 1
+                return x
+
+        model = nn.Sequential(Counts())
+        with pytest.warns(HookdropWarning, match=r"wrote to '0\.counts', which is too large to be copied first"):
+            inject(model, Dropout(0.5), layers="0", example_input=ROWS)
+        assert model[0].few.sum() == 0
+
+    def test_batch_norms_of_any_size_are_put_back(self) -> None:
+        model = nn.Sequential(nn.BatchNorm1d(2**19))
+        x = torch.randn(2, 2**19)
+        drop = inject(model, Dropout(0.5), layers="0", example_input=x)
+        drop.probe(x)
+        assert model[0].running_mean.count_nonzero() == 0
+        assert model[0].num_batches_tracked == 0
+
+    def test_probes_are_no_training(self) -> None:
+        model = pair()
+        drop = inject(model, Dropout(0.5), layers="*.0", schedule=LinearSchedule(100))
+        other = inject(model, Dropout(0.5), layers="*.1", name="other", schedule=LinearSchedule(100))
+        for step in range(15):
+            drop.probe(ROWS, step=step, forwards=1)
+        assert not any(site.fired for site in (*drop.sites, *other.sites))
+        assert (drop.step_count, other.step_count) == (0, 0)
+        drop.summary()
+
+    def test_pythons_and_numpys_generators_are_put_back(self) -> None:
+        class Draws(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) * (1 + 0 * random.random() + 0 * np.random.rand())
+
+        model = nn.Sequential(Draws(8, 8))
+        before = random.getstate(), np.random.get_state()[1].copy()
+        drop = inject(model, Dropout(0.5), layers="0", example_input=ROWS)
+        drop.probe(ROWS)
+        assert random.getstate() == before[0]
+        assert np.array_equal(np.random.get_state()[1], before[1])
+
+    def test_nothing_is_claimed_where_nothing_was_compared(self) -> None:
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc = nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor) -> Any:
+                self.fc(x)
+                return object()
+
+        drop = inject(model := Outer(), Dropout(0.5), layers="fc")
+        result = drop.probe(ROWS)
+        assert result.eval_identical is None
+        assert "identical" not in str(result)
+        assert model is not None
+
+    def test_a_warning_used_up_by_nobody(self, model: Small) -> None:
+        """A probe on large images does not silence the warning that small ones deserve."""
+        from hookdrop import DropBlock
+
+        drop = inject(model, DropBlock(0.3, 7), layers="layer1.0", example_input=torch.randn(1, 3, 16, 16))
+        drop.probe(torch.randn(2, 3, 16, 16))
+        with pytest.warns(HookdropWarning, match="covers the whole 6x6 map"):
+            model(torch.randn(2, 3, 6, 6))
+
+
+def test_a_forward_that_was_patched_on_the_module_itself() -> None:
+    class Takes(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
+            return a, b
+
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Takes()
+            self.inner.forward = lambda b, a: (a, b)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return self.inner(x, y)
+
+    model = Owner()
+    inject(model, Dropout(1.0), layers="inner", at="input", tensor="a")
+    a, b = model(torch.ones(3), torch.ones(3))
+    assert torch.equal(a, torch.zeros(3))
+    assert torch.equal(b, torch.ones(3))

@@ -1,0 +1,429 @@
+"""Threads, processes, and what a thousand rounds leave behind: nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
+
+from hookdrop import (
+    CosineSchedule,
+    DropBlock,
+    Dropout,
+    Injection,
+    InjectionError,
+    LinearSchedule,
+    Schedule,
+    eject,
+    find,
+    inject,
+    without_hooks,
+)
+from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.registry import hidden_modules
+from tests.support.nets import Small
+from tests.support.threads import X, entries, ours, pair, zeroed
+
+
+def in_threads(*runs: Callable[[], None]) -> None:
+    """Run all at once; an error in any of them is an error here."""
+    errors: list[BaseException] = []
+
+    def guarded(run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+
+
+class TestThreads:
+    SCHEDULES: tuple[Schedule, Schedule] = (LinearSchedule(30), CosineSchedule(17))
+
+    @staticmethod
+    def train(schedule: Schedule, wait: Callable[[], Any] = lambda: None) -> list[Any]:
+        """A training from nothing: where it stood and what the rates were after each step."""
+        model = pair()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        drop = inject(model, Dropout(0.5), layers="*", p_scale="depth", schedule=schedule).follow(optimizer)
+        history: list[Any] = []
+        for _ in range(40):
+            wait()
+            optimizer.zero_grad()
+            model(X).sum().backward()
+            wait()
+            optimizer.step()
+            history.append((drop.step_count, drop.p, [site.p for site in drop.sites]))
+        assert drop.check() == []
+        drop.remove()
+        assert find(model) == ()
+        return history
+
+    def test_two_trainings_at_once_have_the_rates_of_two_in_turn(self) -> None:
+        """Step by step side by side."""
+        alone = [self.train(schedule) for schedule in self.SCHEDULES]
+        together: list[Any] = [None, None]
+        barrier = threading.Barrier(2, timeout=60)
+
+        def run(index: int) -> None:
+            together[index] = self.train(self.SCHEDULES[index], barrier.wait)
+
+        in_threads(lambda: run(0), lambda: run(1))
+        assert together == alone
+        assert together[0] != together[1]
+
+    @pytest.mark.parametrize("context", ["disabled", "sampling", "measuring", "without_hooks"])
+    def test_a_context_in_one_thread_is_not_one_of_another_ones_model(self, context: str) -> None:
+        barrier = threading.Barrier(2, timeout=60)
+        seen: dict[str, float] = {}
+
+        def mine() -> None:
+            model = pair()
+            drop = inject(model, Dropout(0.5), layers="1")
+            with without_hooks(model) if context == "without_hooks" else getattr(drop, context)() as inside:
+                model.train(context != "sampling")
+                seen["mine"] = zeroed(model(X))
+                barrier.wait()
+                barrier.wait()
+            if context == "measuring":
+                seen["measured"] = inside.calls
+            model.train()
+            seen["mine after"] = zeroed(model(X))
+
+        def other() -> None:
+            model = pair()
+            drop = inject(model, Dropout(0.25), layers="1")
+            barrier.wait()
+            seen["other"] = zeroed(model(X))
+            seen["other in eval"] = zeroed(model.eval()(X))
+            assert drop.p == 0.25
+            barrier.wait()
+
+        in_threads(mine, other)
+        inside = 0.5 if context in ("sampling", "measuring") else 0.0
+        assert seen["mine"] == pytest.approx(inside, abs=0.1)
+        assert seen["mine after"] == pytest.approx(0.5, abs=0.1)
+        assert seen["other"] == pytest.approx(0.25, abs=0.1)
+        assert seen["other in eval"] == 0.0
+        assert seen.get("measured", 1) == 1
+
+    def test_injecting_copying_and_removing_while_another_thread_trains(self) -> None:
+        trained = pair()
+        drop = inject(trained, DropBlock(0.5, 1, channel_dim=-1), layers="1", schedule=LinearSchedule(200))
+        optimizer = torch.optim.SGD(trained.parameters(), 0.01)
+        drop.follow(optimizer)
+        done = threading.Event()
+
+        def train() -> None:
+            try:
+                for _ in range(200):
+                    trained(X.view(8, 8, 8)).sum().backward()
+                    optimizer.step()
+            finally:
+                done.set()
+
+        def others() -> None:
+            while not done.is_set():
+                model = pair()
+                with inject(model, Dropout(0.5), layers="*") as own:
+                    model(X)
+                    own.disable()
+                twin = copy.deepcopy(trained)
+                assert find(twin)[0].step_count <= drop.step_count
+                assert eject(twin) == 1
+
+        in_threads(train, others)
+        assert (drop.step_count, drop.p) == (200, 0.5)
+        assert drop.check() == []
+
+    def test_an_optimizer_steps_while_another_thread_injects(self) -> None:
+        """Sites that have not run are looked after at every step, of whatever model it is."""
+        waiting = [pair() for _ in range(100)]
+        for model in waiting:
+            inject(model, Dropout(0.5), layers="*")
+        mine = pair()
+        optimizer = torch.optim.SGD(mine.parameters(), 0.01)
+        mine(X).sum().backward()
+        done = threading.Event()
+
+        def step() -> None:
+            try:
+                for _ in range(300):
+                    optimizer.step()
+            finally:
+                done.set()
+
+        def others() -> None:
+            while not done.is_set():
+                inject(pair(), Dropout(0.5), layers="*")
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            in_threads(step, others, others)
+        finally:
+            sys.setswitchinterval(interval)
+
+    def test_others_that_listen_to_all_optimizers_are_not_disturbed(self) -> None:
+        """A profiler's hook that comes after ours."""
+        model = pair()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        inject(model, Dropout(0.5), layers="*")
+        steps: list[int] = []
+        handle = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+        try:
+            for _ in range(3):
+                model(X).sum().backward()
+                optimizer.step()
+        finally:
+            handle.remove()
+        assert len(steps) == 3
+
+    def test_data_parallels_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They share the hooks, run in threads, and count nothing twice; PyTorch's own code, with two pretended devices."""
+        replicate = sys.modules["torch.nn.parallel.replicate"]
+        monkeypatch.setattr(replicate, "_get_device_index", lambda device, _: device)
+        monkeypatch.setattr(
+            replicate, "_broadcast_coalesced_reshape",
+            lambda tensors, devices, detach=False: [[t.clone() for t in tensors] for _ in devices],
+        )  # fmt: skip
+        model = pair()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(30)).follow(optimizer)
+        for step in range(1, 31):
+            replicas = nn.parallel.replicate(model, [0, 1])
+            out: list[Any] = [None, None]
+
+            def run(index: int, replicas: Any = replicas, out: list[Any] = out) -> None:
+                out[index] = replicas[index](X)
+
+            in_threads(lambda: run(0), lambda: run(1))
+            (out[0].sum() + out[1].sum()).backward()
+            optimizer.step()
+            assert drop.step_count == step
+        assert model[0].weight.grad is not None
+        with drop.measuring() as m:
+            replicas = nn.parallel.replicate(model, [0, 1])
+            outs = [replica(X) for replica in replicas]
+        assert m.calls == 2
+        assert [zeroed(y) for y in outs] == pytest.approx([0.5, 0.5], abs=0.1)
+        assert not torch.equal(*outs)
+        assert drop.check() == []
+        drop.remove()
+        assert find(replicas[0]) == ()
+
+
+class Failure(Exception):
+    """What goes wrong on the way."""
+
+
+class TestRounds:
+    """What is injected and removed leaves nothing behind, whatever happened between."""
+
+    @pytest.fixture
+    def model(self) -> nn.Sequential:
+        return pair()
+
+    @pytest.fixture
+    def optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.01)
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_left(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        inject(model, Dropout(0.5), layers="*").remove()
+        gc.collect()
+        listeners = set(_global_optimizer_post_hooks)
+        gc.freeze()
+        try:
+            yield
+            assert ours() == {}
+        finally:
+            gc.unfreeze()
+        assert entries(model) == 0
+        assert not optimizer._optimizer_step_post_hooks
+        assert set(_global_optimizer_post_hooks) <= listeners
+        assert not list(hidden_modules)
+
+    def test_a_thousand_rounds(self, model: nn.Sequential) -> None:
+        for _ in range(1000):
+            inject(model, Dropout(0.5), layers="*").remove()
+
+    def test_rounds_that_follow_an_optimizer(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(300):
+            drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4)).follow(optimizer)
+            optimizer.step()
+            drop.remove()
+        # What keeps a followed optimizer's hook out of compiled code.
+        assert not any(type(thing).__name__ == "DisableContext" for thing in gc.get_objects())
+
+    def test_rounds_whose_optimizer_is_gone(self, model: nn.Sequential) -> None:
+        for _ in range(100):
+            drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4))
+            drop.follow(torch.optim.SGD(model.parameters(), 0.01))
+            drop._state.warned_kinds.add("optimizer gone")
+            drop.remove()
+
+    def test_rounds_with_copies(self, model: nn.Sequential) -> None:
+        for _ in range(100):
+            with inject(model, DropBlock(0.5, 3), layers="*"):
+                twin = copy.deepcopy(model)
+                find(twin).remove()
+                copy.deepcopy(model)
+
+    def test_rounds_without_hooks_for_a_while(self, model: nn.Sequential) -> None:
+        for _ in range(300):
+            with inject(model, Dropout(0.5), layers="*"), without_hooks(model):
+                pass
+
+    def test_rounds_that_replace(self, model: nn.Sequential) -> None:
+        for _ in range(300):
+            inject(model, Dropout(0.5), layers="*", on_existing="replace")
+        assert eject(model) == 2
+
+    def test_rounds_with_forwards_probes_and_measurements(self, model: nn.Sequential) -> None:
+        for _ in range(30):
+            with inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4), example_input=X) as drop:
+                drop.step(2)
+                with drop.measuring():
+                    model(X).sum().backward()
+                drop.probe(X)
+
+    def test_rounds_with_errors_on_the_way(self, model: nn.Sequential) -> None:
+        for _ in range(200):
+            with pytest.raises(Failure), inject(model, Dropout(0.5), layers="*") as drop:
+                with pytest.raises(InjectionError):
+                    inject(model, Dropout(0.5), layers="*")
+                with pytest.raises(Failure), drop.sampling(), without_hooks(model):
+                    raise Failure
+                raise Failure
+
+    def test_models_that_go_with_their_hooks(self) -> None:
+        """Nobody removed anything."""
+        for _ in range(200):
+            model = pair()
+            drop = inject(model, Dropout(0.5), layers="*")
+            with drop.disabled():
+                model(X)
+
+    def test_models_that_go_before_their_optimizers(self) -> None:
+        """The optimizer steps once more, and lets go; others who listen to it are not disturbed."""
+        model = pair()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4)).follow(optimizer)
+        steps: list[int] = []
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        hook = weakref.ref(next(iter(model[0]._forward_hooks.values())))
+        del model
+        optimizer.step()
+        gc.collect()
+        assert hook() is None
+        optimizer.step()
+        assert len(steps) == 2
+
+
+def test_hooks_are_gone_without_the_garbage_collector() -> None:
+    """Removed, they are in no reference cycle."""
+    model = pair()
+    drop = inject(model, Dropout(0.5), layers="*")
+    hooks = [weakref.ref(hook) for m in model for hook in m._forward_hooks.values() if isinstance(hook, SiteHook)]
+    assert len(hooks) == 2
+    gc.collect()
+    gc.disable()
+    try:
+        drop.remove()
+        del drop
+        assert [hook() for hook in hooks] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_handle_that_was_removed_holds_no_model(model: Small) -> None:
+    gone = weakref.ref(model.fc)
+    drop: Injection = inject(model, Dropout(0.5), layers="fc")
+    drop.remove()
+    model.fc = nn.Linear(8, 10)
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_step_in_another_thread_is_not_lost_to_a_probe_at_another_step() -> None:
+    """Whether it waits for the probe, or counts while that runs."""
+
+    class Trains(nn.Linear):
+        """Takes a step of the training in another thread, once."""
+
+        thread: threading.Thread | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if Trains.thread is None:
+                Trains.thread = threading.Thread(target=lambda: drop.step())
+                Trains.thread.start()
+                Trains.thread.join(timeout=10)
+            return super().forward(x)
+
+    model = nn.Sequential(Trains(8, 8))
+    drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+    drop.step(2)
+    measured = drop.probe(torch.ones(400, 8), step=10)
+    assert Trains.thread is not None
+    Trains.thread.join()
+    assert (drop.step_count, drop.p) == (3, pytest.approx(0.15))
+    assert measured.asked == 0.5
+
+
+def test_steps_of_several_threads_are_all_counted() -> None:
+    drop = inject(model := pair(), Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+    model(X)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(*[lambda: [drop.step() for _ in range(100)] and None] * 4)
+    finally:
+        sys.setswitchinterval(interval)
+    assert (drop.step_count, drop.p) == (400, 0.2)
+    assert len(find(model)) == 1
+
+
+def test_threads_that_sample_at_once_leave_the_rates_as_they_were() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(2)]).eval()
+    drop = inject(model, Dropout(0.5), layers="*")
+    errors: list[BaseException] = []
+
+    def sample() -> None:
+        try:
+            for _ in range(10):
+                with drop.sampling(p=0.9):
+                    assert drop._state.sampling
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(400):
+            threads = [threading.Thread(target=sample) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not errors
+            assert [site.p for site in drop.sites] == [0.5, 0.5]
+    finally:
+        sys.setswitchinterval(interval)

@@ -1,0 +1,256 @@
+"""The handle: rates, on and off, sampling, proof, and that contexts end where they began."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import (
+    ClipActivationGrad,
+    DropBlock,
+    Dropout,
+    Dropout2d,
+    GaussianNoise,
+    Injection,
+    InjectionError,
+    LambdaSchedule,
+    LinearSchedule,
+    find,
+    inject,
+)
+from tests.support.identity import X, layer, zeroed
+from tests.support.nets import Small
+from tests.support.pairs import ROWS, pair
+
+
+class TestContexts:
+    def test_contexts_that_end_out_of_order_leave_nothing_behind(self) -> None:
+        model = pair().eval()
+        drop = inject(model, Dropout(0.5), layers="*.0")
+        first, second = drop.sampling(), drop.sampling(p=0.9)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert drop.p == 0.9
+        second.__exit__(None, None, None)
+        assert drop.p == 0.5
+        assert torch.equal(model(ROWS), model(ROWS))
+
+    def test_threads_that_sample_at_once(self) -> None:
+        model = pair().eval()
+        drop = inject(model, Dropout(0.5), layers="*.0")
+        barrier = threading.Barrier(2)
+
+        def sample(slow: bool) -> None:
+            with drop.sampling():
+                barrier.wait()
+                if slow:
+                    barrier.wait()
+            if not slow:
+                barrier.wait()
+
+        threads = [threading.Thread(target=sample, args=(slow,)) for slow in (True, False)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.equal(model(ROWS), model(ROWS))
+
+    def test_nested_measurements_both_see_all(self) -> None:
+        model = pair()
+        drop = inject(model, Dropout(0.5), layers="*.0")
+        with drop.measuring() as outer:
+            model(ROWS)
+            with drop.measuring() as inner:
+                model(ROWS)
+        assert (outer.calls, inner.calls) == (4, 2)
+
+    def test_a_target_that_does_not_fit_is_refused_inside_a_context_too(self) -> None:
+        model = pair()
+        drop = inject(model, Dropout(0.3), layers="*.0", p_scale={"0.0": 2.0})
+        with drop.sampling(p=0.1), pytest.raises(ValueError, match="must lie in"):
+            drop.target_p = 0.9
+        assert (drop.target_p, drop.p) == (0.3, 0.3)
+
+    def test_a_context_that_does_not_fit_is_not_entered(self) -> None:
+        model = pair()
+        drop = inject(model, Dropout(0.3), layers="*.0", p_scale={"0.0": 2.0})
+        with pytest.raises(ValueError, match="must lie in"), drop.sampling(p=0.9):
+            raise AssertionError
+        assert [site.p for site in drop.sites] == [0.6, 0.3]
+
+
+class TestRates:
+    def test_the_rate_in_force_is_target_times_scale_times_schedule(self, model: Small) -> None:
+        drop = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10), p_scale="depth")
+        drop.step(5)
+        assert (drop.p, drop.keep_prob, drop.target_p, drop.step_count) == (0.2, 0.8, 0.4, 5)
+        assert [site.p for site in drop.sites] == [0.1, 0.2]
+        assert [site.p_scale for site in drop.sites] == [0.5, 1.0]
+
+    @pytest.mark.parametrize("steps", [1, 7, 10])
+    def test_the_target_is_reached_exactly_and_kept(self, steps: int) -> None:
+        model, drop = layer(0.3, schedule=LinearSchedule(steps))
+        assert zeroed(model, X) == 0
+        for _ in range(steps):
+            drop.step()
+        assert drop.p == 0.3
+        assert zeroed(model, X) == pytest.approx(0.3, abs=0.01)
+        drop.step(1000)
+        assert drop.p == 0.3
+
+    def test_seek_is_idempotent_and_goes_back_too(self) -> None:
+        _, drop = layer(0.4, schedule=LinearSchedule(100))
+        for _ in range(3):
+            drop.seek(25)
+        assert drop.p == 0.1
+        drop.seek(5)
+        assert drop.step_count == 5
+
+    def test_forwards_do_not_count(self) -> None:
+        model, drop = layer(0.4, schedule=LinearSchedule(100))
+        drop.step()
+        for _ in range(10):
+            model(X)
+        assert drop.step_count == 1
+
+    def test_target_may_be_set_live(self) -> None:
+        model, drop = layer(0.4, schedule=LinearSchedule(10))
+        drop.seek(5)
+        drop.target_p = 0.8
+        assert drop.p == 0.4
+        assert zeroed(model, X) == pytest.approx(0.4, abs=0.01)
+
+    def test_where_sites_differ_the_largest_speaks_and_proportions_are_kept(self, model: Small) -> None:
+        drop = inject(model, {"layer1.*": Dropout2d(0.1), "layer2.*": Dropout2d(0.4)})
+        assert drop.target_p == 0.4
+        drop.target_p = 0.8
+        assert [site.p for site in drop.sites] == [0.2, 0.2, 0.8, 0.8]
+
+    def test_a_bad_target_changes_nothing(self, model: Small) -> None:
+        drop = inject(model, Dropout(0.4), layers="layer1.*", p_scale={"layer1.0": 2.0})
+        for bad, error in ((1.5, ValueError), ("0.1", TypeError), (0.6, ValueError)):
+            with pytest.raises(error):
+                drop.target_p = bad
+            assert [site.p for site in drop.sites] == [0.8, 0.4]
+
+    def test_a_schedule_that_leaves_the_range_stops_at_the_step_before(self) -> None:
+        _, drop = layer(0.5, schedule=LambdaSchedule(abs))
+        drop.step(2)
+        with pytest.raises(ValueError, match=r"at '0': target 0.5 x p_scale 1 x schedule 3 at step 3"):
+            drop.step()
+        assert (drop.step_count, drop.p) == (2, 1.0)
+
+    def test_noise_is_driven_by_its_std(self) -> None:
+        model = nn.Sequential(nn.Identity())
+        drop = inject(model, GaussianNoise(std=2.0), layers="0", schedule=LinearSchedule(4))
+        drop.step()
+        assert model(X).std() == pytest.approx(0.5, rel=0.05)
+        assert drop.p == 0.5
+
+    @pytest.mark.parametrize("bad", [-1, 1.5, "3", None, True])
+    def test_bad_steps(self, bad: object) -> None:
+        _, drop = layer()
+        with pytest.raises((TypeError, ValueError), match="step"):
+            drop.seek(bad)
+        assert drop.step_count == 0
+
+
+class TestSampling:
+    def test_on_in_eval_mode_with_batch_norm_untouched(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, DropBlock(0.5, 3), layers="layer1.*")
+        model.eval()
+        clean = model(images)
+        statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with drop.sampling():
+            samples = torch.stack([model(images) for _ in range(8)])
+        assert samples.std(0).min() > 0
+        assert all(torch.equal(buffer, statistics[name]) for name, buffer in model.named_buffers())
+        assert torch.equal(model(images), clean)
+
+    def test_with_a_rate_of_its_own(self, model: Small) -> None:
+        drop = inject(model, {"layer1.*": Dropout(0.1), "layer2.*": Dropout(0.4)}, schedule=LinearSchedule(10))
+        with drop.sampling(p=0.2):
+            assert [site.p for site in drop.sites] == [0.05, 0.05, 0.2, 0.2]
+            assert drop.p == 0.2
+            drop.seek(10)
+            assert drop.p == 0.2
+        assert drop.p == 0.4
+
+    def test_it_samples_although_disabled(self) -> None:
+        model, drop = layer()
+        drop.disable()
+        model.eval()
+        with drop.sampling():
+            assert zeroed(model, X) > 0.4
+        assert zeroed(model, X) == 0
+
+    def test_at_rate_0_it_is_an_error(self) -> None:
+        """An EMA copy that was never stepped stands at step 0 of its schedule."""
+        _, drop = layer(0.3, schedule=LinearSchedule(10))
+        with pytest.raises(InjectionError, match=r"at step 0 of LinearSchedule\(steps=10\)(.|\n)*sampling\(p=0.3\)"):
+            with drop.sampling():
+                pass
+        with pytest.raises(InjectionError, match="sampling at rate 0"), drop.sampling(p=0):
+            pass
+        with drop.sampling(p=0.3):
+            pass
+
+    def test_a_bad_rate(self) -> None:
+        _, drop = layer()
+        with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got 1.5"), drop.sampling(p=1.5):
+            pass
+        assert drop.p == 0.5
+
+    def test_under_inference_mode(self) -> None:
+        model, drop = layer()
+        model.eval()
+        with drop.sampling(), torch.inference_mode(), drop.measuring() as m:
+            model(X)
+        assert m.dropped == pytest.approx(0.5, abs=0.02)
+
+
+class TestUnits:
+    """A probability and a standard deviation are no rates of one kind."""
+
+    def drop(self) -> tuple[nn.Module, Injection]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        return model, inject(model, {"0": Dropout(0.1), "1": GaussianNoise(5.0), "2": Dropout(0.2)})
+
+    def test_they_have_no_common_p(self) -> None:
+        model, drop = self.drop()
+        assert (drop.p, drop.keep_prob, drop.target_p) == (None, None, None)
+        assert [site.p for site in drop.sites] == [0.1, 5.0, 0.2]
+        assert "p=0.2 of 0.2, std=5 of 5" in repr(drop)
+        assert drop.metrics() == {
+            "hookdrop/dropout+gaussiannoise/p": 0.2,
+            "hookdrop/dropout+gaussiannoise/std": 5.0,
+            "hookdrop/dropout+gaussiannoise/step": 0.0,
+            "hookdrop/dropout+gaussiannoise/enabled": 1.0,
+        }
+        assert len(find(model)) == 1
+
+    def test_setting_one_names_the_sites_and_changes_nothing(self) -> None:
+        model, drop = self.drop()
+        sets: list[Callable[[], object]] = [
+            lambda: setattr(drop, "target_p", 0.5),
+            lambda: setattr(drop, "p", 0.5),
+            lambda: setattr(drop, "keep_prob", 0.5),
+            lambda: drop.sampling(p=0.2).__enter__(),
+        ]
+        for change in sets:
+            with pytest.raises(InjectionError, match=r"different units(.|\n)*p: '0', '2'(.|\n)*No rate was changed"):
+                change()
+        assert [site.p for site in drop.sites] == [0.1, 5.0, 0.2]
+        with drop.sampling():
+            assert not torch.equal(model.eval()(torch.ones(4)), model(torch.ones(4)))
+
+    def test_one_unit_beside_a_regularizer_without_a_rate(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        drop = inject(model, {"0": Dropout(0.1), "1": ClipActivationGrad(max_norm=1.0)})
+        drop.target_p = 0.3
+        assert (drop.p, drop.keep_prob, [site.p for site in drop.sites]) == (0.3, 0.7, [0.3, None])

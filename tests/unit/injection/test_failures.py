@@ -1,0 +1,105 @@
+"""The mistakes that people make, and what they read then; and bad input, after which nothing has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hookdrop import (
+    Dropout,
+    GaussianNoise,
+    HookdropWarning,
+    InjectionError,
+    LinearSchedule,
+    StateError,
+    find,
+    inject,
+)
+from tests.support.nets import Small
+from tests.support.pairs import ROWS, _sgd, pair
+
+
+class TestFailures:
+    def test_a_state_that_does_not_fit_the_scale_changes_nothing(self) -> None:
+        drop = inject(model := pair(), Dropout(0.3), layers="*.0", p_scale={"0.0": 2.0})
+        before = drop.state_dict()
+        with pytest.raises(StateError, match="must lie in"):
+            drop.load_state_dict(before | {"target_p": [0.9, 0.9], "step_count": 77, "enabled": False})
+        assert drop.state_dict() == before
+        assert len(find(model)) == 1
+
+    def test_a_state_with_rates_for_what_has_none(self) -> None:
+        drop = inject(model := pair(), torch.relu, layers="*.0")
+        saved = drop.state_dict() | {"target_p": [0.1, 0.1]}
+        with pytest.raises(StateError, match="which has none; nothing was loaded"):
+            drop.load_state_dict(saved)
+        assert len(find(model)) == 1
+
+    def test_remove_gives_the_model_back_even_if_a_warning_is_an_error(self) -> None:
+        model = pair()
+        drop = inject(model, Dropout(0.5), layers="*.0", schedule=LinearSchedule(10))
+        model(ROWS)
+        with pytest.raises(HookdropWarning, match="its schedule is not advancing"):
+            drop.remove()
+        assert find(model) == ()
+
+    def test_an_error_inside_a_with_block_is_the_one_that_comes_out(self) -> None:
+        model = pair()
+        with pytest.raises(KeyError), inject(model, Dropout(0.5), layers="*.0", schedule=LinearSchedule(10)):
+            model(ROWS)
+            raise KeyError
+        assert find(model) == ()
+
+    def test_a_removed_handle_reports_no_rate(self) -> None:
+        drop = inject(model := pair(), Dropout(0.5), layers="*.0")
+        sites = drop.sites
+        drop.remove()
+        assert len(sites) == 2
+        assert drop.p == 0
+        assert drop.check() == ["'dropout' was removed from its model."]
+        with pytest.raises(InjectionError, match="was removed"):
+            drop.metrics()
+        assert find(model) == ()
+
+    def test_stepping_all_steps_none_if_one_follows(self) -> None:
+        model = pair()
+        first = inject(model, Dropout(0.5), layers="0.0", schedule=LinearSchedule(10))
+        second = inject(model, Dropout(0.5), layers="1.0", schedule=LinearSchedule(10), name="second")
+        opt = _sgd(model)
+        second.follow(opt)
+        with pytest.raises(InjectionError, match="'second' follows an optimizer"):
+            find(model).step()
+        assert first.step_count == 0
+        assert opt is not None
+
+    def test_a_target_of_0_keeps_the_proportions(self) -> None:
+        drop = inject(model := pair(), {"0.0": Dropout(0.05), "1.0": Dropout(0.1)})
+        drop.target_p = 0
+        drop.target_p = 0.1
+        assert [site.p for site in drop.sites] == [0.05, 0.1]
+        assert len(find(model)) == 1
+
+    def test_rates_of_several_kinds_are_each_held_to_their_own_range(self) -> None:
+        drop = inject(model := pair(), {"0.0": Dropout(0.1), "1.0": GaussianNoise(2.0)})
+        drop.disable()
+        drop.enable()
+        assert [site.p for site in drop.sites] == pytest.approx([0.1, 2.0])
+        assert len(find(model)) == 1
+
+
+def test_a_failure_half_way_takes_the_first_hooks_off_again(model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no more hooks")
+
+    monkeypatch.setattr(model.layer2[1], "register_forward_hook", refuse)
+    with pytest.raises(RuntimeError, match="no more hooks"):
+        inject(model, Dropout(0.1), layers="layer?.*")
+    assert find(model) == ()
+
+
+def test_a_warning_turned_into_an_error_leaves_no_hook(model: Small) -> None:
+    with pytest.raises(HookdropWarning):
+        inject(model, Dropout(0.1), layers="layer1.**")
+    assert find(model) == ()

@@ -1,0 +1,76 @@
+"""What an adversary would try: parts of models, surgery, contexts out of order, failures half-way."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import (
+    Dropout,
+    LinearSchedule,
+    StateError,
+    find,
+    inject,
+    without_hooks,
+)
+from hookdrop.hooks.registry import hooks_of
+from tests.support.pairs import ROWS, _sgd, pair
+from tests.support.together import net
+
+
+def test_find_follows_and_checks_for_all() -> None:
+    model = pair()
+    inject(model, Dropout(0.5), layers="0.0", schedule=LinearSchedule(10))
+    inject(model, Dropout(0.5), layers="1.0", schedule=LinearSchedule(10), name="second")
+    optimizer = _sgd(model)
+    find(model).follow(optimizer)
+    model(ROWS).sum().backward()
+    optimizer.step()
+    assert [drop.step_count for drop in find(model)] == [1, 1]
+    assert find(model).check() == []
+    with pytest.raises(StateError, match="inject first"):
+        find(copy.deepcopy(nn.Linear(1, 1))).load_state_dict(find(model).state_dict())
+
+
+class TestParts:
+    def test_what_is_removed_from_a_part_is_no_measure_of_the_rest(self) -> None:
+        model = nn.Sequential(net(), net())
+        drop = inject(model, {"0.0": Dropout(0.5), "1.0": Dropout(0.1)})
+        find(model[0]).remove()
+        assert [site.name for site in drop.sites] == ["1.0"]
+        assert drop.p == find(model)[0].p == 0.1
+        find(model)[0].target_p = 0.2
+        assert [site.p for site in find(model)[0].sites] == [0.2]
+        with find(model)[0].sampling(p=0.3):
+            assert [site.p for site in find(model)[0].sites] == [0.3]
+
+    @pytest.mark.parametrize("gone", ["wrapper", "part"])
+    def test_following_goes_on_when_what_the_handle_was_made_of_goes(self, gone: str) -> None:
+        model = nn.Sequential(net(), net())
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        outer: Any = nn.DataParallel(model)
+        drop = inject(outer, Dropout(0.5), layers="*.0", schedule=LinearSchedule(100))
+        (drop if gone == "wrapper" else find(model[0])[0]).follow(optimizer)
+        del outer
+        if gone == "part":
+            model[0] = net()
+        gc.collect()
+        for step in range(1, 6):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            assert find(model)[0].step_count == step
+
+    def test_a_handle_that_is_first_asked_inside_without_hooks(self) -> None:
+        model = net()
+        drop = inject(model, Dropout(0.5), layers="0")
+        twin, copied = copy.deepcopy((model, drop))
+        with without_hooks(twin):
+            assert "p=0.5" in repr(copied)
+        copied.remove()
+        assert list(hooks_of(twin)) == []
+        assert drop.p == 0.5

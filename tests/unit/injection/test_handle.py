@@ -1,0 +1,264 @@
+"""The handle: rates, on and off, sampling, proof, and that contexts end where they began."""
+
+from __future__ import annotations
+
+import warnings
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+from hookdrop import (
+    ConstantSchedule,
+    DropBlock,
+    Dropout,
+    HookdropWarning,
+    InjectionError,
+    Injections,
+    LambdaSchedule,
+    LinearSchedule,
+    eject,
+    find,
+    inject,
+)
+from tests.support.identity import X, layer, zeroed
+from tests.support.nets import Small
+from tests.support.pairs import pair
+
+
+def test_the_rate_of_the_moment_can_not_be_set() -> None:
+    drop = inject(model := pair(), Dropout(0.5), layers="*.0")
+    with pytest.raises(AttributeError, match=r"drop.target_p = 0.4"):
+        drop.p = 0.4
+    with pytest.raises(AttributeError, match=r"drop.target_p = 1 - 0.6"):
+        drop.keep_prob = 0.6
+    assert model is not None
+
+
+def rising(step: int) -> float:
+    return float(step)
+
+
+class TestOnAndOff:
+    def test_disable_and_enable(self) -> None:
+        model, drop = layer(schedule=LinearSchedule(2))
+        drop.step(2)
+        drop.disable()
+        assert (drop.p, zeroed(model, X)) == (0.0, 0.0)
+        drop.step()
+        assert drop.step_count == 3
+        drop.enable()
+        assert (drop.p, drop.step_count) == (0.5, 3)
+
+    def test_disabled_inside_only(self) -> None:
+        model, drop = layer()
+        with drop.disabled():
+            assert zeroed(model, X) == 0
+        assert zeroed(model, X) > 0.4
+
+    def test_contexts_end_after_an_error_too(self) -> None:
+        model, drop = layer()
+        with pytest.raises(KeyError), drop.disabled():
+            raise KeyError
+        assert zeroed(model, X) > 0.4
+
+    def test_removing_inside_a_context_is_fine(self) -> None:
+        model, drop = layer()
+        with drop.disabled():
+            drop.remove()
+        assert zeroed(model, X) == 0
+
+    @given(st.lists(st.sampled_from(["disabled", "sampling", "rate", "disable", "enable", "step", "end"]), max_size=12))
+    def test_any_nesting_ends_in_the_state_it_began_in(self, moves: list[str]) -> None:
+        """`disable` and `enable` inside a context last until its end; outside they stay."""
+        model, drop = layer(0.5)
+        stack: list[tuple[object, tuple[object, ...]]] = []
+
+        def looks() -> tuple[object, ...]:
+            model.eval()
+            in_eval = round(zeroed(model, X), 1)
+            model.train()
+            return drop.p, in_eval, round(zeroed(model, X), 1)
+
+        for move in moves:
+            if move == "end":
+                if stack:
+                    context, before = stack.pop()
+                    context.__exit__(None, None, None)
+                    assert looks() == before
+            elif move == "step":
+                drop.step()
+            elif move in ("disable", "enable"):
+                getattr(drop, move)()
+            else:
+                before = looks()
+                context = {
+                    "disabled": drop.disabled, "sampling": drop.sampling, "rate": lambda: drop.sampling(p=0.3)
+                }[move]()  # fmt: skip
+                context.__enter__()
+                stack.append((context, before))
+        while stack:
+            context, before = stack.pop()
+            context.__exit__(None, None, None)
+            assert looks() == before
+
+
+class TestTalk:
+    def test_metrics_are_flat_numbers(self) -> None:
+        _, drop = layer(0.5, schedule=LinearSchedule(10))
+        drop.step()
+        assert drop.metrics() == {
+            "hookdrop/dropout/p": 0.05,
+            "hookdrop/dropout/keep_prob": 0.95,
+            "hookdrop/dropout/step": 1.0,
+            "hookdrop/dropout/enabled": 1.0,
+        }
+
+    def test_repr_and_summary(self, model: Small) -> None:
+        drop = inject(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(10))
+        drop.step(5)
+        assert repr(drop) == "<Injection 'dropblock': 2 sites, p=0.1 of 0.2, step 5 of LinearSchedule(steps=10)>"
+        assert [line.split() for line in drop.summary().splitlines()[3:]] == [
+            ["layer1.0", "0.1", "1", "no", "DropBlock(p=0.2,", "block_size=3)"],
+            ["layer1.1", "0.1", "1", "no", "DropBlock(p=0.2,", "block_size=3)"],
+        ]
+        drop.disable()
+        assert "disabled" in repr(drop)
+        drop.remove()
+        assert repr(drop) == "<Injection 'dropblock', removed>"
+
+    def test_notebooks_get_tables(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, DropBlock(0.2, 3), layers="layer1.*")
+        for shown in (drop, find(model), drop.probe(images)):
+            assert "<table>" in shown._repr_html_()
+            assert "&lt;" not in shown._repr_html_().replace("&lt;Injection", "")
+
+
+class TestHandles:
+    def test_all_handles_on_the_same_hooks_are_interchangeable(self) -> None:
+        model, drop = layer(0.5, schedule=LinearSchedule(10))
+        (other,) = find(model)
+        other.step(3)
+        assert drop.step_count == 3
+        assert other == drop
+        assert hash(other) == hash(drop)
+        other.remove()
+        assert find(model) == ()
+        drop.remove()
+
+    def test_find_passes_calls_on_to_all(self, model: Small, images: torch.Tensor) -> None:
+        inject(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(10))
+        inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(20))
+        every = find(model)
+        every.step(5)
+        assert [drop.p for drop in every] == [0.1, 0.1]
+        every.seek(10)
+        assert every["dropout"].p == 0.2
+        assert set(every.state_dict()) == {"dropblock", "dropout"}
+        assert len(every.metrics()) == 8
+        with every.disabled():
+            assert [drop.p for drop in every] == [0.0, 0.0]
+        with every.sampling(p=0.5):
+            assert [drop.p for drop in every] == [0.5, 0.5]
+        with pytest.raises(InjectionError, match="no injection 'droput' here; there are: dropblock, dropout"):
+            every["droput"]
+        assert "2 sites" in repr(every)
+        every.remove()
+        assert repr(find(model)) == "<no injections>"
+
+    def test_a_part_of_them_passes_calls_on_too(self, model: Small) -> None:
+        one, two = inject(model, Dropout(0.4), layers="fc"), inject(model, DropBlock(0.2, 3), layers="layer1.*")
+        for some in (find(model)[0:1], find(model)[::-1][:1], find(model)[:0] + find(model)[:1]):
+            assert isinstance(some, Injections)
+        find(model)[1:].disable()
+        assert (one.p, two.p) == (0.0, 0.2)
+        find(model).enable()
+        assert (one.p, two.p) == (0.4, 0.2)
+
+    def test_they_are_probed_and_summed_up_by_name(self, model: Small, images: torch.Tensor) -> None:
+        inject(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(10))
+        inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(10))
+        found = find(model).probe(images.repeat(50, 1, 1, 1), forwards=1, step=10)
+        assert list(found) == ["dropblock", "dropout"]
+        assert found["dropblock"].dropped == pytest.approx(0.2, abs=0.05)
+        assert found["dropout"].dropped == pytest.approx(0.4, abs=0.05)
+        assert [drop.step_count for drop in find(model)] == [0, 0]
+        assert find(model).summary() == "\n\n".join(drop.summary() for drop in find(model))
+        assert find(nn.ReLU()).summary() == "<no injections>"
+
+    def test_a_change_that_fails_in_one_is_undone_in_all(self, model: Small) -> None:
+        first = inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(10))
+        second = inject(model, Dropout(0.4), layers="conv1", schedule=LambdaSchedule(rising), name="second")
+        every = find(model)
+        optimizer, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+        assert every == (second, first)
+        every = every[::-1]
+        every.seek(2)
+        for fails in (lambda: every.seek(5), lambda: every.step(3)):
+            with pytest.raises(ValueError, match=r"p must lie in \[0, 1\]"):
+                fails()
+            assert [drop.step_count for drop in every] == [2, 2]
+            assert (first.p, second.p) == (pytest.approx(0.08), pytest.approx(0.8))
+        second.follow(other)
+        with pytest.raises(InjectionError, match="follows another"):
+            every.follow(optimizer)
+        first.step()  # follows none
+        second.remove()
+        for switch in (every.disable, every.enable):
+            with pytest.raises(InjectionError, match="was removed"):
+                switch()
+        assert first.p == pytest.approx(0.12)
+
+    def test_eject_all_or_by_name(self, model: Small) -> None:
+        inject(model, DropBlock(0.2, 3), layers="layer1.*")
+        inject(model, Dropout(0.4), layers="fc")
+        with pytest.raises(InjectionError, match="no injection 'x'"):
+            eject(model, "x")
+        assert eject(model, "dropblock") == 2
+        assert eject(model) == 1
+        assert eject(model) == 0
+
+    def test_a_removed_handle_says_so(self, model: Small) -> None:
+        drop = inject(model, Dropout(0.4), layers="fc")
+        eject(model)
+        for use in (drop.step, drop.enable, drop.disable, drop.state_dict, lambda: drop.seek(3), lambda: drop.config):
+            with pytest.raises(InjectionError, match="'dropout' was removed from its model"):
+                use()
+
+    def test_the_schedule_of_none_is_constant(self) -> None:
+        _, drop = layer()
+        assert drop.schedule == ConstantSchedule()
+        drop.step()
+        assert drop.p == 0.5
+
+    def test_stacked_injections_both_work(self) -> None:
+        model, _ = layer(0.5)
+        inject(model, Dropout(0.5), layers="0", on_existing="stack", name="second")
+        assert zeroed(model, X) == pytest.approx(0.75, abs=0.02)
+
+    def test_replace_takes_the_old_one_off(self) -> None:
+        model, old = layer(0.5)
+        inject(model, Dropout(0.2), layers="0", on_existing="replace")
+        assert zeroed(model, X) == pytest.approx(0.2, abs=0.02)
+        with pytest.raises(InjectionError, match="was removed"):
+            old.step()
+
+    def test_replace_warns_of_sites_that_get_nothing_back(self, model: Small) -> None:
+        inject(model, Dropout(0.5), layers="layer?.*")
+        with pytest.warns(HookdropWarning, match="takes it off 2 sites that the new one does not have: 'layer1.0'"):
+            inject(model, Dropout(0.5), layers="layer2.*", on_existing="replace")
+        assert len(find(model)[0].sites) == 2
+
+    def test_input_and_output_of_a_layer_are_two_places(self, model: Small) -> None:
+        inject(model, Dropout(0.5), layers="fc")
+        inject(model, Dropout(0.5), layers="fc", at="input", name="before")
+        assert len(find(model)) == 2
+
+
+def test_warnings_point_at_the_callers_line(model: Small) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        inject(model, Dropout(0.5), layers="**")
+    assert caught[0].filename == __file__

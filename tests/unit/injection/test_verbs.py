@@ -1,0 +1,66 @@
+"""What an adversary would try: parts of models, surgery, contexts out of order, failures half-way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from hookdrop import (
+    DropBlock,
+    Dropout,
+    InjectionError,
+    LinearSchedule,
+    find,
+    inject,
+)
+from tests.support.nets import Small
+from tests.support.pairs import pair
+from tests.support.training import UNCHANGED
+
+
+def test_the_arguments_in_the_wrong_order() -> None:
+    with pytest.raises(TypeError, match="the model comes first"):
+        inject(Dropout(0.5), pair(), layers="*.0")
+
+
+class TestTexts:
+    """For flags and sweeps: parsed, never evaluated."""
+
+    def test_a_text_is_a_regularizer(self, model: Small) -> None:
+        drop = inject(model, "DropBlock(p=0.2, block_size=(3, 5))", layers="layer1.*")
+        assert drop.name == "dropblock"
+        assert drop.sites[0].regularizer == "DropBlock(p=0.2, block_size=(3, 5))"
+
+    def test_texts_in_a_mapping(self, model: Small) -> None:
+        drop = inject(model, {"layer1.*": "Dropout2d(p=0.1)", nn.Linear: "Dropout(p=0.5)"}, schedule=LinearSchedule(2))
+        assert drop.name == "dropout2d+dropout"
+        drop.step(2)
+        assert [site.p for site in drop.sites] == [0.1, 0.1, 0.5]
+
+
+class TestNotebooks:
+    def test_a_cell_run_twice(self, model: Small) -> None:
+        def cell(**kwargs: Any) -> Any:
+            return inject(model, DropBlock(0.1, 3), layers="layer?.*", **kwargs)
+
+        cell()
+        with pytest.raises(InjectionError) as error:
+            cell()
+        assert str(error.value).splitlines() == [
+            "4 sites already carry 'dropblock' (a re-run cell?).",
+            '  replace them: inject(..., on_existing="replace")   keep both: on_existing="stack", name="dropblock2"',
+            UNCHANGED,
+        ]
+        cell(on_existing="replace")
+        assert len(find(model)) == 1
+        with pytest.raises(InjectionError, match="an injection named 'dropblock' already"):
+            cell(on_existing="stack")
+        cell(on_existing="stack", name="second")
+        assert [drop.name for drop in find(model)] == ["dropblock", "second"]
+
+    def test_the_same_name_at_other_sites(self, model: Small) -> None:
+        inject(model, Dropout(0.1), layers="layer1.*")
+        with pytest.raises(InjectionError, match="name='dropout2'"):
+            inject(model, Dropout(0.1), layers="layer2.*")

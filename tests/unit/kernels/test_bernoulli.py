@@ -1,0 +1,153 @@
+"""Drawing only the successes, or eight trials to a random number, is the same as drawing every trial.
+
+A statistic gives a p-value, and fails under `LEAST`: with the seed of conftest.py the outcome is fixed, and another
+seed would fail one test in ten thousand. Every statistic is held against wrong samplers, too, and rejects them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from hookdrop.kernels import bernoulli
+from hookdrop.kernels.bernoulli import ENOUGH, successes, trials
+from tests.support.bernoulli import (
+    CPU,
+    LEAST,
+    RATES,
+    RIGHT,
+    Sampler,
+    binomial,
+    by_static_successes,
+    by_successes,
+    by_trials,
+    gaps,
+    numbers,
+    positions,
+)
+
+
+@pytest.mark.parametrize("sampler", [by_successes, by_static_successes])
+def test_a_rare_success_costs_no_trials(sampler: Sampler) -> None:
+    """10^11 trials at p = 1e-6: gaps, and where the successes are, as chi-square and Kolmogorov-Smirnov see them."""
+    assert gaps(sampler, 1e-6) > LEAST
+    at = sampler(10**11, 1e-6).double() / 1e11
+    assert scipy.stats.kstest(at.numpy(), "uniform").pvalue > LEAST
+
+
+@pytest.mark.parametrize("sampler", [by_successes, by_static_successes])
+def test_very_many_trials_of_very_small_probability(sampler: Sampler) -> None:
+    """10^9 at 1e-7: 100 of them, give or take, over 1,500 repetitions; places past 2^31 are reached as others are."""
+    found = [sampler(10**9, 1e-7) for _ in range(1500)]
+    assert binomial(np.array([len(at) for at in found]), 10**9, 1e-7) > LEAST
+    assert scipy.stats.kstest(torch.cat(found).numpy() / 1e9, "uniform").pvalue > LEAST
+
+
+def test_places_beyond_32_bits() -> None:
+    at = successes(2**36, 1e-9, CPU, static=False)
+    assert at.dtype == torch.int64
+    assert 2**35 < at.max() < 2**36
+
+
+@pytest.mark.parametrize("p", [1e-12, 0.003, 0.3, 0.5, 0.97])
+@pytest.mark.parametrize("sampler", [by_successes, by_trials])
+def test_one_trial(sampler: Sampler, p: float) -> None:
+    """It succeeds with probability p, within 4 standard errors of 4,000 repetitions."""
+    found = [sampler(1, p).tolist() for _ in range(4000)]
+    assert all(at in ([], [0]) for at in found)
+    assert abs(sum(map(len, found)) / 4000 - p) < 4 * math.sqrt(p * (1 - p) / 4000) + 1e-9
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 1000])
+def test_certain_and_impossible_trials(count: int) -> None:
+    for static in (False, True):
+        assert trials(count, 1.0, CPU, static=static).tolist() == [1] * count
+        assert trials(count, 0.0, CPU, static=static).tolist() == [0] * count
+        assert successes(count, 0.0, CPU, static=static).tolist() == []
+
+
+@pytest.mark.parametrize("p", [0.0, 0.003, 0.5, 1.0])
+def test_no_trials(p: float) -> None:
+    for static in (False, True):
+        assert trials(0, p, CPU, static=static).shape == (0,)
+        assert p == 1.0 or successes(0, p, CPU, static=static).shape == (0,)
+
+
+@pytest.mark.parametrize("p", [*RATES, math.nextafter(1.0, 0.0), 1e-300])
+@pytest.mark.parametrize("count", [1, 7, 100, 12_345])
+def test_successes_are_places_in_order(count: int, p: float) -> None:
+    at = successes(count, p, CPU, static=False)
+    assert at.dtype == torch.int64
+    assert at.tolist() == sorted(set(range(count)) & set(at.tolist()))
+
+
+@pytest.mark.parametrize("p", [0.0, *RATES, math.nextafter(1.0, 0.0), 1.0])
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 12_345])
+def test_trials_are_zeros_and_ones(count: int, p: float) -> None:
+    for static in (False, True):
+        result = trials(count, p, CPU, static=static)
+        assert result.dtype == torch.uint8
+        assert result.shape == (count,)
+        assert set(result.tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("p", [0.003, 0.1, 0.6])
+@pytest.mark.parametrize("steps", [5, 17])
+def test_a_walk_that_ends_early_is_continued(monkeypatch: pytest.MonkeyPatch, steps: int, p: float) -> None:
+    """The first batch nearly always reaches the end; here none does, and the distribution is the same."""
+    walk, walks = bernoulli._walk, []
+
+    def shorter(_: int, p: float, device: torch.device) -> Tensor:
+        walks.append(p)
+        return walk(steps, p, device)
+
+    monkeypatch.setattr(bernoulli, "_walk", shorter)
+    assert numbers(by_successes, p, 300) > LEAST
+    assert len(walks) > 3 * 300
+    assert gaps(by_successes, p, 400 * steps) > LEAST
+    assert positions(by_successes, p, 400 * steps) > LEAST
+
+
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.97])
+def test_what_is_static_are_the_same_successes(p: float) -> None:
+    """Under one seed; the last is repeated, so that they stay in order."""
+    for seed in range(50):
+        torch.manual_seed(seed)
+        at = successes(5000, p, CPU, static=False)
+        torch.manual_seed(seed)
+        padded = successes(5000, p, CPU, static=True)
+        assert torch.equal(padded[: len(at)], at)
+        assert len(padded) > len(at)
+        assert (padded[len(at) :] == at[-1]).all()
+
+
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.97])
+def test_static_length_depends_on_count_and_p_alone(p: float) -> None:
+    assert len({len(successes(5000, p, CPU, static=True)) for _ in range(200)}) == 1
+
+
+def test_enough_is_enough() -> None:
+    """Where static drawing is allowed, none at all and more than there is room for are matters of 1e-13."""
+    assert math.exp(-ENOUGH) < 1e-17
+    room = len(successes(10**6, ENOUGH / 10**6, CPU, static=True))
+    assert scipy.stats.binom.sf(room - 1, 10**6, ENOUGH / 10**6) < 1e-13
+
+
+@pytest.mark.parametrize("p", [0.003, 0.3])
+@pytest.mark.parametrize("sampler", RIGHT[:4])
+def test_the_seed_decides_and_no_other_generator_is_used(sampler: Sampler, p: float) -> None:
+    others = random.getstate(), np.random.get_state()[1].tolist()
+    torch.manual_seed(5)
+    first, after = sampler(20_000, p), torch.get_rng_state()
+    torch.manual_seed(5)
+    again = sampler(20_000, p)
+    assert torch.equal(first, again)
+    assert torch.equal(after, torch.get_rng_state())
+    assert not torch.equal(first, sampler(20_000, p))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == others

@@ -1,0 +1,249 @@
+"""Putting a mask on is one linear map: differentiable in every way that PyTorch knows, and blind to what it drops."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from hookdrop import DropBlock, inject
+from hookdrop.functional import drop_block, dropout
+from hookdrop.kernels import native as kernel
+
+NORMALIZE = ["batch", "sample", "expected", None]
+
+
+# .2 is drawn by its seeds, .95 as a dense mask.
+SETTINGS = [
+    {"p": p, "block_size": 3, "normalize": normalize, "per_channel": own}
+    for p, normalize, own in itertools.product([0.2, 0.95], NORMALIZE, [True, False])
+]
+
+
+BIG = 2**15
+"""Elements from which on dropout is our own."""
+
+
+@pytest.fixture(params=["compiled loops", "PyTorch alone"], autouse=True)
+def with_and_without_the_compiled_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "PyTorch alone":
+        monkeypatch.setattr(kernel, "_library", None)
+    elif not kernel.available():
+        pytest.skip("the compiled loops were not built")
+
+
+def under_one_seed(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def seeded(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(5)
+        return function(x)
+
+    return seeded
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in its forward mode
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+@pytest.mark.filterwarnings("ignore:Please use `torch.vmap`:FutureWarning")  # PyTorch 2.6 of itself
+def test_gradcheck(settings: dict) -> None:
+    """Backward, forward mode, a batch of gradients at once, and twice."""
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
+    drop = under_one_seed(lambda x: drop_block(x, **settings))
+    assert torch.autograd.gradcheck(drop, x, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: drop(x) ** 2, x)
+
+
+def test_gradcheck_of_dropout() -> None:
+    x = torch.randn(BIG, dtype=torch.float64, requires_grad=True)
+    drop = under_one_seed(lambda x: dropout(x, 0.3))
+    assert torch.autograd.gradcheck(drop, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x: drop(x) ** 2, x, fast_mode=True)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_nan_and_inf_are_zeroed_where_they_are_dropped_and_leak_nowhere(
+    settings: dict, dtype: torch.dtype, memory_format: torch.memory_format
+) -> None:
+    """Forward and backward: a map of NaN and Inf drops what a map of ones drops."""
+    poison = torch.full((4, 8, 12, 12), float("nan"), dtype=dtype).contiguous(memory_format=memory_format)
+    poison[:, :, ::2] = float("inf")
+    results = []
+    for values in (torch.ones_like(poison), poison):
+        torch.manual_seed(1)
+        x = values.requires_grad_()
+        y = drop_block(x, **settings)
+        (gradient,) = torch.autograd.grad(y, x, poison)
+        assert y.is_contiguous(memory_format=memory_format)
+        results.append(y == 0)
+        results.append(gradient == 0)
+        assert (y[y != 0].isfinite().all()) == (values is not poison)
+    assert results[0].any()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_nan_is_zeroed_by_dropout() -> None:
+    x = torch.full((BIG,), float("nan"))
+    y = dropout(x, 0.3)
+    assert (y == 0).float().mean() == pytest.approx(0.3, abs=0.02)
+    assert ((y == 0) | y.isnan()).all()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+def test_vmap_draws_as_its_randomness_says(settings: dict) -> None:
+    x = torch.ones(5, 4, 8, 12, 12)
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        return drop_block(x, **settings)
+
+    different = vmap(drop, randomness="different")(x)
+    assert len({tuple((y == 0).flatten().tolist()) for y in different}) == 5
+    same = vmap(drop, randomness="same")(x)
+    assert (same == same[0]).all()
+    with pytest.raises(RuntimeError, match='randomness="different"'):
+        vmap(drop)(x)
+    for y in (different, same):
+        if settings["normalize"] == "batch":
+            torch.testing.assert_close(y.mean((1, 2, 3, 4)), torch.ones(5))
+        if settings["normalize"] == "sample" and settings["p"] < 0.9:
+            torch.testing.assert_close(y.mean((2, 3, 4)), torch.ones(5, 4))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+@pytest.mark.parametrize("in_dim", [0, 2, -1])
+def test_vmap_over_any_axis(settings: dict, in_dim: int) -> None:
+    x = torch.rand(5, 4, 8, 12, 12) + 1
+    y = vmap(lambda x: drop_block(x, **settings), in_dims=in_dim, out_dims=in_dim, randomness="different")(
+        x.movedim(0, in_dim)
+    ).movedim(in_dim, 0)
+    kept = y != 0
+    if settings["normalize"] in ("expected", None):
+        factor = 1 / (1 - settings["p"]) if settings["normalize"] else 1.0
+        torch.testing.assert_close(y, torch.where(kept, x * factor, 0))
+    assert 0 < kept.float().mean() < 1
+
+
+@pytest.mark.parametrize("outer", ["same", "different"])
+@pytest.mark.parametrize("inner", ["same", "different"])
+@pytest.mark.parametrize("settings", SETTINGS[::2], ids=repr)
+def test_vmap_in_vmap(settings: dict, inner: str, outer: str) -> None:
+    x = torch.ones(2, 3, 4, 8, 12, 12)
+    y = vmap(vmap(lambda x: drop_block(x, **settings), randomness=inner), randomness=outer)(x) == 0
+    masks = {tuple(y[i, j].flatten().tolist()) for i in range(2) for j in range(3)}
+    assert len(masks) == (3 if inner == "different" else 1) * (2 if outer == "different" else 1)
+
+
+def test_vmap_draws_dropout_as_its_randomness_says() -> None:
+    x = torch.ones(4, BIG)
+    different = vmap(lambda x: dropout(x, 0.3), randomness="different")(x)
+    same = vmap(lambda x: dropout(x, 0.3), randomness="same")(x)
+    assert not torch.equal(different[0], different[1])
+    assert torch.equal(same[0], same[1])
+    assert (different == 0).float().mean() == pytest.approx(0.3, abs=0.01)
+
+
+@pytest.mark.parametrize("settings", SETTINGS[::2], ids=repr)
+def test_torch_func_transforms(settings: dict) -> None:
+    """`grad`, `jvp`, `jacrev`, one in another, and per-sample gradients through a hooked model."""
+    x = torch.ones(2, 3, 6, 6)
+    drop = under_one_seed(lambda x: drop_block(x, **settings))
+    y, tangent = jvp(drop, (x,), (x,))
+    assert torch.equal(y, tangent)
+    torch.testing.assert_close(grad(lambda x: drop(x).sum())(x), y)
+    torch.testing.assert_close(grad(lambda x: grad(lambda x: (drop(x) ** 3).sum())(x).sum())(x), 6 * y**3)
+    torch.testing.assert_close(jacrev(drop)(x).flatten(4).flatten(0, 3).sum(0).view_as(x), y)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1))
+    inject(model, DropBlock(**settings), layers="0")
+    weights = dict(model.named_parameters())
+
+    def loss(weights: dict, x: torch.Tensor) -> torch.Tensor:
+        return functional_call(model, weights, (x.unsqueeze(0),)).sum()
+
+    each = vmap(grad(loss), in_dims=(None, 0), randomness="different")(weights, torch.rand(5, 3, 6, 6))
+    assert each["0.weight"].shape == (5, 4, 3, 1, 1)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_replays_the_mask(use_reentrant: bool) -> None:
+    x = torch.ones(4, 8, 12, 12, requires_grad=True)
+    y = checkpoint(lambda x: drop_block(x * 1.0, 0.3, 3), x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, y.detach())
+
+
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        y = drop_block(torch.ones(4, 8, 12, 12), 0.3, 3)
+        assert (y == 0).any()
+        assert (dropout(torch.ones(BIG), 0.3) == 0).any()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_lies_oddly_in_memory(own: bool) -> None:
+    """Slices, transposes, expanded input and an expanded gradient, as `sum` gives it."""
+    whole = torch.rand(4, 6, 12, 14) + 1
+    for x in (
+        whole[:, 1:5],
+        whole[..., ::2],
+        whole.transpose(2, 3),
+        whole.transpose(0, 1),
+        whole[:1].expand(4, 6, 12, 14),
+    ):
+        x = x.detach().requires_grad_()
+        torch.manual_seed(2)
+        y = drop_block(x, 0.3, 3, per_channel=own)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        torch.manual_seed(2)
+        torch.testing.assert_close(drop_block(x.detach().contiguous(), 0.3, 3, per_channel=own), y)
+        torch.testing.assert_close(gradient * x, y)
+        assert x.min() >= 1, "the input is not written to"
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+@pytest.mark.parametrize("p", [1e-12, 1.0])
+def test_the_ends_of_the_range(settings: dict, p: float) -> None:
+    x = torch.ones(4, 8, 12, 12)
+    y = drop_block(x, **{**settings, "p": p})
+    torch.testing.assert_close(y, torch.zeros_like(x) if p == 1.0 else x)
+
+
+def test_what_is_kept_for_backward_is_the_seeds() -> None:
+    """.02 bytes an element, where a float mask would be 4 and a bool mask 1."""
+    kept: dict[int, int] = {}
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    x = torch.ones(8, 64, 28, 28, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        drop_block(x, 0.1, 7)
+    assert sum(kept.values()) / x.numel() < 0.02
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(
+    "drop", [lambda x: dropout(x, 0.3), *(lambda x, p=p: drop_block(x, p, 3) for p in (0.1, 0.95))]
+)
+def test_who_watches_changes_no_mask(drop: Callable[[torch.Tensor], torch.Tensor], use_reentrant: bool) -> None:
+    """A profiler around forward alone, and a checkpoint that runs it again in backward."""
+    x = torch.randn(8, 16, 32, 32, requires_grad=True)
+    with FlopCounterMode(display=False):
+        y = checkpoint(lambda x: drop(x) ** 2, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad == 0, y == 0)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("normalize", NORMALIZE)
+def test_make_fx_keeps_drawing(mode: str, normalize: str | None) -> None:
+    graph = make_fx(lambda x: drop_block(x, 0.3, 3, normalize=normalize), tracing_mode=mode)(torch.rand(8, 32, 16, 16))
+    first, second = (graph(torch.ones(8, 32, 16, 16)) == 0 for _ in range(2))
+    assert not torch.equal(first, second)
+    assert first.float().mean() == pytest.approx(0.3, abs=0.03)

@@ -1,0 +1,112 @@
+"""On a CUDA device nothing waits for a result: run as it is on fake CUDA tensors, which have no result to wait for."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from hookdrop.functional import drop_block, dropout
+from hookdrop.kernels import bernoulli, drawing
+from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.masking import mask
+from tests.support.every import EVERY, Case
+
+fake_cuda = pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 wants a device for fake CUDA tensors")
+
+
+WAITS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+SHAPES = [((8, 64, 28, 28), None), ((2, 4, 6, 5, 7), None), ((16, 32, 70), -1), ((8, 28, 28, 64), -1)]
+
+
+@fake_cuda
+def test_waiting_would_be_noticed() -> None:
+    """The CPU's way asks how many seeds there are: on a fake CUDA tensor that is an error."""
+    with FakeTensorMode(), pytest.raises(WAITS):
+        bernoulli.successes(10_000, 0.01, torch.device("cuda"), static=False)
+    with FakeTensorMode(), pytest.raises(WAITS):
+        bernoulli.trials(10_000, 0.01, torch.device("cuda"), static=False)
+
+
+@fake_cuda
+@pytest.mark.parametrize(("shape", "channel_dim"), SHAPES, ids=str)
+@pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.95, 1.0])
+def test_nothing_waits_forward(
+    shape: tuple[int, ...], channel_dim: int | None, normalize: str | None, per_channel: bool, p: float
+) -> None:
+    for dtype, device in itertools.product((torch.float32, torch.bfloat16), ("cuda", "cpu")):
+        with FakeTensorMode(allow_non_fake_inputs=False):
+            x = torch.empty(shape, dtype=dtype, device=device)
+            y = drop_block(x, p, 3, normalize=normalize, per_channel=per_channel, channel_dim=channel_dim)
+            assert (y.shape, y.dtype, y.device.type, y.stride()) == (x.shape, dtype, device, x.stride())
+
+
+@fake_cuda
+@pytest.mark.parametrize("normalize", ["batch", "sample", "expected"])
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("seed_rate", [0.003, 0.9])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_nothing_waits_backward(
+    normalize: str, per_channel: bool, seed_rate: float, memory_format: torch.memory_format
+) -> None:
+    """Backward is the operation of forward on the gradient; a backward pass needs a device, the operation does not."""
+    blocks = Blocks(8, 64 if per_channel else 1, (28, 28), (7, 7))
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        x = torch.empty(8, 64, 28, 28, device="cuda").contiguous(memory_format=memory_format)
+        dropped, scale = drawing.Seeded(blocks, seed_rate, 0.1, normalize)(x)
+        gradient = mask(torch.empty_like(x), dropped, scale, None if dropped.dtype == torch.bool else blocks)
+        assert gradient.device.type == "cuda"
+        assert gradient.stride() == x.stride()
+
+
+@fake_cuda
+def test_dropout_does_not_wait() -> None:
+    for device in ("cuda", "cpu"):
+        with FakeTensorMode(allow_non_fake_inputs=False):
+            x = torch.empty(64, 1024, device=device)
+            assert dropout(x, 0.1).device == x.device
+            assert dropout(x.to(torch.bfloat16), 0.1).dtype == torch.bfloat16
+
+
+@fake_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+def test_no_regularizer_waits(case: Case, dtype: torch.dtype) -> None:
+    for device in ("cuda", "cpu"):
+        with FakeTensorMode(allow_non_fake_inputs=False):
+            x = torch.empty(case.shape, dtype=dtype, device=device)
+            y = case.regularizer(x)
+            assert (y.shape, y.dtype, y.device.type) == (x.shape, dtype, device)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("normalize", ["batch", "sample", "expected"])
+@pytest.mark.parametrize("p", [1e-4, 0.1, 0.95])
+def test_on_a_cuda_device(normalize: str, p: float) -> None:
+    torch.manual_seed(0)
+    x = torch.ones(64, 64, 28, 28, device="cuda", requires_grad=True)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = drop_block(x, p, 7, normalize=normalize)
+        y.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    dropped = (y == 0).double().mean((2, 3)).flatten()
+    assert abs(dropped.mean() - p) < 4 * dropped.std() / dropped.numel() ** 0.5
+    torch.testing.assert_close(x.grad, y.detach())
+
+
+def test_the_default_device_may_be_another() -> None:
+    """What is made on the way lies where the input lies, whatever `torch.set_default_device` says."""
+    x = torch.ones(8, 16, 14, 14)
+    with torch.device("meta"):
+        for p in (0.1, 0.95):
+            assert 0 < (drop_block(x, p, 3) == 0).float().mean() < 1
+        assert (dropout(torch.ones(2**15, device="cpu"), 0.3) == 0).any()

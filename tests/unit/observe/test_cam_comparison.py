@@ -1,0 +1,45 @@
+"""`observe.grad_cam` and `compare_cam`: the maps are the papers', and nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import LayerError
+from hookdrop.observe import compare_cam, grad_cam
+from tests.support.nets import Small
+
+pytest.importorskip("pytorch_grad_cam")
+
+
+class TestComparing:
+    def test_both_maps_are_of_the_class_that_the_second_says(self, images: torch.Tensor) -> None:
+        before, after = Small(), Small()
+        result = compare_cam(before, after, images, "layer2")
+        said = copy.deepcopy(after).eval()(images).argmax(1).tolist()
+        assert result.targets == said
+        assert torch.equal(result.before, grad_cam(before, images, "layer2", said))
+        assert torch.equal(result.after, grad_cam(after, images, "layer2", said))
+        assert before.training
+        assert after.training
+
+    def test_which_of_the_two_lacks_the_layer(self, model: Small, images: torch.Tensor) -> None:
+        other = nn.Sequential(copy.deepcopy(model))
+        with pytest.raises(LayerError, match="of the model `after`: .*\n.*'layer2'"):
+            compare_cam(model, other, images, "layer2")
+        with pytest.raises(LayerError, match="of the model `before`: .*\n.*'layer2'"):
+            compare_cam(other, model, images, "layer2")
+
+    def test_width_is_the_part_above_half(self, model: Small, images: torch.Tensor) -> None:
+        result = compare_cam(model, model, images, "layer2", 1)
+        assert torch.equal(result.wide_before, result.wide_after)
+        assert result.wide_after[2] == (result.after[2] > 0.5).sum() / 256
+        result.after = torch.ones(4, 16, 16)
+        lines = repr(result).splitlines()
+        assert lines[2].split()[-1] == "1.000"
+        assert lines[-1].split()[0] == "mean"
+        assert "class 1" in lines[2]
+        assert "<table>" in result._repr_html_()

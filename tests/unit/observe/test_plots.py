@@ -1,0 +1,338 @@
+"""Figures: what is in them, not their pixels."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import (
+    ConstantSchedule,
+    DropBlock,
+    Dropout,
+    GaussianNoise,
+    HookdropError,
+    Injection,
+    LayerError,
+    LinearSchedule,
+    ShapeError,
+    inject,
+)
+from hookdrop.diagnostics.figures import DROPPED, KEPT, as_pictures, panels, pixels
+from hookdrop.observe import (
+    CamComparison,
+    Recording,
+    capture,
+    plot_cam,
+    plot_features,
+    plot_masks,
+    plot_schedule,
+    stats,
+)
+from tests.support.nets import Small
+
+pytest.importorskip("matplotlib")
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+
+np = pytest.importorskip("numpy")
+
+
+def all_axes(figure: Figure) -> list[Any]:
+    """Those of its parts too, less colour bars."""
+    found = [*figure.axes, *(axes for part in figure.subfigs for axes in all_axes(part))]
+    return [axes for axes in dict.fromkeys(found) if axes.get_label() != "<colorbar>"]
+
+
+def images_of(figure: Figure) -> list[np.ndarray]:
+    return [np.asarray(image.get_array()) for axes in all_axes(figure) for image in axes.images]
+
+
+def titles(figure: Figure) -> list[str]:
+    return [part.get_suptitle() for part in figure.subfigs]
+
+
+def recorded(layer: nn.Module, drop: object, x: torch.Tensor) -> Recording:
+    model = nn.Sequential(layer)
+    with inject(model, drop, layers="0").recording() as r:
+        model(x)
+    return r
+
+
+class TestRecordings:
+    def test_maps_are_three_rows_of_channels_on_one_scale(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, DropBlock(0.3, 3), layers="layer1.*")
+        with drop.recording() as r:
+            model(images)
+        figure = r.plot_features(sample=2, channels=5)
+        assert titles(figure) == [
+            f"layer1.{i}: DropBlock at 0.3, dropped {r[f'layer1.{i}'].dropped:.3f}" for i in (0, 1)
+        ]
+        for part, site in zip(figure.subfigs, r.values(), strict=True):
+            shown = images_of(part)
+            assert len(shown) == 15
+            for row, tensor in enumerate((site.before, site.mask, site.after)):
+                assert all(np.array_equal(shown[5 * row + c], tensor[2, c].float()) for c in range(5))
+            axes = all_axes(part)
+            assert [a.get_ylabel() for a in axes[::5]] == ["before", "mask", "after"]
+            assert [a.get_title() for a in axes[:5]] == [f"channel {c}" for c in range(5)]
+            # Before and after are on one scale, which a bar states; the mask has two colours, which a legend names.
+            both = torch.stack([site.before[2, :5], site.after[2, :5]])
+            assert {a.images[0].get_clim() for a in axes[:5] + axes[10:]} == {(both.min().item(), both.max().item())}
+            assert len([a for a in part.axes if a.get_label() == "<colorbar>"]) == 1
+        assert [[text.get_text() for text in one.get_texts()] for part in figure.subfigs for one in part.legends] == [
+            ["kept", "dropped"]
+        ]
+
+    def test_a_mask_has_two_colours(self) -> None:
+        r = recorded(nn.Identity(), Dropout(0.5), torch.ones(4, 2, 8, 8))
+        image = all_axes(r.plot_masks())[0].images[0]
+        colours = image.to_rgba(np.array([0.0, 1.0]))
+        assert np.allclose(colours, [to_rgba(DROPPED), to_rgba(KEPT)], atol=0.01)
+
+    def test_masks_alone(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, Dropout(0.3), layers=["layer1", "fc"])
+        with drop.recording() as r:
+            model(images)
+        shown = images_of(plot_masks(r, "layer1", sample=1, channels=3))
+        assert len(shown) == 3
+        assert np.array_equal(shown[2], r["layer1"].mask[1, 2])
+        assert len(titles(plot_masks(r))) == 2
+        with pytest.raises(LayerError, match="no site 'layer2'"):
+            plot_masks(r, ["layer2"])
+
+    @pytest.mark.parametrize(
+        ("shape", "size", "labels"),
+        [((4, 20, 6), (20, 6), ("channel", "token")), ((4, 6), (4, 6), ("unit", "sample")), ((6,), (6, 1), ("unit", "sample"))],
+        ids=str,
+    )  # fmt: skip
+    def test_tokens_and_features_are_one_image_each(
+        self, shape: tuple[int, ...], size: tuple[int, ...], labels: tuple[str, str]
+    ) -> None:
+        figure = plot_features(recorded(nn.Identity(), Dropout(0.5), torch.randn(shape)))
+        assert [image.shape for image in images_of(figure)] == [size] * 3
+        axes = all_axes(figure)
+        assert [a.get_title() for a in axes] == ["before", "mask", "after"]
+        assert {(a.get_xlabel(), a.get_ylabel()) for a in axes} == {labels}
+
+    def test_many_sites_are_cut_to_six_unless_they_are_named(self) -> None:
+        model = nn.Sequential(*[nn.Identity() for _ in range(9)])
+        with inject(model, Dropout(0.5), layers="*").recording() as r:
+            model(torch.randn(2, 3, 4, 4))
+        figure = r.plot_masks()
+        assert len(titles(figure)) == 6
+        assert titles(figure)[0].startswith("6 of 9 layers\n0: Dropout at 0.5, dropped")
+        figure = r.plot_masks(list(r))
+        assert len(titles(figure)) == 9
+        assert titles(figure)[0].startswith("0: Dropout")
+
+    def test_tensorboard_gets_a_picture_and_a_number_for_each_site(self, tmp_path: Path) -> None:
+        tensorboard = pytest.importorskip("torch.utils.tensorboard")
+        accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        r = recorded(nn.Identity(), DropBlock(0.3, 3), torch.randn(2, 3, 8, 8))
+        with tensorboard.SummaryWriter(tmp_path) as writer:
+            r.log_tensorboard(writer, 7)
+        events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+        assert [e.step for e in events.Images("hookdrop/dropblock/0/features")] == [7]
+        assert [e.value for e in events.Scalars("hookdrop/dropblock/0/dropped")] == [pytest.approx(r["0"].dropped)]
+
+
+class TestFeatures:
+    def test_captured_layers(self, model: Small, images: torch.Tensor) -> None:
+        with capture(model, ["layer1", "fc"], gradients=True) as seen:
+            model(images)
+            model(images * 2).sum().backward()
+        figure = plot_features(seen, sample=3, channels=4)
+        assert titles(figure) == ["layer1, 4x8x16x16", "fc, 4x10"]
+        shown = images_of(figure)
+        assert len(shown) == 5
+        assert np.array_equal(shown[1], seen["layer1"][-1][3, 1])
+        assert np.array_equal(shown[4], seen["fc"][-1])
+        assert len(images_of(plot_features(seen.gradients))) == 9
+
+    def test_a_tensor_with_its_channels_last(self) -> None:
+        x = torch.randn(2, 7, 7, 12)
+        assert np.array_equal(images_of(plot_features(x))[3], x[0, ..., 3])
+        assert np.array_equal(images_of(plot_features(x, channel_dim=1))[3], x[0, 3])
+
+    def test_a_volume_shows_its_middle(self) -> None:
+        x = torch.randn(2, 3, 5, 6, 7)
+        assert torch.equal(panels(x, 1, 8)[2].image, x[1, 2, 2])
+
+    def test_what_is_not_finite_does_not_take_the_scale(self) -> None:
+        x = torch.ones(1, 1, 2, 2)
+        x[0, 0, 0, 0], x[0, 0, 0, 1] = float("inf"), 3
+        assert all_axes(plot_features(x))[0].images[0].get_clim() == (1, 3)
+
+    def test_in_half_precision_and_with_a_graph(self) -> None:
+        plot_features(torch.randn(1, 2, 4, 4, dtype=torch.bfloat16, requires_grad=True) * 1)
+
+    def test_mistakes(self) -> None:
+        with pytest.raises(ShapeError, match="has no sample=4: it has 4"):
+            plot_features(torch.ones(4, 3, 5, 5), sample=4)
+        with pytest.raises(ShapeError, match=r"got \(\): it can't be shown"):
+            plot_features(torch.ones(()))
+        with pytest.raises(LayerError, match="nothing was captured"):
+            plot_features({})
+        with pytest.raises(ValueError, match="channels must be at least 1"):
+            plot_features(torch.ones(4, 3, 5, 5), channels=0)
+        with pytest.raises(TypeError, match="sample must be a whole number, got 'a'"):
+            plot_features(torch.ones(4, 3, 5, 5), sample="a")
+        with pytest.raises(TypeError, match="channel_dim must be a whole number, got 'a'"):
+            plot_features(torch.ones(4, 3, 5, 5), channel_dim="a")
+        with pytest.raises(ShapeError, match=r"got \(4, 3, 5, 5\): channel_dim=4 is not one of its axes 1 to 3"):
+            plot_features(torch.ones(4, 3, 5, 5), channel_dim=4)
+        with pytest.raises(LayerError, match="no layer is named.*\n  leave out `layers`"):
+            recorded(nn.Identity(), Dropout(0.5), torch.ones(4, 2)).plot_features(layers=[])
+
+
+def injected(**settings: object) -> Injection:
+    return inject(
+        nn.Sequential(*[nn.Identity() for _ in range(3)]),
+        Dropout(0.4),
+        layers="*",
+        schedule=LinearSchedule(10),
+        **settings,
+    )
+
+
+class TestSchedules:
+    def test_a_schedule_is_its_multipliers(self) -> None:
+        line = plot_schedule(LinearSchedule(4), 6).axes[0].lines[0]
+        assert list(line.get_xdata()) == list(range(7))
+        assert list(line.get_ydata()) == LinearSchedule(4).simulate(7)
+
+    def test_an_injection_is_one_line_for_each_rate(self) -> None:
+        drop = injected(p_scale={"0": 0.5})
+        drop.seek(5)
+        axes = plot_schedule(drop, 20).axes[0]
+        assert [line.get_label() for line in axes.lines[:2]] == ["0.4 at the target: 2 sites", "0.2 at the target: 0"]
+        assert list(axes.lines[1].get_ydata())[:3] == pytest.approx([0, 0.02, 0.04])
+        assert list(axes.lines[0].get_ydata())[-1] == 0.4
+        assert [text.get_text() for text in axes.texts] == ["step 5"]
+        assert axes.get_ylabel() == "p"
+        assert [child.get_ylabel() for child in axes.child_axes] == ["keep_prob = 1 - p"]
+
+    def test_noise_has_no_keep_prob(self) -> None:
+        drop = inject(nn.Sequential(nn.Identity()), GaussianNoise(0.4), layers="0")
+        axes = plot_schedule(drop, 5).axes[0]
+        assert (axes.get_ylabel(), axes.child_axes) == ("rate", [])
+
+    def test_a_long_one_is_thinned_out_and_keeps_its_end(self) -> None:
+        line = plot_schedule(LinearSchedule(10**5), 10**5).axes[0].lines[0]
+        assert len(line.get_xdata()) <= 2002
+        assert line.get_ydata()[-1] == 1.0
+
+    def test_mistakes(self) -> None:
+        drop = inject(nn.Sequential(nn.Identity()), nn.Softmax(-1), layers="0")
+        with pytest.raises(LayerError, match="'softmax' has no rate that a schedule moves"):
+            plot_schedule(drop, 5)
+        with pytest.raises(TypeError, match="takes a schedule or an injection, got Dropout"):
+            plot_schedule(Dropout(0.1), 5)
+        with pytest.raises(ValueError, match="steps must be at least 1"):
+            plot_schedule(ConstantSchedule(), 0)
+
+
+def test_stats_are_lines_from_top_to_bottom(model: Small, images: torch.Tensor) -> None:
+    with stats(model, ["conv1", "layer1", "fc"]) as seen:
+        model(images).sum().backward()
+    first, second, third = seen.plot().axes
+    assert [text.get_text() for text in first.get_yticklabels()] == [
+        "conv1 (Conv2d)",
+        "layer1 (Sequential)",
+        "fc (Linear)",
+    ]
+    assert first.yaxis_inverted()
+    assert list(first.lines[0].get_xdata()) == [one.variance for one in seen.values()]
+    assert list(second.lines[0].get_xdata()) == [one.gradient_norm for one in seen.values()]
+    assert list(third.lines[0].get_xdata()) == [one.dead for one in seen.values()]
+    assert first.get_xscale() == second.get_xscale() == "log"
+
+
+def test_stats_of_layers_that_saturate() -> None:
+    model = nn.Sequential(nn.Tanh())
+    with stats(model) as seen:
+        with pytest.raises(LayerError, match="no layer was called"):
+            seen.plot()
+        model(torch.ones(2, 2))
+    figure = seen.plot()
+    assert [line.get_label() for line in figure.axes[2].lines] == ["dead channels", "saturated elements"]
+    assert [text.get_text() for text in figure.axes[2].get_legend().get_texts()] == [
+        "dead channels",
+        "saturated elements",
+    ]
+
+
+class TestClassActivationMaps:
+    def test_pictures_above_and_a_row_for_each_model(self) -> None:
+        x = torch.rand(3, 1, 8, 8)
+        before, after = torch.rand(3, 8, 8), torch.ones(3, 8, 8)
+        figure = CamComparison(x, [1, 2, 3], before, after).plot(most=2)
+        axes = all_axes(figure)
+        assert [a.get_ylabel() for a in axes[::2]] == ["picture", "before", "after"]
+        assert [a.get_title() for a in axes] == [
+            "class 1",
+            "class 2",
+            *(f"{w:.0%} above half" for w in (before > 0.5).float().mean((1, 2))[:2]),
+            "100% above half",
+            "100% above half",
+        ]
+        assert np.array_equal(axes[3].images[1].get_array(), before[1])
+        assert axes[3].images[1].get_clim() == (0, 1)
+        assert len(all_axes(plot_cam(x, before))) == 6
+
+    def test_a_picture_stands_above_its_maps(self) -> None:
+        figure = CamComparison(torch.rand(3, 1, 8, 8), [1, 2, 3], torch.rand(3, 8, 8), torch.rand(3, 8, 8)).plot()
+        pixels(figure)  # only what is drawn is laid out
+        left = np.array([axes.get_position().x0 for axes in all_axes(figure)]).reshape(3, 3)
+        assert np.allclose(left, left[0], atol=1e-3)
+        assert left[0, 0] < left[0, 1] < left[0, 2]
+
+    def test_pictures_of_three_channels_are_in_colour_others_grey(self) -> None:
+        x = torch.randn(2, 3, 4, 4)
+        shown = as_pictures(x)
+        assert shown.shape == (2, 4, 4, 3)
+        assert (shown.amin((1, 2, 3)).tolist(), shown.amax((1, 2, 3)).tolist()) == ([0, 0], [1, 1])
+        assert torch.equal(as_pictures(x[:, :2]), x[:, :2].mean(1))
+        with pytest.raises(ShapeError, match="pictures are"):
+            as_pictures(x[0])
+
+    @pytest.mark.parametrize("channels", [1, 3])
+    def test_a_pixel_that_is_not_finite_does_not_take_the_picture(self, channels: int) -> None:
+        x = torch.rand(2, channels, 4, 4)
+        x[0, 0, 0, 0], x[0, 0, 3, 3] = 0.0, 1.0
+        expected = as_pictures(x)
+        x[0, 0, 0, 0], x[1] = torch.nan, torch.inf
+        shown = as_pictures(x)
+        darkest = x[0][x[0].isfinite()].min()
+        assert shown.isfinite().all()
+        assert torch.allclose(shown[0], expected[0], atol=2 * darkest)
+        assert shown[1].abs().max() == 0
+
+
+class TestFigures:
+    def test_they_are_drawn_into_a_part_of_another_figure(self, model: Small, images: torch.Tensor) -> None:
+        whole = Figure(layout="constrained")
+        left, right = whole.subfigures(1, 2)
+        drop = inject(model, Dropout(0.3), layers="layer1")
+        with drop.recording() as r, stats(model, "fc") as seen:
+            model(images)
+        assert r.plot_features(figure=left) is left
+        assert plot_schedule(drop, 5, figure=right.subfigures(2, 1)[0]) is right.subfigs[0]
+        assert seen.plot(right.subfigs[1]) is right.subfigs[1]
+        whole.draw_without_rendering()
+
+    def test_pixels_are_bytes_for_loggers(self) -> None:
+        image = pixels(plot_schedule(ConstantSchedule(), 5))
+        assert image.dtype == np.uint8
+        assert image.shape == (320, 550, 3)
+        assert image.min() < 100 < image.max()
+
+    def test_without_matplotlib_the_error_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(HookdropError, match=r"matplotlib is not installed.\n  pip install 'hookdrop\[observe\]'"):
+            plot_schedule(ConstantSchedule(), 5)

@@ -1,0 +1,335 @@
+"""The regularizers as layers: what they drop, what they keep, what they refuse."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import (
+    AlphaDropout,
+    Cutout,
+    DropBlock,
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    DropPath,
+    FeatureAlphaDropout,
+    GaussianDropout,
+    GaussianNoise,
+    Regularizer,
+    ShapeError,
+    TokenDropout,
+    functional,
+    parse,
+)
+from hookdrop.regularizers import REGULARIZERS
+from tests.support.regularizers import ALL, IN_BACKWARD, example
+
+
+@pytest.mark.parametrize("regularizer", [*ALL, *IN_BACKWARD], ids=repr)
+class TestEvery:
+    def test_works_in_training_mode_only(self, regularizer: Regularizer) -> None:
+        x = example(regularizer).requires_grad_()
+        assert not any(regularizer(x) is x for _ in range(20))
+        assert regularizer.eval()(x) is x
+        regularizer.train()
+
+    def test_the_neutral_rate_returns_the_input_itself(self, regularizer: Regularizer) -> None:
+        x, before = example(regularizer).requires_grad_(), regularizer.rate
+        if before is None:
+            return
+        regularizer.set_rate(regularizer.neutral)
+        assert regularizer(x) is x
+        assert regularizer.regularize(x) is x
+        regularizer.set_rate(before)
+
+    def test_writes_nothing_in_place(self, regularizer: Regularizer) -> None:
+        x = example(regularizer)
+        before = x.clone()
+        regularizer(x)
+        assert torch.equal(x, before)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+    def test_keeps_dtype_and_shape(self, regularizer: Regularizer, dtype: torch.dtype) -> None:
+        x = example(regularizer, dtype=dtype)
+        assert regularizer(x).dtype == dtype
+        assert regularizer(x).shape == x.shape
+
+    def test_keeps_channels_last(self, regularizer: Regularizer) -> None:
+        x = example(regularizer)
+        if x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+            assert regularizer(x).is_contiguous(memory_format=torch.channels_last)
+
+    def test_gradient_reaches_the_input(self, regularizer: Regularizer) -> None:
+        x = example(regularizer).requires_grad_()
+        regularizer(x).sum().backward()
+        assert x.grad is not None
+
+    def test_global_seed_fixes_what_is_drawn(self, regularizer: Regularizer) -> None:
+        x = example(regularizer).requires_grad_()
+
+        def drawn() -> list[torch.Tensor]:
+            torch.manual_seed(5)
+            y = regularizer(x)
+            return [y, torch.autograd.grad(y.square().sum(), x)[0]]
+
+        assert all(map(torch.equal, drawn(), drawn()))
+
+    def test_parse_reads_its_repr(self, regularizer: Regularizer) -> None:
+        assert repr(parse(repr(regularizer))) == repr(regularizer)
+        assert parse(repr(regularizer)).settings() == regularizer.settings()
+
+    def test_does_not_refuse_a_missing_setting(self, regularizer: Regularizer) -> None:
+        assert type(regularizer)(**regularizer.settings()).settings() == regularizer.settings()
+
+
+@pytest.mark.parametrize("regularizer", ALL, ids=repr)
+class TestThoseThatDraw:
+    def test_changes_something(self, regularizer: Regularizer) -> None:
+        x = example(regularizer)
+        assert not all(torch.equal(regularizer(x), x) for _ in range(20))
+
+    def test_a_fully_dropped_graph_stays_connected(self, regularizer: Regularizer) -> None:
+        if not regularizer.drops or isinstance(regularizer, Cutout | TokenDropout):
+            return  # something is always left
+        before = regularizer.rate
+        regularizer.set_rate(1.0)
+        x = example(regularizer).requires_grad_()
+        y = regularizer(x)
+        y.sum().backward()
+        regularizer.set_rate(before)
+        assert torch.equal(x.grad, torch.zeros_like(x))
+        assert y.isfinite().all()
+
+    def test_the_mean_is_kept(self, regularizer: Regularizer) -> None:
+        """Over 2,000 draws, within 5 standard errors of the mean of |x| + 1."""
+        if isinstance(regularizer, AlphaDropout | FeatureAlphaDropout | Cutout):
+            return  # the first keep mean 0 and variance 1, tested below; Cutout's paper does not scale
+        x = example(regularizer).abs() + 1
+        ratios = torch.stack([regularizer(x).mean() / x.mean() for _ in range(2000)])
+        assert abs(ratios.mean() - 1) < 5 * ratios.std() / math.sqrt(2000) + 1e-6
+
+
+UNITS = {
+    Dropout: ((100, 10_000), None),
+    Dropout1d: ((1000, 1000, 2), (2,)),
+    Dropout2d: ((1000, 1000, 1, 2), (2, 3)),
+    Dropout3d: ((1000, 1000, 1, 1, 2), (2, 3, 4)),
+    DropPath: ((1_000_000, 2), (1,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.003, 0.1, 0.5])
+@pytest.mark.parametrize("cls", UNITS, ids=lambda cls: cls.__name__)
+def test_realised_fraction_is_p(cls: type[Regularizer], p: float, dtype: torch.dtype) -> None:
+    """Within 4 standard errors over a million independent draws; whole units are dropped."""
+    shape, inside = UNITS[cls]
+    zero = cls(p)(torch.ones(shape, dtype=dtype)) == 0
+    units = zero if inside is None else zero.all(inside)
+    assert abs(units.double().mean() - p) < 4 * math.sqrt(p * (1 - p) / 1e6)
+    assert inside is None or torch.equal(zero.any(inside), units)
+
+
+def test_bfloat16_keeps_the_mean_where_torchs_scale_is_rounded() -> None:
+    """1 / (1 - .003) rounds to 1 in bfloat16: torch loses .3 % of the mean there, we the rounding of the results."""
+    x = (1 + torch.rand(1_000_000)).bfloat16()
+    ours, theirs = (y.double().mean() / x.double().mean() for y in (Dropout(0.003)(x), nn.functional.dropout(x, 0.003)))
+    assert theirs == pytest.approx(0.997, abs=5e-4)
+    assert ours == pytest.approx(1, abs=1e-3)
+
+
+def test_drop_path_by_batch_drops_all_or_nothing() -> None:
+    drops = [(DropPath(0.5, mode="batch")(torch.ones(8, 3)) == 0).float().mean().item() for _ in range(200)]
+    assert set(drops) == {0.0, 1.0}
+    assert 60 < sum(drops) < 140
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shape"),
+    [
+        (Dropout(0.3), nn.Dropout(0.3), (64, 5)),
+        (Dropout1d(0.3), nn.Dropout1d(0.3), (64, 5, 6)),
+        (Dropout2d(0.3), nn.Dropout2d(0.3), (64, 5, 6, 6)),
+        (Dropout3d(0.3), nn.Dropout3d(0.3), (64, 5, 2, 3, 3)),
+        (AlphaDropout(0.3), nn.AlphaDropout(0.3), (64, 5)),
+        (FeatureAlphaDropout(0.3), nn.FeatureAlphaDropout(0.3), (64, 5, 6)),
+    ],
+    ids=lambda value: repr(value),
+)
+def test_agrees_with_torchs_own_under_one_seed(ours: Regularizer, theirs: nn.Module, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    torch.manual_seed(1)
+    expected = theirs(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(ours(x), expected)
+
+
+def test_alpha_dropout_keeps_mean_and_variance() -> None:
+    x = torch.randn(1_000_000)
+    y = AlphaDropout(0.2)(x)
+    assert y.mean().abs() < 0.01
+    assert y.var() == pytest.approx(1, abs=0.01)
+
+
+def test_gaussian_dropout_has_dropouts_variance() -> None:
+    y = GaussianDropout(0.2)(torch.ones(1_000_000))
+    assert y.var() == pytest.approx(0.2 / 0.8, rel=0.01)
+
+
+def test_gaussian_noise_has_its_std() -> None:
+    y = GaussianNoise(0.7)(torch.full((1_000_000,), 3.0))
+    assert y.std() == pytest.approx(0.7, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "shape", "instead"),
+    [
+        (Dropout2d(0.1), (8, 197, 384), "Dropout1d"),
+        (Dropout1d(0.1), (8, 6, 5, 5), "Dropout2d"),
+        (Dropout3d(0.1), (8, 6, 5, 5), "Dropout2d"),
+        (FeatureAlphaDropout(0.1), (8,), "Dropout"),
+    ],
+    ids=lambda value: repr(value),
+)
+def test_channels_where_there_are_none_are_refused(
+    regularizer: Regularizer, shape: tuple[int, ...], instead: str
+) -> None:
+    with pytest.raises(ShapeError, match=rf"{instead}\(p=...\) there"):
+        regularizer(torch.ones(shape))
+
+
+def test_drop_path_of_a_0d_tensor_is_refused() -> None:
+    with pytest.raises(ShapeError, match="0-d"):
+        DropPath(0.1)(torch.tensor(1.0))
+
+
+ZEROING = [cls for cls in REGULARIZERS.values() if "keep_prob" in inspect.signature(cls).parameters]
+
+
+@pytest.mark.parametrize("cls", ZEROING, ids=lambda cls: cls.__name__)
+class TestBadRates:
+    @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan"), float("inf")])
+    def test_out_of_range(self, cls: type[Regularizer], p: float) -> None:
+        with pytest.raises(ValueError, match=rf"{cls.__name__}: p must"):
+            cls(p)
+
+    @pytest.mark.parametrize("p", ["0.1", True, [0.1], None.__class__])
+    def test_not_a_number(self, cls: type[Regularizer], p: object) -> None:
+        with pytest.raises(TypeError, match=rf"{cls.__name__}: p must be"):
+            cls(p)
+
+    def test_a_percentage_is_recognised(self, cls: type[Regularizer]) -> None:
+        with pytest.raises(ValueError, match=r"a percentage\? write p=0.1"):
+            cls(10)
+
+    def test_p_and_keep_prob_together(self, cls: type[Regularizer]) -> None:
+        with pytest.raises(ValueError, match="give p or keep_prob, not both"):
+            cls(p=0.1, keep_prob=0.9)
+
+    def test_keep_prob_instead(self, cls: type[Regularizer]) -> None:
+        assert cls(keep_prob=0.9).p == 0.1
+
+
+@pytest.mark.parametrize("cls", [Dropout, Dropout2d, DropPath, GaussianDropout], ids=lambda cls: cls.__name__)
+def test_a_missing_rate_says_what_to_write(cls: type[Regularizer]) -> None:
+    with pytest.raises(TypeError, match=rf"as in {cls.__name__}\(p=0.1\)"):
+        cls()
+
+
+def test_gaussian_dropout_excludes_1() -> None:
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\), got 1"):
+        GaussianDropout(1.0)
+
+
+def test_noise_may_be_large_and_not_negative() -> None:
+    assert GaussianNoise(12.5).std == 12.5
+    with pytest.raises(ValueError, match=r"std must lie in \[0, inf\)"):
+        GaussianNoise(-1)
+
+
+@pytest.mark.parametrize("number", [torch.tensor(0.25), torch.tensor([0.25]), 1 / 4, __import__("numpy").float32(0.25)])
+def test_scalars_of_all_kinds_are_rates(number: object) -> None:
+    assert Dropout(number).p == 0.25
+
+
+def test_a_tensor_of_two_is_no_rate() -> None:
+    with pytest.raises(TypeError, match="must be"):
+        Dropout(torch.tensor([0.1, 0.2]))
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [(0, ValueError), (-3, ValueError), ("7", TypeError), (7.0, TypeError), (True, TypeError), ((), ValueError),
+     ((3, 0), ValueError), (None, TypeError)],
+)  # fmt: skip
+def test_bad_block_sizes(block: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="DropBlock: block_size must"):
+        DropBlock(0.1, block)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"normalize": "mean"}, {"gamma": "approx"}, {"per_channel": "yes"}, {"normalize": True}]
+)
+def test_bad_choices_list_the_good_ones(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"must be one of"):
+        DropBlock(0.1, 7, **settings)
+
+
+def test_drop_path_modes() -> None:
+    with pytest.raises(ValueError, match="'row', 'batch', got 'col'"):
+        DropPath(0.1, "col")
+
+
+SHAPE_OF = {
+    "dropout1d": (2, 3, 4),
+    "dropout3d": (2, 3, 4, 4, 4),
+    "token_dropout": (2, 3, 4),
+    "locked_dropout": (2, 3, 4),
+}
+
+
+ONES = {name: torch.ones(SHAPE_OF.get(name, (2, 3, 4, 4)), requires_grad=True) for name in functional.__all__}
+
+
+BAD = {
+    "cutout": ((3, -0.5), "p must lie in"),
+    "clip_activation_grad": ((-0.5,), "max_norm must be above 0, got -0.5"),
+    "clamp_activation_grad": ((0.5, -0.5), "min must not be above max, got min=0.5 and max=-0.5"),
+    "scale_activation_grad": ((math.inf,), "factor must be finite"),
+}
+
+
+@pytest.mark.parametrize("name", functional.__all__)
+def test_functions_check_their_rate_too(name: str) -> None:
+    args, says = BAD.get(name, ((-0.5,), f"{name}: .* must lie in"))
+    with pytest.raises(ValueError, match=says):
+        getattr(functional, name)(ONES[name], *args)
+
+
+@pytest.mark.parametrize("name", functional.__all__)
+def test_functions_return_the_input_when_not_training(name: str) -> None:
+    args = (3, 0.5) if name == "cutout" else (0.5,)
+    assert getattr(functional, name)(ONES[name], *args, training=False) is ONES[name]
+    assert getattr(functional, name)(ONES[name], *args) is not ONES[name]
+
+
+def test_tokens_given_to_dropout2d_are_told_apart_from_sequences() -> None:
+    with pytest.raises(
+        ShapeError, match=r"for tokens \(N, L, C\) use TokenDropout\(p=...\), for a sequence \(N, C, L\)"
+    ):
+        Dropout2d(0.1)(torch.ones(8, 197, 384))
+
+
+@pytest.mark.parametrize(("sizes", "same"), [((7,), "Dropout1d"), ((7, 7), "Dropout2d"), ((3, 7, 7), "Dropout3d")])
+def test_a_block_over_the_whole_map_is_dropout_of_its_rank(sizes: tuple[int, ...], same: str) -> None:
+    (doubt,) = DropBlock(0.1, 7, channel_dim=1).doubts((2, 4, *sizes))
+    assert f"blocks of {'x'.join(map(str, sizes))} there, which is {same}." in doubt
+    (doubt,) = DropBlock(0.1, 7, channel_dim=1, per_channel=False).doubts((2, 4, *sizes))
+    assert "which is DropPath." in doubt

@@ -1,0 +1,169 @@
+"""The regularizers as layers: what they drop, what they keep, what they refuse."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import hookdrop
+from hookdrop import (
+    Dropout,
+    Regularizer,
+)
+from hookdrop.regularizers import as_regularizer
+from tests.support.regularizers import ALL, IN_BACKWARD, example
+
+# --- the rate as an argument
+
+
+class OnlyRegularize(Regularizer):
+    """Reads its rate from its attribute, and counts its calls."""
+
+    rate_name = "amount"
+
+    def __init__(self, amount: float = 0.1) -> None:
+        super().__init__()
+        self.amount = self.valid_rate(amount)
+        self.calls = 0
+
+    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * (1 - self.amount)
+
+
+class Counting(nn.Module):
+    """Another library's module that has state of its own."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p, self.calls = p, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * (1 - self.p)
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+class TestTheRateIsAnArgument:
+    @pytest.mark.parametrize("regularizer", [*ALL, *IN_BACKWARD], ids=repr)
+    def test_it_draws_as_a_regularizer_that_was_set_to_it(self, regularizer: Regularizer) -> None:
+        x = example(regularizer).requires_grad_()
+        before = regularizer.rate
+        other = None if before is None else before / 2
+
+        def results(call: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+            torch.manual_seed(6)
+            y = call(x)
+            return [y, torch.autograd.grad(y.square().sum(), x)[0]]
+
+        found = results(lambda x: regularizer.regularize_at(x, other))
+        assert regularizer.rate == before
+        twin = copy.deepcopy(regularizer)
+        if other is not None:
+            twin.set_rate(other)
+        assert all(map(torch.equal, found, results(twin.regularize)))
+
+    def test_a_class_with_regularize_alone_runs_itself_at_its_own_rate(self) -> None:
+        layer, x = OnlyRegularize(0.5), torch.ones(2)
+        assert layer.regularize_at(x, 0.5).tolist() == [0.5, 0.5]
+        assert layer.calls == 1
+
+    def test_at_another_rate_a_copy_runs_and_nothing_shared_is_written(self) -> None:
+        layer, x = OnlyRegularize(0.5), torch.ones(2)
+        for rate in (0.25, torch.tensor(0.25, dtype=torch.float64)):
+            assert layer.regularize_at(x, rate).tolist() == [0.75, 0.75]
+        assert (layer.amount, layer.calls) == (0.5, 0)
+
+    def test_another_librarys_module_and_a_function(self) -> None:
+        foreign, x = as_regularizer(Counting(0.5)), torch.ones(2)
+        assert foreign.regularize_at(x, 0.5).tolist() == [0.5, 0.5]
+        assert foreign.module.calls == 1
+        assert foreign.regularize_at(x, 0.25).tolist() == [0.75, 0.75]
+        assert (foreign.rate, foreign.module.calls) == (0.5, 1)
+        assert as_regularizer(halved).regularize_at(x, None).tolist() == [0.5, 0.5]
+
+    def test_a_class_that_changes_regularize_alone_means_that(self) -> None:
+        """It inherits a `regularize_at` that does something else, which `super().regularize` still reaches."""
+
+        class Negated(Dropout):
+            def regularize(self, x: torch.Tensor) -> torch.Tensor:
+                return -super().regularize(x)
+
+        class Again(Negated):
+            pass
+
+        for cls in (Negated, Again):
+            assert set(cls(0.5).regularize_at(torch.ones(100), 0.5).tolist()) == {0.0, -2.0}
+            assert set(cls(0.5).regularize_at(torch.ones(100), 0.75).tolist()) == {0.0, -4.0}
+            assert "as a Python float" in cls(0.5).graph_break
+
+    def test_a_class_with_neither_is_told(self) -> None:
+        class Nothing(Regularizer):
+            rate_name = None
+
+        with pytest.raises(
+            NotImplementedError, match=r"Nothing must define regularize_at\(self, x, rate\) or regularize"
+        ):
+            Nothing()(torch.ones(2))
+
+
+# --- classes of a user's own
+
+
+@pytest.mark.parametrize("name", ["rate", "settings", "title", "drops", "check", "graph_break", "max_rate", "forward"])
+def test_a_rate_name_that_every_regularizer_has_is_refused_where_the_class_is_defined(name: str) -> None:
+    with pytest.raises(TypeError, match=f"Own: rate_name is '{name}', which means something else(.|\n)*choose another"):
+        type("Own", (Regularizer,), {"rate_name": name})
+
+
+@pytest.mark.parametrize("name", ["settings", "title", "drops", "check", "rate_name"])
+def test_so_is_a_setting(name: str) -> None:
+    scope: dict[str, type] = {}
+    with pytest.raises(TypeError, match=f"Own: an argument of __init__ is '{name}', which means something else"):
+        exec(f"class Own(Base):\n  def __init__(self, p, {name}=1): pass", {"Base": Regularizer}, scope)
+
+
+def test_a_rate_with_a_property_of_the_class_is_not() -> None:
+    class Own(Regularizer):
+        rate_name = "rate"
+
+        def __init__(self, rate: float = 0.5) -> None:
+            super().__init__()
+            self.rate = rate
+
+        rate = property(lambda self: self.kept, lambda self, value: setattr(self, "kept", value))
+
+        def regularize(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.rate
+
+    layer = Own(0.25)
+    layer.set_rate(0.5)
+    assert layer(torch.ones(1)).item() == 0.5
+
+
+class Forgetful(Regularizer):
+    """Does not keep its second setting."""
+
+    def __init__(self, p: float = 0.1, scale: float = 2.0) -> None:
+        super().__init__()
+        self.p = self.valid_rate(p)
+
+    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+
+def test_what_is_kept_is_printed_and_the_rest_is_not() -> None:
+    assert repr(Forgetful(0.2)) == "Forgetful(p=0.2)"
+    model = nn.Sequential(nn.Identity())
+    assert "Forgetful(p=0.2)" in str(hookdrop.plan(model, Forgetful(0.2), layers="0"))
+    with pytest.raises(
+        hookdrop.StateError, match="does not keep its settings: 'Forgetful' object has no attribute 'scale'"
+    ):
+        _ = hookdrop.inject(model, Forgetful(0.2), layers="0").config

@@ -1,0 +1,93 @@
+"""The regularizers as layers: what they drop, what they keep, what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hookdrop
+from hookdrop import (
+    Dropout,
+    Regularizer,
+    parse,
+)
+from hookdrop.regularizers import REGULARIZERS
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", REGULARIZERS)
+def test_every_regularizer_is_written_as_parse_reads_it(name: str) -> None:
+    cls: type[Regularizer] = REGULARIZERS[name]
+    made = cls(3) if name == "Cutout" else cls(0.25)
+    assert parse(repr(made)).settings() == made.settings()
+    assert type(parse(repr(made))) is cls
+
+
+class TestParse:
+    def test_reads_literal_settings(self) -> None:
+        made = parse(" DropBlock(0.2, block_size=(3, 5), per_channel=False, normalize=None) ")
+        assert made.settings() == {
+            "p": 0.2, "block_size": (3, 5), "per_channel": False, "gamma": "exact", "normalize": None,
+            "channel_dim": None,
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "__import__('os').system('true')",
+            "DropBlock(p=__import__('os').getpid())",
+            "DropBlock(p=1-0.9 if True else 0)",
+            "DropBlock(**{'p': 0.1})",
+            "DropBlock(p=0.1); print(1)",
+            "(lambda: DropBlock(0.1))()",
+            "hookdrop.DropBlock(p=0.1)",
+            "DropBlock(p=[x for x in (1,)])",
+            "DropBlock(p=0.1",
+            "",
+            "0.1",
+            "\x00",
+            "Dropout(p=" + "-" * 5000 + "1)",
+        ],
+    )
+    def test_runs_no_code(self, text: str) -> None:
+        with pytest.raises(ValueError, match="parse: "):
+            parse(text)
+
+    def test_an_unknown_name_gets_near_ones(self) -> None:
+        with pytest.raises(ValueError, match=r"'Dropblok' is not a regularizer(.|\n)*did you mean: DropBlock"):
+            parse("Dropblok(p=0.1)")
+
+    def test_a_bare_name_is_told_its_settings(self) -> None:
+        with pytest.raises(
+            ValueError,
+            match=r"has no settings: write 'DropPath\(...\)'.\n  it takes: DropPath\(p=None, mode='row', \*, keep_prob=None\)$",
+        ):
+            parse("DropPath")
+
+    def test_an_unknown_setting_is_told_the_known_ones(self) -> None:
+        with pytest.raises(TypeError, match=r"blocksize(.|\n)*it takes: DropBlock\(p"):
+            parse("DropBlock(p=0.1, blocksize=7)")
+
+    def test_a_bad_rate_is_told_as_by_the_class(self) -> None:
+        with pytest.raises(ValueError, match="p must lie in"):
+            parse("DropBlock(p=7)")
+
+    def test_not_a_text(self) -> None:
+        with pytest.raises(TypeError, match="must be a str"):
+            parse(Dropout(0.1))
+
+
+def test_every_regularizer_has_its_paper_in_its_docstring() -> None:
+    for name, cls in REGULARIZERS.items():
+        text = "".join(base.__doc__ or "" for base in cls.__mro__ if base.__module__.startswith("hookdrop.regul"))
+        assert "arXiv" in text or "Srivastava" in text or "Bishop" in text, name
+
+
+def test_all_names_are_there() -> None:
+    assert all(hasattr(hookdrop, name) for name in hookdrop.__all__)
+    assert sorted(hookdrop.__all__) == hookdrop.__all__
+    assert set(REGULARIZERS) <= set(hookdrop.__all__)

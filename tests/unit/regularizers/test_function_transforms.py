@@ -1,0 +1,478 @@
+"""`torch.func`, double backward, and the modes and contexts that a model is built, hooked and run in."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vmap
+
+from hookdrop import DropBlock, Dropout, InjectionError, LinearSchedule, find, inject, plan
+from hookdrop.functional import drop_block, drop_path, dropout2d
+from hookdrop.regularizers import REGULARIZERS
+from tests.support.every import DERIVING, EVERY, FORWARD, OF_ONE, SITES, WITH_A_RATE, Affine, Case, same
+
+
+def cases(some: dict[str, Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", some.values(), ids=some)
+
+
+ALL = cases(EVERY)
+
+
+EDITING = {name: case for name, case in EVERY.items() if case.in_backward}
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def test_every_regularizer_is_gone_through() -> None:
+    """In these tests, those of checkpointing and those of precision."""
+    assert set(REGULARIZERS.values()) <= {type(case.regularizer) for case in EVERY.values()}
+
+
+def seeded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the same masks in each call."""
+
+    def call(*args: Any) -> Any:
+        torch.manual_seed(3)
+        return function(*args)
+
+    return call
+
+
+def hooked(case: Case) -> tuple[nn.Sequential, Weights, torch.Tensor]:
+    model = case.model(torch.float64)
+    inject(model, case.regularizer, layers=SITES)
+    return model, {name: p.detach() for name, p in model.named_parameters()}, case.input(torch.float64)
+
+
+# --- torch.func
+
+
+@ALL
+def test_grad_of_a_functional_call_is_backward(case: Case) -> None:
+    model, weights, x = hooked(case)
+    found = seeded(grad(lambda weights: functional_call(model, weights, (x,)).square().sum()))(weights)
+    seeded(model)(x).square().sum().backward()
+    assert same(list(found.values()), [p.grad for p in model.parameters()])
+
+
+@cases({**DERIVING, **EDITING})
+def test_jvp_is_the_derivative(case: Case) -> None:
+    """Against finite differences, at one mask."""
+    model, weights, x = hooked(case)
+    tangents = {name: torch.randn_like(weight) for name, weight in weights.items()}
+
+    def at(weights: Weights) -> torch.Tensor:
+        return functional_call(model, weights, (x,))
+
+    _, derivative = seeded(lambda: jvp(at, (weights,), (tangents,)))()
+    h = 1e-6
+    ahead, behind = (
+        seeded(at)({name: weight + step * tangents[name] for name, weight in weights.items()}) for step in (h, -h)
+    )
+    torch.testing.assert_close((ahead - behind) / (2 * h), derivative, rtol=1e-5, atol=1e-6)
+
+
+def per_sample(model: nn.Module, weights: Weights, x: torch.Tensor, **randomness: str) -> Weights:
+    def loss(weights: Weights, x: torch.Tensor) -> torch.Tensor:
+        return functional_call(model, weights, (x.unsqueeze(0),)).square().sum()
+
+    return vmap(grad(loss), (None, 0), **randomness)(weights, x)
+
+
+@cases(OF_ONE)
+def test_gradients_of_samples_have_masks_of_their_own_if_told_so(case: Case) -> None:
+    model, weights, x = hooked(case)
+    alike = x[:1].expand_as(x)
+    # DropPath has one number for a sample: some of twenty differ.
+    tries = [per_sample(model, weights, alike, randomness="different")["0.weight"] for _ in range(5)]
+    assert not all(torch.equal(gradient[0], gradient[i]) for gradient in tries for i in range(1, len(x)))
+
+
+@cases({**OF_ONE, **EDITING})
+def test_gradients_of_samples_share_a_mask_if_told_so(case: Case) -> None:
+    model, weights, x = hooked(case)
+    gradients = per_sample(model, weights, x[:1].expand_as(x), randomness="same")["0.weight"]
+    for i in range(1, len(x)):
+        torch.testing.assert_close(gradients[0], gradients[i])
+
+
+@cases(OF_ONE)
+def test_gradients_of_samples_want_to_be_told(case: Case) -> None:
+    """As by PyTorch's own random functions."""
+    model, weights, x = hooked(case)
+    with pytest.raises(RuntimeError, match="vmap: called (a )?random operation while in randomness error mode"):
+        per_sample(model, weights, x)
+
+
+@cases(FORWARD)
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_an_ensemble_shares_its_input_and_not_its_masks(case: Case, randomness: str) -> None:
+    """The slices of a `vmap` over weights have one input: what is hooked there is no batch, and must become one."""
+    members = [nn.Sequential(Affine(case.shape[1:])) for _ in range(8)]
+    weights, _ = stack_module_state(members)
+    weights = {name: weight[:1].expand_as(weight).detach() for name, weight in weights.items()}
+    base = copy.deepcopy(members[0])
+    inject(base, case.regularizer, layers="0", at="input")
+    run = vmap(lambda weights, x: functional_call(base, weights, (x,)), (0, None), randomness=randomness)
+    x = case.input()
+    outputs = [tuple(member.flatten().tolist()) for _ in range(3) for member in run(weights, x)]
+    differing = [len(set(outputs[i : i + 8])) for i in range(0, 24, 8)]
+    if randomness == "same":
+        assert differing == [1, 1, 1]
+    else:  # a DropPath of whole batches has but two of them
+        assert max(differing) > 1
+
+
+@cases(FORWARD)
+def test_an_ensemble_wants_to_be_told(case: Case) -> None:
+    base = nn.Sequential(Affine(case.shape[1:]))
+    inject(base, case.regularizer, layers="0", at="input")
+    with pytest.raises(RuntimeError, match="vmap: called (a )?random operation while in randomness error mode"):
+        vmap(lambda factor: factor * base(torch.ones(case.shape)))(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "masks"), [("different", "same", 2), ("same", "different", 3), ("different", "different", 6)]
+)
+@pytest.mark.parametrize("name", ["DropBlock by seeds", "DropBlock by masks", "Dropout", "Dropout2d", "DropPath"])
+def test_nested_vmaps_each_say_for_themselves_whether_what_they_share_differs(
+    name: str, outer: str, inner: str, masks: int
+) -> None:
+    """PyTorch crashes where one of two random functions that write in place is told `"same"`."""
+    drop, x = EVERY[name].regularizer, torch.ones(50, 4, 8, 8)
+    each = vmap(lambda a: vmap(lambda b: a * b * drop(x), randomness=inner)(torch.ones(3)), randomness=outer)
+    found = {tuple((y == 0).flatten().tolist()) for y in each(torch.ones(2)).flatten(0, 1)}
+    assert len(found) == masks
+
+
+@pytest.mark.parametrize("function", [dropout2d, drop_path])
+def test_what_is_shared_and_differs_is_dropped_at_p(function: Callable[..., torch.Tensor]) -> None:
+    y = vmap(lambda a: a * function(torch.ones(50, 40, 1, 1), 0.3), randomness="different")(torch.ones(100))
+    units = (y == 0).double().flatten(1)[:, :: 40 if function is drop_path else 1]
+    assert units.mean() == pytest.approx(0.3, abs=4 * (0.21 / units.numel()) ** 0.5)
+    assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
+
+
+def small(case: Case) -> Case:
+    """As many numbers as a Jacobian of all by all can have."""
+    return Case(case.regularizer, tuple(min(size, 4) for size in case.shape))
+
+
+SMALL = cases({name: small(case) for name, case in DERIVING.items() if name != "Dropout of many"})
+
+
+@SMALL
+def test_jacobians_agree(case: Case) -> None:
+    """Reverse, forward, and PyTorch's older one with and without its vmap."""
+    model, _, x = hooked(case)
+
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum((0, 1)).flatten()
+
+    jacobian = torch.autograd.functional.jacobian
+    expected = seeded(lambda: jacobian(sums, x))()
+    assert expected.any()
+    torch.testing.assert_close(seeded(jacrev(sums))(x), expected)
+    torch.testing.assert_close(seeded(jacfwd(sums, randomness="same"))(x), expected)
+    torch.testing.assert_close(seeded(lambda: jacobian(sums, x, vectorize=True))(), expected)
+
+
+@SMALL
+def test_hessian(case: Case) -> None:
+    """Forward over reverse is reverse over reverse; `hessian` itself can't be told of randomness, and says so."""
+    model, _, x = hooked(case)
+    x = x[:2]
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    expected = seeded(jacrev(jacrev(total)))(x)
+    torch.testing.assert_close(seeded(jacfwd(jacrev(total), randomness="same"))(x), expected)
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        hessian(total)(x)
+
+
+# --- derivatives of derivatives
+
+
+@SMALL
+def test_double_backward(case: Case) -> None:
+    """A gradient penalty: the gradient of the gradient's norm."""
+    model, _, x = hooked(case)
+    assert torch.autograd.gradgradcheck(seeded(model), x[:2].requires_grad_(), fast_mode=True)
+
+
+@ALL
+def test_a_gradient_penalty_trains(case: Case) -> None:
+    model, _, x = hooked(case)
+    (gradient,) = torch.autograd.grad(model(x.requires_grad_()).sum(), x, create_graph=True)
+    (gradient.norm() - 1).square().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.dim())
+
+
+# --- contexts
+
+
+@contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "torch.device": lambda: torch.device("meta"),
+    "set_default_device": lambda: default_device("meta"),
+    "FakeTensorMode": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+IN_CONTEXT = pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+
+
+def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@IN_CONTEXT
+@cases(WITH_A_RATE)
+def test_injected_and_stepped_in_a_context_and_trained_outside(
+    case: Case, context: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    model, x = case.model(), case.input()
+    clean = copy.deepcopy(model)
+    drop = inject(clean, case.regularizer, layers=SITES, schedule=LinearSchedule(4))
+    drop.seek(2)
+    expected = trained(clean, x)
+    with context():
+        drop = inject(model, case.regularizer, layers=SITES, schedule=LinearSchedule(4))
+        drop.seek(4)
+        drop.disable()
+    with context():
+        drop.enable()
+        drop.load_state_dict(drop.state_dict())
+        drop.seek(1)
+        drop.step()
+    assert same(trained(model, x), expected)
+
+
+@pytest.mark.parametrize("name", ["torch.device", "set_default_device"])
+@ALL
+def test_trained_while_the_default_device_is_another(case: Case, name: str) -> None:
+    """What is made on the way lies where the input lies."""
+    model, x = case.model(), case.input()
+    inject(model, case.regularizer, layers=SITES)
+    expected = trained(model, x)
+    with CONTEXTS[name]():
+        assert same(trained(model, x), expected)
+
+
+@IN_CONTEXT
+def test_what_compiled_code_reads_is_a_number_wherever_it_was_set(
+    context: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Neither a tensor of inference, which has no place in a graph that trains, nor a fake one, which has no value."""
+    model = nn.Sequential(nn.Identity())
+    with context():
+        drop = inject(model, DropBlock(0.3, 3), layers="0", schedule=LinearSchedule(4))
+        drop.step(2)
+    (hook,) = model[0]._forward_hooks.values()
+    assert type(hook.train_rate.tensor) is torch.Tensor
+    assert not hook.train_rate.tensor.is_inference()
+    assert hook.train_rate.tensor.item() == 0.15
+
+
+@pytest.mark.parametrize("name", ["inference_mode", "no_grad", "torch.device", "set_default_device", "FakeTensorMode"])
+def test_an_example_in_a_context(name: str) -> None:
+    """The example was made outside."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 8, 8)
+    with CONTEXTS[name]():
+        drop = inject(model, DropBlock(0.1, 3), layers="*", example_input=x)
+    model(x).sum().backward()
+    assert [site.fired for site in drop.sites] == [True, True]
+    assert type(model[1].running_mean) is torch.Tensor
+    assert not model[1].running_mean.is_inference()
+
+
+@ALL
+def test_a_model_on_the_meta_device(case: Case) -> None:
+    """Hooked and run before it has any values; then it gets them, and trains."""
+    with torch.device("meta"):
+        model, x = case.model(), case.input()
+    schedule = LinearSchedule(4) if case.has_a_rate else None
+    drop = inject(model, case.regularizer, layers=SITES, schedule=schedule, example_input=x)
+    drop.seek(4)
+    y = model(x)
+    y.sum().backward()
+    assert (y.device.type, y.shape) == ("meta", x.shape)
+    model.zero_grad()
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.normal_(p)
+    x = case.input()
+    assert all(gradient.isfinite().all() for gradient in trained(model, x))
+    assert case.in_backward or not all(torch.equal(model(x), model(x)) for _ in range(20))
+
+
+def test_measuring_where_there_are_no_values_is_told() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    drop = inject(model, Dropout(0.3), layers="0")
+    with pytest.raises(InjectionError, match="meta(.|\n)*to_empty"):
+        drop.probe(torch.ones(2, 4, device="meta"))
+    with drop.measuring(), pytest.raises(InjectionError, match="meta(.|\n)*to_empty"):
+        model(torch.ones(2, 4, device="meta"))
+
+
+@ALL
+def test_a_model_of_fake_tensors(case: Case) -> None:
+    """As for an estimate of memory: made, hooked and run without values."""
+    with FakeTensorMode():
+        model, x = case.model(), case.input()
+        inject(model, case.regularizer, layers=SITES, example_input=x)
+        y = model(x)
+        y.sum().backward()
+        assert y.shape == x.shape
+        assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_a_model_made_in_inference_mode() -> None:
+    """Its weights can't be trained, but sampled; a copy made outside can be."""
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(8, 8))
+        drop = inject(model, Dropout(0.5), layers="0", example_input=torch.ones(2, 8))
+        model.eval()
+        with drop.sampling():
+            assert not torch.equal(model(torch.ones(2, 8)), model(torch.ones(2, 8)))
+    twin = copy.deepcopy(model).train()
+    for p in twin.parameters():
+        p.data = p.detach().clone()
+    assert find(twin)[0].p == 0.5
+
+
+def test_a_plan_of_a_model_without_values() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Conv2d(3, 4, 3)), torch.empty(2, 3, 8, 8)
+    assert plan(model, DropBlock(0.3, 3), layers="0", example_input=x).sites[0].shape == (2, 4, 6, 6)
+
+
+def test_regularizers_warn_of_nothing_under_transforms() -> None:
+    """PyTorch warns where it falls back to a loop over slices."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for case in (*OF_ONE.values(), *EDITING.values()):
+            model, weights, x = hooked(case)
+            per_sample(model, weights, x, randomness="different")
+    assert not [str(warning.message) for warning in caught if "vmap" in str(warning.message)]
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+@pytest.mark.parametrize("regularizer", [Dropout(0.3), DropBlock(0.3, 3), nn.Dropout2d(0.3)], ids=repr)
+class TestObservedUnderVmap:
+    """Measuring and recording see the values of all slices, and change no result."""
+
+    def test_measuring(self, regularizer: nn.Module, randomness: str) -> None:
+        model = nn.Sequential(nn.Identity())
+        drop = inject(model, regularizer, layers="0")
+        run = seeded(vmap(model, randomness=randomness))
+        x = torch.ones(5, 8, 16, 10, 10)
+        expected = run(x)
+        with drop.measuring() as m:
+            y = run(x)
+        assert torch.equal(y, expected)
+        assert (m.calls, m.asked) == (1, 0.3)
+        assert m.dropped == pytest.approx((y == 0).float().mean().item())
+
+    def test_recording_inside_of_grad(self, regularizer: nn.Module, randomness: str) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3))
+        drop = inject(model, regularizer, layers="0")
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(weights: Weights, x: torch.Tensor) -> torch.Tensor:
+            return functional_call(model, weights, (x,)).square().sum()
+
+        run = seeded(vmap(grad(loss), (None, 0), randomness=randomness))
+        x = torch.randn(5, 2, 3, 9, 9)
+        expected = run(weights, x)
+        with drop.recording() as r:
+            found = run(weights, x)
+        assert all(torch.equal(found[name], expected[name]) for name in weights)
+        assert r["0"].before.shape == (5, 2, 4, 7, 7)
+        assert torch.equal(r["0"].after == 0, ~r["0"].mask)
+
+
+# --- tensor subclasses
+
+
+class MetaTensor(torch.Tensor):
+    """Carries metadata through every function, as MONAI's class of this name does."""
+
+    meta: Any = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, MetaTensor):
+            result.meta = next((arg.meta for arg in args if isinstance(arg, MetaTensor)), None)
+        return result
+
+
+def with_meta(x: torch.Tensor) -> MetaTensor:
+    y = x.clone().as_subclass(MetaTensor)
+    y.meta = {"spacing": 0.5}
+    return y
+
+
+@ALL
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_tensor_subclass_is_kept_and_may_be_written_to_after(case: Case, shared: bool) -> None:
+    """Bit for bit what a plain tensor gives under one seed: output, gradient, and both after `relu_`."""
+    model = nn.Sequential(nn.Identity())
+    inject(model, case.regularizer, layers="0")
+    plain = case.input()
+    results = []
+    for x in (plain.clone(), with_meta(plain)):
+        x.requires_grad_(shared)
+        torch.manual_seed(7)
+        y = model(x * 1.0)
+        before = y.detach().clone()
+        assert y.relu_() is y
+        if shared:
+            y.square().sum().backward()
+        results.append([before, y, *([x.grad] if shared else [])])
+        assert type(y) is type(x)
+    assert results[1][1].meta == {"spacing": 0.5}
+    assert same(*[[tensor.as_subclass(torch.Tensor) for tensor in tensors] for tensors in results])
+
+
+@pytest.mark.parametrize("regularizer", [Dropout(0.3), DropBlock(0.3, 3)], ids=repr)
+def test_a_subclass_that_is_a_parameter_gets_its_gradient(regularizer: nn.Module) -> None:
+    """It has no operation before it: the gradient reaches the leaf itself."""
+    leaf = with_meta(torch.ones(4, 16, 32, 32)).requires_grad_()
+    y = regularizer(leaf)
+    y.sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad.as_subclass(torch.Tensor), y.detach().as_subclass(torch.Tensor))
+
+
+def test_nothing_to_drop_gives_the_subclass_itself_back() -> None:
+    for x in (with_meta(torch.ones(2, 3, 8, 8)), with_meta(torch.ones(0, 3, 8, 8))):
+        assert drop_block(x, 0.0 if len(x) else 0.5, 3) is x

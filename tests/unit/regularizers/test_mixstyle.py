@@ -1,0 +1,147 @@
+"""What is drawn, against the formula of each paper: UniformNoise, Cutout, TokenDropout, LockedDropout, MixStyle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookdrop import (
+    HookdropWarning,
+    MixStyle,
+    ShapeError,
+    inject,
+)
+from hookdrop.regularizers.mixstyle import symmetric_beta
+from tests.support.mixstyle import styled, within
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def papers_mix_style(x: Tensor, mixed: bool, lmda: Tensor, perm: Tensor, eps: float = 1e-6) -> Tensor:
+    """The code of the paper's repository, given what it draws."""
+    if not mixed:
+        return x
+    mu, var = x.mean(dim=[2, 3], keepdim=True), x.var(dim=[2, 3], keepdim=True)
+    sig = (var + eps).sqrt()
+    mu, sig = mu.detach(), sig.detach()
+    x_normed = (x - mu) / sig
+    mu2, sig2 = mu[perm], sig[perm]
+    mu_mix = mu * lmda + mu2 * (1 - lmda)
+    sig_mix = sig * lmda + sig2 * (1 - lmda)
+    return x_normed * sig_mix + mu_mix
+
+
+class TestMixStyle:
+    @pytest.mark.parametrize("seed", range(8))
+    def test_is_the_papers_code_under_the_same_draws(self, seed: int) -> None:
+        """Output and gradient."""
+        x = styled(dtype=torch.float64).requires_grad_()
+        torch.manual_seed(seed)
+        mixed = bool(torch.rand(()) < 0.5)
+        lmda, perm = symmetric_beta(0.3, (6, 1, 1, 1), x.device), torch.rand(6).argsort()
+        expected = papers_mix_style(x, mixed, lmda, perm)
+        torch.manual_seed(seed)
+        found = MixStyle(0.5, alpha=0.3)(x)
+        torch.testing.assert_close(found, expected)
+        weight = torch.randn_like(x)
+        for ours, theirs in zip(*(torch.autograd.grad((y * weight).sum(), x) for y in (found, expected)), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert mixed or torch.equal(found, x)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_in_low_precision_only_the_result_is_rounded(self, dtype: torch.dtype) -> None:
+        """Of statistics in float16, a variance of 1e-6 would be lost, and a mean off by a part in 2,000."""
+        x = styled(dtype=dtype)
+        torch.manual_seed(3)
+        found = MixStyle(1.0)(x)
+        torch.manual_seed(3)
+        torch.testing.assert_close(found, MixStyle(1.0)(x.float()).to(dtype), rtol=0, atol=0)
+
+    def test_a_batch_is_mixed_with_probability_p_and_whole(self) -> None:
+        x = styled()
+        changed = torch.tensor([(MixStyle(0.3, alpha=5.0)(x) != x).flatten(1).any(1).sum() for _ in range(3000)])
+        assert within((changed > 0).double().mean(), 0.3 * (1 - 1 / math.factorial(6)), math.sqrt(0.21), 3000)
+        assert (changed >= 4).sum() > 0.7 * (changed > 0).sum()  # one of six is its own partner, on average
+
+    @pytest.mark.parametrize("alpha", [0.01, 0.1, 0.5, 1.0, 3.0])
+    def test_lambda_has_its_beta_distribution(self, alpha: float) -> None:
+        """Kolmogorov-Smirnov at a thousandth over 200,000 draws, but for what a number cannot tell from 0 or 1."""
+        stats = pytest.importorskip("scipy.stats")
+        drawn = symmetric_beta(alpha, (200_000, 1), torch.device("cpu")).flatten()
+        assert ((drawn >= 0) & (drawn <= 1)).all()
+        at = torch.linspace(1e-6, 1 - 1e-6, 999, dtype=torch.float64)
+        found = torch.searchsorted(drawn.sort()[0], at) / 200_000
+        assert (found - torch.from_numpy(stats.beta(alpha, alpha).cdf(at.numpy()))).abs().max() < 1.95 / math.sqrt(2e5)
+        assert within(drawn.mean(), 0.5, 1 / math.sqrt(4 * (2 * alpha + 1)), 200_000)
+        assert drawn.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.02)
+
+    def test_the_style_of_the_output_lies_between_two_samples(self) -> None:
+        x = styled(4, 2, 30)
+        y = MixStyle(1.0, alpha=1.0)(x)
+        means, mixed = x.mean((2, 3)), y.mean((2, 3))
+        for i in range(4):
+            candidates = [(mixed[i] - means[j]) / (means[i] - means[j]) for j in range(4) if j != i]
+            own = torch.allclose(mixed[i], means[i], atol=1e-4)
+            assert own or any(abs(c[0] - c[1]) < 1e-3 and 0 <= c[0] <= 1 for c in candidates)
+
+    def test_content_stays(self) -> None:
+        """What is left after a map's own mean and deviation are taken out is what was there."""
+        x = styled(dtype=torch.float64)
+
+        def normed(x: Tensor) -> Tensor:
+            return (x - x.mean((2, 3), keepdim=True)) / x.std((2, 3), keepdim=True)
+
+        torch.testing.assert_close(normed(MixStyle(1.0)(x)), normed(x), rtol=1e-4, atol=1e-4)
+
+    def test_what_is_not_mixed_is_bit_for_bit_the_input(self) -> None:
+        x = styled() * 1e4 + 0.1
+        outputs = [MixStyle(0.2)(x) for _ in range(50)]
+        assert sum(torch.equal(y, x) for y in outputs) > 25
+
+    def test_a_batch_of_one_is_told_of(self) -> None:
+        model, x = nn.Sequential(nn.Identity()), styled(1)
+        inject(model, MixStyle(1.0), layers="0")
+        with pytest.warns(HookdropWarning, match="a batch of one has no other sample"):
+            y = model(x)
+        torch.testing.assert_close(y, x)
+
+    @pytest.mark.parametrize(
+        ("shape", "says"),
+        [
+            ((8, 4, 1, 1), "one pixel has no standard deviation"),
+            ((8, 197, 384), "TokenDropout"),
+            ((8, 4), r"Dropout\(p"),
+        ],
+    )
+    def test_shapes_without_a_style(self, shape: tuple[int, ...], says: str) -> None:
+        with pytest.raises(ShapeError, match=says):
+            MixStyle()(torch.ones(shape))
+
+    @pytest.mark.parametrize("alpha", [0, -1, float("nan"), float("inf"), "a", None])
+    def test_bad_alphas(self, alpha: object) -> None:
+        with pytest.raises((ValueError, TypeError), match="MixStyle: alpha must be"):
+            MixStyle(0.5, alpha)
+
+    def test_maps_without_any_spread_stay_finite(self) -> None:
+        x = torch.full((4, 2, 3, 3), 7.0, requires_grad=True)
+        y = MixStyle(1.0)(x)
+        y.sum().backward()
+        torch.testing.assert_close(y, x)
+        assert x.grad.isfinite().all()
+
+    def test_it_draws_nothing_but_from_the_global_generators(self) -> None:
+        """Of which Python's own is none: the paper's code asks that."""
+        import random
+
+        x, state = styled(), random.getstate()
+        torch.manual_seed(4)
+        first = MixStyle(0.9)(x)
+        torch.manual_seed(4)
+        assert torch.equal(MixStyle(0.9)(x), first)
+        assert random.getstate() == state

@@ -1,0 +1,75 @@
+"""What is drawn, against the formula of each paper: UniformNoise, Cutout, TokenDropout, LockedDropout, MixStyle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import (
+    GaussianNoise,
+    LinearSchedule,
+    UniformNoise,
+    inject,
+)
+from tests.support.pairs import ROWS, pair
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+class TestUniformNoise:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("beta", [0.05, 0.3, 1.0])
+    def test_is_uniform_between_its_bounds(self, beta: float, dtype: torch.dtype) -> None:
+        """Mean, variance and every tenth of the range, over a million draws; low precision rounds by 2**-8 at most."""
+        r = (UniformNoise(beta)(torch.ones(1_000_000, dtype=dtype)).double() - 1) / beta
+        rounding = torch.finfo(dtype).eps / beta
+        assert r.abs().max() <= 1 + rounding
+        assert abs(r.mean()) <= 4 / math.sqrt(3e6) + rounding / 4
+        assert r.var().item() == pytest.approx(1 / 3, rel=0.01, abs=2 * rounding**2)
+        if dtype == torch.float32:
+            tenths = torch.histc(r, 10, -1, 1) / 1e6
+            assert (tenths - 0.1).abs().max() < 4 * math.sqrt(0.09 / 1e6)
+
+    def test_elements_are_independent(self) -> None:
+        """Of neighbours in every axis, within 4 standard errors."""
+        r = UniformNoise(0.5)(torch.ones(100, 100, 100)).double() - 1
+        for axis in range(3):
+            left, right = r.narrow(axis, 0, 99), r.narrow(axis, 1, 99)
+            assert abs((left * right).mean() / r.var()) < 4 / math.sqrt(left.numel())
+
+    def test_the_variance_before_a_batch_norm_hardly_grows(self) -> None:
+        """The paper's point: by beta^2 / 3 of the mean square."""
+        x = torch.randn(1_000_000)
+        assert UniformNoise(0.3)(x).var() / x.var() == pytest.approx(1 + 0.3**2 / 3, abs=0.005)
+
+    def test_the_gradient_is_what_x_was_multiplied_by(self) -> None:
+        x = torch.randn(50, dtype=torch.float64, requires_grad=True)
+        y = UniformNoise(0.3)(x)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0] * x, y)
+
+
+class TestNoise:
+    def test_noise_speaks_of_std(self) -> None:
+        drop = inject(model := pair(), GaussianNoise(2.0), layers="*.0", schedule=LinearSchedule(2))
+        drop.step()
+        assert drop.metrics() == {
+            "hookdrop/gaussiannoise/std": 1.0, "hookdrop/gaussiannoise/step": 1.0, "hookdrop/gaussiannoise/enabled": 1.0,
+        }  # fmt: skip
+        assert drop.keep_prob is None
+        assert "std=1 of 2" in repr(drop)
+        row = str(drop.probe(ROWS)).splitlines()[2].split()
+        assert row[:3] == ["0.0", "1.000", "-"]
+        assert model is not None
+
+    def test_a_function_is_asked_nothing(self) -> None:
+        drop = inject(model := pair(), nn.functional.dropout, layers="*.0")
+        row = str(drop.probe(ROWS)).splitlines()[2].split()
+        assert row[:2] == ["0.0", "-"]
+        assert float(row[2]) == pytest.approx(0.5, abs=0.05)
+        assert model is not None

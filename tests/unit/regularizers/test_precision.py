@@ -1,0 +1,200 @@
+"""Low precision, autocast and memory formats: what comes out is as the layer gave it, and p is p."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import (
+    AlphaDropout,
+    DropBlock,
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    DropPath,
+    FeatureAlphaDropout,
+    GaussianDropout,
+    GaussianNoise,
+    ShapeError,
+    inject,
+)
+from tests.support.every import EVERY, Case
+from tests.support.precision import HALF
+
+CONV = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+
+
+NORM = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def conv_net(case: Case) -> nn.Sequential:
+    rank, channels = len(case.shape), case.shape[1]
+    return nn.Sequential(
+        CONV[rank](channels, channels, 3, padding=1),
+        NORM[rank](channels),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.LazyLinear(4),
+        nn.LayerNorm(4),
+    )
+
+
+class Dtypes:
+    """The dtypes that layers give, seen after all other hooks."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.seen: list[torch.dtype] = []
+        for layer in model:
+            layer.register_forward_hook(lambda module, args, output: self.seen.append(output.dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+def test_under_autocast_the_dtype_is_the_layers(case: Case, dtype: torch.dtype) -> None:
+    """A mask in float32 would make all that follows float32. Gradients are finite, and those of a mask."""
+    results = []
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        model, x = conv_net(case), case.input().requires_grad_()
+        model(x)
+        if hooked:
+            inject(model, case.regularizer, layers=["0", "1"])
+        dtypes = Dtypes(model)
+        with torch.autocast("cpu", dtype):
+            y = model(x)
+        y.float().square().sum().backward()
+        results.append((dtypes.seen, y.dtype))
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        assert all(p.grad.dtype == p.dtype for p in model.parameters())
+    assert results[0] == results[1]
+    assert dtype in results[0][0]
+
+
+def test_a_regularizer_that_changes_the_dtype_is_told() -> None:
+    """As one that multiplies matrices, in somebody else's hands, under autocast."""
+    model = nn.Sequential(nn.Identity())
+    inject(model, mixes, layers="0")
+    model(torch.randn(4, 4))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ShapeError, match="float32 and returned .* torch.bfloat16"),
+    ):
+        model(torch.randn(4, 4))
+
+
+def mixes(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+# shapes of a million units that are dropped one by one
+UNITS = {
+    Dropout: (100, 10_000),
+    Dropout1d: (1000, 1000, 1),
+    Dropout2d: (1000, 1000, 1, 1),
+    Dropout3d: (1000, 1000, 1, 1, 1),
+    AlphaDropout: (100, 10_000),
+    FeatureAlphaDropout: (1000, 1000, 1, 1),
+    DropPath: (1_000_000, 1),
+    nn.Dropout2d: (1000, 1000, 1, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("cls", UNITS, ids=lambda cls: f"{cls.__module__.split('.')[0]} {cls.__name__}")
+def test_a_thousandth_is_dropped_where_bfloat16_can_not_say_999_thousandths(cls: type, dtype: torch.dtype) -> None:
+    """`rand < .999` in bfloat16 drops nothing at all. Within 4 standard errors over a million draws."""
+    model = nn.Sequential(nn.Identity())
+    inject(model, cls(0.001), layers="0")
+    with torch.autocast("cpu", dtype):
+        y = model(torch.ones(UNITS[cls], dtype=dtype))
+    kept = y.float().unique(return_counts=True)[1].max().item()  # what is dropped need not be 0
+    assert abs(1 - kept / 1e6 - 0.001) < 4 * math.sqrt(0.001 / 1e6)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_a_thousandth_of_a_map_is_dropped(dtype: torch.dtype, block_size: int) -> None:
+    """Within 4 standard errors over 10,000 maps."""
+    model = nn.Sequential(nn.Identity())
+    inject(model, DropBlock(0.001, block_size, normalize=None), layers="0")
+    y = model(torch.ones(100, 100, 14, 14, dtype=dtype))
+    fractions = (y == 0).double().mean((2, 3)).flatten()
+    assert abs(fractions.mean() - 0.001) < 4 * fractions.std() / 100
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_noise_in_low_precision_is_as_large_as_asked(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Identity())
+    with inject(model, GaussianNoise(0.1), layers="0"):
+        assert model(torch.zeros(1000, 1000, dtype=dtype)).double().std() == pytest.approx(0.1, rel=0.01)
+    with inject(model, GaussianDropout(0.01), layers="0"):
+        y = model(torch.ones(1000, 1000, dtype=dtype)).double()
+    assert y.std() == pytest.approx(math.sqrt(0.01 / 0.99), rel=0.01)
+    assert y.mean() == pytest.approx(1, abs=1e-3)
+
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+MAPS = {name: case for name, case in EVERY.items() if len(case.shape) in FORMATS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", MAPS.values(), ids=MAPS)
+def test_channels_last_stays_so_forward_and_backward(case: Case, dtype: torch.dtype) -> None:
+    """A mask put in front of the tensor, `where` and `reshape` lose it: the convolutions after it get slow."""
+    memory = FORMATS[len(case.shape)]
+    model = nn.Sequential(nn.Identity())
+    inject(model, case.regularizer, layers="0")
+    x = case.input(dtype).contiguous(memory_format=memory).requires_grad_()
+    y = model(x * 1)
+    assert y.is_contiguous(memory_format=memory)
+    assert not y.is_contiguous()
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert grad.is_contiguous(memory_format=memory)
+    assert grad.dtype == dtype
+
+
+@pytest.mark.parametrize("case", MAPS.values(), ids=MAPS)
+def test_channels_last_through_a_network_under_autocast(case: Case) -> None:
+    memory = FORMATS[len(case.shape)]
+    model, x = conv_net(case)[:2], case.input().contiguous(memory_format=memory)
+    inject(model, case.regularizer, layers=["0", "1"])
+    model.to(memory_format=memory)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).is_contiguous(memory_format=memory)
+
+
+@pytest.mark.parametrize("case", MAPS.values(), ids=MAPS)
+def test_dense_views_keep_the_order_of_their_axes(case: Case) -> None:
+    """A permuted view, as of patches: dense, in an order of its own."""
+    model = nn.Sequential(nn.Identity())
+    inject(model, case.regularizer, layers="0")
+    order = [1, 0, *range(2, len(case.shape))]
+    x = torch.randn([case.shape[axis] for axis in order]).permute(order)
+    assert model(x).stride() == x.stride()
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+def test_the_default_dtype_changes_nothing(case: Case, default: torch.dtype) -> None:
+    """`torch.set_default_dtype(torch.float16)` at injection and in training: the masks are those of float32."""
+    results = []
+    for dtype in (torch.float32, default):
+        torch.manual_seed(0)
+        model, x = case.model(), case.input()
+        torch.set_default_dtype(dtype)
+        try:
+            drop = inject(model, case.regularizer, layers=["0", "2"])
+            y = model(x)
+            y.sum().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append([y.detach(), *[p.grad for p in model.parameters()]])
+        assert y.dtype == torch.float32
+        drop.remove()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
