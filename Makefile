@@ -1,37 +1,42 @@
 PYTHON ?= python3
 BIN := .venv/bin
+export PYTHON
 
-.PHONY: demo gallery test lint types imports tests clean
+.PHONY: demo gallery check test lint types imports unit tests clean
 
-demo: .venv/installed
+# The main job on real data. It installs only what it uses.
+demo: .venv/compare
 	$(BIN)/python benchmarks/compare.py --config benchmarks/configs/quick.yaml --out runs/demo
 
-gallery: .venv/installed
+gallery: .venv/dev
 	$(BIN)/python examples/gallery.py --out docs
 
+# What to run on every save: at most two minutes.
+check: lint types imports unit
+
+# Everything, as in CI.
 test: lint types imports tests
 
-lint: .venv/installed
+lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 
-types: .venv/installed
+types: .venv/dev
 	$(BIN)/mypy
 
-imports: .venv/installed
+imports: .venv/dev
 	PYTHONPATH=benchmarks $(BIN)/lint-imports
 
-tests: .venv/installed
+unit: .venv/dev
+	$(BIN)/pytest -q -n 2 tests/unit
+
+tests: .venv/dev
 	$(BIN)/pytest -n 2 --cov --cov-report=term
 
-# One environment for everything; made again when the requirements or the compiled part change.
-.venv/installed: pyproject.toml hatch_build.py hookdrop/kernels/_blocks.c
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    { echo "hookdrop needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	@echo "installing PyTorch, torchvision, timm and the tools into .venv (several GB, some minutes) ..."
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+# One environment: `make test` adds the development packages to what `make demo` has installed.
+.venv/%: pyproject.toml hatch_build.py hookdrop/kernels/_blocks.c
+	@.ci/install $*
 	@touch $@
 
 clean:

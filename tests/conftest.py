@@ -23,6 +23,14 @@ hypothesis.settings.load_profile("fixed")
 OPTIONAL = ("timm", "torchvision", "transformers", "accelerate", "lightning", "peft", "rich", "IPython")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test by the folders that it is in, for `pytest -m compile` and `pytest -m "not distributed"`."""
+    marks = {line.partition(":")[0] for line in config.getini("markers")}
+    for item in items:
+        for folder in marks.intersection(item.path.parts):
+            item.add_marker(folder)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, object, object]:
     try:
