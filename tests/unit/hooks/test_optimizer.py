@@ -268,7 +268,7 @@ def test_a_schedule_that_is_driven_by_hand_under_such_an_optimizer_is_fine() -> 
 
 def test_what_is_no_torch_optimizer_is_named_in_full() -> None:
     _, drop, _ = setup()
-    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got test_follow.FastaiOptimizer.\n"):
+    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got tests.unit.hooks.test_optimizer.FastaiOptimizer.\n"):
         drop.follow(FastaiOptimizer([]))
     with pytest.raises(TypeError, match=r"got torch.optim.sgd.SGD \(the class\)"):
         drop.follow(torch.optim.SGD)
