@@ -24,13 +24,13 @@ imports: .venv/installed
 tests: .venv/installed
 	$(BIN)/pytest -n 2 --cov --cov-report=term
 
-# One environment for everything; made again when the requirements or the compiled part change.
+# One environment for all targets, rebuilt when the requirements or the C source change.
 .venv/installed: pyproject.toml hatch_build.py hookdrop/kernels/_blocks.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    { echo "hookdrop needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	    { echo "hookdrop requires Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	@echo "installing PyTorch, torchvision, timm and the tools into .venv (several GB, some minutes) ..."
+	@echo "installing PyTorch, torchvision, timm and development tools into .venv (several GB, a few minutes) ..."
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
