@@ -1,7 +1,7 @@
-"""Several ranks: DDP, FSDP2, tensor parallelism, sharded checkpoints, seeds, and the example that uses them.
+"""Several ranks: DDP, FSDP2, tensor parallelism, sharded checkpoints, seeds, and `examples/train_ddp.py`.
 
-What needs more than one rank runs in programs of their own (`tests/integration/distributed/programs/`), started by torchrun as a person
-would; each rank writes down what it found, and the tests here read it.
+torchrun starts the programs in `tests/integration/distributed/programs/`; each rank writes its results to a file, which the tests
+here read.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from tests.support.nets import Small
 from tests.support.paths import ROOT
 
 PROGRAMS = ROOT / "tests" / "integration" / "distributed" / "programs"
-
-
 EXAMPLES = ROOT / "examples"
 
-
 Facts = dict[str, Any]
+"""What one rank found in one check."""
+Results = list[dict[str, Facts]]
+"""What each rank found, by the name of the check."""
 
 
-def python(*arguments: object, ranks: int = 0) -> str:
-    """What a program prints, under torchrun on so many ranks; an assertion with its traceback, if it fails."""
+def run_python(*arguments: object, ranks: int = 0) -> str:
+    """Run a program, under torchrun if there are ranks, and return its output; if it fails, assert with its traceback."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     command = [sys.executable, *launcher, *map(str, arguments)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -66,8 +66,8 @@ def python(*arguments: object, ranks: int = 0) -> str:
 
 
 @contextmanager
-def shared(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
-    """A folder that pytest-xdist's workers have in common, for one of them at a time."""
+def locked_folder(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
+    """A folder shared by pytest-xdist's workers, for one of them at a time."""
     root = factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     (root / name).mkdir(exist_ok=True)
@@ -76,28 +76,27 @@ def shared(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
         yield root / name
 
 
-def ran(folder: Path, program: str, *arguments: object, ranks: int) -> list[dict[str, Facts]]:
-    """What each rank found."""
+def run_program(folder: Path, program: str, *arguments: object, ranks: int) -> Results:
+    """The results of a program; it runs once."""
     files = [folder / f"rank{rank}.json" for rank in range(ranks)]
     if not files[0].exists():
-        python(PROGRAMS / f"{program}.py", folder, *arguments, ranks=ranks)
+        run_python(PROGRAMS / f"{program}.py", folder, *arguments, ranks=ranks)
     return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Facts]]]:
-    with shared(tmp_path_factory, "two_ranks") as folder:
-        return folder, ran(folder, "two_ranks", ranks=2)
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
+    with locked_folder(tmp_path_factory, "two_ranks") as folder:
+        return folder, run_program(folder, "two_ranks", ranks=2)
 
 
 @pytest.fixture(scope="module")
-def found(saved: tuple[Path, list[dict[str, Facts]]]) -> list[dict[str, Facts]]:
-    """What each of two ranks found, by the name of the check."""
-    return saved[1]
+def results(two_ranks: tuple[Path, Results]) -> Results:
+    return two_ranks[1]
 
 
-def of(found: list[dict[str, Facts]], check: str) -> list[Facts]:
-    return [by_rank[check] for by_rank in found]
+def by_rank(results: Results, check: str) -> list[Facts]:
+    return [of_rank[check] for of_rank in results]
 
 
 # --- DDP and FSDP2
@@ -107,28 +106,22 @@ DDP = [
     for kind in ("default", "find_unused_parameters", "static_graph")
     for when in ("before", "after")
 ]
-
-
 FSDP = [f"fsdp {when} reshard={reshard}" for when in ("before", "after") for reshard in (True, False)]
-
-
 WRAPPED = pytest.mark.parametrize("how", [*DDP, *FSDP, "fsdp checkpointed"])
 
 
 @WRAPPED
-def test_gradients_are_the_mean_of_those_of_unwrapped_models(found: list[dict[str, Facts]], how: str) -> None:
-    for facts in of(found, how):
+def test_gradients_equal_the_mean_over_unwrapped_models(results: Results, how: str) -> None:
+    for facts in by_rank(results, how):
         assert len(facts["errors"]) == 3
         assert max(facts["errors"]) <= 1e-7
         assert facts["size"] > 1e-3
 
 
 @WRAPPED
-def test_a_branch_that_is_dropped_on_all_ranks_or_on_one_alone_keeps_its_gradients(
-    found: list[dict[str, Facts]], how: str
-) -> None:
-    """They are zeros: without any, DDP would wait for them."""
-    first, second = of(found, how)
+def test_a_branch_dropped_on_one_or_all_ranks_has_zero_gradients(results: Results, how: str) -> None:
+    """DDP would wait for a gradient that is None."""
+    first, second = by_rank(results, how)
     assert first["branch"] == second["branch"] == [0.0, 0.0]
     assert [True, False] in [
         sorted(pair, reverse=True) for pair in zip(first["dropped"], second["dropped"], strict=True)
@@ -136,23 +129,23 @@ def test_a_branch_that_is_dropped_on_all_ranks_or_on_one_alone_keeps_its_gradien
 
 
 @WRAPPED
-def test_masks_differ_between_ranks_seeded_per_rank(found: list[dict[str, Facts]], how: str) -> None:
-    first, second = (facts["masks"] for facts in of(found, how))
-    times = 2 if "checkpointed" in how else 1  # forwards a step
+def test_masks_differ_between_ranks_seeded_per_rank(results: Results, how: str) -> None:
+    first, second = (facts["masks"] for facts in by_rank(results, how))
+    times = 2 if "checkpointed" in how else 1  # forwards per step
     assert len(first) == len(second) == 3 * times
     assert first[0] == second[0]  # the schedule starts at rate 0
     assert not set(first[times:]) & set(second[times:])
     assert len(set(first)) == 3
 
 
-def test_a_checkpointed_block_under_fsdp_draws_its_mask_again(found: list[dict[str, Facts]]) -> None:
-    for facts in of(found, "fsdp checkpointed"):
+def test_a_checkpointed_block_under_fsdp_recomputes_with_the_same_mask(results: Results) -> None:
+    for facts in by_rank(results, "fsdp checkpointed"):
         assert facts["masks"][0::2] == facts["masks"][1::2]
 
 
 @WRAPPED
-def test_schedules_and_weights_agree_on_all_ranks(found: list[dict[str, Facts]], how: str) -> None:
-    first, second = of(found, how)
+def test_schedules_and_weights_agree_on_all_ranks(results: Results, how: str) -> None:
+    first, second = by_rank(results, how)
     assert (first["step"], first["p"]) == (second["step"], second["p"]) == (3, pytest.approx(0.3))
     assert first["weights"] == second["weights"]
     for facts in (first, second):
@@ -161,9 +154,9 @@ def test_schedules_and_weights_agree_on_all_ranks(found: list[dict[str, Facts]],
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_fsdp_keeps_the_type_of_tensors(found: list[dict[str, Facts]], when: str) -> None:
-    """Under a policy of mixed precision; `fully_shard` has made a class of its own for each hooked module."""
-    for facts in of(found, f"bfloat16 {when}"):
+def test_fsdp_preserves_tensor_types(results: Results, when: str) -> None:
+    """Under mixed precision; `fully_shard` changes the class of each hooked module."""
+    for facts in by_rank(results, f"bfloat16 {when}"):
         ((given, returned),) = facts["pairs"]
         assert given == returned
         assert given.startswith("('Tensor', 'torch.bfloat16'")
@@ -173,41 +166,39 @@ def test_fsdp_keeps_the_type_of_tensors(found: list[dict[str, Facts]], when: str
         assert facts["dropped"] == pytest.approx(0.3, abs=0.03)
 
 
-def test_hooks_placed_on_the_meta_device_work_once_there_is_memory(found: list[dict[str, Facts]]) -> None:
-    for facts in of(found, "meta"):
+def test_hooks_placed_on_the_meta_device_work_after_to_empty(results: Results) -> None:
+    for facts in by_rank(results, "meta"):
         assert facts["dropped"] == pytest.approx(0.4, abs=0.03)
         assert facts["check"] == []
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("how", ["DistributedDataParallel", "fully_shard"])
-def test_a_step_that_is_skipped_for_an_overflow_on_one_rank_counts_on_none(
-    found: list[dict[str, Facts]], how: str, fused: bool
-) -> None:
+def test_a_step_skipped_for_an_overflow_on_one_rank_counts_on_no_rank(results: Results, how: str, fused: bool) -> None:
     """Two accumulated batches count once, then the overflow, then one more."""
-    for facts in of(found, f"scaler {how} fused={fused}"):
+    for facts in by_rank(results, f"scaler {how} fused={fused}"):
         assert facts["counts"] == [1, 1, 2]
         assert facts["p"] == pytest.approx(0.08)
-        assert facts["scale"] == 2.0  # it was 4: there was an overflow
+        assert facts["scale"] == 2.0  # halved by the overflow
         assert facts["warnings"] == []
 
 
-def test_a_sharded_optimizer_is_followed(found: list[dict[str, Facts]]) -> None:
-    for facts in of(found, "zero"):
+def test_follow_counts_the_steps_of_a_sharded_optimizer(results: Results) -> None:
+    for facts in by_rank(results, "zero"):
         assert (facts["step"], facts["p"]) == (3, pytest.approx(0.12))
         assert facts["warnings"] == []
 
 
-def test_a_schedule_that_nobody_drives_is_told_under_fsdp(found: list[dict[str, Facts]]) -> None:
-    """PyTorch does not show in a forward there that weights were updated: the optimizer's steps do."""
-    for facts in of(found, "undriven"):
-        (told,) = facts["before"]
-        assert "its schedule is not advancing" in told
+def test_a_schedule_that_is_not_advancing_warns_under_fsdp(results: Results) -> None:
+    """Under FSDP2, forwards do not show weight updates; optimizer steps do."""
+    for facts in by_rank(results, "not advancing"):
+        (warning,) = facts["before"]
+        assert "its schedule is not advancing" in warning
         assert any("its schedule is not advancing" in problem for problem in facts["problems"])
 
 
-def test_compiled_ddp_drops_at_the_rates_of_the_schedule(found: list[dict[str, Facts]]) -> None:
-    first, second = of(found, "compiled")
+def test_compiled_ddp_drops_at_the_rates_of_the_schedule(results: Results) -> None:
+    first, second = by_rank(results, "compiled")
     for facts in (first, second):
         # 25,600 elements in blocks of 9: the standard deviation is about .008.
         assert facts["dropped"] == pytest.approx([0.0, 0.2, 0.4, 0.4], abs=0.04)
@@ -223,8 +214,8 @@ def test_compiled_ddp_drops_at_the_rates_of_the_schedule(found: list[dict[str, F
 @pytest.mark.parametrize(
     "name", ["Dropout", "Dropout1d", "DropPath", "GaussianDropout", "GaussianNoise", "AlphaDropout"]
 )
-def test_a_distributed_tensor_stays_one(found: list[dict[str, Facts]], name: str, local: bool) -> None:
-    for facts in of(found, "tensor parallel"):
+def test_a_dtensor_stays_a_dtensor(results: Results, name: str, local: bool) -> None:
+    for facts in by_rank(results, "tensor parallel"):
         facts = facts[f"{name} {local}"]
         given, returned = facts["kinds"]
         assert given == returned
@@ -236,18 +227,16 @@ def test_a_distributed_tensor_stays_one(found: list[dict[str, Facts]], name: str
 
 
 @pytest.mark.parametrize("name", ["Dropout", "Dropout1d"])
-def test_what_is_dropped_of_a_distributed_tensor_is_counted_on_all_ranks(
-    found: list[dict[str, Facts]], name: str
-) -> None:
-    """A sum over it is a part of the sum on each rank."""
-    for facts in of(found, "tensor parallel"):
+def test_probe_counts_all_shards_of_a_dtensor(results: Results, name: str) -> None:
+    """On each rank, a sum over a DTensor is a partial sum."""
+    for facts in by_rank(results, "tensor parallel"):
         # 192 channels in three forwards: the standard deviation is .02.
         assert facts[f"{name} False"]["dropped"] == pytest.approx(0.5, abs=0.1)
         assert facts[f"{name} False"]["mean ratio"] == pytest.approx(1.0, abs=0.2)
 
 
-def test_dropblock_works_on_local_tensors_and_refuses_distributed_ones(found: list[dict[str, Facts]]) -> None:
-    for facts in of(found, "tensor parallel"):
+def test_dropblock_accepts_local_tensors_and_rejects_dtensors(results: Results) -> None:
+    for facts in by_rank(results, "tensor parallel"):
         assert facts["DropBlock True"]["zeroed"] == pytest.approx(0.4, abs=0.1)
         assert "x is a DTensor, in parts on several ranks" in facts["DropBlock False"]["error"]
         assert "DropBlock at '0'" in facts["DropBlock False"]["error"]
@@ -262,18 +251,18 @@ def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_seeds, "_last", None)
 
 
-def test_no_two_ranks_of_neighbouring_jobs_share_a_seed() -> None:
-    """As `seed + rank` would: a generator of the CPU is seeded with the lowest 32 bits."""
+def test_no_two_ranks_of_neighboring_jobs_share_a_seed() -> None:
+    """`seed + rank` would share seeds; the CPU generator uses the lowest 32 bits of a seed."""
     seeds = {seed_per_rank(seed, rank=rank) % 2**32 for seed in range(-4, 16) for rank in range(32)}
     assert len(seeds) == 20 * 32
 
 
-def test_the_seed_of_a_rank_is_the_same_tomorrow() -> None:
+def test_per_rank_seeds_have_fixed_values() -> None:
     assert [seed_per_rank(0, rank=rank) for rank in (0, 1)] == [9077812382499248585, 6507704258292572590]
-    assert seed_per_rank(-1, rank=0) == seed_per_rank(2**64 - 1, rank=0)  # one seed for torch.manual_seed, too
+    assert seed_per_rank(-1, rank=0) == seed_per_rank(2**64 - 1, rank=0)  # equal for torch.manual_seed, too
 
 
-def test_it_seeds_pytorch_and_nothing_else(unseeded: None) -> None:
+def test_seed_per_rank_seeds_only_pytorch(unseeded: None) -> None:
     before = random.getstate(), np.random.get_state()[1].tolist()
     seed = seed_per_rank(3)
     first = torch.rand(3)
@@ -283,13 +272,13 @@ def test_it_seeds_pytorch_and_nothing_else(unseeded: None) -> None:
     assert 0 <= seed < 2**63
 
 
-def test_without_a_seed_it_is_that_of_manual_seed(unseeded: None) -> None:
+def test_seed_per_rank_defaults_to_the_seed_of_manual_seed(unseeded: None) -> None:
     torch.manual_seed(3)
     torch.rand(5)
     assert seed_per_rank() == seed_per_rank(3)
 
 
-def test_a_cell_that_is_run_twice_seeds_the_same_again(unseeded: None) -> None:
+def test_seed_per_rank_is_idempotent(unseeded: None) -> None:
     torch.manual_seed(3)
     seed = seed_per_rank()
     torch.rand(5)
@@ -299,7 +288,7 @@ def test_a_cell_that_is_run_twice_seeds_the_same_again(unseeded: None) -> None:
     assert seed_per_rank() == seed_per_rank(4) != seed
 
 
-def test_the_rank_is_that_of_torchrun_before_the_ranks_have_met(
+def test_the_rank_comes_from_torchrun_before_init_process_group(
     unseeded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = seed_per_rank(3)
@@ -318,15 +307,15 @@ def test_the_rank_is_that_of_torchrun_before_the_ranks_have_met(
         ({"seed": 0, "rank": 0, "group": object()}, ValueError, "give rank or group, not both"),
     ],
 )
-def test_what_can_not_be_a_seed_seeds_nothing(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_invalid_arguments_seed_nothing(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     before = torch.get_rng_state()
     with pytest.raises(error, match=re.escape(text)):
         seed_per_rank(**arguments)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_each_rank_of_a_job_has_the_seed_of_its_rank(found: list[dict[str, Facts]]) -> None:
-    first, second = of(found, "seeds")
+def test_each_rank_of_a_job_gets_its_own_seed(results: Results) -> None:
+    first, second = by_rank(results, "seeds")
     for rank, facts in enumerate((first, second)):
         assert facts["seed"] == facts["again"] == seed_per_rank(5, rank=rank)
         assert facts["next"] == seed_per_rank(6, rank=rank)
@@ -334,41 +323,41 @@ def test_each_rank_of_a_job_has_the_seed_of_its_rank(found: list[dict[str, Facts
     assert first["mask"] != second["mask"]
 
 
-# --- noticing equal seeds
+# --- equal seeds
 
 
-def test_check_finds_equal_seeds_and_waits_for_nobody(found: list[dict[str, Facts]]) -> None:
-    first, second = of(found, "check")
-    assert first["alone"] == second["alone"] == []  # rank 1 asked while rank 0 had said nothing
+def test_check_finds_equal_seeds_without_waiting(results: Results) -> None:
+    first, second = by_rank(results, "check")
+    assert first["alone"] == second["alone"] == []  # rank 1 checks before rank 0 has announced its seed
     (text,) = first["after"]
     assert re.search(r"ranks 0 and 1 draw equal masks.* seeded with 11\.\n.*hookdrop\.seed_per_rank\(\)", text)
     assert first["both"] == second["both"] == [text]
     assert first["seeded"] == second["seeded"] == []
 
 
-def test_equal_seeds_are_told_once_by_each_rank_after_a_few_steps(found: list[dict[str, Facts]]) -> None:
-    ranks = of(found, "told once")
+def test_each_rank_warns_once_about_equal_seeds(results: Results) -> None:
+    ranks = by_rank(results, "warns once")
     for facts in ranks:
-        (told,) = facts["told"] + [[99, text] for text in facts["later"]]
-        assert "ranks 0 and 1 draw equal masks" in told[1]
+        (warning,) = facts["during"] + [[99, text] for text in facts["later"]]
+        assert "ranks 0 and 1 draw equal masks" in warning[1]
         assert facts["before"] == []
         assert facts["warnings"] == []
-    # Who comes second to the tenth step knows of both.
-    assert min(facts["told"][0][0] for facts in ranks if facts["told"]) == 10
+    # The rank that is second to reach the tenth step knows both seeds.
+    assert min(facts["during"][0][0] for facts in ranks if facts["during"]) == 10
 
 
-def test_ranks_that_work_on_the_same_samples_say_so_with_a_group(found: list[dict[str, Facts]]) -> None:
-    """And not with a rank: `rank=LOCAL_RANK` on two machines would be a mistake."""
-    for facts in of(found, "wanted"):
-        assert facts["group"] == {"seed": seed_per_rank(3, rank=0), "told": []}
+def test_a_group_declares_that_equal_seeds_are_intended(results: Results) -> None:
+    """A rank does not: `rank=LOCAL_RANK` on two machines is a mistake."""
+    for facts in by_rank(results, "equal seeds intended"):
+        assert facts["group"] == {"seed": seed_per_rank(3, rank=0), "problems": []}
         assert facts["rank"]["seed"] == facts["group"]["seed"]
-        assert len(facts["rank"]["told"]) == 1
+        assert len(facts["rank"]["problems"]) == 1
         assert "not in `group`; nothing was seeded" in facts["not a member"]
 
 
 @contextmanager
 def acting_as(rank: int, store: Any, ranks: int = 4) -> Iterator[None]:
-    """Be one of several ranks, that share a store and never meet."""
+    """Act as one of several ranks that share a store."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=store)
     try:
         yield
@@ -376,22 +365,22 @@ def acting_as(rank: int, store: Any, ranks: int = 4) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def equal_masks(rank: int, seed: int, store: Any, model: Small) -> str:
-    """What rank is said to draw as this one does, if its seed is this."""
+def rank_with_same_seed(rank: int, seed: int, store: Any, model: Small) -> str:
+    """Seed `rank`, and report the rank that has the same seed."""
     with acting_as(rank, store):
         torch.manual_seed(seed)
         found = rank_seeds.find_rank_with_same_seed(model)
     return "" if found is None else f"{found[0]} as {found[1]}"
 
 
-def test_what_a_rank_was_seeded_with_before_is_not_held_against_it(model: Small) -> None:
+def test_earlier_seeds_of_a_rank_are_ignored(model: Small) -> None:
     store = dist.HashStore()
     turns = [(0, 1), (1, 1), (0, 1), (1, 2), (0, 1), (1, 1), (0, 2), (1, 1), (2, 1), (1, 1)]
-    said = [equal_masks(rank, seed, store, model) for rank, seed in turns]
-    assert said == ["", "1 as 0", "0 as 1", "", "", "1 as 0", "", "", "2 as 1", "1 as 2"]
+    found = [rank_with_same_seed(rank, seed, store, model) for rank, seed in turns]
+    assert found == ["", "1 as 0", "0 as 1", "", "", "1 as 0", "", "", "2 as 1", "1 as 2"]
 
 
-def test_a_job_that_is_seeded_at_every_step_does_not_fill_the_store(model: Small) -> None:
+def test_seeding_at_every_step_does_not_fill_the_store(model: Small) -> None:
     store = dist.HashStore()
     keys = []
     with acting_as(0, store):
@@ -402,7 +391,7 @@ def test_a_job_that_is_seeded_at_every_step_does_not_fill_the_store(model: Small
     assert keys == [keys[0]] * 5
 
 
-def test_a_device_has_seeds_of_its_own(model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_type_has_its_own_seeds(model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     class Module:
         seed, initialized = 5, True
         is_initialized = classmethod(lambda cls: cls.initialized)
@@ -416,13 +405,12 @@ def test_a_device_has_seeds_of_its_own(model: Small, monkeypatch: pytest.MonkeyP
         with acting_as(rank, store):
             found.append(rank_seeds.find_rank_with_same_seed(device))
     with acting_as(1, store):
-        found.append(
-            rank_seeds.find_rank_with_same_seed(torch.device("meta"))
-        )  # where nothing is drawn: that of the CPU
+        # Nothing is drawn on the meta device: the CPU's seed counts.
+        found.append(rank_seeds.find_rank_with_same_seed(torch.device("meta")))
     assert found == [None, None, (2, 1, 6), None, (1, 3, 0)]
 
 
-class Counting(dist.Store):
+class CountingStore(dist.Store):
     """Counts the requests to a store."""
 
     def __init__(self, store: dist.Store) -> None:
@@ -437,15 +425,14 @@ class Counting(dist.Store):
         self.requests += 1
         return self.store.compare_set(key, expected, value)
 
-    def deleteKey(self, key: str) -> bool:  # by the name that C++ looks for
+    def deleteKey(self, key: str) -> bool:  # the name that C++ looks up
         self.requests += 1
         return self.store.delete_key(key)
 
 
-def test_a_rank_makes_two_requests_however_many_sites_it_has() -> None:
-    """And check() asks anew, since another rank may have announced the same seed meanwhile."""
-    shared = dist.HashStore()
-    counting = Counting(shared)
+def test_a_rank_makes_two_store_requests_for_any_number_of_sites() -> None:
+    """`check()` makes new requests, because another rank may have announced the same seed since."""
+    counting = CountingStore(dist.HashStore())
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50)))
     drop = inject(model, Dropout(0.5), layers="*")
     with acting_as(0, counting):
@@ -454,21 +441,21 @@ def test_a_rank_makes_two_requests_however_many_sites_it_has() -> None:
             model(torch.ones(2, 4))
         assert counting.requests == 2
         assert drop.check() == []
-        asked = counting.requests
+        before = counting.requests
         drop.check()
-        assert asked - 2 == counting.requests - asked == 2
+        assert before - 2 == counting.requests - before == 2
         torch.manual_seed(1)
         inject(model, Dropout(0.5), layers="*", name="second", on_existing="stack")
         model(torch.ones(2, 4))
-        assert counting.requests - asked - 2 == 4  # two more withdraw the old seed
+        assert counting.requests - before - 2 == 4  # two more withdraw the old seed
 
 
-def test_a_rank_is_never_said_to_draw_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks with one seed the first is seeded anew: the second is then alone with it."""
+def test_a_rank_is_never_reported_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the first of two ranks with one seed is seeded again, only the second has that seed."""
     shared, device = dist.HashStore(), torch.device("cpu")
     stores, notes = [dist.PrefixStore("job", shared) for _ in range(2)], [None, None]
 
-    def ask(rank: int, seed: int) -> object:
+    def seed_and_find(rank: int, seed: int) -> object:
         monkeypatch.setattr(rank_seeds, "default_store", lambda: stores[rank])
         monkeypatch.setattr(rank_seeds, "_announced", notes[rank])
         torch.manual_seed(seed)
@@ -477,11 +464,16 @@ def test_a_rank_is_never_said_to_draw_as_itself(monkeypatch: pytest.MonkeyPatch)
         notes[rank] = rank_seeds._announced
         return found
 
-    assert [ask(0, 1), ask(1, 1), ask(0, 2), ask(1, 1)] == [None, (1, 0, 1), None, None]
+    assert [seed_and_find(0, 1), seed_and_find(1, 1), seed_and_find(0, 2), seed_and_find(1, 1)] == [
+        None,
+        (1, 0, 1),
+        None,
+        None,
+    ]
 
 
-class Broken(dist.Store):
-    """As the store is once the rank that had it is gone."""
+class BrokenStore(dist.Store):
+    """A store whose server rank has exited."""
 
     def set(self, key: str, value: str) -> None:
         raise dist.DistNetworkError("Broken pipe")
@@ -490,14 +482,14 @@ class Broken(dist.Store):
         raise dist.DistNetworkError("Broken pipe")
 
 
-@pytest.mark.parametrize("store", [Broken, FakeStore])
-def test_a_store_that_can_not_be_asked_is_no_error(model: Small, store: Any) -> None:
+@pytest.mark.parametrize("store", [BrokenStore, FakeStore])
+def test_an_unavailable_store_is_not_an_error(model: Small, store: Any) -> None:
     drop = inject(model, Dropout(0.5), layers="layer1.*")
     with acting_as(0, store()):
         assert not any("equal masks" in problem for problem in drop.check())
 
 
-def test_one_rank_alone_asks_nobody(model: Small) -> None:
+def test_a_single_rank_makes_no_store_requests(model: Small) -> None:
     drop, store = inject(model, Dropout(0.5), layers="layer1.*"), dist.HashStore()
     with acting_as(0, store, ranks=1):
         before = store.num_keys()
@@ -506,8 +498,8 @@ def test_one_rank_alone_asks_nobody(model: Small) -> None:
     drop.check()
 
 
-def test_nothing_is_told_before_training_or_of_what_is_off(model: Small, images: torch.Tensor) -> None:
-    """Models are built from one seed, and then a summary is printed; only then ranks are seeded."""
+def test_equal_seeds_do_not_warn_before_training_or_while_disabled(model: Small, images: torch.Tensor) -> None:
+    """Programs build models from one seed and print a summary before they seed the ranks."""
     drop, store = inject(model, Dropout(0.5), layers="layer1.*"), dist.HashStore()
     torch.manual_seed(0)
     with acting_as(1, store):
@@ -522,8 +514,8 @@ def test_nothing_is_told_before_training_or_of_what_is_off(model: Small, images:
             drop.summary()
 
 
-def test_a_rank_that_has_drawn_a_mask_is_known_to_one_that_asks(images: torch.Tensor) -> None:
-    """Though it asks nothing itself, and its schedule stands still."""
+def test_check_knows_the_seed_of_a_rank_that_has_drawn_a_mask(images: torch.Tensor) -> None:
+    """Without any request of that rank, and at a constant rate."""
     store, models = dist.HashStore(), [Small(), Small()]
     drops = [inject(model, Dropout(0.5), layers="layer1.*") for model in models]
     torch.manual_seed(0)
@@ -537,19 +529,15 @@ def test_a_rank_that_has_drawn_a_mask_is_known_to_one_that_asks(images: torch.Te
 
 
 @pytest.fixture(scope="module")
-def on_three(
-    saved: tuple[Path, list[dict[str, Facts]]], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Facts]]:
-    with shared(tmp_path_factory, "resumed") as folder:
-        return ran(folder, "resumed", saved[0], ranks=3)
+def three_ranks(two_ranks: tuple[Path, Results], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    with locked_folder(tmp_path_factory, "resumed") as folder:
+        return run_program(folder, "resumed", two_ranks[0], ranks=3)
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_on_three(
-    found: list[dict[str, Facts]], on_three: list[dict[str, Facts]]
-) -> None:
-    before, _ = of(found, "saved")
-    assert before["keys"] == []  # the weights' state knows nothing of hookdrop
-    for facts in of(on_three, "resumed"):
+def test_a_checkpoint_of_two_ranks_resumes_on_three(results: Results, three_ranks: Results) -> None:
+    before, _ = by_rank(results, "saved")
+    assert before["keys"] == []  # the state of the model contains nothing of hookdrop
+    for facts in by_rank(three_ranks, "resumed"):
         assert facts["ranks"] == 3
         assert facts["output"] == pytest.approx(before["output"], abs=1e-6)
         assert facts["loaded"] == [5, pytest.approx(0.1), 0.2]
@@ -558,56 +546,54 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_three(
         assert facts["check"] == facts["warnings"] == []
 
 
-ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+WITHOUT_PROCESS_GROUP = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
 
-def plain() -> tuple[Net, Injection]:
+def injected_net() -> tuple[Net, Injection]:
     net = Net()
     return net, inject(net, DropBlock(0.4, 3), layers="blocks.*.norm", schedule=LinearSchedule(10))
 
 
-@ALONE
-def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(saved: tuple[Path, list[dict[str, Facts]]]) -> None:
-    """A sharded model's, in a model that nothing wraps."""
-    folder, found = saved
-    net, drop = plain()
+@WITHOUT_PROCESS_GROUP
+def test_a_checkpoint_of_two_ranks_resumes_in_one_process(two_ranks: tuple[Path, Results]) -> None:
+    """A checkpoint of a sharded model, loaded into an unwrapped one."""
+    folder, results = two_ranks
+    net, drop = injected_net()
     weights = net.state_dict()
     dcp.load({"model": weights, "drop": drop}, checkpoint_id=folder / "saved")
     net.load_state_dict(weights)
-    assert output(net) == pytest.approx(of(found, "saved")[0]["output"], abs=1e-6)
+    assert output(net) == pytest.approx(by_rank(results, "saved")[0]["output"], abs=1e-6)
     assert (drop.step_count, drop.p, drop.target_p) == (5, pytest.approx(0.1), 0.2)
     drop.step(5)
     assert drop.p == 0.2
 
 
-@ALONE
-def test_a_checkpoint_saved_in_the_background_is_the_same(saved: tuple[Path, list[dict[str, Facts]]]) -> None:
-    net, drop = plain()
-    dcp.load({"all": find(net), "drop": drop}, checkpoint_id=saved[0] / "async")
+@WITHOUT_PROCESS_GROUP
+def test_async_save_writes_the_same_state(two_ranks: tuple[Path, Results]) -> None:
+    net, drop = injected_net()
+    dcp.load({"all": find(net), "drop": drop}, checkpoint_id=two_ranks[0] / "async")
     assert (drop.step_count, drop.target_p) == (5, 0.2)
 
 
-def test_a_checkpoint_as_one_file_has_the_state_as_torch_save_would(
-    saved: tuple[Path, list[dict[str, Facts]]], tmp_path: Path
-) -> None:
-    dcp_to_torch_save(saved[0] / "saved", tmp_path / "whole.pt")
-    net, drop = plain()
+def test_dcp_to_torch_save_keeps_the_state(two_ranks: tuple[Path, Results], tmp_path: Path) -> None:
+    dcp_to_torch_save(two_ranks[0] / "saved", tmp_path / "whole.pt")
+    net, drop = injected_net()
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
     net.load_state_dict(whole["model"])
     drop.load_state_dict(whole["drop"])
     assert (drop.step_count, drop.target_p) == (5, 0.2)
 
 
-@ALONE
-def test_a_checkpoint_of_other_sites_is_an_error_and_changes_nothing(
-    saved: tuple[Path, list[dict[str, Facts]]],
+@WITHOUT_PROCESS_GROUP
+def test_a_checkpoint_of_other_sites_raises_and_changes_nothing(
+    two_ranks: tuple[Path, Results],
 ) -> None:
     net = Net()
     drop = inject(net, DropBlock(0.4, 3), layers=["stem", "blocks.0.norm"], schedule=LinearSchedule(10))
     with pytest.raises(
         StateError, match=r"only in the state: 'blocks\.1\.norm'(.|\n)*'blocks\.2\.norm'(.|\n)*only here: +'stem'"
     ):
-        dcp.load({"drop": drop}, checkpoint_id=saved[0] / "saved")
+        dcp.load({"drop": drop}, checkpoint_id=two_ranks[0] / "saved")
     assert (drop.step_count, drop.target_p) == (0, 0.4)
 
 
@@ -633,17 +619,17 @@ def example() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def three_runs(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """An epoch of DDP on two ranks, one of FSDP2 in bfloat16 on two, and one in one process."""
+    """An epoch of DDP on two ranks, an epoch of FSDP2 in bfloat16 on two, and an epoch in one process."""
     runs = [(2, "--stop-after-epoch 1"), (2, "--fsdp --bf16 --resume --stop-after-epoch 2"), (0, "--resume")]
-    with shared(tmp_path_factory, "train_ddp") as folder:
+    with locked_folder(tmp_path_factory, "train_ddp") as folder:
         for i, (ranks, more) in enumerate(runs):
             if not (folder / f"{i}.txt").exists():
                 arguments = shlex.split(f"{TINY} {more} --out {folder / 'out'}")
-                (folder / f"{i}.txt").write_text(python(EXAMPLES / "train_ddp.py", *arguments, ranks=ranks))
+                (folder / f"{i}.txt").write_text(run_python(EXAMPLES / "train_ddp.py", *arguments, ranks=ranks))
         return folder / "out", [(folder / f"{i}.txt").read_text() for i in range(3)]
 
 
-def test_the_example_goes_on_with_other_ranks_and_other_wrappers(three_runs: tuple[Path, list[str]]) -> None:
+def test_the_example_resumes_with_other_ranks_and_wrappers(three_runs: tuple[Path, list[str]]) -> None:
     _, printed = three_runs
     losses = []
     for i, text in enumerate(printed, start=1):
@@ -657,12 +643,12 @@ def test_the_example_goes_on_with_other_ranks_and_other_wrappers(three_runs: tup
     assert losses == sorted(losses, reverse=True)
 
 
-def test_one_rank_speaks_for_all(three_runs: tuple[Path, list[str]]) -> None:
+def test_only_rank_0_prints(three_runs: tuple[Path, list[str]]) -> None:
     for text in three_runs[1]:
         assert text.count("1 site of ResNet") == 1
 
 
-def test_the_example_leaves_weights_for_a_plain_model_and_one_checkpoint(
+def test_the_example_saves_plain_weights_and_one_checkpoint(
     example: ModuleType, three_runs: tuple[Path, list[str]]
 ) -> None:
     out, printed = three_runs
@@ -705,10 +691,10 @@ def test_a_resumed_run_of_the_example_ends_bit_equal(example: ModuleType, tmp_pa
     assert not dist.is_initialized()
 
 
-def test_ranks_share_the_validation_images_without_one_twice(
+def test_ranks_split_the_validation_images_without_duplicates(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each has as many, or the ranks of FSDP would wait for one another for ever."""
+    """Each rank has equally many; otherwise the ranks of FSDP would deadlock."""
     images = [(torch.zeros(1), 100 + i) for i in range(10)]
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     labels = []
@@ -720,7 +706,7 @@ def test_ranks_share_the_validation_images_without_one_twice(
     assert sorted(label for label in labels if label >= 0) == list(range(100, 110))
 
 
-def test_a_batch_that_can_not_be_divided_is_refused(
+def test_a_batch_size_not_divisible_by_the_ranks_raises(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)

@@ -1,4 +1,4 @@
-"""What the programs that run on several ranks have in common."""
+"""Models and helpers shared by the programs that run on several ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Three residual blocks, without batch norm: what a rank computes depends on its own batch alone."""
+    """Three residual blocks, without batch norm: the output of a rank depends only on its own batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def sharded() -> tuple[Net, torch.optim.Optimizer, Injection]:
-    """What is saved on two ranks and loaded on others."""
+    """The model, optimizer and injection that are saved on two ranks and loaded on others."""
     torch.manual_seed(0)
     net = Net()
     drop = inject(net, DropBlock(0.4, 3), layers="blocks.*.norm", schedule=LinearSchedule(10))
@@ -67,7 +67,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def output(net: nn.Module) -> list[float]:
-    """What the net says in eval mode."""
+    """Some outputs in eval mode."""
     net.eval()
     with torch.no_grad():
         y = net(X)
@@ -77,7 +77,7 @@ def output(net: nn.Module) -> list[float]:
 
 @contextmanager
 def hookdrop_warnings() -> Iterator[list[str]]:
-    """Collects them; what PyTorch warns of is none of ours."""
+    """Collects the warnings of hookdrop; ignores those of PyTorch."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -86,9 +86,9 @@ def hookdrop_warnings() -> Iterator[list[str]]:
 
 
 def run(checks: dict[str, Callable[[], dict[str, Any]]]) -> None:
-    """Run each on every rank, and write down what it found; an error ends all ranks, with its traceback."""
+    """Run each check on every rank and write the results to a file; an error ends all ranks, with its traceback."""
     torch.set_num_threads(1)
-    # A rank that fails leaves the others waiting: not for long.
+    # If a rank fails, the others stop waiting after the timeout.
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     found = {}
     for name, check in checks.items():

@@ -1,4 +1,4 @@
-"""Run by tests/integration/distributed/test_distributed.py: goes on from what two_ranks.py saved, on another number of ranks."""
+"""Run by test_distributed.py on three ranks: resumes from the checkpoint of two_ranks.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by tests/integration/distributed/test_distributed.py on two ranks: what each rank finds goes into a file."""
+"""Run by test_distributed.py on two ranks: each rank writes the results of its checks to a file."""
 
 from __future__ import annotations
 
@@ -47,29 +47,29 @@ def rank() -> int:
     return dist.get_rank()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def plain(name: str) -> str:
-    """The name without that of a wrapper."""
+def without_wrapper(name: str) -> str:
+    """A parameter's name without that of the checkpoint wrapper."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def digest(y: torch.Tensor) -> str:
-    """Where `y` is dropped."""
+def mask_hash(y: torch.Tensor) -> str:
+    """A hash of where `y` is 0."""
     return hashlib.sha256((y == 0).numpy().tobytes()).hexdigest()[:8]
 
 
 def place(model: nn.Module) -> Injection:
-    """A branch that is always dropped, one that is dropped on this rank or that, and blocks, with a schedule."""
+    """A branch that is always dropped, one that is dropped on some ranks, and DropBlock with a schedule."""
     inject(model, DropPath(p=1.0, mode="batch"), layers="blocks.0.norm", name="always")
     inject(model, DropPath(p=0.5, mode="batch"), layers="blocks.1.norm", name="sometimes")
     return inject(model, DropBlock(0.4, 3), layers="blocks.2.norm", schedule=LinearSchedule(4))
 
 
 def mean_gradients(twin: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The oracle: the gradients of a model that nothing wraps, averaged over the ranks."""
+    """The oracle: the gradients of an unwrapped model, averaged over the ranks."""
     twin.zero_grad()
     twin(x).square().mean().backward()
     for parameter in twin.parameters():
@@ -79,13 +79,13 @@ def mean_gradients(twin: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def trained(model: nn.Module, inner: nn.Module, twin: nn.Module, drop: Injection, factor: float = 1.0) -> Facts:
-    """Three steps of a wrapped model, each beside the twin's."""
+    """Three steps of a wrapped model, compared with those of an unwrapped twin."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     drop.follow(optimizer)
     seed_per_rank(7)
     x, errors, masks, dropped = X + rank(), [], [], []
     inner.blocks[1].norm.register_forward_hook(lambda module, args, y: dropped.append(not y.any()))
-    inner.blocks[2].norm.register_forward_hook(lambda module, args, y: masks.append(digest(y)))
+    inner.blocks[2].norm.register_forward_hook(lambda module, args, y: masks.append(mask_hash(y)))
     for _ in range(3):
         state = torch.get_rng_state()
         model(x).square().mean().backward()
@@ -93,15 +93,15 @@ def trained(model: nn.Module, inner: nn.Module, twin: nn.Module, drop: Injection
         torch.set_rng_state(state)
         find(twin).seek(drop.step_count)
         wanted = mean_gradients(twin, x)
-        assert torch.equal(torch.get_rng_state(), after), "the twin drew something else"
-        got = {plain(name): whole(parameter.grad) for name, parameter in inner.named_parameters()}
+        assert torch.equal(torch.get_rng_state(), after), "the twin drew other random numbers"
+        got = {without_wrapper(name): full(parameter.grad) for name, parameter in inner.named_parameters()}
         errors.append(max((got[name] - wanted[name] * factor).abs().max().item() for name in wanted))
         optimizer.step()
         optimizer.zero_grad()
-        twin.load_state_dict({name: whole(value) for name, value in inner.state_dict().items()})
+        twin.load_state_dict({name: full(value) for name, value in inner.state_dict().items()})
     branch = [got[f"blocks.0.{name}"].abs().max().item() for name in ("conv.weight", "norm.weight")]
     size = got["stem.weight"].abs().max().item()
-    weights = whole(inner.fc.weight).sum().item()
+    weights = full(inner.fc.weight).sum().item()
     return {
         "errors": errors, "masks": masks, "dropped": [bool(d) for d in dropped], "branch": branch, "size": size, "weights": weights,
         "step": drop.step_count, "p": drop.p, "found": [i.name for i in find(model)], "check": drop.check(),
@@ -118,10 +118,10 @@ def ddp(before: bool, **settings: Any) -> Facts:
 
 
 def factor_of_fsdp() -> float:
-    """1 if FSDP2 averages the gradients of ranks; over gloo PyTorch 2.7 adds them up, with hooks or without."""
+    """1 if FSDP2 averages gradients over ranks; PyTorch 2.7 adds them over gloo, with or without hooks."""
     layer = fully_shard(nn.Linear(1, 1))
     layer(torch.ones(1, 1)).sum().backward()
-    return whole(layer.bias.grad).item()
+    return full(layer.bias.grad).item()
 
 
 def fsdp(before: bool, reshard: bool, checkpointed: bool = False) -> Facts:
@@ -140,7 +140,7 @@ def fsdp(before: bool, reshard: bool, checkpointed: bool = False) -> Facts:
 
 
 def fsdp_in_bfloat16(before: bool) -> Facts:
-    """What the hook gets and what it returns, on modules that are sharded themselves and on others inside."""
+    """Inputs and outputs of the hook, on a sharded module and on a module inside one."""
     torch.manual_seed(0)
     net, seen = Net(), []
 
@@ -174,7 +174,7 @@ def fsdp_in_bfloat16(before: bool) -> Facts:
 
 
 def fsdp_made_on_meta() -> Facts:
-    """As large models are made: hooks first, memory last."""
+    """Hooks are placed before the parameters are allocated, as for large models."""
     torch.manual_seed(0)
     with torch.device("meta"):
         net = Net()
@@ -189,7 +189,7 @@ def fsdp_made_on_meta() -> Facts:
 
 
 def steps_with_a_scaler(wrap: Callable[[nn.Module], nn.Module], fused: bool) -> Facts:
-    """Two accumulated batches, then a batch that overflows on one rank alone, then one more."""
+    """Two accumulated batches, then a batch that overflows on only one rank, then one more."""
     torch.manual_seed(0)
     wrapped = wrap(Net())
     optimizer = torch.optim.AdamW(wrapped.parameters(), 0.1, fused=fused)
@@ -234,7 +234,7 @@ def steps_of_a_sharded_optimizer() -> Facts:
     return {"step": drop.step_count, "p": drop.p}
 
 
-def nobody_drives() -> Facts:
+def schedule_not_advancing() -> Facts:
     torch.manual_seed(0)
     net = Net()
     drop = inject(net, Dropout(0.4), layers="blocks.*", schedule=LinearSchedule(100))
@@ -247,7 +247,7 @@ def nobody_drives() -> Facts:
 
 def compiled_ddp() -> Facts:
     torch.manual_seed(0)
-    wrapped = DDP(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Hardtanh(1.0, 2.0)))  # nothing is 0 by itself
+    wrapped = DDP(nn.Sequential(nn.Conv2d(3, 16, 3), nn.Hardtanh(1.0, 2.0)))  # never 0 without dropping
     drop = inject(wrapped, DropBlock(0.4, 3, normalize=None), layers="1", schedule=LinearSchedule(2))
     fast = torch.compile(wrapped, backend="aot_eager")
     optimizer = torch.optim.SGD(wrapped.parameters(), 0.001)
@@ -257,7 +257,7 @@ def compiled_ddp() -> Facts:
     for _ in range(4):
         y = fast(X.repeat(4, 1, 1, 1))
         dropped.append((y == 0).float().mean().item())
-        masks.append(digest(y))
+        masks.append(mask_hash(y))
         y.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -266,7 +266,7 @@ def compiled_ddp() -> Facts:
 
 
 def tensor_parallel() -> Facts:
-    """What comes out of a layer whose output lies on both ranks."""
+    """Inputs and outputs of hooks on a layer that is sharded over both ranks."""
     mesh = init_device_mesh("cpu", (2,))
     facts: Facts = {}
     for regularizer in (
@@ -288,9 +288,9 @@ def tensor_parallel() -> Facts:
                 facts[f"{type(regularizer).__name__} {local}"] = {"error": text}
                 continue
             kinds = [(type(y).__name__, str(getattr(y, "placements", "")), str(y.dtype), tuple(y.shape)) for y in seen]
-            zeroed = (whole(seen[1]) == 0).float().mean().item()
-            changed = (whole(seen[0]) != whole(seen[1])).float().mean().item()
-            gradient = whole(net[0].weight.grad).abs().sum().item()
+            zeroed = (full(seen[1]) == 0).float().mean().item()
+            changed = (full(seen[0]) != full(seen[1])).float().mean().item()
+            gradient = full(net[0].weight.grad).abs().sum().item()
             probe = drop.probe(torch.randn(32, 6, 8))
             drop.remove()
             facts[f"{type(regularizer).__name__} {local}"] = {
@@ -315,7 +315,7 @@ def seeds() -> Facts:
     return {"seed": first, "mask": mask, "again": again, "next": seed_per_rank(6), "rank": seed_per_rank(5, rank=1)}
 
 
-def equal(problems: list[str]) -> list[str]:
+def about_equal_masks(problems: list[str]) -> list[str]:
     return [problem for problem in problems if "equal masks" in problem]
 
 
@@ -324,7 +324,7 @@ def check_finds_equal_seeds() -> Facts:
     net = Net()
     drop = inject(net, Dropout(0.4), layers="blocks.*")
     alone: list[str] = []
-    if rank() == 1:  # rank 0 does not ask: this must come back
+    if rank() == 1:  # rank 0 does not check: this must not wait
         alone = drop.check()
     dist.barrier()
     after = drop.check() if rank() == 0 else []
@@ -334,33 +334,38 @@ def check_finds_equal_seeds() -> Facts:
     dist.barrier()
     drop.check()
     dist.barrier()
-    return {"alone": equal(alone), "after": equal(after), "both": equal(both), "seeded": equal(drop.check())}
+    return {
+        "alone": about_equal_masks(alone),
+        "after": about_equal_masks(after),
+        "both": about_equal_masks(both),
+        "seeded": about_equal_masks(drop.check()),
+    }
 
 
-def told_once_while_training() -> Facts:
+def warns_once_while_training() -> Facts:
     torch.manual_seed(12)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     drop = inject(net, Dropout(0.4), layers="blocks.*", schedule=LinearSchedule(100)).follow(optimizer)
     with hookdrop_warnings() as before:
-        drop.summary()  # nothing has been drawn yet: there is nothing to say
-    told = []
+        drop.summary()  # no mask has been drawn yet: no warning
+    during = []
     for step in range(2 * MOVES_TO_JUDGE):
         with hookdrop_warnings() as texts:
             train(net, optimizer, 1)
             dist.barrier()
             if rank() == 1 and step == MOVES_TO_JUDGE + 3:
                 drop.metrics()
-        told += [(step + 1, text) for text in texts]
+        during += [(step + 1, text) for text in texts]
     with hookdrop_warnings() as texts:
         drop.metrics()
         drop.summary()
         drop.state_dict()
-    return {"before": before, "told": told, "later": texts}
+    return {"before": before, "during": during, "later": texts}
 
 
-def tensor_parallel_ranks_want_equal_masks() -> Facts:
-    """Each rank a data parallel group of its own, so that both get the seed of rank 0."""
+def equal_seeds_are_intended() -> Facts:
+    """Each rank is its own data parallel group, so both get the seed of rank 0."""
     groups = [dist.new_group([i]) for i in range(2)]
     net = Net()
     drop = inject(net, Dropout(0.4), layers="blocks.*")
@@ -374,7 +379,7 @@ def tensor_parallel_ranks_want_equal_masks() -> Facts:
         for _ in range(2):
             dist.barrier()
             problems = drop.check()
-        facts[name] = {"seed": seed, "told": equal(problems)}
+        facts[name] = {"seed": seed, "problems": about_equal_masks(problems)}
     return facts
 
 
@@ -414,13 +419,13 @@ CHECKS: dict[str, Callable[[], Facts]] = {
     "meta": fsdp_made_on_meta,
     **{f"scaler {wrap.__name__} fused={fused}": partial(steps_with_a_scaler, wrap, fused) for wrap in (DDP, fully_shard) for fused in (True, False)},
     "zero": steps_of_a_sharded_optimizer,
-    "undriven": nobody_drives,
+    "not advancing": schedule_not_advancing,
     "compiled": compiled_ddp,
     "tensor parallel": tensor_parallel,
     "seeds": seeds,
     "check": check_finds_equal_seeds,
-    "told once": told_once_while_training,
-    "wanted": tensor_parallel_ranks_want_equal_masks,
+    "warns once": warns_once_while_training,
+    "equal seeds intended": equal_seeds_are_intended,
     "saved": saved,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Each rank writes down the records that it got: `torchrun walk.py FOLDER`."""
+"""Each rank writes the records that it received to a file: `torchrun walk.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.comparison_jobs import record_of, runs_of
 
 
 def job(run: Run, beat: Beat, scratch: Path) -> Record:
-    """Add up the ranks, unless the arm's name says which rank fails or ends before that."""
+    """Sum over the ranks; the arm's name says which rank fails or is late."""
     what, _, rank = run.arm.name.partition(" ")
     if rank == str(dist.get_rank()):
         if what == "fails":
@@ -38,7 +38,7 @@ def job(run: Run, beat: Beat, scratch: Path) -> Record:
 
 
 def walk(engine: TorchrunEngine, arms: list[str], store: Store | None, folder: Path, world: int = 2) -> list[Any]:
-    # What another rank but the first believes to be missing is nobody's business.
+    # Only the first rank decides which runs are missing.
     runs = runs_of(*arms, world=world) if store else []
     records = list(engine.run(runs, job, store, folder))
     return [[each.spec["arm"]["name"], each.outcome, each.failure and vars(each.failure)] for each in records]

@@ -1,0 +1,623 @@
+"""Provokes the errors and warnings of hookdrop, and prints each: `python -m tests.support.error_catalog`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import io
+import re
+import textwrap
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the "fake" backend
+from torch import Tensor, nn
+
+import hookdrop
+from hookdrop import (
+    DropBlock,
+    Dropout,
+    Dropout2d,
+    DropPath,
+    GaussianNoise,
+    LambdaSchedule,
+    LinearSchedule,
+    inject,
+    observe,
+    plan,
+    recipes,
+)
+from hookdrop.cli import main
+
+IMAGES = torch.zeros(2, 3, 16, 16)
+CASES: list[tuple[str, Callable[[], Any]]] = []
+"""(title, function that raises an error or warns)."""
+
+
+def case(title: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    def add(function: Callable[[], Any]) -> Callable[[], Any]:
+        CASES.append((title, function))
+        return function
+
+    return add
+
+
+# --- models and helpers
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bn1(self.conv1(x))
+
+
+class ResNet(nn.Module):
+    """Two stages of residual blocks, 16x16 maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
+        self.layer1, self.layer2 = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
+        self.fc = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.layer2(self.layer1(self.conv1(x))).mean((2, 3)))
+
+
+class ViT(nn.Module):
+    """Tokens (N, 17, 8), in a ModuleList of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, 8, 4, 4)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch_embed(x).flatten(2).mT
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class InjectsInForward(ResNet):
+    def forward(self, x: Tensor) -> Tensor:
+        inject(self, Dropout(p=0.1), layers="fc", on_existing="replace")
+        return super().forward(x)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def half(step: int) -> float:
+    return 0.5
+
+
+def train(model: nn.Module, steps: int = 30, optimizer: Any = None) -> None:
+    """Some optimizer steps."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 1e-3)
+    for _ in range(steps):
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+        model(torch.zeros(2, 8) if isinstance(model, nn.Sequential) else IMAGES)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class CommandLineError(Exception):
+    """What the command line wrote to stderr."""
+
+
+def command(*arguments: str) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.suppress(SystemExit):
+        main(arguments)
+    if message := re.search(r"^hookdrop.*: error: .*", stderr.getvalue(), re.MULTILINE | re.DOTALL):
+        raise CommandLineError(message[0].strip())
+
+
+def injected(regularizer: Any = None, schedule: Any = None) -> tuple[ResNet, Any]:
+    model = ResNet()
+    return model, inject(model, regularizer or DropBlock(p=0.1, block_size=3), layers="**.bn1", schedule=schedule)
+
+
+def config(*regularizers: dict[str, Any]) -> dict[str, Any]:
+    """A config of one site, with another regularizer if one is given."""
+    model = ResNet()
+    made = inject(model, Dropout(p=0.1), layers="fc").config
+    for regularizer in regularizers:
+        made["sites"][0]["regularizer"] = regularizer
+    return made
+
+
+# --- choosing layers
+
+
+@case("a misspelled layer")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers="layer3")
+
+
+@case("a layer without the name of its block")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers="bn1")
+
+
+@case("a class that matches nothing")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers=nn.LSTM)
+
+
+@case("the name of a class as a string")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers="BatchNorm2d")
+
+
+@case("a regular expression as a string")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers=r"layer\d\.0")
+
+
+@case("no layers")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1))
+
+
+@case("every layer is excluded")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers="layer1.*", exclude="layer1.**")
+
+
+@case("a module of another model")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers=ResNet().conv1)
+
+
+@case("a container without a forward()")
+def _() -> None:
+    inject(ViT(), Dropout(p=0.1), layers="blocks")
+
+
+@case("a pattern of p_scale that matches nothing")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers="layer1.*", p_scale={"layer2.*": 0.5})
+
+
+# --- shapes, with an example input
+
+
+@case("tokens into DropBlock")
+def _() -> None:
+    inject(ViT(), DropBlock(p=0.1), layers="blocks.*", example_input=IMAGES)
+
+
+@case("features into Dropout2d")
+def _() -> None:
+    inject(ResNet(), Dropout2d(p=0.1), layers="fc", example_input=IMAGES)
+
+
+@case("a block larger than the map")
+def _() -> None:
+    inject(ResNet(), DropBlock(p=0.1, block_size=31), layers="layer1.*", example_input=IMAGES)
+
+
+@case("DropPath on whole residual blocks")
+def _() -> None:
+    inject(ResNet(), DropPath(p=0.1), layers="layer1.*", example_input=torch.randn(2, 3, 16, 16))
+
+
+@case("nested sites")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers="layer1.**")
+
+
+@case("a layer that a forward never calls")
+def _() -> None:
+    inject(ViT(), Dropout(p=0.1), layers="unused", example_input=IMAGES)
+
+
+@case("an example input that the model rejects")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(2, 4, 16, 16))
+
+
+@case("a wrong shape without an example input")
+def _() -> None:
+    model = ViT()
+    inject(model, DropBlock(p=0.1), layers="blocks.0")
+    model(IMAGES)
+
+
+# --- settings
+
+
+@case("p out of range")
+def _() -> None:
+    DropBlock(p=1.5)
+
+
+@case("p as a string")
+def _() -> None:
+    Dropout(p="1")
+
+
+@case("both p and keep_prob")
+def _() -> None:
+    DropBlock(p=0.1, keep_prob=0.9)
+
+
+@case("a block of size 0")
+def _() -> None:
+    DropBlock(p=0.1, block_size=0)
+
+
+@case("the regularizer before the model")
+def _() -> None:
+    inject(Dropout(p=0.1), ResNet(), layers="fc")
+
+
+@case("the class of a regularizer instead of an instance")
+def _() -> None:
+    inject(ResNet(), Dropout, layers="fc")
+
+
+@case("a module with parameters")
+def _() -> None:
+    inject(ResNet(), nn.BatchNorm2d(8), layers="layer1.*")
+
+
+@case("a number as the schedule")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers="fc", schedule=1000)
+
+
+@case("a schedule without steps")
+def _() -> None:
+    LinearSchedule(steps=0)
+
+
+@case("a schedule whose peak exceeds the range of p")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.6), layers="fc", schedule=LinearSchedule(steps=10, end=2.0))
+
+
+@case("parse: a typo")
+def _() -> None:
+    hookdrop.parse("DropBlok(p=0.1)")
+
+
+@case("parse: code instead of a literal")
+def _() -> None:
+    hookdrop.parse("Dropout(p=min(0.1, 0.2))")
+
+
+# --- injecting
+
+
+@case("a notebook cell that is run again")
+def _() -> None:
+    model, _ = injected()
+    inject(model, DropBlock(p=0.1, block_size=3), layers="**.bn1")
+
+
+@case("a second injection of the same name")
+def _() -> None:
+    model, _ = injected()
+    inject(model, DropBlock(p=0.2, block_size=3), layers="conv1")
+
+
+@case("on_existing='replace' with fewer sites")
+def _() -> None:
+    model, _ = injected()
+    inject(model, DropBlock(p=0.1, block_size=3), layers="layer1.*.bn1", on_existing="replace")
+
+
+@case("inject inside torch.jit.trace")
+def _() -> None:
+    torch.jit.trace(InjectsInForward(), IMAGES)
+
+
+@case("a model in training mode in torch.jit.trace")
+def _() -> None:
+    model, _ = injected()
+    torch.jit.trace(model, IMAGES)
+
+
+@case("a hooked layer in torch.jit.script")
+def _() -> None:
+    model, drop = injected()
+    with drop:
+        torch.jit.script(model.layer1[0].bn1)
+
+
+@case("a plan of a model that changed since")
+def _() -> None:
+    made = plan(model := ResNet(), Dropout(p=0.1), layers="fc")
+    model.fc = nn.Linear(8, 2)
+    made.apply()
+
+
+# --- training
+
+
+@case("a schedule that is not advancing")
+def _() -> None:
+    model, _ = injected(schedule=LinearSchedule(steps=100))
+    train(model)
+
+
+@case("a model that is trained in eval mode")
+def _() -> None:
+    model, _ = injected()
+    train(model.eval())
+
+
+@case("a layer that training never calls")
+def _() -> None:
+    inject(model := ViT(), Dropout(p=0.1), layers=["blocks.0", "unused"])
+    train(model)
+
+
+@case("the optimizer of another model")
+def _() -> None:
+    _, drop = injected(schedule=LinearSchedule(steps=100))
+    drop.follow(torch.optim.SGD(mlp().parameters(), 0.1))
+
+
+@case("two optimizers")
+def _() -> None:
+    model, drop = injected(schedule=LinearSchedule(steps=100))
+    optimizers = torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())
+    drop.follow(optimizers[0]).follow(optimizers[1])
+
+
+@case("step() while an optimizer is followed")
+def _() -> None:
+    model, drop = injected(schedule=LinearSchedule(steps=100))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    drop.follow(optimizer).step()
+
+
+@case("follow() of something else than an optimizer")
+def _() -> None:
+    model, drop = injected(schedule=LinearSchedule(steps=100))
+    drop.follow(model)
+
+
+@case("the followed optimizer is gone")
+def _() -> None:
+    model, drop = injected(schedule=LinearSchedule(steps=100))
+    drop.follow(torch.optim.SGD(model.parameters(), 0.1))
+    train(model)
+
+
+@case("a resumed optimizer and a schedule at its beginning")
+def _() -> None:
+    train(model := ResNet(), 10, optimizer := torch.optim.Adam(model.parameters()))
+    inject(model, Dropout(p=0.1), layers="fc", schedule=LinearSchedule(steps=100)).follow(optimizer)
+    train(model, 1, optimizer)
+
+
+@case("the hooked model is discarded and another one trained")
+def _() -> None:
+    _drop = inject(mlp(), Dropout(p=0.1), layers="0")
+    train(mlp(), 1)
+
+
+@case("a hooked module is replaced")
+def _() -> None:
+    model, drop = injected()
+    model.layer2[0].bn1 = nn.BatchNorm2d(8)
+    drop.summary()
+
+
+@case("a hooked module is copied within the model")
+def _() -> None:
+    model, drop = injected()
+    model.layer3 = copy.deepcopy(model.layer2)
+    drop.summary()
+
+
+@case("two ranks with the same seed")
+def _() -> None:
+    (model, drop), store = injected(), dist.HashStore()
+    for rank in range(2):  # two ranks in turn, with one store
+        dist.init_process_group("fake", rank=rank, world_size=2, store=store)
+        train(model, 1)
+        drop.summary()
+        dist.destroy_process_group()
+
+
+# --- the handle
+
+
+@case("a handle whose model is gone")
+def _() -> None:
+    drop = injected()[1]
+    drop.probe(IMAGES)
+
+
+@case("a handle that was removed")
+def _() -> None:
+    _model, drop = injected()
+    drop.remove()
+    drop.step()
+
+
+@case("removing an injection twice by name")
+def _() -> None:
+    model, _ = injected()
+    hookdrop.eject(model, "dropblock")
+    hookdrop.eject(model, "dropblock")
+
+
+@case("one target for rates of mixed units")
+def _() -> None:
+    model = ResNet()
+    inject(model, {"fc": Dropout(p=0.1), "conv1": GaussianNoise(std=0.1)}).target_p = 0.2
+
+
+@case("assigning p")
+def _() -> None:
+    _model, drop = injected()
+    drop.p = 0.2
+
+
+@case("sampling at rate 0")
+def _() -> None:
+    _model, drop = injected(schedule=LinearSchedule(steps=100))
+    drop.sampling().__enter__()
+
+
+# --- saving
+
+
+@case("the state of other sites")
+def _() -> None:
+    (_model, drop), other = injected(), ResNet()
+    drop.load_state_dict(inject(other, DropBlock(p=0.1), layers="layer1.*").state_dict())
+
+
+@case("the state of another schedule")
+def _() -> None:
+    _model, drop = injected(schedule=LinearSchedule(steps=100))
+    drop.load_state_dict(drop.state_dict() | {"schedule": "LinearSchedule(steps=50)"})
+
+
+@case("the state_dict of the model")
+def _() -> None:
+    model, drop = injected()
+    drop.load_state_dict(model.state_dict())
+
+
+@case("a config with an invalid value")
+def _() -> None:
+    hookdrop.from_config(ResNet(), config() | {"at": "middle"})
+
+
+@case("a config with an invalid rate")
+def _() -> None:
+    hookdrop.from_config(ResNet(), config({"type": "Dropout", "p": 2}))
+
+
+@case("a config of a class that is not allowed")
+def _() -> None:
+    hookdrop.from_config(ResNet(), config({"type": "timm.layers.drop.DropPath", "drop_prob": 0.1}))
+
+
+@case("the config of a schedule with a function")
+def _() -> None:
+    _model, drop = injected(schedule=LambdaSchedule(half))
+    print(drop.config)
+
+
+# --- recipes
+
+
+@case("dropblock_resnet of an MLP")
+def _() -> None:
+    recipes.dropblock_resnet(mlp(), p=0.1)
+
+
+@case("a keyword that a recipe does not take")
+def _() -> None:
+    recipes.stochastic_depth(ResNet(), rate=0.1)
+
+
+@case("set_dropout that reaches nothing")
+def _() -> None:
+    recipes.set_dropout(ResNet(), 0.1)
+
+
+@case("set_dropout with a pattern that matches nothing")
+def _() -> None:
+    recipes.set_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), {"drop": 0.2})
+
+
+# --- observing
+
+
+@case("grad_cam of a layer without maps")
+def _() -> None:
+    observe.grad_cam(ResNet(), IMAGES, "fc")
+
+
+@case("grad_cam of several layers")
+def _() -> None:
+    observe.grad_cam(ResNet(), IMAGES, "layer1.*")
+
+
+@case("capture of a layer that is never called")
+def _() -> None:
+    with observe.capture(model := ViT(), "unused"):
+        model(IMAGES)
+
+
+# --- the command line
+
+
+@case("command line: a misspelled regularizer")
+def _() -> None:
+    command("plan", "resnet18", "--layers", "layer1", "--regularizer", "DropBlok(p=0.1)")
+
+
+@case("command line: no regularizer")
+def _() -> None:
+    command("plan", "resnet18", "--layers", "layer1")
+
+
+@case("command line: --recipe and --layers")
+def _() -> None:
+    command("plan", "resnet18", "--recipe", "stochastic_depth", "--layers", "layer1")
+
+
+@case("command line: a misspelled recipe")
+def _() -> None:
+    command("plan", "resnet18", "--recipe", "dropblock")
+
+
+@case("command line: an unreadable input size")
+def _() -> None:
+    command("plan", "resnet18", "--recipe", "stochastic_depth", "--input-size", "big")
+
+
+# --- printing
+
+
+def provoke(function: Callable[[], Any]) -> list[str]:
+    """The error and the warnings of one case."""
+    torch.manual_seed(0)
+    gc.collect()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", hookdrop.HookdropWarning)
+        try:
+            function()
+            errors = []
+        except Exception as error:
+            errors = [error]
+    texts = [f"{type(w.message).__name__}: {w.message}" for w in caught]
+    return texts + [f"{type(error).__name__}: {error}" for error in errors]
+
+
+def code_of(function: Callable[[], Any]) -> str:
+    """The body of a case."""
+    return textwrap.dedent("".join(inspect.getsourcelines(function)[0][2:])).rstrip()
+
+
+def print_catalog() -> None:
+    """Print every case: number, title, code, messages."""
+    for number, (title, function) in enumerate(CASES, start=1):
+        print(f"{number}. {title}\n{textwrap.indent(code_of(function), '    >>> ')}")
+        print(textwrap.indent("\n".join(provoke(function)), "    ") + "\n")
+
+
+if __name__ == "__main__":
+    print_catalog()
