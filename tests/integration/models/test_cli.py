@@ -411,6 +411,7 @@ def test_printed_python_line_reproduces_the_recipe(run: Any) -> None:
         ("stochastic_depth(p=open('x'))", "not a literal"),
         ("recipes.stochastic_depth", "can't read"),
         ("stochastic_depth(example_input=1)", "the command line creates example_input"),
+        ("stochastic_depth(p=0.1, p=0.2)", "sets 'p' more than once"),
         ("stochastic_depth(name=[])", "name must be a string, got []"),
     ],
 )
