@@ -65,11 +65,11 @@ class Injections(tuple[Injection, ...]):
         return self
 
     def disable(self) -> None:
-        """Disable all until `enable`; the schedules continue."""
+        """Drop nothing in any injection until `enable`; the schedules continue."""
         self._change_all(Injection.disable)
 
     def enable(self) -> None:
-        """Enable all."""
+        """Drop again in all injections after `disable`."""
         self._change_all(Injection.enable)
 
     def _change_all(self, change: Callable[[Injection], object]) -> None:
@@ -83,15 +83,15 @@ class Injections(tuple[Injection, ...]):
         return {name: injection.probe(x, forwards, step) for name, injection in self._by_name().items()}
 
     def summary(self) -> str:
-        """Return the tables of all."""
+        """Return the tables of all injections."""
         return "\n\n".join(injection.summary() for injection in self) or repr(self)
 
     def check(self) -> list[str]:
-        """Return the problems of all."""
+        """Return the problems of all injections."""
         return [problem for injection in self for problem in injection.check()]
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of all."""
+        """Return the metrics of all injections in one dict."""
         return {key: value for injection in self._by_name().values() for key, value in injection.metrics().items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,16 +120,16 @@ class Injections(tuple[Injection, ...]):
                     named[name].load_state_dict(state, strict)
 
     def disabled(self) -> AbstractContextManager[Injections]:
-        """Disable all inside the `with` block."""
+        """Disable all injections inside the `with` block."""
         return self._enter_all(Injection.disabled)
 
     def sampling(self, p: float | None = None) -> AbstractContextManager[Injections]:
-        """Drop in all inside the `with` block, in eval mode too."""
+        """Drop in all injections inside the `with` block, in eval mode too."""
         return self._enter_all(lambda injection: injection.sampling(p))
 
     @contextmanager
     def _enter_all(self, context: Callable[[Injection], AbstractContextManager[Any]]) -> Iterator[Injections]:
-        """Enter a context of each."""
+        """Enter a context of each injection."""
         with ExitStack() as stack:
             for injection in self:
                 stack.enter_context(context(injection))
@@ -137,7 +137,7 @@ class Injections(tuple[Injection, ...]):
 
     @contextmanager
     def recording(self, last: int = 1, to: Place = None) -> Iterator[dict[str, Recording]]:
-        """Record all inside the `with` block, by the injection's name."""
+        """Record all injections inside the `with` block, by name."""
         with ExitStack() as stack:
             named = self._by_name().items()
             yield {name: stack.enter_context(injection.recording(last, to)) for name, injection in named}

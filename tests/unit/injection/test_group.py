@@ -49,15 +49,15 @@ class TestPartsOfModels:
         with find(model)[0].sampling(p=0.3):
             assert [site.p for site in find(model)[0].sites] == [0.3]
 
-    @pytest.mark.parametrize("gone", ["wrapper", "part"])
-    def test_follow_continues_after_the_wrapper_or_a_part_is_deleted(self, gone: str) -> None:
+    @pytest.mark.parametrize("deleted", ["wrapper", "part"])
+    def test_follow_continues_after_the_wrapper_or_a_part_is_deleted(self, deleted: str) -> None:
         model = nn.Sequential(net(), net())
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         outer: Any = nn.DataParallel(model)
         drop = inject(outer, Dropout(0.5), layers="*.0", schedule=LinearSchedule(100))
-        (drop if gone == "wrapper" else find(model[0])[0]).follow(optimizer)
+        (drop if deleted == "wrapper" else find(model[0])[0]).follow(optimizer)
         del outer
-        if gone == "part":
+        if deleted == "part":
             model[0] = net()
         gc.collect()
         for step in range(1, 6):
