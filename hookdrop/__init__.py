@@ -1,4 +1,4 @@
-"""Put regularizers on the layers of any PyTorch model with one line, and take them off again."""
+"""Add regularizers to the layers of any PyTorch model with one line, and remove them with another."""
 
 from hookdrop import observe as observe
 from hookdrop import recipes as recipes

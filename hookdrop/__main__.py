@@ -1,4 +1,4 @@
-"""`python -m hookdrop`."""
+"""Run the command line: `python -m hookdrop`."""
 
 import sys
 

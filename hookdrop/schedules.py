@@ -1,6 +1,6 @@
-"""A schedule is a pure function from optimizer steps to a multiplier of the target rate.
+"""Schedules: pure functions that map the optimizer step to a multiplier of the target rate.
 
-keep_prob(t) = 1 - p * s(t), so a linear s is the linear keep-prob schedule of the DropBlock paper.
+Since keep_prob(t) = 1 - p * s(t), a linear schedule s is the linear keep_prob schedule of the DropBlock paper.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from hookdrop.utils.validation import count, number, positive
 
 
 class Schedule(ABC):
-    """`schedule(step)` is the multiplier of the target rate after `step` optimizer steps.
+    """Base class: `schedule(step)` returns the multiplier of the target rate after `step` optimizer steps.
 
-    To write your own, subclass this as a frozen dataclass (`repr=False`) and define `__call__`.
+    To write a custom schedule, subclass this as a frozen dataclass (`repr=False`) and define `__call__`.
     """
 
     @abstractmethod
     def __call__(self, step: int) -> float:
-        """The multiplier, a finite number of at least 0, after `step` (0, 1, ...) optimizer steps."""
+        """Return the multiplier, a finite number of at least 0, after `step` (0, 1, ...) optimizer steps."""
 
     def simulate(self, n: int) -> list[float]:
-        """The multipliers of steps 0 to n - 1.
+        """Return the multipliers of steps 0 to n - 1.
 
         Example:
             >>> LinearSchedule(steps=4).simulate(6)
@@ -34,26 +34,26 @@ class Schedule(ABC):
 
     @property
     def peak(self) -> float | None:
-        """The largest multiplier; None if it is not known in advance."""
+        """The largest multiplier, or None if it is not known in advance."""
         return None
 
     @property
     def settles_at(self) -> int | None:
-        """The step from which the multiplier no longer changes; None if it is not known in advance."""
+        """The first step from which the multiplier stays constant, or None if it is not known in advance."""
         return None
 
     def __repr__(self) -> str:
         if not is_dataclass(self):
             return f"{type(self).__name__}()"
-        own = (f for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in own)})"
+        changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
-    def _check(self, *multipliers: str, **lowest: int) -> None:
-        """Convert the named fields: multipliers, and whole numbers with the lowest that is allowed."""
+    def _validate(self, *multipliers: str, **minimums: int) -> None:
+        """Validate and convert the named fields: multipliers, and integers with their minimum."""
         owner = type(self).__name__
         for name in multipliers:
             object.__setattr__(self, name, _multiplier(getattr(self, name), name, owner))
-        for name, low in lowest.items():
+        for name, low in minimums.items():
             object.__setattr__(self, name, count(getattr(self, name), name, owner, low))
 
 
@@ -66,7 +66,7 @@ def _multiplier(value: object, name: str, owner: str) -> float:
 
 @dataclass(frozen=True, repr=False)
 class ConstantSchedule(Schedule):
-    """The same multiplier at every step, so nothing needs to call `step()`.
+    """Keep the multiplier constant; nothing needs to call `step()`.
 
     Args:
         value: the multiplier, at least 0.
@@ -76,7 +76,7 @@ class ConstantSchedule(Schedule):
     settles_at = 0
 
     def __post_init__(self) -> None:
-        self._check("value")
+        self._validate("value")
 
     def __call__(self, step: int) -> float:
         return self.value
@@ -88,7 +88,7 @@ class ConstantSchedule(Schedule):
 
 @dataclass(frozen=True, repr=False)
 class _Ramp(Schedule):
-    """From `start` to `end` in `steps` steps, after `delay` steps at `start`."""
+    """Go from `start` to `end` in `steps` steps, after `delay` steps at `start`."""
 
     steps: int
     start: float = 0.0
@@ -96,7 +96,7 @@ class _Ramp(Schedule):
     delay: int = 0
 
     def __post_init__(self) -> None:
-        self._check("start", "end", steps=1, delay=0)
+        self._validate("start", "end", steps=1, delay=0)
 
     def __call__(self, step: int) -> float:
         done = step - self.delay
@@ -108,8 +108,8 @@ class _Ramp(Schedule):
 
     @staticmethod
     @abstractmethod
-    def _progress(ratio: float) -> float:
-        """The part of the ramp (0 to 1) that is done after `ratio` (0 to 1) of its steps."""
+    def _progress(fraction: float) -> float:
+        """Map the fraction of steps taken (0 to 1) to the fraction of the ramp completed (0 to 1)."""
 
     @property
     def peak(self) -> float:
@@ -122,12 +122,12 @@ class _Ramp(Schedule):
 
 @dataclass(frozen=True, repr=False)
 class LinearSchedule(_Ramp):
-    """A straight line: the DropBlock paper's schedule of keep_prob.
+    """Interpolate linearly from `start` to `end`, as the DropBlock paper does for keep_prob.
 
     Args:
-        steps: optimizer steps from `start` to `end`, at least 1; step `delay + steps` is `end` exactly.
+        steps: optimizer steps from `start` to `end`, at least 1. The multiplier is exactly `end` at `delay + steps`.
         start: multiplier at step 0, at least 0.
-        end: multiplier at the end and after, at least 0.
+        end: final multiplier, at least 0.
         delay: steps at `start` before the ramp begins.
 
     Example:
@@ -139,13 +139,13 @@ class LinearSchedule(_Ramp):
     """
 
     @staticmethod
-    def _progress(ratio: float) -> float:
-        return ratio
+    def _progress(fraction: float) -> float:
+        return fraction
 
 
 @dataclass(frozen=True, repr=False)
 class CosineSchedule(_Ramp):
-    """Half a cosine from `start` to `end`, flat at both ends; arguments as in `LinearSchedule`.
+    """Interpolate along half a cosine from `start` to `end`; takes the arguments of `LinearSchedule`.
 
     Example:
         >>> [round(m, 3) for m in CosineSchedule(steps=4).simulate(5)]
@@ -153,17 +153,17 @@ class CosineSchedule(_Ramp):
     """
 
     @staticmethod
-    def _progress(ratio: float) -> float:
-        return (1.0 - math.cos(math.pi * ratio)) / 2.0
+    def _progress(fraction: float) -> float:
+        return (1.0 - math.cos(math.pi * fraction)) / 2.0
 
 
 @dataclass(frozen=True, repr=False)
 class ExponentialSchedule(Schedule):
-    """1 - exp(-speed * step / steps): it rises fast at first, and approaches 1 without reaching it.
+    """Rise as 1 - exp(-speed * step / steps): fast at first, approaching 1 asymptotically.
 
     Args:
-        steps: the length of the training in optimizer steps, at least 1.
-        speed: the paper's gamma * T, above 0; at 10 the last step is at .99995.
+        steps: length of the training in optimizer steps, at least 1.
+        speed: gamma * T in the paper, above 0. At 10, the multiplier of the last step is 0.99995.
 
     Example:
         >>> round(ExponentialSchedule(steps=100)(10), 3)
@@ -177,7 +177,7 @@ class ExponentialSchedule(Schedule):
     peak = 1.0
 
     def __post_init__(self) -> None:
-        self._check(steps=1)
+        self._validate(steps=1)
         positive(self.speed, "speed", "ExponentialSchedule")
 
     def __call__(self, step: int) -> float:
@@ -185,19 +185,19 @@ class ExponentialSchedule(Schedule):
 
     @property
     def settles_at(self) -> int:
-        # From here on 1 - exp(-x) is 1 in double precision.
+        # From here on, 1 - exp(-x) rounds to 1 in double precision.
         return math.ceil(54 * math.log(2) * self.steps / self.speed)
 
 
 @dataclass(frozen=True, repr=False)
 class _Switch(Schedule):
-    """It changes at step `cutoff`."""
+    """Switch the rate on or off at step `cutoff`."""
 
     cutoff: int
     peak = 1.0
 
     def __post_init__(self) -> None:
-        self._check(cutoff=1)
+        self._validate(cutoff=1)
 
     @property
     def settles_at(self) -> int:
@@ -206,11 +206,11 @@ class _Switch(Schedule):
 
 @dataclass(frozen=True, repr=False)
 class EarlySchedule(_Switch):
-    """On before step `cutoff`, 0 from then on: against underfitting.
+    """Regularize only before step `cutoff`, to reduce underfitting.
 
     Args:
-        cutoff: the first step at 0, at least 1.
-        linear: decrease linearly from 1 to 0 at the cutoff, instead of at once.
+        cutoff: the first step with multiplier 0, at least 1.
+        linear: decrease linearly from 1 to 0 at the cutoff, instead of switching at once.
 
     Example:
         >>> EarlySchedule(cutoff=2).simulate(4), EarlySchedule(cutoff=2, linear=True).simulate(4)
@@ -229,10 +229,10 @@ class EarlySchedule(_Switch):
 
 @dataclass(frozen=True, repr=False)
 class LateSchedule(_Switch):
-    """0 before step `cutoff`, on from then on.
+    """Regularize from step `cutoff` on, and not before.
 
     Args:
-        cutoff: the first step at 1, at least 1.
+        cutoff: the first step with multiplier 1, at least 1.
 
     Example:
         >>> LateSchedule(cutoff=2).simulate(4)
@@ -247,11 +247,11 @@ class LateSchedule(_Switch):
 
 @dataclass(frozen=True, repr=False)
 class ChainedSchedule(Schedule):
-    """One schedule after another, each counting its steps from 0, as in torch's `SequentialLR`.
+    """Run schedules one after another, each counting its steps from 0, as torch's `SequentialLR` does.
 
     Args:
-        schedules: the schedules in turn.
-        milestones: the steps at which the next schedule takes over: rising, one fewer than schedules.
+        schedules: the schedules, in order.
+        milestones: steps at which the next schedule starts: strictly increasing, one fewer than `schedules`.
 
     Example:
         >>> up_and_off = ChainedSchedule([LinearSchedule(steps=2), ConstantSchedule(0.0)], [4])
@@ -269,15 +269,15 @@ class ChainedSchedule(Schedule):
             raise TypeError(f"ChainedSchedule: schedules must be hookdrop schedules, got {self.schedules!r}.")
         if len(milestones) != len(schedules) - 1 or list(milestones) != sorted(set(milestones)):
             raise ValueError(
-                f"ChainedSchedule: {len(schedules)} schedules need {len(schedules) - 1} rising milestones, "
+                f"ChainedSchedule: {len(schedules)} schedules need {len(schedules) - 1} increasing milestones, "
                 f"got {list(milestones)}."
             )
         object.__setattr__(self, "schedules", schedules)
         object.__setattr__(self, "milestones", milestones)
 
     def __call__(self, step: int) -> float:
-        at = sum(step >= milestone for milestone in self.milestones)
-        return self.schedules[at](step - (self.milestones[at - 1] if at else 0))
+        index = sum(step >= milestone for milestone in self.milestones)
+        return self.schedules[index](step - (self.milestones[index - 1] if index else 0))
 
     @property
     def peak(self) -> float | None:
@@ -292,11 +292,11 @@ class ChainedSchedule(Schedule):
 
 @dataclass(frozen=True, repr=False)
 class LambdaSchedule(Schedule):
-    """`fn(step)` is the multiplier.
+    """Use `fn(step)` as the multiplier.
 
     Args:
         fn: takes the step (an int) and returns a finite number of at least 0. `inject` requires that it can be
-            pickled with the model: a function of a module, not a lambda.
+            pickled with the model: use a module-level function, not a lambda.
 
     Example:
         >>> LambdaSchedule(abs).simulate(3)

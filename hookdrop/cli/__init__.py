@@ -1,4 +1,4 @@
-"""The command line: `hookdrop layers MODEL` lists layers, `hookdrop plan MODEL ...` shows what would happen."""
+"""Command line: `hookdrop layers MODEL` lists layers, `hookdrop plan MODEL ...` shows what `inject` would do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hookdrop.errors import HookdropError, HookdropWarning, LayerError
 from hookdrop.kernels import native
 
 _ENTRY = "a full name, a quoted glob ('layer3.*', '**.bn[12]', '**'), or a class (type:BatchNorm2d)"
-_RECIPE = f"instead of layers and a regularizer: {', '.join(RECIPES)}; with settings: 'stochastic_depth(p=0.2)'"
+_RECIPE = f"replaces --layers and --regularizer: {', '.join(RECIPES)}; with settings: 'stochastic_depth(p=0.2)'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,17 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         with warnings.catch_warnings():
-            # Warnings of libraries and models are not about the plan.
+            # Warnings from libraries and models do not concern the plan.
             warnings.simplefilter("ignore")
             warnings.simplefilter("default", HookdropWarning)
             args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has closed the pipe, as `head` does. Python flushes again at exit, now to the null device.
+        # The reader closed the pipe, as `head` does. Send Python's flush at exit to the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (HookdropError, ValueError, TypeError) as error:
-        see = f"\nin a shell: hookdrop layers {args.model}; a class is written type:BatchNorm2d"
+        see = f"\nin a shell: run `hookdrop layers {args.model}`; write a class as type:BatchNorm2d"
         print(f"hookdrop: error: {error}{see if isinstance(error, LayerError) else ''}", file=sys.stderr)
         return 2
     return 0
@@ -48,31 +48,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    what = "list the layers of a model: type, output shape, calls per forward"
+    what = "list the layers of a model with type, output shape, and calls per forward"
     layers = commands.add_parser("layers", help=what, description=what)
     _add_common(layers)
-    layers.add_argument("--match", action="append", metavar="ENTRY", help=f"only these: {_ENTRY}")
+    layers.add_argument("--match", action="append", metavar="ENTRY", help=f"list only these layers: {_ENTRY}")
     layers.set_defaults(run=list_layers)
 
-    what = "show what an injection would do, with warnings"
+    what = "show what an injection would do, including warnings"
     plan = commands.add_parser("plan", help=what, description=what)
     _add_common(plan)
     plan.add_argument("--recipe", metavar="NAME", help=_RECIPE)
     plan.add_argument("--layers", nargs="+", action="extend", default=[], metavar="ENTRY", help=_ENTRY)
     plan.add_argument("--exclude", nargs="+", action="extend", default=[], metavar="ENTRY", help="layers to skip")
-    plan.add_argument("--regularizer", metavar="TEXT", help="such as 'DropBlock(p=0.1, block_size=7)'")
-    plan.add_argument("--at", choices=("output", "input"), help="which side of the layers; the output if not given")
-    plan.add_argument("--tensor", type=_key, metavar="KEY", help="which tensor of several: an index, a key or 'all'")
-    plan.add_argument("--p-scale", choices=("depth", "depth_from_zero"), help="a rate that grows with the depth")
-    plan.add_argument("--schedule-steps", type=int, metavar="N", help="reach the rate linearly in N optimizer steps")
+    plan.add_argument("--regularizer", metavar="TEXT", help="for example 'DropBlock(p=0.1, block_size=7)'")
+    plan.add_argument("--at", choices=("output", "input"), help="side of the layers to regularize (default: output)")
+    plan.add_argument("--tensor", type=_key, metavar="KEY", help="which of several tensors: an index, a key, or 'all'")
+    plan.add_argument("--p-scale", choices=("depth", "depth_from_zero"), help="increase the rate with depth")
+    plan.add_argument("--schedule-steps", type=int, metavar="N", help="ramp the rate linearly over N optimizer steps")
     plan.set_defaults(run=show_plan, refuse=plan.error)
     return parser
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a name of timm or torchvision: resnet50, torchvision:resnet50")
-    parser.add_argument("--input-size", default="", metavar="SIZE", help="such as 320, 320x256, 3x320x320")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument("model", metavar="MODEL", help="a timm or torchvision model: resnet50, torchvision:resnet50")
+    parser.add_argument("--input-size", default="", metavar="SIZE", help="for example 320, 320x256, or 3x320x320")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _key(text: str) -> int | str:

@@ -1,4 +1,4 @@
-"""Output of the commands."""
+"""Terminal output of the commands."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Output:
             from rich.console import Console
         self._console = Console(markup=False, highlight=False, emoji=False)
 
-    def say(self, text: str, style: str = "") -> None:
+    def line(self, text: str, style: str = "") -> None:
         """Print a line."""
-        # soft_wrap: lines are never cut or folded, so they can be copied from a terminal and parsed in a pipe.
+        # soft_wrap keeps lines whole, so they can be copied from a terminal and parsed in a pipe.
         self._console.print(text, style=style or None, soft_wrap=True)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]], dim: list[bool]) -> None:
@@ -29,4 +29,4 @@ class Output:
         table = text_table([header[i] for i in used], [[row[i] for i in used] for row in rows])
         styles = ["bold", "dim", *("dim" if is_dim else "" for is_dim in dim)]
         for line, style in zip(table.splitlines(), styles, strict=True):
-            self.say(line, style)
+            self.line(line, style)

@@ -11,23 +11,23 @@ from hookdrop.cli import models
 from hookdrop.cli.console import ROOT, Output
 from hookdrop.diagnostics.dry_run import dry_run
 from hookdrop.errors import ShapeError
-from hookdrop.injection.select import select, walk
+from hookdrop.injection.select import named_layers, select
 from hookdrop.regularizers import Regularizer, parse
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted, shape_text
 
 _HEADER = ("name", "type", "output shape", "calls")
 
-# Regularizers to suggest; the first that suits the shapes.
-_TRIALS = ("DropBlock(p=0.1, block_size=7)", "DropBlock(p=0.1, block_size=3)", "Dropout(p=0.1)")
+# The first one that fits the shapes is suggested.
+_SUGGESTIONS = ("DropBlock(p=0.1, block_size=7)", "DropBlock(p=0.1, block_size=3)", "Dropout(p=0.1)")
 
 
 def list_layers(args: argparse.Namespace) -> None:
-    """Print the layers of a model with their types, output shapes and calls."""
+    """Print the layers of a model with their types, output shapes, and calls."""
     console = None if args.json else Output()
     found = models.load(args.model, args.input_size)
-    # The model itself is skipped: it has no name to choose it by.
-    chosen = select(found.model, found.entries(args.match)).layers if args.match else walk(found.model)[1:]
+    # Skip the model itself, which has no name to select it by.
+    chosen = select(found.model, found.entries(args.match)).layers if args.match else named_layers(found.model)[1:]
     seen = dry_run(found.model, [layer.module for layer in chosen], found.example_input)
     rows = [
         {"name": layer.name, "type": type(layer.module).__name__, "shape": run.shape, "calls": run.calls}
@@ -40,17 +40,17 @@ def list_layers(args: argparse.Namespace) -> None:
 
 
 def _show(out: Output, args: argparse.Namespace, found: models.LoadedModel, rows: list[dict[str, Any]]) -> None:
-    out.say(str(found))
+    out.line(str(found))
     cells = [(row["name"] or ROOT, row["type"], _output(row), row["calls"]) for row in rows]
     out.table(_HEADER, cells, dim=[row["shape"] is None for row in rows])
     never = sum(not row["calls"] for row in rows)
     no_tensor = sum(row["shape"] is None for row in rows) - never
     hookable = len(rows) - never - no_tensor
-    called = f", {never} never called in an eval forward (a hook there never fires)" if never else ""
+    called = f", {never} never called in an eval forward (hooks there never fire)" if never else ""
     tensors = f", {no_tensor} with no tensor to regularize" if no_tensor else ""
-    out.say(f"{counted(len(rows), 'module')}: {hookable} hookable{called}{tensors}")
+    out.line(f"{counted(len(rows), 'module')}: {hookable} hookable{called}{tensors}")
     if hookable:
-        out.say(f"next: {_next_command(args, rows)}")
+        out.line(f"next: {_next_command(args, rows)}")
 
 
 def _output(row: dict[str, Any]) -> str:
@@ -58,19 +58,19 @@ def _output(row: dict[str, Any]) -> str:
 
 
 def _next_command(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
-    """A `plan` of the same layers, or of a list of outer blocks in the second half of the model."""
+    """Return a `plan` command for the same layers, or for a list of outer blocks in the second half of the model."""
     hookable = {row["name"]: row["shape"] for row in rows if row["shape"]}
     parents = [name.rpartition(".")[0] for name in hookable if name.rpartition(".")[2].isdigit()]
     outer = [parent for parent in parents if parent and parent.count(".") == min(p.count(".") for p in parents if p)]
     block = f"{outer[len(outer) * 2 // 3]}.*" if outer else list(hookable)[-1]
     shapes = [shape for name, shape in hookable.items() if args.match or glob_expression(block).fullmatch(name)]
-    text = next(text for text in _TRIALS if _suits(parse(text), shapes))
+    text = next(text for text in _SUGGESTIONS if _fits(parse(text), shapes))
     size = ["--input-size", args.input_size] if args.input_size else []
     layers = args.match or [block]
     return shlex.join(["hookdrop", "plan", args.model, *size, "--layers", *layers, "--regularizer", text])
 
 
-def _suits(regularizer: Regularizer, shapes: list[tuple[int, ...]]) -> bool:
+def _fits(regularizer: Regularizer, shapes: list[tuple[int, ...]]) -> bool:
     try:
         for shape in shapes:
             regularizer.check(shape)

@@ -1,4 +1,4 @@
-"""Models of timm and torchvision by name, each with an example input. Nothing is downloaded."""
+"""Build timm and torchvision models by name, each with an example input, without downloading anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hookdrop.utils.tensor_tree import tensors
 
 LIBRARIES = ("timm", "torchvision")
 
-# Input sizes of torchvision's models, by the module of the builder; the first that is part of its path.
+# Input sizes of torchvision's models: the first row applies whose text is part of the builder's module path.
 _TORCHVISION_SIZES = (
     (".video.resnet", (3, 16, 112, 112)),
     (".video.", (3, 16, 224, 224)),
@@ -45,24 +45,25 @@ class LoadedModel:
         return f"{self.name} from {self.library}, input {shapes}{other}"
 
     def summary(self) -> dict[str, Any]:
-        """Name, library and input shapes, for JSON."""
+        """Return name, library, and input shapes, for JSON."""
         shapes = [tuple(x.shape) for x in tensors(self.example_input)]
         return {"model": self.name, "library": self.library, "input": shapes}
 
     def entries(self, texts: list[str]) -> list[Entry]:
-        """The `layers` entries for typed texts: `type:Name` is the class of this name, other texts stay as they are."""
+        """Convert command-line texts to `layers` entries: `type:Name` becomes the class with this name."""
         found = [_classes(self.model, text[5:]) if text.startswith("type:") else [text] for text in texts]
         return [entry for entries in found for entry in entries]
 
 
 def load(text: str, size: str = "") -> LoadedModel:
-    """The model that `text` names: `resnet50` (timm's, where both have one), `timm:resnet50`, `torchvision:resnet50`.
+    """Build the model that `text` names: `resnet50` (timm's if both have one), `timm:resnet50`, `torchvision:resnet50`.
 
-    `size` replaces the model's own input size: `320`, `320x256` or `3x320x320`; missing parts keep their values.
+    `size` replaces the model's default input size: `320`, `320x256`, or `3x320x320`. Missing dimensions keep their
+    defaults.
     """
     sizes = _sizes(size)
     name, library, also_in = _find(text)
-    # The same random weights each time (a detector's boxes depend on them), without changing the random state.
+    # Seed the weights (a detector's boxes depend on them) without changing the global RNG state.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model, example = _build(name, library, sizes)
@@ -70,9 +71,9 @@ def load(text: str, size: str = "") -> LoadedModel:
 
 
 def _build(name: str, library: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any]:
-    """On the meta device, in no time and memory, if a forward works there; on the CPU otherwise."""
+    """Build on the meta device, which takes no memory, if a forward works there; otherwise on the CPU."""
     make = _from_timm if library == "timm" else _from_torchvision
-    with suppress(Exception):  # any, as the code of a model may need the values of tensors
+    with suppress(Exception):  # any error: a model's code may depend on tensor values
         with torch.device("meta"):
             model, example = make(name, sizes)
         dry_run(model, [], example)
@@ -86,19 +87,19 @@ def _build(name: str, library: str, sizes: tuple[int, ...]) -> tuple[nn.Module, 
 
 
 def _find(text: str) -> tuple[str, str, str]:
-    """Name, library, and the other library if it has the name too."""
+    """Return name, library, and the other library if it also has the name."""
     prefix, colon, rest = text.partition(":")
     requested, name = (prefix, rest) if colon and prefix in LIBRARIES else ("", text)
     with needs("cli"):
         import timm
         import torchvision
     known = {"timm": timm.list_models(), "torchvision": torchvision.models.list_models()}
-    # A tag after a dot (resnet50.a1_in1k) selects weights, in timm only.
+    # In timm, a tag after a dot (resnet50.a1_in1k) selects weights.
     tagged = ["timm"] if name.partition(".")[0] in known["timm"] else []
-    having = [library for library in LIBRARIES if name in known[library]] or tagged
-    for library in having:
+    libraries = [library for library in LIBRARIES if name in known[library]] or tagged
+    for library in libraries:
         if requested in ("", library):
-            return name, library, "".join(other for other in having if other != library)
+            return name, library, "".join(other for other in libraries if other != library)
     near = {library: ", ".join(map(repr, nearest(name, known[library]))) for library in LIBRARIES}
     lines = [f"  {library + ':':13}{names}" for library, names in near.items() if names]
     hint = "did you mean:" if lines else "see timm.list_models() and torchvision.models.list_models()."
@@ -110,18 +111,18 @@ def _from_timm(name: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any]:
     import timm
 
     model = timm.create_model(name, pretrained=False)
-    own = tuple(model.pretrained_cfg.get("input_size") or (3, 224, 224))
-    return model, torch.zeros(1, *_resized(own, sizes))
+    default = tuple(model.pretrained_cfg.get("input_size") or (3, 224, 224))
+    return model, torch.zeros(1, *_resized(default, sizes))
 
 
 def _from_torchvision(name: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any]:
     import torchvision
 
     build = torchvision.models.get_model_builder(name)
-    without = {"weights", "weights_backbone"} & set(inspect.signature(build).parameters)
-    model = build(**dict.fromkeys(without))
-    own = next(own for part, own in _TORCHVISION_SIZES if part in build.__module__)
-    image = torch.zeros(_resized(own, sizes))
+    weights = {"weights", "weights_backbone"} & set(inspect.signature(build).parameters)
+    model = build(**dict.fromkeys(weights))
+    default = next(size for part, size in _TORCHVISION_SIZES if part in build.__module__)
+    image = torch.zeros(_resized(default, sizes))
     if ".detection." in build.__module__:
         return model, ([image],)
     if ".optical_flow." in build.__module__:
@@ -132,25 +133,26 @@ def _from_torchvision(name: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any
 def _sizes(text: str) -> tuple[int, ...]:
     parts = text.split("x") if text else []
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise HookdropError(f"can't read the input size {text!r}: write 320, 320x256 or 3x320x320.")
+        raise HookdropError(f"can't read the input size {text!r}: write 320, 320x256, or 3x320x320.")
     sizes = tuple(map(int, parts))
     return sizes * 2 if len(sizes) == 1 else sizes
 
 
-def _resized(own: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    if len(sizes) > len(own):
-        raise HookdropError(f"the input size has {len(own)} parts ({'x'.join(map(str, own))}), got {len(sizes)}.")
-    return own[: len(own) - len(sizes)] + sizes
+def _resized(default: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if len(sizes) > len(default):
+        shape = "x".join(map(str, default))
+        raise HookdropError(f"the input size has {len(default)} dimensions ({shape}), got {len(sizes)}.")
+    return default[: len(default) - len(sizes)] + sizes
 
 
 def _classes(model: nn.Module, name: str) -> list[Entry]:
-    """The classes of this name in the model, without those that derive from another of them."""
-    there = {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
-    found = [cls for cls in there if cls.__name__ == name]
+    """Return the model's classes with this name, without those derived from another one of them."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
+    found = [cls for cls in classes if cls.__name__ == name]
     if not found:
         names = sorted({type(module).__name__ for module in model.modules()})
         near = ", ".join(f"type:{cls}" for cls in nearest(name, names))
-        hint = f"did you mean: {near}" if near else f"there are:    {', '.join(names)}"
+        hint = f"did you mean: {near}" if near else f"available:    {', '.join(names)}"
         raise LayerError(f"{type(model).__name__} has no module of type {name!r}.\n  {hint}")
     roots = [cls for cls in found if sum(issubclass(cls, other) for other in found) == 1]
     return sorted(roots, key=lambda cls: cls.__module__)

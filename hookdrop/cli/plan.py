@@ -26,34 +26,34 @@ RECIPES: dict[str, Recipe[...]] = {
     name: recipe for name in recipes.__all__ if isinstance(recipe := getattr(recipes, name), Recipe)
 }
 _KIND = Kind("--recipe", "recipe", RECIPES, "dropblock_resnet(p=0.1, block_size=5)", bare=True)
-_OWN = ("layers", "exclude", "regularizer", "at", "tensor", "p_scale")
+_SITE_OPTIONS = ("layers", "exclude", "regularizer", "at", "tensor", "p_scale")
 """Options that cannot be combined with a recipe."""
 _HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 
 
 @dataclass
 class _Planned:
-    """A plan and what is printed with it."""
+    """A plan and what to print with it."""
 
     plan: Plan
     model: models.LoadedModel
     code: str
-    """The line of Python that does the same."""
+    """The equivalent line of Python."""
     counts: dict[str, int]
-    """Layers matched, by the entries as typed."""
+    """Number of layers that each entry matched, by the entry as typed."""
 
 
 def show_plan(args: argparse.Namespace) -> None:
-    """Print what an injection, or a recipe, would do."""
+    """Print what an injection or a recipe would do."""
     if args.recipe is None and (not args.layers or args.regularizer is None):
-        args.refuse("--layers and --regularizer are required, or --recipe")
-    own = [name for name in _OWN if getattr(args, name) not in (None, [])]
-    if args.recipe is not None and own:
-        args.refuse(f"--{', --'.join(own).replace('_', '-')} cannot be combined with --recipe")
+        args.refuse("either --layers and --regularizer or --recipe is required")
+    given = [name for name in _SITE_OPTIONS if getattr(args, name) not in (None, [])]
+    if args.recipe is not None and given:
+        args.refuse(f"--{', --'.join(given).replace('_', '-')} cannot be combined with --recipe")
     console = None if args.json else Output()
     planned = _by_layers(args) if args.recipe is None else _by_recipe(args)
     if console is None:
-        print(json.dumps(_object(planned), indent=2))
+        print(json.dumps(_json_object(planned), indent=2))
     else:
         _show(console, planned)
 
@@ -82,7 +82,7 @@ def _by_recipe(args: argparse.Namespace) -> _Planned:
 
 
 def _settings(args: argparse.Namespace, call: Call) -> dict[str, Any]:
-    """The keywords that a recipe is called with: those of the text, and the schedule."""
+    """Return the keyword arguments of a recipe: those in the text, and the schedule."""
     settings, text = dict(call.kwargs), f"--recipe: {args.recipe!r}"
     signature = inspect.signature(RECIPES[call.name])
     try:
@@ -98,14 +98,14 @@ def _settings(args: argparse.Namespace, call: Call) -> dict[str, Any]:
     schedule = "schedule" if "schedule" in signature.parameters else "steps"
     if schedule in given:
         raise ValueError(
-            f"{text} has {schedule}={given[schedule]!r}, and --schedule-steps {args.schedule_steps} is given too.\n"
+            f"{text} has {schedule}={given[schedule]!r}, which conflicts with --schedule-steps {args.schedule_steps}.\n"
             "  remove one of them."
         )
     steps = args.schedule_steps
     return {**settings, schedule: LinearSchedule(steps=steps) if schedule == "schedule" else steps}
 
 
-def _object(planned: _Planned) -> dict[str, Any]:
+def _json_object(planned: _Planned) -> dict[str, Any]:
     plan = planned.plan
     sites = [
         {"name": s.name, "type": s.type, "at": s.at, "shape": s.shape, "calls": s.calls, "reading": s.reading, "p": s.p}
@@ -119,25 +119,25 @@ def _object(planned: _Planned) -> dict[str, Any]:
 
 def _show(out: Output, planned: _Planned) -> None:
     plan = planned.plan
-    out.say(str(planned.model))
+    out.line(str(planned.model))
     regularizers = [repr(site.regularizer) for site in plan.sites]
     one = len(set(regularizers)) == 1
-    out.say(f"{regularizers[0] if one else plan.name} on {str(plan).partition(chr(10))[0]}")
-    names = [(s.name or ROOT) + (", its skip" if s.at == "skip" else "") for s in plan.sites]
+    out.line(f"{regularizers[0] if one else plan.name} on {str(plan).partition(chr(10))[0]}")
+    names = [(s.name or ROOT) + (" (skip)" if s.at == "skip" else "") for s in plan.sites]
     rows = [
         (name, s.type, shape_text(s.shape), s.reading, s.calls, s.p, "" if one else text)
         for name, s, text in zip(names, plan.sites, regularizers, strict=True)
     ]
     out.table(_HEADER, rows, dim=[s.calls == 0 for s in plan.sites])
     for entry, count in plan.counts.items():
-        out.say(f"{entry}: {counted(count, 'layer')}")
+        out.line(f"{entry}: {counted(count, 'layer')}")
     for text in plan.warnings:
-        out.say(f"warning: {text}", style="bold yellow")
-    out.say(f"in Python: {planned.code}")
+        out.line(f"warning: {text}", style="bold yellow")
+    out.line(f"in Python: {planned.code}")
 
 
 def _code(regularizer: str, options: dict[str, Any]) -> str:
-    """The line of Python that does what is planned."""
+    """Return the line of Python that does what the plan shows."""
     parts = ["model", repr(parse(regularizer))]
     for name, value in options.items():
         code = f"[{', '.join(map(_entry_code, value))}]" if isinstance(value, list) else _quoted(value)

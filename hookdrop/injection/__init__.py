@@ -1,1 +1,1 @@
-"""From a model and patterns to placed hooks, and the handle that controls them."""
+"""Resolve patterns to layers, place hooks on them, and control the hooks through a handle."""

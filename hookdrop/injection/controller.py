@@ -1,4 +1,4 @@
-"""What ties a handle to its hooks: finding them, changing their rates together, and letting go."""
+"""The base of handles: finds the hooks, changes their rates together, and removes them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from hookdrop.hooks.optimizer import Follower
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState, Override
 
-_changes = threading.RLock()
-"""Held while rates change: a change by another thread in between would leave hooks at the rates of before."""
+_rate_lock = threading.RLock()
+"""Held while rates change, so that a concurrent change cannot leave some hooks at old rates."""
 
 
 class Controller:
-    """Holds the model weakly and the state strongly; the hooks hold neither handle nor model."""
+    """Holds the model weakly and the state strongly. The hooks hold neither the handle nor the model."""
 
     def __init__(self, model: nn.Module, state: InjectionState, hooks: list[SiteHook] | None = None) -> None:
         self._model = weakref.ref(model)
         self._state = state
-        self._found = hooks
+        self._cached_hooks = hooks
 
     # Handles on the same hooks are equal; they are copied and pickled with the model.
 
@@ -42,50 +42,50 @@ class Controller:
         return id(self._state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self._alive(), "state": self._state}
+        return {"model": self._require_model(), "state": self._state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The hooks are found at the first use: the model may still be under construction here.
+        # The hooks are found on first use: the model may still be under construction here.
         Controller.__init__(self, state["model"], state["state"])
 
     @property
     def _hooks(self) -> list[SiteHook]:
         state = self._state
-        if self._found is None and state.live.hidden:
-            # Hidden hooks cannot be found on the model: this list must not be kept.
+        if self._cached_hooks is None and state.live.hidden:
+            # Hidden hooks cannot be found on the model, so this list must not be cached.
             placed = {hook.site: hook for hook in state.live.members if hook.placed}
             return [placed[site] for site in state.sites if site in placed]
-        if self._found is None:
-            self._found = [hook for _, hook in hooks_of(self._alive()) if hook.state is state]
-        return self._found if state.removed else [hook for hook in self._found if hook.placed]
+        if self._cached_hooks is None:
+            self._cached_hooks = [hook for _, hook in hooks_of(self._require_model()) if hook.state is state]
+        return self._cached_hooks if state.removed else [hook for hook in self._cached_hooks if hook.placed]
 
     @property
     def _follower(self) -> Follower | None:
         return self._state.live.follower if self._state.followed else None
 
-    def _alive(self) -> nn.Module:
+    def _require_model(self) -> nn.Module:
         model = self._model()
         if model is None:
-            raise self._gone()
+            raise self._model_gone_error()
         return model
 
-    def _gone(self) -> InjectionError:
+    def _model_gone_error(self) -> InjectionError:
         return InjectionError(
             f"the model that {self._state.name!r} was injected into is gone.\n"
-            "  no handle keeps its model, and the copy of a handle alone has none: find(model) gives the handles.\n"
-            "  if your trainer built a new model, inject into that one, in the trainer's callback."
+            "  handles do not keep models alive, and a handle copied on its own has no model: use find(model).\n"
+            "  if your trainer built a new model, inject into that one in a trainer callback."
         )
 
-    def _must_be_there(self, what: str) -> None:
+    def _check_not_removed(self, what: str) -> None:
         if self._state.removed:
-            raise InjectionError(f"{what}: {self._state.name!r} was removed from its model.\n  inject again.")
+            raise InjectionError(f"{what}: {self._state.name!r} was removed from its model.\n  call inject() again.")
         compiling.not_while_tracing(what)
 
-    # --- units: rates of one unit can be compared and set together
+    # --- units: rates with the same unit can be compared and set together
 
     @property
     def _units(self) -> dict[str, list[SiteHook]]:
-        """The hooks that have a rate, by the unit of the rate."""
+        """The hooks that have a rate, grouped by its unit."""
         units: dict[str, list[SiteHook]] = {}
         for hook in self._state.live.members:
             if hook.target is not None:
@@ -94,16 +94,16 @@ class Controller:
 
     @property
     def _target(self) -> float | None:
-        """The largest target rate, whatever its sign; None if there is none, or if units differ."""
+        """The target rate of the largest magnitude; None if there is no rate or the units differ."""
         units = list(self._units.values())
         return largest_target(units[0]) if len(units) == 1 else None
 
-    def _must_share_a_unit(self, what: str) -> float:
-        """The largest target rate, or an error that says why there is none."""
+    def _require_common_unit(self, what: str) -> float:
+        """Return the largest target rate, or raise if there is no rate or the units differ."""
         units = self._units
         if not units:
             raise InjectionError(
-                f"{what}: {self._state.name!r} has no rate that could be set: {self._hooks[0].describe()} has none of "
+                f"{what}: {self._state.name!r} has no rate to set: {self._hooks[0].describe()} has none of "
                 "p, drop_prob, drop_rate."
             )
         if len(units) > 1:
@@ -111,8 +111,8 @@ class Controller:
                 f"  {unit}: {', '.join(sorted(repr(hook.site) for hook in hooks))}" for unit, hooks in units.items()
             )
             raise InjectionError(
-                f"{what}: the sites of {self._state.name!r} have rates of different units.\n{sites}\n"
-                "  inject them as separate injections, each with a target of its own. No rate was changed."
+                f"{what}: the sites of {self._state.name!r} have rates with different units.\n{sites}\n"
+                "  use separate injections, each with its own target. No rate was changed."
             )
         return largest_target(next(iter(units.values())))
 
@@ -120,16 +120,16 @@ class Controller:
 
     def _advance(self, n: int = 1) -> None:
         if self._follower is not None and not any(hook.is_attached for hook in self._state.live.members):
-            # The hooked modules are gone, but the optimizer would go on counting. The hooks tell, not the model: a
-            # wrapper may go before its parts.
+            # The hooked modules no longer exist, so the optimizer must stop counting. Check the hooks, not the model:
+            # a wrapper may be deleted before its parts.
             self._follower.release()
-        self._must_be_there("step()")
-        with _changes:
+        self._check_not_removed("step()")
+        with _rate_lock:
             self._seek(self._state.step_count + n)
 
     def _seek(self, step: int) -> None:
         state, live = self._state, self._state.live
-        with _changes:
+        with _rate_lock:
             before, state.step_count = state.step_count, step
             try:
                 self._check_and_update_rates(settings_changed=False)
@@ -146,8 +146,8 @@ class Controller:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """A change of the settings that is undone if it does not fit, rates and all."""
-        with _changes:
+        """Change settings inside the block; undo the change, with its rates, if a rate is out of range."""
+        with _rate_lock:
             state, members = self._state, list(self._state.live.members)
             before = state.step_count, state.enabled, list(state.live.overrides)
             targets = [hook.target for hook in members]
@@ -164,10 +164,10 @@ class Controller:
 
     @contextmanager
     def _overriding(self, override: Override) -> Iterator[None]:
-        self._must_be_there("contexts")
+        self._check_not_removed("contexts")
         with ExitStack() as stack:
-            # Entered and left under the lock, so that no other thread sees the override without its rates.
-            with _changes:
+            # Enter and exit under the lock, so that no other thread sees the override without its rates.
+            with _rate_lock:
                 stack.enter_context(self._updating_rates_after(self._state.overriding(override)))
                 self._check_and_update_rates()
             yield
@@ -178,14 +178,14 @@ class Controller:
         try:
             yield
         finally:
-            with _changes:
+            with _rate_lock:
                 context.__exit__(None, None, None)
                 self._update_rates()
 
     def _check_and_update_rates(self, settings_changed: bool = True) -> None:
-        """Check the rates of this moment, then put them in force.
+        """Check the current rates, then apply them.
 
-        Up to its peak, a schedule's rates were checked when it was injected or the settings changed.
+        The rates of a schedule up to its peak were checked when it was injected or its settings changed.
         """
         multiplier, peak = self._state.multiplier, self._state.schedule.peak
         if settings_changed or peak is None or not 0.0 <= multiplier <= peak:
@@ -193,28 +193,28 @@ class Controller:
         self._update_rates(multiplier)
 
     def _update_rates(self, multiplier: float | None = None) -> None:
-        """Put the rates of this moment in force at all sites, including those outside of this handle's part."""
+        """Apply the current rates at all sites, including those outside this handle's part of the model."""
         state, members = self._state, list(self._state.live.members)
         rates = self._rates(members, state.multiplier if multiplier is None else multiplier)
         on, sampling = state.on, state.sampling
-        made: dict[tuple[float, float], Rate] = {}
+        created: dict[tuple[float, float], Rate] = {}
         for hook, value in zip(members, rates, strict=True):
             if value is None:
                 hook.set_rate(NO_RATE, on, sampling)
                 continue
             key = value, hook.regularizer.neutral
-            if key not in made:
-                made[key] = Rate(value, value == key[1])
-            hook.set_rate(made[key], on, sampling)
+            if key not in created:
+                created[key] = Rate(value, value == key[1])
+            hook.set_rate(created[key], on, sampling)
 
     def _warn_about_shapes(self) -> None:
-        """A compiled graph cannot raise warnings about its shapes: they are raised after the next change of a rate."""
+        """Raise the warnings about shapes in compiled code, which cannot raise them, when a rate changes."""
         for hook in self._state.live.members:
             if hook.last_shape is not None and hook.listeners:
                 warn_about_shape(hook)
 
     def _rates(self, members: list[SiteHook], multiplier: float) -> list[float | None]:
-        """Target * multiplier * p_scale of each hook, or what a context puts in its place; None without a rate."""
+        """Return target * multiplier * p_scale of each hook, or a context's override; None for hooks without a rate."""
         override = self._state.override
         if override is None or override.p is None:
             return [None if hook.target is None else hook.target * multiplier * hook.p_scale for hook in members]
@@ -225,7 +225,7 @@ class Controller:
         ]
 
     def _check_rates(self, multiplier: float, peak: float | None) -> None:
-        """Raise `ValueError` if a rate is out of its range: now, at the peak of the schedule, or in a context."""
+        """Raise `ValueError` if a rate is out of range now, at the peak of the schedule, or in a context."""
         members = list(self._state.live.members)
         for hook, rate in zip(members, self._rates(members, multiplier), strict=True):
             if rate is None or hook.target is None:
@@ -236,7 +236,7 @@ class Controller:
             if self._state.override is not None and self._state.override.p is not None:
                 _require_valid(hook, rate / hook.p_scale if hook.p_scale else 0.0, 1.0, "in this context")
 
-    # --- warnings and the end
+    # --- warnings and removal
 
     def _warn_about_problems(self) -> None:
         model = self._model()
@@ -245,42 +245,42 @@ class Controller:
             self._state.warn_once(kind, text)
 
     def _warn_about_restart(self, steps: int) -> None:
-        """Called with the steps that a followed optimizer has taken, before the first of them is counted."""
+        """Warn if a followed optimizer has already taken `steps` steps before the first one is counted."""
         state = self._state
         if state.scheduled and not state.live.driven and steps > state.step_count + 1:
             state.warn_once(
                 "restarted",
                 f"{state.name!r} is at step {state.step_count} of {state.schedule}, but the optimizer that it follows "
-                f"has taken {steps - 1} steps already (a resumed training?): the schedule begins anew.\n"
-                f"  to go on: drop.seek({steps - 1}) or drop.load_state_dict(...) before training; if a new beginning "
-                f"is meant: drop.seek({state.step_count})",
+                f"has already taken {steps - 1} steps (resumed training?): the schedule restarts.\n"
+                f"  to resume: drop.seek({steps - 1}) or drop.load_state_dict(...) before training; to restart on "
+                f"purpose: drop.seek({state.step_count})",
             )
 
     def _detach(self) -> None:
         """Remove the hooks without emitting warnings; a handle on part of a model removes only that part's."""
         model = self._model()
-        remove_hooks(model, self._hooks if model is not None else self._found or [])
+        remove_hooks(model, self._hooks if model is not None else self._cached_hooks or [])
         state, live = self._state, self._state.live
-        gone = [hook for hook in live.members if not hook.placed]
-        left = {hook.site for hook in live.members if hook.placed}
-        state.sites = tuple(site for site in state.sites if site in left)
-        if not left:
+        removed = [hook for hook in live.members if not hook.placed]
+        remaining = {hook.site for hook in live.members if hook.placed}
+        state.sites = tuple(site for site in state.sites if site in remaining)
+        if not remaining:
             if live.follower is not None:
                 live.follower.detach()
             live.follower = None
             state.removed = True
             watchdog.forget(state)
-        for hook in gone:
+        for hook in removed:
             hook.train_rate = hook.eval_rate = None
-            if left:  # their targets no longer count
+            if remaining:  # the removed targets no longer count
                 live.members.discard(hook)
 
     def _warn_about_other_model(self, optimizer: Optimizer) -> None:
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in trained for parameter in self._alive().parameters()):
+        if not any(id(parameter) in trained for parameter in self._require_model().parameters()):
             warn(
                 f"{self._state.name!r} follows an optimizer that trains no parameter of this model: "
-                "is it the one of another model?"
+                "does it belong to another model?"
             )
 
 
@@ -301,5 +301,5 @@ def _unit(hook: SiteHook) -> str:
 
 
 def largest_target(hooks: list[SiteHook]) -> float:
-    """The target of the largest magnitude among hooks that have one."""
+    """Return the target with the largest magnitude among hooks that have a target."""
     return max((hook.target for hook in hooks if hook.target is not None), key=abs)

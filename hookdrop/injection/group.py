@@ -1,4 +1,4 @@
-"""All injections of a model at once."""
+"""Control all injections of a model together."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ _HEADER = ("name", "sites", "p", "step", "schedule")
 
 
 class Injections(tuple[Injection, ...]):
-    """The injections alive on a model: a tuple that passes calls on to each, and knows them by name."""
+    """The injections on a model: a tuple that forwards calls to each of them, and finds them by name."""
 
     __slots__ = ()
 
     def __getitem__(self, key: Any) -> Any:
-        """By index as in a tuple, by name, or a slice of them."""
+        """Get an injection by index or name, or a slice of injections."""
         if isinstance(key, slice):
             return Injections(super().__getitem__(key))
         if not isinstance(key, str):
             return super().__getitem__(key)
         named = self._by_name()
         if key not in named:
-            raise InjectionError(f"there is no injection {key!r} here; there are: {', '.join(named) or 'none'}.")
+            raise InjectionError(f"there is no injection {key!r} here; available: {', '.join(named) or 'none'}.")
         return named[key]
 
     def __add__(self, other: Any) -> Any:
-        """Those of several models together."""
-        both = super().__add__(other)
-        return Injections(both) if isinstance(other, Injections) else both
+        """Combine the injections of several models."""
+        combined = super().__add__(other)
+        return Injections(combined) if isinstance(other, Injections) else combined
 
     def step(self, n: int = 1) -> None:
-        """Count `n` optimizer steps in each; in none, if one of them follows an optimizer."""
+        """Count `n` optimizer steps in each, or in none if one of them follows an optimizer."""
         for injection in self:
-            injection._must_not_follow()
+            injection._check_not_following()
         self._change_all(lambda injection: injection.step(n))
 
     def seek(self, step: int) -> None:
-        """Go to a step in each, or in none after an error."""
+        """Set the step count of each, or of none after an error."""
         self._change_all(lambda injection: injection.seek(step))
 
     def follow(self, optimizer: Optimizer | None) -> Injections:
-        """Step each after each step of `optimizer`, or none after an error."""
+        """Make each follow `optimizer`, or none after an error."""
         with ExitStack() as undo:
             for injection in self:
                 new = injection._follower is None
@@ -65,71 +65,71 @@ class Injections(tuple[Injection, ...]):
         return self
 
     def disable(self) -> None:
-        """Drop nothing in any until `enable`; the schedules go on."""
+        """Drop nothing in any injection until `enable`; the schedules continue."""
         self._change_all(Injection.disable)
 
     def enable(self) -> None:
-        """Drop again in all."""
+        """Drop again in all injections after `disable`."""
         self._change_all(Injection.enable)
 
     def _change_all(self, change: Callable[[Injection], object]) -> None:
-        """Make a change in each, which is undone in all if it does not fit in one."""
-        with self._inside(Injection._changing):
+        """Apply a change to each, and undo it in all if one raises an error."""
+        with self._enter_all(Injection._changing):
             for injection in self:
                 change(injection)
 
     def probe(self, x: Any, forwards: int = 3, step: int | None = None) -> dict[str, Measurement]:
-        """Probe each as `Injection.probe` does, by name: one after another, while the rates of the others stay."""
+        """Probe one injection after another, by name, while the others keep their rates; see `Injection.probe`."""
         return {name: injection.probe(x, forwards, step) for name, injection in self._by_name().items()}
 
     def summary(self) -> str:
-        """The tables of all."""
+        """Return the tables of all injections."""
         return "\n\n".join(injection.summary() for injection in self) or repr(self)
 
     def check(self) -> list[str]:
-        """The problems of all."""
+        """Return the problems of all injections."""
         return [problem for injection in self for problem in injection.check()]
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of all."""
+        """Return the metrics of all injections in one dict."""
         return {key: value for injection in self._by_name().values() for key, value in injection.metrics().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each, by name."""
+        """Return the state of each, by name."""
         return {name: injection.state_dict() for name, injection in self._by_name().items()}
 
     def load_state_dict(self, states: Mapping[str, Any], strict: bool = True) -> None:
-        """Load each from the state under its name.
+        """Load each from the state under its name, or none after an error.
 
         Raises:
-            StateError: names that are here and not in `states`, or the other way round (with `strict`).
+            StateError: the names in `states` and here differ (with `strict`), or a state is invalid.
         """
         named = self._by_name()
         if not isinstance(states, Mapping):
-            raise StateError(f"expected a state for each name, got {type(states).__name__}; nothing was loaded.")
+            raise StateError(f"expected a mapping of names to states, got {type(states).__name__}. Nothing was loaded.")
         if strict and set(states) != set(named):
             raise StateError(
-                "the states do not fit the injections here; nothing was loaded.\n"
+                "the states do not match the injections here. Nothing was loaded.\n"
                 f"  only in the states: {sorted(set(states) - set(named))}\n"
                 f"  only here:          {sorted(set(named) - set(states))}"
-                f"{'' if named else chr(10) + '  nothing is injected here: inject first, then load.'}"
+                f"{'' if named else chr(10) + '  this model has no injections: inject first, then load.'}"
             )
-        with self._inside(Injection._changing):  # all or none
+        with self._enter_all(Injection._changing):  # all or none
             for name, state in states.items():
                 if name in named:
                     named[name].load_state_dict(state, strict)
 
     def disabled(self) -> AbstractContextManager[Injections]:
-        """All off inside."""
-        return self._inside(Injection.disabled)
+        """Disable all injections inside the `with` block."""
+        return self._enter_all(Injection.disabled)
 
     def sampling(self, p: float | None = None) -> AbstractContextManager[Injections]:
-        """All on inside, in eval mode too."""
-        return self._inside(lambda injection: injection.sampling(p))
+        """Drop in all injections inside the `with` block, in eval mode too."""
+        return self._enter_all(lambda injection: injection.sampling(p))
 
     @contextmanager
-    def _inside(self, context: Callable[[Injection], AbstractContextManager[Any]]) -> Iterator[Injections]:
-        """Inside of a context of each."""
+    def _enter_all(self, context: Callable[[Injection], AbstractContextManager[Any]]) -> Iterator[Injections]:
+        """Enter a context of each injection."""
         with ExitStack() as stack:
             for injection in self:
                 stack.enter_context(context(injection))
@@ -137,25 +137,25 @@ class Injections(tuple[Injection, ...]):
 
     @contextmanager
     def recording(self, last: int = 1, to: Place = None) -> Iterator[dict[str, Recording]]:
-        """All recorded inside, by the injection's name."""
+        """Record all injections inside the `with` block, by name."""
         with ExitStack() as stack:
             named = self._by_name().items()
             yield {name: stack.enter_context(injection.recording(last, to)) for name, injection in named}
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for injection in self:
             injection.remove()
 
     def _by_name(self) -> dict[str, Injection]:
-        """By name; two of one name can come together when a part or a copy of it is made a part of another model."""
+        """Map names to injections. Names can collide if a model contains copies or parts of other hooked models."""
         named: dict[str, Injection] = {}
         for injection in self:
             if injection.name in named:
-                places = [i.sites[0].name for i in self if i.name == injection.name]
+                first_sites = [i.sites[0].name for i in self if i.name == injection.name]
                 raise InjectionError(
-                    f"{len(places)} injections here are named {injection.name!r} (their first sites: "
-                    f"{', '.join(map(repr, places))}).\n  use them by index, or inject with name=..."
+                    f"{len(first_sites)} injections here are named {injection.name!r} (their first sites: "
+                    f"{', '.join(map(repr, first_sites))}).\n  access them by index, or inject with name=..."
                 )
             named[injection.name] = injection
         return named
@@ -169,13 +169,13 @@ class Injections(tuple[Injection, ...]):
 
 
 def find(model: nn.Module) -> Injections:
-    """Every injection alive on `model`, copied, wrapped or unpickled as it may be.
+    """Return all injections on `model`, which may be copied, wrapped, or unpickled.
 
     Args:
         model: any module.
 
     Returns:
-        Handles, in the order of their first sites; they work on this very model.
+        Handles of the injections on this model, in the order of their first sites.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())

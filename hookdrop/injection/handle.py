@@ -30,26 +30,26 @@ from hookdrop.utils.validation import count, number
 
 @dataclass(frozen=True)
 class Site:
-    """One hooked layer, as seen now."""
+    """The current state of one hooked layer."""
 
     name: str
     """Fully qualified name of the layer."""
     p: float | None
-    """The rate in force, `p_scale` included; None for a regularizer without a rate."""
+    """The current rate, including `p_scale`; None for a regularizer without a rate."""
     p_scale: float
     fired: bool
-    """Whether the layer was ever called."""
+    """Whether the layer has been called."""
     regularizer: str
     """The regularizer with its target rate."""
 
 
 class Injection(Controller):
-    """A handle on the hooks that one `inject` placed.
+    """A handle for the hooks that one `inject` call placed.
 
-    It holds the model weakly, and the hooks hold neither: all handles on the same hooks are interchangeable.
+    It does not keep the model alive, and all handles for the same hooks are interchangeable.
     """
 
-    # --- what and where
+    # --- name and sites
 
     @property
     def name(self) -> str:
@@ -63,64 +63,64 @@ class Injection(Controller):
 
     @property
     def schedule(self) -> Schedule:
-        """How the rate moves; `ConstantSchedule()` if none was given."""
+        """The schedule of the rate; `ConstantSchedule()` if none was given."""
         return self._state.schedule
 
     @property
     def step_count(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         return self._state.step_count
 
     # --- the rate
 
     @property
     def p(self) -> float | None:
-        """The rate in force before `p_scale`: the largest, where sites differ.
+        """The current rate before `p_scale`; the largest if sites differ.
 
-        While disabled it is the one that does nothing: 0, of a factor 1. None where there is no rate, or where the
-        sites' rates are of different units (a probability and a standard deviation): then see `sites[i].p`.
+        While disabled, it is the rate without effect: 0, or 1 for a factor. None if there is no rate, or if the sites'
+        rates have different units (a probability and a standard deviation); see `sites[i].p` then.
         """
         units = list(self._units.values())
         return self._rate_of(units[0]) if len(units) == 1 else None
 
     @p.setter
     def p(self, value: float) -> None:
-        self._must_share_a_unit("p = ...")
+        self._require_common_unit("p = ...")
         raise AttributeError(f"p follows the schedule; set its target: drop.target_p = {value}")
 
     @property
     def keep_prob(self) -> float | None:
-        """1 - p; None where p is not what is dropped (noise, `Cutout`), and where `p` is None."""
+        """1 - p; None if p is not a drop probability (noise, `Cutout`) or is None."""
         return 1.0 - self.p if self.p is not None and "p" in self._units else None
 
     @keep_prob.setter
     def keep_prob(self, value: float) -> None:
-        self._must_share_a_unit("keep_prob = ...")
+        self._require_common_unit("keep_prob = ...")
         raise AttributeError(f"keep_prob follows the schedule; set its target: drop.target_p = 1 - {value}")
 
     @property
     def target_p(self) -> float | None:
-        """The rate that the schedule multiplies: the largest, where sites differ. None where `p` is None.
+        """The rate that the schedule multiplies; the largest if sites differ, and None if `p` is None.
 
-        May be set at any time; where sites differ they keep their proportions.
+        It can be set at any time; sites with different rates keep their proportions.
         """
         return self._target
 
     @target_p.setter
     def target_p(self, value: float) -> None:
-        self._must_be_there("target_p = ...")
-        largest = self._must_share_a_unit("target_p = ...")
+        self._check_not_removed("target_p = ...")
+        largest = self._require_common_unit("target_p = ...")
         value = number(value, "target_p", self.name)
         hooks = next(iter(self._units.values()))
         base = [hook.initial_target if largest == 0 else hook.target for hook in hooks]
-        most = max((target for target in base if target is not None), key=abs)
+        reference = max((target for target in base if target is not None), key=abs)
         with self._changing():
             for hook, target in zip(hooks, base, strict=True):
                 assert target is not None
-                hook.target = hook.regularizer.valid_rate(value * (target / most) if most else value)
+                hook.target = hook.regularizer.valid_rate(value * (target / reference) if reference else value)
 
     def _rate_of(self, hooks: list[SiteHook]) -> float:
-        """The largest rate in force of hooks of one unit, before `p_scale`."""
+        """Return the largest current rate among hooks of one unit, before `p_scale`."""
         state = self._state
         if not state.on:
             neutral = {hook.regularizer.neutral for hook in hooks}
@@ -133,38 +133,38 @@ class Injection(Controller):
         """Count `n` optimizer steps. Call it after each `optimizer.step()`, unless `follow` does.
 
         Raises:
-            InjectionError: an optimizer is followed, so that every step would be counted twice.
+            InjectionError: the injection follows an optimizer, so each step would be counted twice.
         """
-        self._must_not_follow()
+        self._check_not_following()
         self._advance(count(n, "n", "step"))
 
-    def _must_not_follow(self) -> None:
+    def _check_not_following(self) -> None:
         if self._follower is not None:
             raise InjectionError(
                 f"{self.name!r} follows an optimizer, which counts the steps: this call would count them twice.\n"
-                f"  leave out drop.step(), or stop following with drop.follow(None). Still at step {self.step_count}."
+                f"  remove drop.step(), or stop following with drop.follow(None). Still at step {self.step_count}."
             )
 
     def seek(self, step: int) -> None:
-        """Go to a step: optimizer steps taken so far. Idempotent: what a trainer or a resume needs."""
-        self._must_be_there("seek()")
+        """Set the number of optimizer steps taken. Idempotent, for trainers and for resuming."""
+        self._check_not_removed("seek()")
         step = count(step, "step", "seek", 0)
         self._seek(step)
 
     def follow(self, optimizer: Optimizer | None) -> Injection:
-        """Count the steps of `optimizer` that are not skipped; None stops that.
+        """Count the steps that `optimizer` takes; skipped steps do not count.
 
         Args:
-            optimizer: any torch optimizer, inside of Accelerate's, Lightning's, Lookahead's or fastai's wrappers too.
-                Following the same one again does nothing.
+            optimizer: any torch optimizer, also inside a wrapper of Accelerate, Lightning, Lookahead, or fastai.
+                Following the same optimizer again has no effect; None stops following.
 
         Returns:
-            The handle itself.
+            This handle.
 
         Raises:
-            InjectionError: another optimizer is followed.
+            InjectionError: the injection follows another optimizer.
         """
-        self._must_be_there("follow()")
+        self._check_not_removed("follow()")
         current = self._follower
         if optimizer is None:
             if current is not None:
@@ -176,46 +176,46 @@ class Injection(Controller):
             return self
         if current is not None:
             raise InjectionError(
-                f"{self.name!r} follows another {current.title} already; it still does.\n  first: drop.follow(None)"
+                f"{self.name!r} already follows another {current.title} and still does.\n  first call drop.follow(None)"
             )
         self._warn_about_other_model(inner)
         self._state.live.follower = Follower(inner, self._advance, self._warn_about_restart)
         return self
 
-    # --- on and off
+    # --- enabling and disabling
 
     def disable(self) -> None:
-        """Drop nothing until `enable`; the schedule goes on."""
-        self._set(False)
+        """Drop nothing until `enable`; the schedule continues."""
+        self._set_enabled(False)
 
     def enable(self) -> None:
-        """Drop again."""
-        self._set(True)
+        """Drop again after `disable`."""
+        self._set_enabled(True)
 
-    def _set(self, enabled: bool) -> None:
-        self._must_be_there("enable()" if enabled else "disable()")
+    def _set_enabled(self, enabled: bool) -> None:
+        self._check_not_removed("enable()" if enabled else "disable()")
         with self._changing():
             self._state.switch(enabled)
 
     @contextmanager
     def disabled(self) -> Iterator[Injection]:
-        """Off inside; after it everything is as it was before, nested too."""
+        """Disable inside the `with` block, and restore the previous state on exit. Contexts can be nested."""
         with self._overriding(Override(sampling=False)):
             yield self
 
     @contextmanager
     def sampling(self, p: float | None = None) -> Iterator[Injection]:
-        """On inside, in eval mode too (Monte-Carlo dropout); batch norm is not touched.
+        """Drop inside the `with` block, in eval mode too (Monte Carlo dropout). Batch norm is not affected.
 
         Args:
-            p: the rate inside, before `p_scale`; None is the rate in force.
+            p: the rate inside, before `p_scale`; None uses the current rate.
 
         Raises:
-            InjectionError: the rate in force does nothing, so that all samples would be equal.
+            InjectionError: the rate has no effect, so all samples would be equal.
         """
-        self._must_be_there("sampling()")
+        self._check_not_removed("sampling()")
         if p is not None:
-            self._must_share_a_unit(f"sampling(p={p})")
+            self._require_common_unit(f"sampling(p={p})")
             p = next(iter(self._units.values()))[0].regularizer.valid_rate(p)
         multiplier = self._state.multiplier
         rated = [hook for hooks in self._units.values() for hook in hooks]
@@ -224,48 +224,50 @@ class Injection(Controller):
         if rated and len(rates | neutral) == 1:
             raise InjectionError(
                 f"sampling at rate {rates.pop():g} gives the same output each time: {self.name!r} is at step "
-                f"{self.step_count} of {self.schedule}.\n  give the rate: sampling(p={self.target_p or 0.1:g})   or "
-                "seek the step of the training (a copy, such as an EMA, has a count of its own)."
+                f"{self.step_count} of {self.schedule}.\n  pass a rate: sampling(p={self.target_p or 0.1:g})   or "
+                "seek() the training's step (a copy, such as an EMA, has its own step count)."
             )
         with self._overriding(Override(sampling=True, p=p)):
             yield self
 
-    # --- seeing
+    # --- inspecting
 
     def probe(self, x: Any, forwards: int = 3, step: int | None = None) -> Measurement:
-        """Run the model on `x` in training mode and measure; batch norm, modes and the random state are put back.
+        """Run the model on `x` in training mode and measure what it drops.
+
+        The state of batch norm, the modes, and the RNG state are restored.
 
         Args:
             x: an input, a tuple of inputs, or a mapping of keyword inputs.
-            forwards: how many forwards to measure.
-            step: measure at this step of the schedule instead of the current one.
+            forwards: number of forwards to measure.
+            step: step of the schedule to measure at; None is the current step.
 
         Returns:
-            By site and over all: rate asked for, fraction dropped, mean |output| / mean |input|, calls; and
-            whether eval output is bit-identical with and without hooks. `print` it.
+            Per site and in total: requested rate, fraction dropped, mean |output| / mean |input|, calls; and whether
+            eval output is bit-identical with and without hooks. `print` shows a table.
         """
-        self._must_be_there("probe()")
+        self._check_not_removed("probe()")
         at_step = Override(step=None if step is None else count(step, "step", "probe", 0))
         with self._overriding(at_step):
-            return probe(self._alive(), self._state, self._hooks, x, forwards)
+            return probe(self._require_model(), self._state, self._hooks, x, forwards)
 
     @contextmanager
     def measuring(self) -> Iterator[Measurement]:
-        """Measure the real forwards inside. Each regularizer runs twice; masks and results do not change."""
-        self._must_be_there("measuring()")
+        """Measure the forwards inside the `with` block. Regularizers run twice; masks and results do not change."""
+        self._check_not_removed("measuring()")
         with measured_into(self._state, empty_measurement(self._hooks)) as measurement:
             yield measurement
 
     @within("with drop.recording() as r: model(x)   then r[site], r.plot_features()")
     def recording(self, last: int = 1, to: Place = None) -> Iterator[Recording]:
-        """Keep what the real forwards inside do: `r["layer4.0"].before`, `.mask`, `.after`, and pictures of them.
+        """Record the forwards inside the `with` block: `r["layer4.0"].before`, `.mask`, `.after`, and their plots.
 
-        Each regularizer runs twice; masks and results do not change. Compiled code leaves its graph for it, which under
-        `fullgraph=True` is PyTorch's error: record the model uncompiled there.
+        Regularizers run twice; masks and results do not change. Recording causes graph breaks in compiled code, which
+        are an error with `fullgraph=True`: record the uncompiled model instead.
 
         Args:
-            last: how many calls of each site to keep; `r.calls("layer4.0")` lists them.
-            to: the device of what is kept, such as `"cpu"`; None is where the tensors are.
+            last: number of calls to keep per site; `r.calls("layer4.0")` lists them.
+            to: device of the recorded tensors, such as `"cpu"`; None keeps the original device.
 
         Example:
             >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
@@ -275,20 +277,20 @@ class Injection(Controller):
             >>> r["1"].before.shape, r["1"].mask.dtype, bool((r["1"].after[~r["1"].mask] == 0).all())
             (torch.Size([2, 8, 14, 14]), torch.bool, True)
         """
-        self._must_be_there("recording()")
+        self._check_not_removed("recording()")
         with recorded(self._state, self._hooks, last, to) as recording:
             yield recording
 
     def check(self) -> list[str]:
-        """Problems now: lost sites, layers that never ran or only in eval mode, a schedule that is not advancing."""
+        """List current problems: lost sites, layers that never ran or ran only in eval mode, a stalled schedule."""
         model, state = self._model(), self._state
         if model is None:
-            return [discarded_text(state.name) if not state.live.trained else str(self._gone())]
+            return [discarded_text(state.name) if not state.live.trained else str(self._model_gone_error())]
         return list(problems(model, state, self._hooks, asked=True).values())
 
     def metrics(self) -> dict[str, float]:
-        """Flat numbers for any logger: rate and step under `hookdrop/<name>/`."""
-        self._must_be_there("metrics()")
+        """Return rate and step as a flat dict for any logger, with keys under `hookdrop/<name>/`."""
+        self._check_not_removed("metrics()")
         numbers = self._rates_by_name()
         if self.keep_prob is not None:
             numbers["keep_prob"] = self.keep_prob
@@ -296,7 +298,7 @@ class Injection(Controller):
         return {f"hookdrop/{self.name}/{key}": value for key, value in numbers.items()}
 
     def summary(self) -> str:
-        """A table of the sites with the rates in force."""
+        """Return a table of the sites with their current rates."""
         self._warn_about_problems()
         return f"{self!r}\n{text_table(_HEADER, self._rows())}"
 
@@ -317,33 +319,33 @@ class Injection(Controller):
     # --- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count, target rates, on or off: what `load_state_dict` needs to go on from here."""
-        self._must_be_there("state_dict()")
+        """Return the step count, target rates, and whether it is enabled, for `load_state_dict`."""
+        self._check_not_removed("state_dict()")
         return state_dict.save(self._state, self._hooks)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on from a saved state; the schedule is the code's.
+        """Resume from a saved state, with the schedule that the code sets.
 
         Raises:
-            StateError: other sites (with `strict`) or no state at all; nothing was loaded.
+            StateError: the sites differ (with `strict`), or `state` is invalid. Nothing was loaded.
         """
-        self._must_be_there("load_state_dict()")
+        self._check_not_removed("load_state_dict()")
         state_dict.load(self._state, self._hooks, state, strict, self._changing)
 
     @property
     def config(self) -> dict[str, Any]:
-        """JSON-able settings with resolved site names, for `from_config`.
+        """JSON-serializable settings with resolved site names, for `from_config`.
 
         Raises:
-            StateError: something in it is not JSON, such as a function.
+            StateError: a setting is not JSON-serializable, such as a function.
         """
-        self._must_be_there("config")
+        self._check_not_removed("config")
         return config.to_config(self._state, self._hooks)
 
-    # --- the end
+    # --- removing
 
     def remove(self) -> None:
-        """Remove the hooks: the model is what it was before. A second time does nothing."""
+        """Remove the hooks and restore the model. Calling it again has no effect."""
         if self._state.removed:
             return
         compiling.not_while_tracing("remove()")
@@ -360,11 +362,11 @@ class Injection(Controller):
     ) -> None:
         if error is None:
             self.remove()
-        else:  # The error is what matters, and not further warnings.
+        else:  # do not distract from the error with warnings
             self._detach()
 
     def _units_by_name(self) -> dict[str, list[SiteHook]]:
-        """The hooks by the name of their rate: `p` for a probability, `std` for noise; longer where two share one."""
+        """Group the hooks by the name of their rate, such as `p` or `std`, or by unit if two units share a name."""
         units = self._units
         names = {unit: "p" if unit == "p" else str(hooks[0].regularizer.rate_name) for unit, hooks in units.items()}
         shared = {name for name in names.values() if list(names.values()).count(name) > 1}

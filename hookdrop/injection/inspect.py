@@ -1,4 +1,4 @@
-"""What one forward tells of the sites before they are hooked."""
+"""Inspect the sites with one example forward before they are hooked."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import TensorKey
 
-# From here on dropout's variance shift in a following batch norm costs more than it gives (arXiv:1801.05134).
+# From this rate on, dropout's variance shift in a following batch norm outweighs its benefit (arXiv:1801.05134).
 _HIGH_RATE = 0.3
 
 
 def inspect_forward(
     model: nn.Module, resolved: Resolved, tensor: TensorKey, example: Any
 ) -> tuple[set[str], list[str]]:
-    """Fill in what one forward on `example` tells of the sites.
+    """Run one forward on `example`, and fill in the shapes and calls of the sites.
 
     Returns:
-        The kinds of doubts about shapes, and all warnings.
+        The kinds of shape warnings, and all warnings.
 
     Raises:
-        ShapeError: the regularizer can't work on what a site gives.
-        LayerError: a layer that is named in full is never called.
+        ShapeError: the regularizer does not support the tensor at a site.
+        LayerError: a layer given by its full name is never called.
     """
     sites = resolved.sites
     seen = dry_run(model, [site.module for site in sites], example, [site.at for site in sites], tensor)
-    doubts: dict[str, list[str]] = {}
-    for site, what in zip(sites, seen, strict=True):
-        _fill_in(site, what, doubts)
+    shape_warnings: dict[str, list[str]] = {}
+    for site, observed in zip(sites, seen, strict=True):
+        _inspect_site(site, observed, shape_warnings)
     warnings = []
-    for texts in doubts.values():
+    for texts in shape_warnings.values():
         more = f" (and {counted(len(texts) - 1, 'more site')} like it)" if len(texts) > 1 else ""
         warnings.append(texts[0] + more)
-    return set(doubts), [*warnings, *_never_called(resolved), *_frozen(sites), *_into_norms(sites, seen)]
+    warnings += [*_never_called_warnings(resolved), *_frozen_warnings(sites), *_batch_norm_warnings(sites, seen)]
+    return set(shape_warnings), warnings
 
 
-def _fill_in(site: PlannedSite, seen: Seen, doubts: dict[str, list[str]]) -> None:
+def _inspect_site(site: PlannedSite, seen: Seen, shape_warnings: dict[str, list[str]]) -> None:
     site.calls, site.shape, regularizer = seen.calls, seen.shape, site.regularizer
     if regularizer is None:
         return
@@ -59,33 +60,33 @@ def _fill_in(site: PlannedSite, seen: Seen, doubts: dict[str, list[str]]) -> Non
     several = f" (1 of {seen.of_several} tensors)" if seen.of_several else ""
     site.reading = regularizer.reading(seen.shape) + several
     if seen.keeps_input and isinstance(regularizer, DropPath):
-        doubts.setdefault("block", []).append(
-            f"{where}: the output still holds the input, as that of a whole residual block does; "
-            "samples would lose the signal with the branch: hook the last layer of the branch (attn, mlp, bn3)."
+        shape_warnings.setdefault("block", []).append(
+            f"{where}: the output includes the input, as that of a whole residual block does, so DropPath would "
+            "drop the skip connection too: hook the last layer of the branch (attn, mlp, bn3)."
         )
     for shape in seen.shapes:
-        for doubt in regularizer.doubts(shape):
-            doubts.setdefault(re.sub(r"\d+", "#", doubt), []).append(f"{where}: {doubt}")
+        for text in regularizer.doubts(shape):
+            shape_warnings.setdefault(re.sub(r"\d+", "#", text), []).append(f"{where}: {text}")
 
 
-def _never_called(resolved: Resolved) -> list[str]:
+def _never_called_warnings(resolved: Resolved) -> list[str]:
     never = [site for site in resolved.sites if site.calls == 0]
     for site in never:
         if site.name in resolved.exact:
             raise LayerError(
                 f"{site.name!r} ({site.type}) is not called in a forward: a hook on it never fires.\n"
-                "  its owner iterates over it or uses its weights directly: hook what is inside, or after it."
+                "  its parent iterates over it or uses its weights directly: hook its submodules, or the next layer."
             )
     if not never:
         return []
     names = some([site.name for site in never])
     return [
-        f"{counted(len(never), 'site')} never called in an eval forward, where a hook does not fire: {names}.\n"
-        "  their owners iterate over them or use their weights directly, or call them in training only."
+        f"{counted(len(never), 'site')} never called in an eval forward, so the hooks there do not fire: {names}.\n"
+        "  their parents iterate over them, use their weights directly, or call them only in training."
     ]
 
 
-def _frozen(sites: list[PlannedSite]) -> list[str]:
+def _frozen_warnings(sites: list[PlannedSite]) -> list[str]:
     frozen = []
     for site in sites:
         trained = [parameter.requires_grad for parameter in site.module.parameters()]
@@ -96,18 +97,18 @@ def _frozen(sites: list[PlannedSite]) -> list[str]:
     return [f"{counted(len(frozen), 'site')} on frozen layers, whose output is still regularized: {some(frozen)}."]
 
 
-def _into_norms(sites: list[PlannedSite], seen: list[Seen]) -> list[str]:
+def _batch_norm_warnings(sites: list[PlannedSite], seen: list[Seen]) -> list[str]:
     high = [
         site.name
-        for site, what in zip(sites, seen, strict=True)
-        if what.feeds_norm
+        for site, observed in zip(sites, seen, strict=True)
+        if observed.feeds_norm
         and isinstance(site.regularizer, Dropout | DropBlock | GaussianDropout)
         and (site.p or 0.0) >= _HIGH_RATE
     ]
     if not high:
         return []
     return [
-        f"{counted(len(high), 'site')} straight before a batch norm at p >= {_HIGH_RATE}: {some(high)}.\n"
-        "  Its statistics are those of dropped activations, which eval does not have (arXiv:1801.05134): "
+        f"{counted(len(high), 'site')} directly before a batch norm at p >= {_HIGH_RATE}: {some(high)}.\n"
+        "  its running statistics would be those of dropped activations, which eval does not have (arXiv:1801.05134): "
         "hook the norm instead."
     ]

@@ -1,4 +1,4 @@
-"""What an injection would do, before it is done."""
+"""Plans show what an injection will do before any hook is placed."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def make_plan(
     on_existing: str = "error",
     example_input: Any = None,
 ) -> Plan:
-    """The plan of sites that are chosen, once they have been looked at; arguments as of `inject`."""
+    """Check the resolved sites and make their plan; the arguments are those of `inject`."""
     one_of(on_existing, "on_existing", "inject", ("error", "replace", "stack"))
     sites = resolved.sites
     regularizers = [site.regularizer for site in sites if site.regularizer is not None]
-    warnings = resolved.warnings + (_place_warnings(resolved.root, sites) if regularizers else [])
+    warnings = resolved.warnings + (_site_warnings(resolved.root, sites) if regularizers else [])
     warned_kinds: set[str] = set()
     if example_input is not None:
         warned_kinds, more = inspect_forward(model, resolved, tensor, example_input)
@@ -52,36 +52,36 @@ def make_plan(
     if name is None:
         name = "+".join(dict.fromkeys([regularizer.title.lower() for regularizer in regularizers]))
     elif not isinstance(name, str) or not name or "/" in name:
-        raise InjectionError(f"inject: name must be a text without '/', got {name!r}.")
+        raise InjectionError(f"inject: name must be a non-empty string without '/', got {name!r}.")
     counts, root = resolved.counts, resolved.root
     return Plan(model, root, name, sites, counts, warnings, schedule, tensor, on_existing, warned_kinds)
 
 
-def _place_warnings(model: nn.Module, sites: list[PlannedSite]) -> list[str]:
-    """What the modules themselves tell of the sites."""
-    warnings = _nested(sites) if len(sites) > 1 else []
+def _site_warnings(model: nn.Module, sites: list[PlannedSite]) -> list[str]:
+    """Return the warnings that need no forward."""
+    warnings = _nested_warnings(sites) if len(sites) > 1 else []
     encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
     if encoders:
         fused = {id(part) for encoder in encoders for part in encoder.modules()}
         if not fused.isdisjoint([id(site.module) for site in sites]):
             warnings.append(
-                "TransformerEncoderLayer leaves its fused eval path while a module in it is hooked: eval output agrees "
-                "with the unhooked model's within rounding, not bit for bit."
+                "TransformerEncoderLayer leaves its fused eval path while a module inside it is hooked: eval output "
+                "matches that of the unhooked model up to rounding, not bit for bit."
             )
     for site in sites:
         layer, drop = site.module, site.regularizer
         if isinstance(layer, nn.RNNBase) and isinstance(drop, LockedDropout) and drop.time_dim % 3 != layer.batch_first:
             warnings.append(
-                f"LockedDropout at {site.name!r}: an {site.type} with batch_first={layer.batch_first} works on "
-                f"{'(N, T, C)' if layer.batch_first else '(T, N, C)'}, and time_dim={drop.time_dim} is not T there.\n"
+                f"LockedDropout at {site.name!r}: an {site.type} with batch_first={layer.batch_first} expects "
+                f"{'(N, T, C)' if layer.batch_first else '(T, N, C)'}, where time_dim={drop.time_dim} is not T.\n"
                 f"  write time_dim={int(layer.batch_first)}"
             )
     return warnings
 
 
-def _nested(sites: list[PlannedSite]) -> list[str]:
-    """Sites inside sites, with what it comes to for a value that passes all of them."""
-    # What lies inside a block does not lie on its skip.
+def _nested_warnings(sites: list[PlannedSite]) -> list[str]:
+    """Warn about sites inside other sites, with the effective rate of the longest chain."""
+    # The submodules of a block are not part of its skip.
     by_name = {site.name: site for site in sites if site.at != "skip"}
     chains = []
     for name, site in by_name.items():
@@ -96,17 +96,17 @@ def _nested(sites: list[PlannedSite]) -> list[str]:
     for site in longest:
         if site.regularizer is not None and site.regularizer.drops and site.regularizer.probability:
             kept *= 1.0 - min(site.p or 0.0, 1.0)
-    comes_to = f", which comes to a rate of {1 - kept:.2g} there" if kept < 1 else ""
+    effective = f" (effective rate {1 - kept:.2g})" if kept < 1 else ""
     path = " > ".join(repr(site.name) for site in longest)
     return [
-        f"{len(chains)} of {len(sites)} sites lie inside other sites: a value passes up to {len(longest)} of them "
-        f"({path}){comes_to}.\n  for one level only: a pattern that ends in '.*', not '.**'."
+        f"{len(chains)} of {len(sites)} sites are nested inside other sites: activations are regularized up to "
+        f"{len(longest)} times{effective}, at {path}.\n  for one level only, end the pattern in '.*', not '.**'."
     ]
 
 
 @dataclass
 class Plan:
-    """The sites that `apply` would hook; `print` it. Nothing is touched before `apply`."""
+    """The sites that `apply` will hook; `print` shows a table. The model does not change before `apply`."""
 
     model: nn.Module = field(repr=False)
     root: nn.Module = field(repr=False)
@@ -114,30 +114,30 @@ class Plan:
     name: str
     sites: list[PlannedSite]
     counts: dict[str, int]
-    """How many layers each entry matched."""
+    """Number of layers that each entry matched."""
     warnings: list[str]
     schedule: Schedule | None = None
     tensor: TensorKey = None
     on_existing: str = "error"
     warned_kinds: set[str] = field(default_factory=set, repr=False)
-    """The kinds of doubts about shapes that are among the warnings."""
+    """The kinds of shape warnings that `warnings` contains."""
 
     def apply(self) -> Injection:
-        """Place the hooks: all of them, or none and an error.
+        """Place all hooks, or raise an error and place none.
 
         Raises:
-            InjectionError: a site carries an injection already (`on_existing`), the name is taken, or this runs
-                inside a trace.
+            InjectionError: a site already has an injection (see `on_existing`), the name is taken, or the code is
+                being traced.
         """
         with nothing_placed():
             compiling.not_while_tracing("inject()")
-            self._must_be_placeable()
-            replaced = self._to_replace()
+            self._check_placeable()
+            replaced = self._injections_to_replace()
             for text in self.warnings:
                 warn(text)
             compiling.notice_changed_hooks()
             state = InjectionState(self.name, tuple([s.name for s in self.sites]), self.schedule or _CONSTANT)
-            # What was warned about above is not to be repeated by the first forward.
+            # The first forward must not repeat the warnings above.
             state.warned_kinds |= self.warned_kinds
             state.live.root = weakref.ref(self.root)
             hooks = self._place(state)
@@ -146,17 +146,17 @@ class Plan:
         watch(self.root, state)
         return Injection(self.model, state, hooks)
 
-    def _must_be_placeable(self) -> None:
+    def _check_placeable(self) -> None:
         modules = set(map(id, self.model.modules()))
         for site in self.sites:
             if site.regularizer is None:
                 raise InjectionError(
-                    "this plan has no regularizer: it only lists layers. plan(model, regularizer, ...)"
+                    "this plan has no regularizer: it only lists layers.\n  write: plan(model, regularizer, ...)"
                 )
             if site.module in hidden_modules:
-                raise InjectionError(f"inside without_hooks: {site.name!r} may carry hooks that are off just now.")
+                raise InjectionError(f"inside without_hooks: {site.name!r} may have temporarily removed hooks.")
             if id(site.module) not in modules:
-                raise InjectionError(f"{site.name!r} was replaced since the plan was made: plan again.")
+                raise InjectionError(f"{site.name!r} was replaced after the plan was made: call plan() again.")
 
     def _place(self, state: InjectionState) -> list[SiteHook]:
         hooks = [_make_hook(site, self.tensor, state) for site in self.sites]
@@ -169,17 +169,17 @@ class Plan:
             raise
         return hooks
 
-    def _to_replace(self) -> list[Injection]:
-        """The injections that give way to this one."""
+    def _injections_to_replace(self) -> list[Injection]:
+        """Return the injections that this one replaces."""
         hooks = list(hooks_of(self.model))
         if not hooks:
             return []
-        wanted = {(id(site.module), site.at) for site in self.sites}
+        places = {(id(site.module), site.at) for site in self.sites}
         present = find(self.model)
-        in_the_way = [hook.state for module, hook in hooks if (id(module), hook.at) in wanted]
-        if in_the_way and self.on_existing == "error":
-            carry = f"{counted(len(in_the_way), 'site')} already carr{'ies' if len(in_the_way) == 1 else 'y'}"
-            names = ", ".join(sorted({repr(state.name) for state in in_the_way}))
+        conflicts = [hook.state for module, hook in hooks if (id(module), hook.at) in places]
+        if conflicts and self.on_existing == "error":
+            carry = f"{counted(len(conflicts), 'site')} already carr{'ies' if len(conflicts) == 1 else 'y'}"
+            names = ", ".join(sorted({repr(state.name) for state in conflicts}))
             raise InjectionError(
                 f"{carry} {names} (a re-run cell?).\n"
                 '  replace them: inject(..., on_existing="replace")   '
@@ -187,32 +187,32 @@ class Plan:
             )
         replaced = []
         if self.on_existing == "replace":
-            replaced = [old for old in present if old._state in in_the_way or old.name == self.name]
+            replaced = [old for old in present if old._state in conflicts or old.name == self.name]
         sites = {site.name for site in self.sites}
         for old in replaced:
             lost = [site.name for site in old.sites if site.name not in sites]
             if lost:
                 warn(
-                    f"replacing {old.name!r} takes it off {counted(len(lost), 'site')} that the new one does not have: "
-                    f"{some(lost)}."
+                    f"replacing {old.name!r} removes it from {counted(len(lost), 'site')} that the new injection does "
+                    f"not have: {some(lost)}."
                 )
         if self.name in {old.name for old in present if old not in replaced}:
             raise InjectionError(
-                f"this model has an injection named {self.name!r} already.\n"
-                f"  give this one a name: inject(..., name={_free_name(self.name, present)!r})"
+                f"this model already has an injection named {self.name!r}.\n"
+                f"  choose another name: inject(..., name={_free_name(self.name, present)!r})"
             )
         return replaced
 
     @property
     def at(self) -> str:
-        """`"output"` or `"input"`, or `"mixed"`: each site has its own."""
+        """`"output"`, `"input"` or `"skip"`, or `"mixed"` if the sites differ."""
         all_at = {site.at for site in self.sites}
         return all_at.pop() if len(all_at) == 1 else "mixed"
 
     def _rows(self) -> list[tuple[Any, ...]]:
         rows = []
         for s in self.sites:
-            name = (s.name or "(the model)") + (", its skip" if s.at == "skip" else "")
+            name = (s.name or "(the model)") + (" (skip)" if s.at == "skip" else "")
             rows.append((name, s.type, shape_text(s.shape), s.reading, s.calls, s.p, s.regularizer or ""))
         return rows
 
@@ -223,7 +223,7 @@ class Plan:
 
     def __str__(self) -> str:
         rows = self._rows()
-        # Columns that only an example_input or a regularizer fills are left out where they are empty.
+        # Omit empty columns: some are filled only with an example_input or a regularizer.
         used = [i for i in range(len(_HEADER)) if any(row[i] not in ("", None, "?") for row in rows)]
         table = text_table([_HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
         counts = [f"{entry}: {counted(count, 'layer')}" for entry, count in self.counts.items()]
@@ -235,7 +235,7 @@ class Plan:
 
 def _make_hook(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> SiteHook:
     assert site.regularizer is not None
-    # It has been seen to pickle, as it must; a deep copy takes ten times as long.
+    # `resolve` checked that it can be pickled, and a deep copy takes ten times as long.
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     if site.at == "skip":
         return SkipHook(*settings, site.branch)

@@ -1,4 +1,4 @@
-"""From what a person asks for to a list of sites, each with a regularizer and a factor of its rate."""
+"""Resolve the arguments of `inject` to sites, each with a regularizer and a factor for its rate."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ PScale: TypeAlias = str | Mapping[Any, float] | Callable[[str, int, int], float]
 
 @dataclass
 class PlannedSite:
-    """One layer that is going to be hooked."""
+    """One layer to hook."""
 
     name: str
     type: str
     module: nn.Module = field(repr=False)
     regularizer: Regularizer | None
-    """Of all sites of an entry; each hook is given a copy."""
+    """Shared by all sites of an entry; each hook gets a copy."""
     p_scale: float = 1.0
     at: str = "output"
     """`"output"` or `"input"` of the layer, or the identity `"skip"` around its residual branch."""
     branch: str = ""
-    """Where that branch begins: the name of its first layer within this one."""
+    """For a skip: the name of the branch's first layer, relative to this layer."""
     shape: tuple[int, ...] | None = None
     """Shape of the tensor to regularize; None without `example_input`."""
     calls: int | None = None
     """Calls per forward; None without `example_input`."""
     reading: str = ""
-    """How the regularizer reads the axes."""
+    """How the regularizer interprets the axes."""
 
     @property
     def p(self) -> float | None:
-        """The target rate, `p_scale` included."""
+        """The target rate, including `p_scale`."""
         rate = None if self.regularizer is None else self.regularizer.rate
         return None if rate is None else rate * self.p_scale
 
 
 @dataclass
 class Resolved:
-    """What was asked for, as sites."""
+    """The resolved arguments of `inject`."""
 
     root: nn.Module
     """The model without its wrappers."""
@@ -74,34 +74,34 @@ def resolve(
     p_scale: PScale | None,
     at: str = "output",
 ) -> Resolved:
-    """Choose the layers and give each its regularizer; nothing is placed."""
+    """Select the layers and assign their regularizers, without placing anything."""
     if schedule is not None and not isinstance(schedule, Schedule):
         raise _not_a_schedule(schedule)
     regularizers, layers = _regularizers_and_layers(regularizer, layers)
     selection = select(model, layers, exclude)
-    chosen, warnings = _called_layers(selection)
-    if regularizer is None:  # layers are listed, and nothing is hooked
+    selected, warnings = _callable_layers(selection)
+    if regularizer is None:  # the plan only lists layers
         warnings = []
     elif any(map(is_keras, map(type, model.modules()))):
-        _must_not_be_keras(model, chosen)
+        _reject_keras_layers(model, selected)
     for entry in selection.unmatched_excludes:
-        # `exclude="layer4"` names one module, not what is inside it.
-        inside = f"; what is inside: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
-        warnings.append(f"exclude {entry_text(entry)} matches none of the chosen layers{inside}.")
+        # `exclude="layer4"` names one module, not its submodules.
+        hint = f"; to exclude its submodules: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
+        warnings.append(f"exclude {entry_text(entry)} matches none of the selected layers{hint}.")
     sites = []
-    for layer in chosen:
-        by = selection.chosen_by[layer.name]
-        if len(regularizers) > 1 and len(by) > 1:
-            keys = " and ".join([entry_text(selection.entries[i]) for i in by])
+    for layer in selected:
+        indices = selection.matched_by[layer.name]
+        if len(regularizers) > 1 and len(indices) > 1:
+            keys = " and ".join([entry_text(selection.entries[i]) for i in indices])
             raise LayerError(
-                f"{layer.name!r} is under two keys of the mapping, {keys}: which regularizer should it get?"
+                f"{layer.name!r} matches more than one key of the mapping: {keys}.\n  give each layer one regularizer."
             )
-        own = regularizers[by[0] if len(regularizers) > 1 else 0]
-        sites.append(PlannedSite(layer.name, type(layer.module).__name__, layer.module, own, at=at))
+        chosen = regularizers[indices[0] if len(regularizers) > 1 else 0]
+        sites.append(PlannedSite(layer.name, type(layer.module).__name__, layer.module, chosen, at=at))
     if schedule is not None:
         must_pickle(schedule, "the schedule")
     if p_scale is not None:
-        _scale(sites, factors(chosen, p_scale))
+        _scale(sites, rate_factors(selected, p_scale))
     for site in sites:
         _check_rate(site, schedule)
     return Resolved(selection.root, sites, selection.counts, selection.exact, warnings)
@@ -110,74 +110,74 @@ def resolve(
 def _regularizers_and_layers(
     given: Regularizers | None, layers: Entries | None
 ) -> tuple[list[Regularizer | None], Entries]:
-    """A regularizer for each entry, or one for all, and the entries."""
+    """Return a regularizer for each entry, or one for all, and the entries."""
     if isinstance(given, Mapping):
         if layers is not None:
-            raise LayerError("give `layers` or a mapping of layers to regularizers, not both.")
+            raise LayerError("pass either `layers` or a mapping of layers to regularizers, not both.")
         keys = [as_entries(key, "the mapping") for key in given]
         if any(len(key) != 1 for key in keys):
-            raise LayerError("each key of the mapping must be one entry: a name, a glob, a class, ...")
+            raise LayerError("each key of the mapping must be a single entry: a name, a glob, a class, ...")
         return [_regularizer(value) for value in given.values()], [key[0] for key in keys]
     found = None if given is None else _regularizer(given)
     if layers is None:
         raise LayerError(
-            "say where: layers=... (a name, a glob such as 'layer3.*', a class, a list of them).\n"
+            "`layers` is missing: pass a name, a glob such as 'layer3.*', a class, or a list of these.\n"
             '  see all:      print(hookdrop.plan(model, layers="**"))'
         )
     return [found], layers
 
 
 def _regularizer(given: object) -> Regularizer:
-    # A copy, so that what is done to the original does not change a plan; each hook is given another one.
+    # Copied so that changes to the original do not affect a plan. Each hook gets its own copy later.
     return copy.deepcopy(parse(given) if isinstance(given, str) else as_regularizer(given))
 
 
-def _called_layers(selection: Selection) -> tuple[list[Layer], list[str]]:
-    """The layers less those whose class has no forward (they are iterated, never called), and a warning of them."""
+def _callable_layers(selection: Selection) -> tuple[list[Layer], list[str]]:
+    """Drop the layers that the model never calls, such as containers without a forward, and warn about them."""
     called: list[Layer] = []
-    others: list[Layer] = []
+    skipped: list[Layer] = []
     for layer in selection.layers:
         module = layer.module
         if isinstance(module, torch.jit.ScriptModule):
             raise InjectionError(
-                f"{layer.name!r} is a ScriptModule, which can't carry Python hooks.\n"
+                f"{layer.name!r} is a ScriptModule, which does not support Python hooks.\n"
                 "  train it unscripted, and script it inside `with hookdrop.without_hooks(model):`."
             )
-        # The projection inside MultiheadAttention is a module for its weights' sake only.
+        # MultiheadAttention uses the weights of its output projection, and never calls the module.
         has_no_forward = isinstance(module, NonDynamicallyQuantizableLinear) or (
             type(module).forward is nn.Module.forward and "forward" not in vars(module)
         )
-        (others if has_no_forward else called).append(layer)
-    if not others:
+        (skipped if has_no_forward else called).append(layer)
+    if not skipped:
         return called, []
-    for layer in others:
+    for layer in skipped:
         if layer.name in selection.exact:
             raise LayerError(
                 f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
-                "  its owner iterates over it or uses its weights: hook what is inside of it, or its owner."
+                "  its parent iterates over it or uses its weights: hook its submodules or its parent."
             )
-    names = some([layer.name for layer in others])
+    names = some([layer.name for layer in skipped])
     if not called:
         raise LayerError(
             f"`layers` matches only modules that are never called: {names}.\n"
-            "  their owners iterate over them or use their weights: hook what is inside of them, or the owners."
+            "  their parents iterate over them or use their weights: hook their submodules or their parents."
         )
-    return called, [f"skipped {counted(len(others), 'module')} that the model never calls (containers): {names}."]
+    return called, [f"skipped {counted(len(skipped), 'module')} that the model never calls (containers): {names}."]
 
 
-def _must_not_be_keras(model: nn.Module, chosen: list[Layer]) -> None:
-    """Keras never puts its layers in eval mode: a hook would drop in `predict()` too."""
+def _reject_keras_layers(model: nn.Module, layers: list[Layer]) -> None:
+    """Raise for Keras layers: Keras never puts them in eval mode, so a hook would drop in `predict()` too."""
     keras = [module for module in model.modules() if is_keras(type(module))]
-    # These alone switch what they hold.
+    # Only these switch the mode of the modules inside them.
     wrappers = [module for module in keras if type(module).__name__ == "TorchModuleWrapper"]
     inside = {id(part) for module in keras for part in module.modules()}
     switched = {id(part) for wrapper in wrappers for child in wrapper.children() for part in child.modules()}
-    for layer in chosen:
+    for layer in layers:
         if id(layer.module) in inside - switched:
             raise InjectionError(
                 f"{layer.name!r} ({type(layer.module).__name__}) belongs to a Keras layer.\n"
                 "  Keras never puts its layers in eval mode: a hook would drop in predict() and evaluate() too.\n"
-                "  use keras.layers.Dropout and its like, or hook PyTorch modules inside a "
+                "  use a Keras layer such as keras.layers.Dropout, or hook PyTorch modules inside a "
                 "keras.layers.TorchModuleWrapper, which switches their mode."
             )
 
@@ -189,14 +189,14 @@ def _is_keras(cls: type) -> bool:
 is_keras: Callable[[type], bool] = lru_cache(maxsize=1024)(_is_keras)
 
 
-def factors(layers: list[Layer], p_scale: PScale) -> list[float]:
-    """The factor of each layer's rate, in their order: by depth, by pattern or by a function."""
+def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
+    """Return the rate factor of each layer: by depth, by pattern, or from a function."""
     count = len(layers)
     if p_scale == "depth":
         return [(index + 1) / count for index in range(count)]
     if p_scale == "depth_from_zero":
         if count == 1:
-            raise ValueError("p_scale='depth_from_zero' gives its one site the factor 0; use 'depth' or leave it out.")
+            raise ValueError("p_scale='depth_from_zero' gives the only site the factor 0; use 'depth' or omit p_scale.")
         return [index / (count - 1) for index in range(count)]
     if isinstance(p_scale, Mapping):
         return _factors_by_pattern(layers, p_scale)
@@ -204,7 +204,7 @@ def factors(layers: list[Layer], p_scale: PScale) -> list[float]:
         return [p_scale(layer.name, index, count) for index, layer in enumerate(layers)]
     hint = "\n  one factor for all sites? multiply p by it." if isinstance(p_scale, int | float) else ""
     raise ValueError(
-        f"p_scale must be 'depth', 'depth_from_zero', a mapping of patterns to factors or a function of "
+        f"p_scale must be 'depth', 'depth_from_zero', a mapping of patterns to factors, or a function of "
         f"(name, index, count), got {p_scale!r}.{hint}"
     )
 
@@ -214,15 +214,15 @@ def _factors_by_pattern(layers: list[Layer], p_scale: Mapping[Any, float]) -> li
     for pattern, factor in p_scale.items():
         names = [layer.name for entry in as_entries(pattern, "p_scale") for layer in matches(layers, entry)[0]]
         if not names:
-            there = ", ".join([repr(layer.name) for layer in layers[:6]]) + (", ..." if len(layers) > 6 else "")
+            selected = ", ".join([repr(layer.name) for layer in layers[:6]]) + (", ..." if len(layers) > 6 else "")
             raise LayerError(
-                f"p_scale has {entry_text(pattern)}, which matches none of the {len(layers)} chosen layers.\n"
-                f"  they are: {there}"
+                f"p_scale contains {entry_text(pattern)}, which matches none of the {len(layers)} selected layers.\n"
+                f"  selected: {selected}"
             )
         for name in names:
             if name in found:
                 raise LayerError(
-                    f"p_scale matches {name!r} twice, by {found[name][0]} and {entry_text(pattern)}: which factor?"
+                    f"p_scale matches {name!r} twice: {found[name][0]} and {entry_text(pattern)}. Give it one factor."
                 )
             found[name] = (entry_text(pattern), factor)
     return [found[layer.name][1] if layer.name in found else 1.0 for layer in layers]
@@ -231,14 +231,14 @@ def _factors_by_pattern(layers: list[Layer], p_scale: Mapping[Any, float]) -> li
 def _scale(sites: list[PlannedSite], scales: list[float]) -> None:
     for site, factor in zip(sites, scales, strict=True):
         if site.regularizer is not None and site.regularizer.rate is None:
-            raise InjectionError(f"p_scale: {site.regularizer!r} has no rate that could be scaled.")
+            raise InjectionError(f"p_scale: {site.regularizer!r} has no rate to scale.")
         site.p_scale = number(factor, f"p_scale of {site.name!r}", "inject")
         if site.p_scale < 0:
             raise ValueError(f"inject: p_scale of {site.name!r} must be at least 0, got {site.p_scale:g}.")
 
 
 def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
-    """Raise an error for a rate that is out of range at the schedule's peak, or a schedule without a rate."""
+    """Raise if the rate at the schedule's peak is out of range, or if the schedule has no rate to drive."""
     if site.regularizer is None:
         return
     target = site.regularizer.rate
@@ -246,7 +246,7 @@ def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
         if schedule is not None:
             raise InjectionError(
                 f"the schedule has no rate to drive: {site.regularizer!r} has none of p, drop_prob, drop_rate.\n"
-                "  leave out schedule=, or hook what has one."
+                "  omit schedule=, or use a regularizer with a rate."
             )
         return
     peak = 1.0 if schedule is None else schedule.peak

@@ -1,7 +1,7 @@
-"""Choosing layers: names, globs, expressions, classes, instances, predicates.
+"""Select layers by name, glob, regular expression, class, instance, or predicate.
 
-A model is walked once into `Layer`s. Wrappers (DistributedDataParallel, torch.compile, ...) are looked through
-by their type: what they wrap stands under the name that it has without them.
+Wrappers (DistributedDataParallel, torch.compile, ...) are recognized by their type: the wrapped module keeps the name
+that it has without them.
 """
 
 from __future__ import annotations
@@ -29,141 +29,141 @@ _SEE_ALL = '  see all:      print(hookdrop.plan(model, layers="**"))'
 
 @dataclass
 class Layer:
-    """One module of a model under every name that it has."""
+    """One module of a model, with all of its names."""
 
     name: str
-    """The first fully qualified name, wrappers left out; `""` is the model itself."""
+    """The first fully qualified name, without wrappers; `""` is the model itself."""
     module: nn.Module
     aliases: set[str] = field(default_factory=set)
-    """All names without wrappers (a shared module has several)."""
-    spellings: set[str] = field(default_factory=set)
-    """Names with wrapper segments in them."""
+    """All names without wrappers; a shared module has several."""
+    wrapped_names: set[str] = field(default_factory=set)
+    """Names that contain wrapper segments."""
     wrappers: dict[nn.Module, None] = field(default_factory=dict)
     """The wrappers around the module, as an ordered set."""
 
 
 @dataclass
 class Selection:
-    """The chosen layers in `named_modules()` order, and what each entry matched."""
+    """The selected layers in `named_modules()` order, and what each entry matched."""
 
     root: nn.Module
     """The model without its wrappers."""
     entries: list[Entry]
     layers: list[Layer]
     counts: dict[str, int]
-    chosen_by: dict[str, list[int]]
-    """Indices of the entries that matched a layer, by its name."""
+    matched_by: dict[str, list[int]]
+    """For each layer name, the indices of the entries that matched it."""
     exact: set[str]
-    """Names of layers that an entry names in full, or gives as instance."""
+    """Names of layers that an entry gives by full name or as a module."""
     unmatched_excludes: list[Entry]
-    """The entries of `exclude` that match none of the chosen layers."""
+    """The entries of `exclude` that match none of the selected layers."""
 
 
-def walk(model: nn.Module) -> list[Layer]:
-    """Every module of `model`, the model itself first."""
+def named_layers(model: nn.Module) -> list[Layer]:
+    """Return every module of `model`, the model itself first."""
     if isinstance(model, torch.jit.ScriptModule):
         raise InjectionError(
-            "a ScriptModule can't carry Python hooks: train the module unscripted, and script it inside "
+            "a ScriptModule does not support Python hooks: train the module unscripted, and script it inside "
             "`with hookdrop.without_hooks(model):`."
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
     layers: dict[int, Layer] = {}
-    # Depth first: name, names with wrapper segments, module, the modules that it lies in, wrappers around it.
-    todo: list[_Visit] = [("", (), model, (), ())]
-    while todo:
-        name, spellings, module, owners, wrappers = todo.pop()
-        if id(module) in owners:
+    # Depth first: name, names with wrapper segments, module, ids of the modules around it, wrappers around it.
+    stack: list[_Visit] = [("", (), model, (), ())]
+    while stack:
+        name, wrapped_names, module, ancestors, wrappers = stack.pop()
+        if id(module) in ancestors:
             continue
-        owners = (*owners, id(module))
+        ancestors = (*ancestors, id(module))
         attribute = attribute_of(type(module))
         inner = getattr(module, attribute, None) if attribute else None
         if attribute and isinstance(inner, nn.Module):
-            longer = tuple(_join(s, attribute) for s in (name, *spellings))
-            todo.append((name, spellings + longer, inner, owners, (*wrappers, module)))
+            longer = tuple(_join(prefix, attribute) for prefix in (name, *wrapped_names))
+            stack.append((name, wrapped_names + longer, inner, ancestors, (*wrappers, module)))
             continue
         layer = layers.get(id(module))
         if layer is None:
             layer = layers[id(module)] = Layer(name, module)
         layer.aliases.add(name)
-        layer.spellings.update(spellings)
+        layer.wrapped_names.update(wrapped_names)
         layer.wrappers.update(dict.fromkeys(wrappers))
-        prefix = f"{name}." if name else ""
+        name_prefix = f"{name}." if name else ""
         for child_name, child in reversed(list(children_of(module).items())):
             if child is not None:
-                longer = tuple(_join(s, child_name) for s in spellings) if spellings else ()
-                todo.append((prefix + child_name, longer, child, owners, wrappers))
+                longer = tuple(_join(prefix, child_name) for prefix in wrapped_names) if wrapped_names else ()
+                stack.append((name_prefix + child_name, longer, child, ancestors, wrappers))
     return list(layers.values())
 
 
 def layers_by_name(model: nn.Module) -> dict[str, Layer]:
-    """Every layer by each of its full names; where two are spelled the same, the one without wrappers."""
-    everything = walk(model)
-    spelled = {name: layer for layer in everything for name in layer.spellings}
-    return spelled | {name: layer for layer in everything for name in layer.aliases}
+    """Map every full name to its layer; names without wrappers take precedence."""
+    layers = named_layers(model)
+    wrapped = {name: layer for layer in layers for name in layer.wrapped_names}
+    return wrapped | {name: layer for layer in layers for name in layer.aliases}
 
 
 def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> Selection:
-    """The layers that `layers` names and `exclude` does not.
+    """Select the layers that match `layers` and do not match `exclude`.
 
     Raises:
-        LayerError: an entry matches nothing, is nothing that can match, or nothing is left.
+        LayerError: an entry is of the wrong type or matches nothing, or `exclude` removes every layer.
     """
-    everything = walk(model)
-    wanted, unwanted = as_entries(layers, "layers"), as_entries(() if exclude is None else exclude, "exclude")
-    if not wanted:
+    everything = named_layers(model)
+    included, excluded = as_entries(layers, "layers"), as_entries(() if exclude is None else exclude, "exclude")
+    if not included:
         raise LayerError("`layers` is empty: nothing would be regularized.\n" + _SEE_ALL)
-    chosen_by: dict[str, list[int]] = {}
+    matched_by: dict[str, list[int]] = {}
     exact: set[str] = set()
     counts: dict[str, int] = {}
-    for index, entry in enumerate(wanted):
-        found, is_exact = _must_match(everything, entry, "layers")
-        # A module is known by its name; its class would be that of others too.
+    for index, entry in enumerate(included):
+        found, is_exact = _match_or_raise(everything, entry, "layers")
+        # Report a module by its name, since other modules may have its class.
         text = repr(found[0].name) if isinstance(entry, nn.Module) else entry_text(entry)
         counts[text] = len(found)
         for layer in found:
-            chosen_by.setdefault(layer.name, []).append(index)
+            matched_by.setdefault(layer.name, []).append(index)
             if is_exact:
                 exact.add(layer.name)
-    excluded: set[str] = set()
+    excluded_names: set[str] = set()
     unmatched: list[Entry] = []
-    for entry in unwanted:
-        names = {layer.name for layer in _must_match(everything, entry, "exclude")[0]}
-        excluded |= names
-        if names.isdisjoint(chosen_by):
+    for entry in excluded:
+        names = {layer.name for layer in _match_or_raise(everything, entry, "exclude")[0]}
+        excluded_names |= names
+        if names.isdisjoint(matched_by):
             unmatched.append(entry)
-    left = [layer for layer in everything if layer.name in chosen_by and layer.name not in excluded]
-    if not left:
+    selected = [layer for layer in everything if layer.name in matched_by and layer.name not in excluded_names]
+    if not selected:
         raise LayerError(
-            f"all {len(chosen_by)} layers that `layers` names are in `exclude` too: nothing is left.\n"
-            f"  layers:  {', '.join(map(entry_text, wanted))}\n  exclude: {', '.join(map(entry_text, unwanted))}"
+            f"`exclude` removes every layer that `layers` matches ({len(matched_by)}): nothing is left.\n"
+            f"  layers:  {', '.join(map(entry_text, included))}\n  exclude: {', '.join(map(entry_text, excluded))}"
         )
-    return Selection(everything[0].module, wanted, left, counts, chosen_by, exact, unmatched)
+    return Selection(everything[0].module, included, selected, counts, matched_by, exact, unmatched)
 
 
 def as_entries(entries: Any, what: str) -> list[Entry]:
-    """`entries` as a list, each checked to be of a kind that can match."""
+    """Return `entries` as a list, after checking the type of each."""
     single = isinstance(entries, str | re.Pattern | type | nn.Module) or callable(entries)
     if isinstance(entries, Mapping):
-        raise TypeError(f"`{what}` is a mapping: give {{layers: regularizer}} as the regularizer, and no `layers`.")
+        raise TypeError(f"`{what}` is a mapping: pass {{layers: regularizer}} as the regularizer, without `layers`.")
     listed = [entries] if single else list(entries) if isinstance(entries, Iterable) else [entries]
     for entry in listed:
         if entry == "":
-            raise LayerError(f"`{what}` has an empty name in it; to mean the model itself, pass the model.")
+            raise LayerError(f"`{what}` contains an empty name; to select the model itself, pass the model.")
         if isinstance(entry, type):
             if not issubclass(entry, nn.Module):
-                raise LayerError(f"`{what}` has the class {entry.__name__} in it, which is not a torch.nn.Module.")
+                raise LayerError(f"`{what}` contains the class {entry.__name__}, which is not a torch.nn.Module.")
         elif not isinstance(entry, str | re.Pattern) and not callable(entry):
             raise LayerError(
-                f"`{what}` has {entry!r} ({type(entry).__name__}) in it.\n"
-                "  use a name, a glob, a compiled expression, a module class, a module,\n"
+                f"`{what}` contains {entry!r} ({type(entry).__name__}).\n"
+                "  use a name, a glob, a compiled regular expression, a module class, a module,\n"
                 "  or a function of (name, module)."
             )
     return listed
 
 
 def entry_text(entry: Entry) -> str:
-    """An entry as a person wrote it."""
+    """Format an entry as the user wrote it."""
     if isinstance(entry, re.Pattern):
         return f"re.compile({entry.pattern!r})"
     if isinstance(entry, str):
@@ -173,18 +173,18 @@ def entry_text(entry: Entry) -> str:
     return f"<{type(entry).__name__}>" if isinstance(entry, nn.Module) else getattr(entry, "__name__", repr(entry))
 
 
-def _must_match(everything: list[Layer], entry: Entry, what: str) -> tuple[list[Layer], bool]:
+def _match_or_raise(everything: list[Layer], entry: Entry, what: str) -> tuple[list[Layer], bool]:
     found, exact = matches(everything, entry)
     if not found:
-        raise LayerError(_nothing_found(everything, entry, what))
+        raise LayerError(_no_match_message(everything, entry, what))
     return found, exact
 
 
 def matches(everything: list[Layer], entry: Entry) -> tuple[list[Layer], bool]:
-    """The layers that `entry` matches, and whether it means just one by its full name."""
+    """Return the layers that `entry` matches, and whether it is a full name or a module."""
     if isinstance(entry, str):
         exact = [layer for layer in everything if entry in layer.aliases] or [
-            layer for layer in everything if entry in layer.spellings
+            layer for layer in everything if entry in layer.wrapped_names
         ]
         if exact:
             return exact[:1], True
@@ -204,52 +204,52 @@ def _glob_matches(pattern: str, layer: Layer) -> bool:
     fullmatch = glob_expression(pattern).fullmatch
     if any(map(fullmatch, layer.aliases - {""})):
         return True
-    # A wrapper's segment is met only where the pattern spells it out: `*` never stands for one.
-    spelt = set(pattern.split("."))
+    # A wrapper's segment matches only if the pattern spells it out, and never by `*`.
+    literal = set(pattern.split("."))
     return any(
-        fullmatch(name) and set(name.split(".")) & SEGMENTS <= spelt for name in layer.spellings - {""}
+        fullmatch(name) and set(name.split(".")) & SEGMENTS <= literal for name in layer.wrapped_names - {""}
     ) and bool(layer.name)
 
 
-def _nothing_found(everything: list[Layer], entry: Entry, what: str) -> str:
-    model, there = type(everything[0].module).__name__, ""
+def _no_match_message(everything: list[Layer], entry: Entry, what: str) -> str:
+    model, available = type(everything[0].module).__name__, ""
     if isinstance(entry, str):
         near = "".join(f"  {line}\n" for line in _suggestions(everything, entry))
         return f"`{what}` names a module that {model} does not have.\n  asked for:    {entry!r}\n{near}{_SEE_ALL}"
     if isinstance(entry, nn.Module):
         found = type(entry).__name__
-        return f"`{what}` has a {found} in it that is not part of this {model} (of a copy of it?).\n{_SEE_ALL}"
+        return f"`{what}` contains a {found} that is not part of this {model} (part of a copy?).\n{_SEE_ALL}"
     if isinstance(entry, type):
         classes = sorted({type(layer.module).__name__ for layer in everything})
-        there = f"  there are:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
+        available = f"  available:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
     return (
-        f"`{what}` has {'a class' if there else 'an entry'} in it that matches no module of {model}.\n"
-        f"  asked for:    {entry_text(entry)}\n{there}{_SEE_ALL}"
+        f"`{what}` contains {'a class' if available else 'an entry'} that matches no module of {model}.\n"
+        f"  asked for:    {entry_text(entry)}\n{available}{_SEE_ALL}"
     )
 
 
 def _suggestions(everything: list[Layer], text: str) -> Iterator[str]:
-    """What to write instead of a text that matches nothing."""
+    """Suggest what to write instead of a text that matches nothing."""
     names = [layer.name for layer in everything if layer.name]
-    deep = f"**.{text}"
-    inside = list(filter(glob_expression(deep).fullmatch, names))
-    if inside:
-        yield f"did you mean: {deep!r} ({counted(len(inside), 'module')})"
+    suffix = f"**.{text}"
+    nested = list(filter(glob_expression(suffix).fullmatch, names))
+    if nested:
+        yield f"did you mean: {suffix!r} ({counted(len(nested), 'module')})"
         return
     of_class = [layer for layer in everything if type(layer.module).__name__ == text]
     if of_class:
-        yield f"did you mean: the class {text} itself, not its name as a text ({counted(len(of_class), 'module')})"
+        yield f"did you mean: the class {text} itself, not its name as a string ({counted(len(of_class), 'module')})"
         return
     if re.search(r"\\|\.\+|\(|\|", text):
-        yield f"an expression? write re.compile({text!r})"
+        yield f"a regular expression? write re.compile({text!r})"
         return
-    near = list(_respelt(text, names)) or nearest(text, names)
+    near = list(_similar_patterns(text, names)) or nearest(text, names)
     if near:
         yield f"did you mean: {', '.join(map(repr, near[:3]))}"
 
 
-def _respelt(text: str, names: list[str]) -> Iterator[str]:
-    """`text` with one segment exchanged for one like it, where that matches something."""
+def _similar_patterns(text: str, names: list[str]) -> Iterator[str]:
+    """Replace one segment of `text` with a similar one, and yield the results that match a module."""
     segments = text.split(".")
     known = sorted({segment for name in names for segment in name.split(".")})
     for index, segment in enumerate(segments):

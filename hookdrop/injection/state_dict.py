@@ -1,4 +1,4 @@
-"""Saving and loading where an injection stands: the least that, with the code, rebuilds the rest."""
+"""Save and load the state of an injection: the minimum that the code cannot rebuild."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _KEYS = ("version", "name", "sites", "step_count", "target_p", "declared_p", "en
 
 
 def save(state: InjectionState, hooks: Sequence[SiteHook]) -> dict[str, Any]:
-    """Plain numbers, texts and lists, that `torch.load(weights_only=True)` and JSON both take.
+    """Return plain numbers, strings, and lists, for `torch.load(weights_only=True)` and JSON.
 
-    `declared_p` and `schedule` are what the code said: they are compared at loading, not loaded.
+    `declared_p` and `schedule` record the settings in the code: loading compares them, and does not restore them.
     """
     return {
         "version": VERSION,
@@ -40,14 +40,14 @@ def load(
     strict: bool,
     changing: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Check all of `saved`, then take it over; `changing` undoes what does not fit."""
-    step, enabled = _checked(saved)
+    """Validate `saved`, then apply it; `changing` undoes the change if a rate is out of range."""
+    step, enabled = _validated(saved)
     if strict:
-        _same_places(state, hooks, saved)
+        _check_same_sites(state, hooks, saved)
     targets = dict(zip(saved["sites"], saved["target_p"], strict=True))
     known = [hook for hook in hooks if hook.site in targets]
     if not known:
-        raise StateError(f"the state has none of the sites of {state.name!r}: nothing was loaded.")
+        raise StateError(f"the state has none of the sites of {state.name!r}. Nothing was loaded.")
     new = [(hook, _valid_target(hook, targets[hook.site])) for hook in known]
     _warn_about_differences(state, hooks, saved, known)
     try:
@@ -59,42 +59,42 @@ def load(
         raise StateError(f"{error} Nothing was loaded.") from None
 
 
-def _checked(saved: Mapping[str, Any]) -> tuple[int, bool]:
+def _validated(saved: Mapping[str, Any]) -> tuple[int, bool]:
     missing = [key for key in _KEYS if not isinstance(saved, Mapping) or key not in saved]
     if missing:
         raise StateError(
-            f"this is not the state of an injection: it lacks {', '.join(missing)}; nothing was loaded.\n"
-            "  find(model).state_dict() has a state for each name: load it with find(model).load_state_dict."
+            f"this is not the state of an injection: it lacks {', '.join(missing)}. Nothing was loaded.\n"
+            "  find(model).state_dict() returns a state per name: load it with find(model).load_state_dict()."
         )
     if saved["version"] != VERSION:
         raise StateError(
-            f"the state has version {saved['version']!r}, this hookdrop reads {VERSION}; nothing was loaded."
+            f"the state has version {saved['version']!r}, this hookdrop reads version {VERSION}. Nothing was loaded."
         )
     lists = [saved[key] for key in ("sites", "target_p", "declared_p")]
     if not all(isinstance(each, list | tuple) for each in lists):
-        raise StateError("the state's sites and target_p are not lists; nothing was loaded.")
+        raise StateError("the state's sites, target_p, and declared_p must be lists. Nothing was loaded.")
     if len(set(map(len, lists))) > 1:
-        raise StateError("the state's sites and target_p differ in length; nothing was loaded.")
+        raise StateError("the state's sites, target_p, and declared_p differ in length. Nothing was loaded.")
     if not isinstance(saved["enabled"], bool):
-        raise StateError(f"the state's enabled is {saved['enabled']!r}, not a bool; nothing was loaded.")
+        raise StateError(f"the state's enabled must be a bool, got {saved['enabled']!r}. Nothing was loaded.")
     try:
         return count(saved["step_count"], "step_count", "state", 0), saved["enabled"]
     except (TypeError, ValueError) as error:
         raise StateError(f"{error} Nothing was loaded.") from None
 
 
-def _same_places(state: InjectionState, hooks: Sequence[SiteHook], saved: Mapping[str, Any]) -> None:
+def _check_same_sites(state: InjectionState, hooks: Sequence[SiteHook], saved: Mapping[str, Any]) -> None:
     here, there = [hook.site for hook in hooks], list(saved["sites"])
     if saved["name"] == state.name and here == there:
         return
-    lines = [f"the state does not fit {state.name!r}; nothing was loaded."]
+    lines = [f"the state does not match {state.name!r}. Nothing was loaded."]
     if saved["name"] != state.name:
         lines.append(f"  name:              {saved['name']!r} in the state, {state.name!r} here")
     lines += [f"  only in the state: {site!r}" for site in there if site not in here]
     lines += [f"  only here:         {site!r}" for site in here if site not in there]
     if sorted(here) == sorted(there) and here != there:
-        lines.append("  the same sites in another order")
-    lines.append("  load what fits:    load_state_dict(state, strict=False)")
+        lines.append("  the same sites in a different order")
+    lines.append("  load what matches: load_state_dict(state, strict=False)")
     raise StateError("\n".join(lines))
 
 
@@ -102,7 +102,7 @@ def _valid_target(hook: SiteHook, target: Any) -> float | None:
     if hook.target is None and target is None:
         return None
     if hook.target is None:
-        raise StateError(f"the state has a rate of {target} for {hook.site!r}, which has none; nothing was loaded.")
+        raise StateError(f"the state has a rate of {target} for {hook.site!r}, which has none. Nothing was loaded.")
     try:
         return hook.regularizer.valid_rate(target)
     except (TypeError, ValueError) as error:
@@ -114,20 +114,20 @@ def _warn_about_differences(
 ) -> None:
     if saved["schedule"] != repr(state.schedule):
         warn(
-            f"{state.name!r}: the code's schedule {state.schedule} is used; the state was saved under "
-            f"{saved['schedule']}. The step count ({saved['step_count']}) is the state's."
+            f"{state.name!r} uses the schedule in the code, {state.schedule}; the state was saved with "
+            f"{saved['schedule']}. The step count ({saved['step_count']}) comes from the state."
         )
     declared = dict(zip(saved["sites"], saved["declared_p"], strict=True))
-    other = [hook for hook in known if declared[hook.site] != hook.initial_target]
-    if other:
+    changed = [hook for hook in known if declared[hook.site] != hook.initial_target]
+    if changed:
         warn(
-            f"{state.name!r}: the state's target rates are used; it was saved when the code said "
-            f"{declared[other[0].site]} at {other[0].site!r}, and the code says {other[0].initial_target} now.\n"
-            f"  to use the code's: drop.target_p = {other[0].initial_target}"
+            f"{state.name!r} uses the target rates of the state; at {changed[0].site!r} the rate in the code changed "
+            f"from {declared[changed[0].site]} to {changed[0].initial_target}.\n"
+            f"  to use the code's rate: drop.target_p = {changed[0].initial_target}"
         )
-    left_out = len(hooks) - len(known), len(saved["sites"]) - len(known)
-    if any(left_out):
+    only_here, only_saved = len(hooks) - len(known), len(saved["sites"]) - len(known)
+    if only_here or only_saved:
         warn(
-            f"{state.name!r}: no partner for {counted(left_out[0], 'site')} here and {left_out[1]} of the state: "
-            "left as they are."
+            f"{state.name!r}: {counted(only_here, 'site')} here not in the state (unchanged), "
+            f"{counted(only_saved, 'site')} in the state not here (ignored)."
         )

@@ -1,4 +1,4 @@
-"""The verbs."""
+"""The public functions: `inject`, `plan`, `eject`, `without_hooks`, and `from_config`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from hookdrop.errors import LayerError, StateError, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.hooks.registry import hooks_removed
-from hookdrop.injection.config import Allowed, Configured, ConfiguredSite, read_config
+from hookdrop.injection.config import Allowed, ConfiguredSite, InjectionConfig, read_config
 from hookdrop.injection.group import Injections, find
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan, make_plan
@@ -39,36 +39,37 @@ def inject(
     on_existing: str = "error",
     example_input: Any = None,
 ) -> Injection:
-    """Put a regularizer on layers of a model that somebody else wrote.
+    """Add a regularizer to layers of a model, without changing the model's code.
 
-    The model's class, modules, parameters, `state_dict` and eval output stay what they are.
+    The model's class, modules, parameters, `state_dict`, and eval output do not change.
 
     Args:
-        model: any `nn.Module`; wrapped (DDP, torch.compile, ...) or not.
-        regularizer: a hookdrop regularizer, a module of tensor -> tensor without parameters, a picklable
-            function, a text for `parse`, or a mapping from `layers` entries to these. Each site has a copy.
-        layers: where: a fully qualified name, a glob (`*` stays within a segment, `**` does not), a compiled
-            expression, a module class, a module, a function of (name, module), or a list of these.
-        exclude: what to leave out again; entries as in `layers`.
+        model: any `nn.Module`, wrapped (DDP, torch.compile, ...) or not.
+        regularizer: a hookdrop regularizer, a module without parameters that maps a tensor to a tensor, a picklable
+            function, a string for `parse`, or a mapping from `layers` entries to these. Each site gets a copy.
+        layers: the layers to hook: a fully qualified name, a glob (`*` matches within a segment, `**` across
+            segments), a compiled regular expression, a module class, a module, a function of (name, module), or a
+            list of these.
+        exclude: layers to skip; takes the same entries as `layers`.
         at: `"output"` or `"input"` of the layers.
-        tensor: which tensor of a tuple, list, dict or dataclass: an index, a key, `"all"`, or None for the first
-            floating-point one that is not 0-d.
-        schedule: how the rate moves with optimizer steps; None is constant.
-        p_scale: a factor of the rate for each site: `"depth"` (l / L), `"depth_from_zero"` (0 to 1), a mapping of
+        tensor: which tensor of a tuple, list, dict, or dataclass: an index, a key, `"all"`, or None for the first
+            floating-point tensor that is not 0-d.
+        schedule: how the rate changes with optimizer steps; None keeps it constant.
+        p_scale: a factor for the rate of each site: `"depth"` (l / L), `"depth_from_zero"` (0 to 1), a mapping from
             patterns to factors, or a function of (name, index, count).
-        name: what it is called; the regularizer's class name in lower case if None.
-        on_existing: for a site that has an injection: `"error"`, `"replace"` or `"stack"`.
-        example_input: a tensor, a tuple of arguments or a dict of keyword arguments, for one eval forward that
+        name: the injection's name; None uses the regularizer's class name in lower case.
+        on_existing: what to do if a site already has an injection: `"error"`, `"replace"`, or `"stack"`.
+        example_input: a tensor, a tuple of arguments, or a dict of keyword arguments, for one eval forward that
             checks shapes and finds layers that are never called.
 
     Returns:
-        The handle: `step`, `follow`, `disable`, `probe`, `remove`, ...
+        The handle, with `step`, `follow`, `disable`, `probe`, `remove`, ...
 
     Raises:
         LayerError: an entry matches nothing.
-        ShapeError: the regularizer would misread the example's shapes.
-        InjectionError: the sites are taken, the model can't be hooked, or the schedule has nothing to drive.
-        ValueError, TypeError: a setting is out of range. After any error the model is unchanged.
+        ShapeError: the regularizer would misinterpret the example's shapes.
+        InjectionError: a site is taken, the model can't be hooked, or the schedule has no rate to drive.
+        ValueError, TypeError: a setting is invalid. After any error, the model is unchanged.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
@@ -79,7 +80,7 @@ def inject(
         >>> drop.remove()
     """
     if regularizer is None:
-        raise TypeError("inject: the regularizer is None: write what to put on the layers, such as DropBlock(p=0.1).")
+        raise TypeError("inject: the regularizer is None: pass one, such as DropBlock(p=0.1).")
     return plan(
         model,
         regularizer,
@@ -109,15 +110,15 @@ def plan(
     on_existing: str = "error",
     example_input: Any = None,
 ) -> Plan:
-    """What `inject` would do with the same arguments; nothing is touched.
+    """Show what `inject` would do with the same arguments, without changing the model.
 
-    Without a regularizer it lists layers: `print(plan(model, layers="**"))`.
+    Without a regularizer, it lists layers: `print(plan(model, layers="**"))`.
 
     Returns:
-        The plan: `sites`, `counts`, `warnings`, a table when printed, and `apply()`.
+        The plan, with `sites`, `counts`, `warnings`, and `apply()`. Printing it shows a table.
 
     Raises:
-        As `inject`.
+        The same errors as `inject`.
 
     Example:
         >>> print(plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Dropout(p=0.1), layers="*", p_scale="depth"))
@@ -148,13 +149,13 @@ def plan(
 
 
 def eject(model: nn.Module, name: str | None = None) -> int:
-    """Remove every injection of a model, or the one of this name.
+    """Remove every injection from a model, or only the one with this name.
 
     Returns:
-        The number of hooks that were removed.
+        The number of removed hooks.
 
     Raises:
-        InjectionError: there is none of this name.
+        InjectionError: there is no injection with this name.
     """
     found = find(model) if name is None else [find(model)[name]]
     count = sum(len(injection.sites) for injection in found)
@@ -165,7 +166,7 @@ def eject(model: nn.Module, name: str | None = None) -> int:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
-    """None of hookdrop's hooks is on the model inside: for export and scripting. After it all are back.
+    """Remove all of hookdrop's hooks inside the `with` block, for export and scripting, and restore them on exit.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -183,15 +184,15 @@ def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def from_config(model: nn.Module, config: Mapping[str, Any], allow: Allowed = ()) -> Injection:
-    """Inject what `Injection.config` describes.
+    """Recreate the injection that `Injection.config` describes.
 
     Args:
         model: a model with the sites of the config.
-        config: as from `Injection.config`, through JSON or not.
-        allow: classes and functions other than hookdrop's that the config may name; nothing else is imported.
+        config: from `Injection.config`, with or without a round trip through JSON.
+        allow: classes and functions from outside hookdrop that the config may name. Nothing is imported.
 
     Raises:
-        StateError: the config is invalid, or it names a class that is not allowed; the text has the path and the value.
+        StateError: the config is invalid or names a class that is not allowed; the message has the path and value.
         LayerError: the model lacks a site.
 
     Example:
@@ -202,28 +203,28 @@ def from_config(model: nn.Module, config: Mapping[str, Any], allow: Allowed = ()
     """
     with nothing_placed():
         layers = layers_by_name(model)
-        return _configured_plan(model, layers, read_config(config, allow)).apply()
+        return _plan_from_config(model, layers, read_config(config, allow)).apply()
 
 
-def _configured_plan(model: nn.Module, layers: Mapping[str, Layer], given: Configured) -> Plan:
+def _plan_from_config(model: nn.Module, layers: Mapping[str, Layer], config: InjectionConfig) -> Plan:
     sites: dict[nn.Module, ConfiguredSite] = {}
-    for site in given.sites:
+    for site in config.sites:
         if site.name not in layers:
-            select(model, site.name)  # its error has the nearest names
+            select(model, site.name)  # its error lists the nearest names
             raise LayerError(f"the config's site {site.name!r} is a pattern, not the full name of a layer.")
         module = layers[site.name].module
         if module in sites:
-            raise StateError(f"the config has a site twice: {sites[module].name!r} and {site.name!r}.")
+            raise StateError(f"the config has two sites on one layer: {sites[module].name!r} and {site.name!r}.")
         if site.branch and site.branch not in dict(module.named_modules()):
-            raise LayerError(f"the config's site {site.name!r} has no layer {site.branch!r}, its branch.")
+            raise LayerError(f"the config's site {site.name!r} has no layer {site.branch!r} to use as its branch.")
         sites[module] = site
     try:
-        scales = None if all(s.p_scale == 1.0 for s in given.sites) else {m: s.p_scale for m, s in sites.items()}
+        scales = None if all(s.p_scale == 1.0 for s in config.sites) else {m: s.p_scale for m, s in sites.items()}
         regularizers = {module: site.regularizer for module, site in sites.items()}
-        resolved = resolve(model, regularizers, None, (), given.schedule, scales)
+        resolved = resolve(model, regularizers, None, (), config.schedule, scales)
         for planned in resolved.sites:
             planned.at, planned.branch = sites[planned.module].at, sites[planned.module].branch
-        return make_plan(model, resolved, schedule=given.schedule, tensor=given.tensor, name=given.name)
+        return make_plan(model, resolved, schedule=config.schedule, tensor=config.tensor, name=config.name)
     except LayerError:
         raise
     except Exception as error:

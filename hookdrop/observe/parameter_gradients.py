@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from hookdrop.errors import InjectionError, LayerError, ShapeError, nearest, warn
 from hookdrop.hooks import compiling
-from hookdrop.injection.select import walk
+from hookdrop.injection.select import named_layers
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.validation import number
@@ -177,8 +177,8 @@ def _expression(pattern: Any) -> re.Pattern[str]:
 def _parameters(model: nn.Module) -> list[tuple[list[str], Parameter]]:
     """Each parameter once, with all its names; the first is the one without wrappers."""
     found: dict[int, tuple[list[str], Parameter]] = {}
-    for layer in walk(model):
-        prefixes = [layer.name, *sorted((layer.aliases | layer.spellings) - {layer.name})]
+    for layer in named_layers(model):
+        prefixes = [layer.name, *sorted((layer.aliases | layer.wrapped_names) - {layer.name})]
         for own, parameter in layer.module.named_parameters(recurse=False, remove_duplicate=False):
             names = [f"{prefix}.{own}" if prefix else own for prefix in prefixes]
             found.setdefault(id(parameter), ([], parameter))[0].extend(names)

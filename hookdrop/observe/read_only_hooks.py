@@ -25,7 +25,7 @@ class LayerObserver:
 
     def __init__(self, layer: Layer) -> None:
         self.name, self.module = layer.name, layer.module
-        self.names = {layer.name, *layer.aliases, *layer.spellings}
+        self.names = {layer.name, *layer.aliases, *layer.wrapped_names}
         self._handles: list[RemovableHandle] = []
 
     def on_gradient(self, x: Tensor, fn: Callable[[Tensor], None]) -> RemovableHandle:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hookdrop.diagnostics.figures import pixels
 from hookdrop.errors import did_you_mean, warn
-from hookdrop.injection.select import Entries, walk
+from hookdrop.injection.select import Entries, named_layers
 from hookdrop.observe.layer_statistics import ChannelAxes, LayerStats
 from hookdrop.observe.plots import stats_figure
 from hookdrop.observe.read_only_hooks import chosen_layers, observed
@@ -59,7 +59,11 @@ def stats(
         >>> seen["1"].calls, 0 < seen["1"].mean < 1, seen["1"].dead
         (5, True, 0.0)
     """
-    which = [layer.module for layer in walk(model) if not any(layer.module.children())] if layers is None else layers
+    which = (
+        [layer.module for layer in named_layers(model) if not any(layer.module.children())]
+        if layers is None
+        else layers
+    )
     axes = ChannelAxes(None if channel_dim is None else count(channel_dim, "channel_dim", "stats", LOWEST_AXIS))
     called: list[LayerStats] = []
     chosen = [LayerStats(layer, axes, called) for layer in chosen_layers(model, which, exclude, "stats()")]

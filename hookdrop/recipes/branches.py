@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 
-from hookdrop.injection.select import Layer, walk
+from hookdrop.injection.select import Layer, named_layers
 from hookdrop.utils.tables import some
 
 Ends = tuple[str, ...]
@@ -22,7 +22,7 @@ Rule = Callable[[nn.Module], Ends | None]
 
 def blocks(model: nn.Module) -> Iterator[tuple[Layer, Ends]]:
     """The residual blocks of a model in `named_modules()` order, and where their branches end."""
-    for layer in walk(model):
+    for layer in named_layers(model):
         ends = branch_ends(layer.module)
         if ends is not None:
             yield layer, ends
@@ -41,7 +41,7 @@ def decoder_ends(module: nn.Module) -> Ends | None:
 def skipped_layers(model: nn.Module, known: Collection[str]) -> list[str]:
     """A warning for each list of layers of which a recipe recognizes some and not others."""
     found = []
-    for layer in walk(model):
+    for layer in named_layers(model):
         if not isinstance(layer.module, nn.ModuleList):
             continue
         names = {f"{layer.name}.{name}": child for name, child in layer.module.named_children()}

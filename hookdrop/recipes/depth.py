@@ -10,8 +10,8 @@ from torch import nn
 
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.resolve import PScale, factors
-from hookdrop.injection.select import walk
+from hookdrop.injection.resolve import PScale, rate_factors
+from hookdrop.injection.select import named_layers
 from hookdrop.recipes.branches import blocks, skipped_layers
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.regularizers import DropPath
@@ -65,7 +65,7 @@ def stochastic_depth(
     require_sites("stochastic_depth", model, list(ends), "residual blocks of a kind that it knows")
     _must_be_off(model, ends)
     _must_be_distinct(ends)
-    scales = [1.0] * len(found) if p_scale is None else factors([block for block, _ in found], p_scale)
+    scales = [1.0] * len(found) if p_scale is None else rate_factors([block for block, _ in found], p_scale)
     sites = [
         RecipeSite(f"{block.name}.{end}", {"p": p}, scale)
         for (block, ends), scale in zip(found, scales, strict=True)
@@ -87,7 +87,7 @@ def _must_be_off(model: nn.Module, ends: Mapping[str, nn.Module]) -> None:
                 "  build the model without it (drop_path_rate=0.; in torchvision stochastic_depth_prob=0.), or change "
                 f"its rate: hookdrop.recipes.set_dropout(model, {{'**.{name.rpartition('.')[2]}': p}})"
             )
-    for layer in walk(model):
+    for layer in named_layers(model):
         rate = vars(layer.module).get("drop_path")
         if isinstance(rate, float) and rate:
             raise InjectionError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.injection.select import walk
+from hookdrop.injection.select import named_layers
 from hookdrop.recipes.source_analysis import DropoutSource, Path, analyze, attribute
 from hookdrop.regularizers import Regularizer
 
@@ -40,7 +40,7 @@ class Rate:
 def rates(model: nn.Module) -> list[Rate]:
     """Every rate of the model that can be changed, in `named_modules()` order."""
     found = []
-    for layer in walk(model):
+    for layer in named_layers(model):
         for index, name in enumerate(_attributes(layer.module)):
             full = f"{layer.name}.{name}" if layer.name else name
             found.append(Rate(layer.name if _only_drops(layer.module) and index == 0 else full, layer.module, name))
@@ -50,7 +50,7 @@ def rates(model: nn.Module) -> list[Rate]:
 def out_of_reach(model: nn.Module) -> dict[str, list[str]]:
     """Dropout that cannot be changed: a line about the code, and the names of the modules that run it."""
     found: dict[str, list[str]] = {}
-    for layer in walk(model):
+    for layer in named_layers(model):
         for line in dict.fromkeys(_lines(layer.module)):
             found.setdefault(line, []).append(layer.name)
     return found

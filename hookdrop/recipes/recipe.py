@@ -16,7 +16,7 @@ from hookdrop.hooks import compiling
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan, make_plan
 from hookdrop.injection.resolve import resolve
-from hookdrop.injection.select import walk
+from hookdrop.injection.select import named_layers
 from hookdrop.schedules import Schedule
 
 P = ParamSpec("P")
@@ -107,7 +107,7 @@ def _make_regularizer(factory: Factory, settings: Mapping[str, Any]) -> Any:
 
 def require_sites(recipe: str, model: nn.Module, names: Sequence[str], wanted: str) -> None:
     """Refuse a model in which a recipe finds nothing to do, or blocks that tracing has taken apart."""
-    for layer in walk(model):
+    for layer in named_layers(model):
         if isinstance(layer.module, GraphModule):
             prefix = f"{layer.name}." if layer.name else ""
             if not names or any(name.startswith(prefix) for name in names):

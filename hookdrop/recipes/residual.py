@@ -9,7 +9,7 @@ from torch import nn
 
 from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import Layer, walk
+from hookdrop.injection.select import Layer, named_layers
 from hookdrop.recipes.branches import decoder_ends, skipped_layers
 from hookdrop.recipes.dropout_rates import rates
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
@@ -56,7 +56,7 @@ def residual_dropout(
         >>> [site.name for site in drop.sites][:2]
         ['model.layers.0.self_attn', 'model.layers.0.mlp']
     """
-    found = [(layer, ends) for layer in walk(model) if (ends := decoder_ends(layer.module)) is not None]
+    found = [(layer, ends) for layer in named_layers(model) if (ends := decoder_ends(layer.module)) is not None]
     sites = [RecipeSite(f"{layer.name}.{end}", {"p": p}) for layer, ends in found for end in ends]
     wanted = "decoder layers with input_layernorm, self_attn and mlp, or similar"
     require_sites("residual_dropout", model, [site.name for site in sites], wanted)

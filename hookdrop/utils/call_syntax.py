@@ -42,7 +42,7 @@ def read_call(text: str, kind: Kind) -> Call:
 
     Raises:
         TypeError: not a text.
-        ValueError: another form, an unknown name, or anything that is not a literal.
+        ValueError: another form, an unknown name, a duplicate setting, or anything that is not a literal.
     """
     if not isinstance(text, str):
         raise TypeError(f"{kind.reader}: text must be a str, got {text!r} ({type(text).__name__}).")
@@ -72,6 +72,10 @@ def read_call(text: str, kind: Kind) -> Call:
         raise ValueError(f"{kind.reader}: {text!r} has something in it that is not a literal; it is not run.") from None
     if len(kwargs) != len(call.keywords):
         raise _unreadable(text, kind)
+    settings = [setting for setting, _ in kwargs]
+    duplicate = next((setting for setting in settings if settings.count(setting) > 1), None)
+    if duplicate:
+        raise ValueError(f"{kind.reader}: {text!r} sets {duplicate!r} more than once: keep one value.")
     return Call(name, args, kwargs)
 
 

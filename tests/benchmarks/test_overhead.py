@@ -292,8 +292,8 @@ class TestWhatKeepsTheCostLow:
         self, monkeypatch: pytest.MonkeyPatch, model: Small
     ) -> None:
         walked = []
-        walk = layers.walk
-        monkeypatch.setattr(layers, "walk", lambda model: walked.append(model) or walk(model))
+        named_layers = layers.named_layers
+        monkeypatch.setattr(layers, "named_layers", lambda model: walked.append(model) or named_layers(model))
         drafted = plan(model, Dropout(0.1), layers="layer?.*", exclude=["layer1.0", "layer1.1", "layer1", "fc"])
         assert [site.name for site in drafted.sites] == ["layer2.0", "layer2.1"]
         assert len(drafted.warnings) == 2

@@ -1,4 +1,4 @@
-"""A schedule is a pure function of the step."""
+"""Schedules are pure functions of the step."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from hookdrop import (
 from tests.support.pairs import pair
 
 
-class Plain(Schedule):
-    """No dataclass, and a tensor as multiplier."""
+class TensorSchedule(Schedule):
+    """Not a dataclass, and returns a tensor."""
 
     def __call__(self, step: int) -> Any:
         return torch.tensor(0.5)
 
 
-def test_a_schedule_that_is_no_dataclass_and_gives_tensors() -> None:
-    drop = inject(model := pair(), Dropout(0.5), layers="*.0", schedule=Plain())
+def test_schedule_that_is_not_a_dataclass_and_returns_tensors() -> None:
+    drop = inject(model := pair(), Dropout(0.5), layers="*.0", schedule=TensorSchedule())
     drop.step()
-    assert "Plain()" in repr(drop)
+    assert "TensorSchedule()" in repr(drop)
     assert drop.metrics()["hookdrop/dropout/p"] == 0.25
     assert type(drop.p) is float
-    assert drop.state_dict()["schedule"] == "Plain()"
+    assert drop.state_dict()["schedule"] == "TensorSchedule()"
     assert model is not None
 
 
@@ -66,9 +66,7 @@ ALL = [
     delay=st.integers(0, 1000),
     ramp=st.sampled_from([LinearSchedule, CosineSchedule]),
 )
-def test_ramps_start_and_end_exactly_and_stay(
-    steps: int, start: float, end: float, delay: int, ramp: type[Schedule]
-) -> None:
+def test_ramps_start_and_end_exactly(steps: int, start: float, end: float, delay: int, ramp: type[Schedule]) -> None:
     schedule = ramp(steps, start=start, end=end, delay=delay)
     assert schedule(0) == schedule(delay) == start
     assert schedule(delay + steps) == schedule(delay + steps + 1) == schedule(10**9) == end
@@ -76,42 +74,42 @@ def test_ramps_start_and_end_exactly_and_stay(
     assert all(low - 1e-12 <= schedule(delay + steps * k // 7) <= high + 1e-12 for k in range(8))
 
 
-def test_linear_is_the_linear_keep_prob_of_the_paper() -> None:
-    """keep_prob falls from 1 to the target on a straight line."""
+def test_linear_schedule_matches_the_paper() -> None:
+    """keep_prob decreases linearly from 1 to its target."""
     schedule, p = LinearSchedule(steps=1000), 0.1
     keep = [1 - p * m for m in schedule.simulate(1001)]
     expected = torch.linspace(1.0, 0.9, 1001, dtype=torch.float64)
     torch.testing.assert_close(torch.tensor(keep, dtype=torch.float64), expected)
 
 
-def test_step_t_is_the_target_exactly() -> None:
-    """A ramp over T steps is at its target after T steps, not one short of it."""
+def test_linear_schedule_reaches_the_target_at_its_last_step() -> None:
+    """A ramp over T steps reaches its target after T steps, and not one step earlier."""
     for steps in (1, 3, 7, 10, 49, 1000, 12_345):
         assert LinearSchedule(steps)(steps) == 1.0
         assert LinearSchedule(steps)(steps - 1) < 1.0
 
 
-def test_exponential_is_curriculum_dropout() -> None:
+def test_exponential_schedule_matches_curriculum_dropout() -> None:
     """Keep = (1 - k) exp(-g t) + k with g = 10 / T, Morerio et al. equation 2; it never exceeds the target."""
     keep, total = 0.5, 1000
     for t in (0, 1, 10, 500, 1000, 5000):
-        theirs = (1 - keep) * math.exp(-10 / total * t) + keep
-        assert 1 - (1 - keep) * ExponentialSchedule(total)(t) == pytest.approx(theirs)
+        expected = (1 - keep) * math.exp(-10 / total * t) + keep
+        assert 1 - (1 - keep) * ExponentialSchedule(total)(t) == pytest.approx(expected)
         assert ExponentialSchedule(total)(t) <= 1
 
 
-def test_cosine_is_half_way_at_half_time() -> None:
+def test_cosine_schedule_is_half_way_after_half_the_steps() -> None:
     assert CosineSchedule(100)(50) == pytest.approx(0.5)
     assert CosineSchedule(100)(1) < LinearSchedule(100)(1)
 
 
-def test_chained_steps_start_anew() -> None:
+def test_chained_schedules_count_their_own_steps() -> None:
     chained = ChainedSchedule([LinearSchedule(2), LinearSchedule(4, start=1.0, end=0.0)], milestones=[10])
     assert [chained(step) for step in (0, 1, 2, 9, 10, 12, 14, 99)] == [0, 0.5, 1, 1, 1, 0.5, 0, 0]
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=repr)
-def test_pure_picklable_and_comparable(schedule: Schedule) -> None:
+def test_schedules_are_pure_picklable_and_comparable(schedule: Schedule) -> None:
     assert schedule.simulate(20) == [schedule(step) for step in range(20)] == schedule.simulate(20)
     again = pickle.loads(pickle.dumps(schedule))
     assert again == schedule
@@ -121,7 +119,7 @@ def test_pure_picklable_and_comparable(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=repr)
-def test_repr_makes_it_again(schedule: Schedule) -> None:
+def test_repr_round_trip(schedule: Schedule) -> None:
     if not isinstance(schedule, LambdaSchedule):
         names = {cls.__name__: cls for cls in map(type, ALL)}
         assert eval(repr(schedule), names) == schedule
@@ -154,21 +152,21 @@ def test_peak_is_the_largest_multiplier(schedule: Schedule) -> None:
         (lambda: ChainedSchedule([], []), TypeError, "must be hookdrop schedules"),
         (lambda: ChainedSchedule([LinearSchedule(3), abs], [3]), TypeError, "must be hookdrop schedules"),
         (lambda: ChainedSchedule([LinearSchedule(3)], [3]), ValueError, "1 schedules need 0"),
-        (lambda: ChainedSchedule([LinearSchedule(3)] * 3, [5, 5]), ValueError, "rising"),
+        (lambda: ChainedSchedule([LinearSchedule(3)] * 3, [5, 5]), ValueError, "increasing milestones"),
         (lambda: LambdaSchedule(0.5), TypeError, "must be a function"),
         (lambda: LambdaSchedule(lambda s: -1)(3), ValueError, r"fn\(3\) must be at least 0, got -1"),
         (lambda: LambdaSchedule(lambda s: "x")(3), TypeError, r"fn\(3\) must be a number"),
         (lambda: LinearSchedule(3).simulate(-1), ValueError, "n must be at least 0"),
     ],
 )  # fmt: skip
-def test_bad_settings_say_what_is_wrong(make: object, error: type[Exception], says: str) -> None:
+def test_invalid_settings_raise(make: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()
 
 
 @dataclass(frozen=True, repr=False)
 class Table(Schedule):
-    """A user's schedule, which is defined at the steps of the training alone."""
+    """A custom schedule, defined only at the steps of the training."""
 
     values: tuple[float, ...]
 
@@ -180,7 +178,7 @@ class Table(Schedule):
         return max(self.values)
 
 
-def test_a_schedule_is_never_evaluated_beyond_the_training() -> None:
+def test_schedules_are_not_evaluated_beyond_the_training() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     drop = inject(model, Dropout(0.8), layers="0", schedule=Table((0.0, 0.5, 1.0)))
     model(torch.ones(2)).sum().backward()
@@ -195,7 +193,7 @@ def test_a_schedule_is_never_evaluated_beyond_the_training() -> None:
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=repr)
-def test_settles_at_is_the_first_step_from_which_nothing_changes(schedule: Schedule) -> None:
+def test_settles_at_is_the_first_constant_step(schedule: Schedule) -> None:
     end = schedule.settles_at
     if end is None:
         assert isinstance(schedule, LambdaSchedule)

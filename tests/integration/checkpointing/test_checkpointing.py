@@ -380,7 +380,7 @@ class TestTimm:
     def test_by_a_pattern_it_is_a_warning(self, family: str) -> None:
         model, x = timm_model(family)
         model.set_grad_checkpointing()
-        with pytest.warns(HookdropWarning, match="never called in an eval forward, where a hook does not fire"):
+        with pytest.warns(HookdropWarning, match="never called in an eval forward, so the hooks there do not fire"):
             drop = inject(model, Dropout(0.3), layers=FAMILIES[family][2][1], example_input=x)
         model(x)
         assert not any(site.fired for site in drop.sites)

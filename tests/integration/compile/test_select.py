@@ -42,8 +42,8 @@ def test_wrappers_are_looked_through(model: Small) -> None:
     [
         ("layer5", "did you mean: 'layer2', 'layer1'"),
         ("layer1.0.bn3", "did you mean: 'layer1.0.bn2', 'layer1.0.bn1'"),
-        ("BatchNorm2d", "the class BatchNorm2d itself, not its name as a text (8 modules)"),
-        (r"layer\d\.0", r"an expression? write re.compile('layer\\d\\.0')"),
+        ("BatchNorm2d", "the class BatchNorm2d itself, not its name as a string (8 modules)"),
+        (r"layer\d\.0", r"a regular expression? write re.compile('layer\\d\\.0')"),
         ("Layer1", "did you mean: 'layer1'"),
         ("convv2", "'**.conv2'"),
     ],

@@ -1,4 +1,4 @@
-"""The mistakes that people make, and what they read then; and bad input, after which nothing has changed."""
+"""Warnings during training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
 from tests.support.training import optimize
 
 
-class TestLater:
-    def test_always_in_eval_is_told_after_20_updates(self) -> None:
-        """As transformers' from_pretrained gives models, or with frozen batch norm."""
+class TestEvalMode:
+    def test_model_always_in_eval_mode_warns(self) -> None:
+        """As are models from transformers' `from_pretrained`, or with frozen batch norm."""
         model = nn.Sequential(nn.Linear(2, 2)).eval()
         inject(model, Dropout(0.1), layers="0")
         with pytest.warns(HookdropWarning, match="'0' only ran in eval mode"):

@@ -1,4 +1,4 @@
-"""The command line on models of both libraries: what it prints, what it refuses, what programs get."""
+"""The command line with timm and torchvision models: output, errors, and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DROPBLOCK = "DropBlock(p=0.1, block_size=7)"
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test here may download anything, and neither may the command line."""
+    """The command line must not download anything."""
 
     def refuse(*args: object) -> NoReturn:
         raise AssertionError("the command line opened a connection")
@@ -37,7 +37,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command that works; its lines."""
+    """Run a command that succeeds, and return its output lines."""
 
     def run(*argv: str) -> list[str]:
         code = main(argv)
@@ -49,10 +49,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command that can't be done; its message."""
+def run_error(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command that fails, and return its error message."""
 
-    def refused(*argv: str) -> str:
+    def run_error(*argv: str) -> str:
         code = main(argv)
         out, err = capsys.readouterr()
         assert (code, out) == (2, "")
@@ -60,11 +60,11 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Any:
         assert "Traceback" not in err
         return err
 
-    return refused
+    return run_error
 
 
 def cells(lines: list[str], name: str) -> list[str]:
-    """The row of a layer."""
+    """Return the table row of a layer."""
     (row,) = [re.split(r"\s{2,}", line) for line in lines if line.split()[:1] == [name]]
     return row[1:]
 
@@ -79,7 +79,7 @@ def test_layers_lists_type_shape_and_calls(run: Any) -> None:
     assert cells(lines, "fc") == ["Linear", "1x1000", "1"]
 
 
-def test_layers_goes_from_the_first_layer_to_a_command_for_the_later_blocks(run: Any) -> None:
+def test_layers_suggests_a_plan_of_the_later_blocks(run: Any) -> None:
     lines = run("layers", "resnet18")
     assert lines[3].split()[0] == "conv1"
     assert re.fullmatch(r"(\d+) modules: \1 hookable", lines[-2])
@@ -90,31 +90,31 @@ def test_layers_counts_the_calls_of_a_reused_layer(run: Any) -> None:
     assert cells(run("layers", "torchvision:resnet18"), "layer1.0.relu")[-1] == "2"
 
 
-def test_layers_that_are_never_called_are_marked_and_counted(run: Any) -> None:
+def test_layers_marks_and_counts_uncalled_layers(run: Any) -> None:
     lines = run("layers", "vit_b_16", "--match", "**.encoder_layer_[01].self_attention.**", "--match", "heads.*")
     assert cells(lines, "encoder.layers.encoder_layer_0.self_attention.out_proj")[1:] == ["never called", "0"]
-    assert lines[-2] == "3 modules: 1 hookable, 2 never called in an eval forward (a hook there never fires)"
+    assert lines[-2] == "3 modules: 1 hookable, 2 never called in an eval forward (hooks there never fire)"
 
 
-def test_layers_match_takes_globs_classes_and_full_names(run: Any) -> None:
+def test_match_accepts_globs_classes_and_full_names(run: Any) -> None:
     lines = run("layers", "resnet18", "--match", "layer[12].0.bn?", "--match", "type:Linear", "--match", "layer4")
     names = [line.split()[0] for line in lines[3:-2]]
     assert names == ["layer1.0.bn1", "layer1.0.bn2", "layer2.0.bn1", "layer2.0.bn2", "layer4", "fc"]
 
 
-def test_layers_match_can_be_the_model_itself(run: Any) -> None:
+def test_match_can_select_the_root_module(run: Any) -> None:
     lines = run("layers", "torchvision:resnet18", "--match", "type:ResNet")
     assert lines[3].split() == ["(the", "model)", "ResNet", "1x1000", "1"]
 
 
-def test_layers_match_of_nothing_says_what_is_near(refused: Any) -> None:
-    message = refused("layers", "resnet18", "--match", "layer5.*")
+def test_match_without_a_matching_layer_is_an_error(run_error: Any) -> None:
+    message = run_error("layers", "resnet18", "--match", "layer5.*")
     assert "asked for:    'layer5.*'" in message
     assert "hookdrop layers resnet18" in message
 
 
 @pytest.mark.parametrize("name", ["resnet18", "test_vit", "efficientnet_b0", "swin_t"])
-def test_the_next_command_that_layers_proposes_works_and_warns_of_nothing(run: Any, name: str) -> None:
+def test_suggested_plan_command_works_without_warnings(run: Any, name: str) -> None:
     *_, last = run("layers", name)
     command = re.fullmatch(r"next: hookdrop plan (\S+) --layers '(.*)' --regularizer '(.*)'", last)
     assert command is not None
@@ -122,12 +122,12 @@ def test_the_next_command_that_layers_proposes_works_and_warns_of_nothing(run: A
     assert not [line for line in lines if line.startswith("warning")]
 
 
-def test_the_next_command_keeps_match_and_input_size(run: Any) -> None:
+def test_suggested_plan_command_keeps_match_and_input_size(run: Any) -> None:
     *_, last = run("layers", "resnet18", "--match", "layer?.0", "--input-size", "448")
     assert last == (f"next: hookdrop plan resnet18 --input-size 448 --layers 'layer?.0' --regularizer '{DROPBLOCK}'")
 
 
-def test_there_is_no_next_command_where_nothing_can_be_hooked(run: Any) -> None:
+def test_no_suggested_plan_command_without_hookable_layers(run: Any) -> None:
     lines = run("layers", "vit_b_16", "--match", "**.out_proj")
     assert "0 hookable" in lines[-1]
 
@@ -150,15 +150,15 @@ def test_there_is_no_next_command_where_nothing_can_be_hooked(run: Any) -> None:
         ("fasterrcnn_mobilenet_v3_large_320_fpn", [[3, 224, 224]], "rpn.head.conv", [1, 256, 5, 5]),
     ],
 )
-def test_each_kind_of_model_gets_an_input_that_it_takes(
+def test_example_input_of_each_kind_of_model(
     run: Any, name: str, shapes: list[list[int]], layer: str, shape: list[int]
 ) -> None:
-    told = json.loads("\n".join(run("layers", name, "--json")))
-    assert told["input"] == shapes
-    assert {row["name"]: row["shape"] for row in told["layers"]}[layer] == shape
+    result = json.loads("\n".join(run("layers", name, "--json")))
+    assert result["input"] == shapes
+    assert {row["name"]: row["shape"] for row in result["layers"]}[layer] == shape
 
 
-def test_a_model_that_needs_values_has_the_same_each_time_and_leaves_the_random_state() -> None:
+def test_models_on_the_cpu_are_reproducible_and_keep_the_rng_state() -> None:
     first = models.load("regnet_y_400mf").model.state_dict()
     before = torch.manual_seed(7).get_state()
     second = models.load("regnet_y_400mf").model.state_dict()
@@ -166,23 +166,23 @@ def test_a_model_that_needs_values_has_the_same_each_time_and_leaves_the_random_
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_model_that_needs_none_takes_no_memory() -> None:
+def test_models_are_built_on_the_meta_device() -> None:
     assert all(parameter.is_meta for parameter in models.load("vit_h_14").model.parameters())
 
 
 @pytest.mark.parametrize(("size", "shape"), [("64", "1x3x64x64"), ("64x96", "1x3x64x96"), ("3x96x64", "1x3x96x64")])
-def test_input_size_replaces_the_models_own(run: Any, size: str, shape: str) -> None:
+def test_input_size_overrides_the_default(run: Any, size: str, shape: str) -> None:
     title, *_ = run("layers", "resnet18", "--match", "fc", "--input-size", size)
     assert f"input {shape} " in title
 
 
 @pytest.mark.parametrize("size", ["big", "0", "64x", "-64", "1x3x64x64"])
-def test_a_size_that_is_none_is_an_error(refused: Any, size: str) -> None:
-    assert "the input size" in refused("layers", "resnet18", f"--input-size={size}")
+def test_invalid_input_size_is_an_error(run_error: Any, size: str) -> None:
+    assert "the input size" in run_error("layers", "resnet18", f"--input-size={size}")
 
 
-def test_a_size_that_the_model_refuses_is_an_error_with_its_reason(refused: Any) -> None:
-    assert "Input height (64) doesn't match" in refused("layers", "vit_tiny_patch16_224", "--input-size", "64")
+def test_input_size_that_the_model_rejects_is_an_error(run_error: Any) -> None:
+    assert "Input height (64) doesn't match" in run_error("layers", "vit_tiny_patch16_224", "--input-size", "64")
 
 
 @pytest.mark.parametrize(
@@ -193,37 +193,39 @@ def test_a_size_that_the_model_refuses_is_an_error_with_its_reason(refused: Any)
         ("torchvision:resnet18", "torchvision", "timm:resnet18"),
     ],
 )
-def test_a_name_that_both_libraries_have_is_timms_unless_said(run: Any, name: str, library: str, other: str) -> None:
+def test_name_in_both_libraries_selects_timm_by_default(run: Any, name: str, library: str, other: str) -> None:
     title, *rest = run("layers", name)
     assert title.startswith(f"resnet18 from {library}, ")
     assert title.endswith(f" (also in {other.partition(chr(58))[0]}: {other})")
-    # Only timm's has a layer for each activation.
+    # Only timm's model has a layer for each activation.
     assert any(line.startswith("layer1.0.act1") for line in rest) == (library == "timm")
 
 
-def test_a_name_of_one_library_says_nothing_of_the_other(run: Any) -> None:
+def test_name_in_one_library_does_not_mention_the_other(run: Any) -> None:
     assert run("layers", "swin_t", "--match", "head")[0] == "swin_t from torchvision, input 1x3x224x224"
 
 
-def test_a_tag_of_timm_is_part_of_the_name(run: Any, refused: Any) -> None:
+def test_timm_pretrained_tag_is_part_of_the_name(run: Any, run_error: Any) -> None:
     assert run("layers", "resnet18.a1_in1k", "--match", "fc")[0].startswith("resnet18.a1_in1k from timm")
-    assert "timm can't build 'resnet18.zzz': RuntimeError: Invalid pretrained tag" in refused("layers", "resnet18.zzz")
+    assert "timm can't build 'resnet18.zzz': RuntimeError: Invalid pretrained tag" in run_error(
+        "layers", "resnet18.zzz"
+    )
 
 
-def test_an_unknown_name_gets_near_ones_from_both_libraries(refused: Any) -> None:
-    message = refused("layers", "resnet5")
+def test_unknown_model_suggests_names_from_both_libraries(run_error: Any) -> None:
+    message = run_error("layers", "resnet5")
     assert re.search(r"timm: +'resnet50'.*\n +torchvision: +'resnet50'", message)
 
 
 @pytest.mark.parametrize("name", ["timm:swin_t", "torchvision:vit_tiny_patch16_224", "hf-hub:timm/resnet18", "qqqqqq"])
-def test_a_name_that_its_library_lacks_is_unknown(refused: Any, name: str) -> None:
-    assert "there is no model" in refused("layers", name)
+def test_name_missing_from_its_library_is_an_error(run_error: Any, name: str) -> None:
+    assert "there is no model" in run_error("layers", name)
 
 
 # plan
 
 
-def test_plan_prints_sites_counts_and_the_line_of_python(run: Any) -> None:
+def test_plan_output(run: Any) -> None:
     assert run("plan", "resnet18", "--layers", "layer3.*", "fc", "--exclude", "fc", "--regularizer", DROPBLOCK) == [
         "resnet18 from timm, input 1x3x224x224 (also in torchvision: torchvision:resnet18)",
         "DropBlock(p=0.1, block_size=7) on 2 sites of ResNet",
@@ -237,17 +239,17 @@ def test_plan_prints_sites_counts_and_the_line_of_python(run: Any) -> None:
     ]
 
 
-def test_plan_warns_where_a_block_covers_the_map(run: Any) -> None:
+def test_plan_warns_if_a_block_covers_the_map(run: Any) -> None:
     lines = run("plan", "resnet18", "--layers", "layer4.*", "--regularizer", DROPBLOCK)
     assert any(re.match("warning: DropBlock at 'layer4.0': block_size=7 covers the whole 7x7 map", x) for x in lines)
 
 
-def test_plan_warns_of_sites_inside_sites(run: Any) -> None:
+def test_plan_warns_about_nested_sites(run: Any) -> None:
     lines = run("plan", "resnet18", "--layers", "layer3.**", "--regularizer", DROPBLOCK)
-    assert any(re.match(r"warning: \d+ of \d+ sites lie inside other sites", line) for line in lines)
+    assert any(re.match(r"warning: \d+ of \d+ sites are nested inside other sites", line) for line in lines)
 
 
-def test_warnings_stand_out_and_dead_layers_are_dim_in_a_terminal(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_styles_of_warnings_and_uncalled_layers(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -259,33 +261,35 @@ def test_warnings_stand_out_and_dead_layers_are_dim_in_a_terminal(run: Any, monk
     assert [line for line in lines if line.startswith("in Python: drop = inject(model, ") and line.endswith(")")]
 
 
-def test_plan_of_a_class_follows_derived_classes(run: Any) -> None:
+def test_class_entry_includes_subclasses(run: Any) -> None:
     lines = run("plan", "convnext_atto", "--layers", "type:LayerNorm", "--regularizer", "Dropout(p=0.1)")
     assert cells(lines, "stem.1")[0] == "LayerNorm2d"
     assert "LayerNorm: 17 layers" in lines
     assert lines[-1].endswith("layers=[nn.LayerNorm])")
 
 
-def test_plan_of_a_class_leaves_out_namesakes_that_derive_from_it(run: Any) -> None:
+def test_class_entry_omits_subclasses_with_the_same_name(run: Any) -> None:
     lines = run("plan", "test_vit", "--layers", "type:LayerNorm", "--regularizer", "Dropout(p=0.1)")
     assert lines[-1].endswith("layers=[nn.LayerNorm])")  # and not timm.layers.norm.LayerNorm, derived from it
 
 
-def test_plan_of_a_class_that_is_not_torchs_names_its_module(run: Any) -> None:
+def test_class_entry_outside_torch_prints_its_module(run: Any) -> None:
     lines = run("plan", "swin_t", "--layers", "type:PatchMerging", "--regularizer", "Dropout(p=0.1)")
     assert lines[-1].endswith("layers=[torchvision.models.swin_transformer.PatchMerging])")
 
 
-def test_a_class_that_the_model_lacks_gets_near_ones(refused: Any) -> None:
+def test_unknown_class_suggests_classes_of_the_model(run_error: Any) -> None:
     wanted = ("--regularizer", "Dropout(p=0.1)")
-    assert "did you mean: type:BatchNorm2d" in refused("plan", "resnet18", "--layers", "type:BatchNorm", *wanted)
-    assert "there are:    AdaptiveAvgPool2d, " in refused("plan", "torchvision:resnet18", "--layers", "type:Q", *wanted)
+    assert "did you mean: type:BatchNorm2d" in run_error("plan", "resnet18", "--layers", "type:BatchNorm", *wanted)
+    assert "available:    AdaptiveAvgPool2d, " in run_error(
+        "plan", "torchvision:resnet18", "--layers", "type:Q", *wanted
+    )
 
 
-def test_a_class_without_type_is_told_how_to_write_it(refused: Any) -> None:
-    message = refused("plan", "resnet18", "--layers", "BatchNorm2d", "--regularizer", "Dropout(p=0.1)")
+def test_class_without_type_prefix_gets_a_hint(run_error: Any) -> None:
+    message = run_error("plan", "resnet18", "--layers", "BatchNorm2d", "--regularizer", "Dropout(p=0.1)")
     assert "the class BatchNorm2d itself" in message
-    assert "a class is written type:BatchNorm2d" in message
+    assert "write a class as type:BatchNorm2d" in message
 
 
 @pytest.mark.parametrize(
@@ -296,56 +300,58 @@ def test_a_class_without_type_is_told_how_to_write_it(refused: Any) -> None:
         ["--layers", "layer1.*", "--tensor", "all", "--p-scale", "depth", "--schedule-steps", "100"],
     ],
 )
-def test_the_line_of_python_does_what_was_planned(run: Any, options: list[str]) -> None:
+def test_printed_python_line_reproduces_the_plan(run: Any, options: list[str]) -> None:
     timm = pytest.importorskip("timm")
-    told = json.loads("\n".join(run("plan", "resnet18", *options, "--regularizer", "GaussianNoise(0.1)", "--json")))
+    result = json.loads("\n".join(run("plan", "resnet18", *options, "--regularizer", "GaussianNoise(0.1)", "--json")))
     model = timm.create_model("resnet18")
     names: dict[str, Any] = {name: getattr(hookdrop, name) for name in hookdrop.__all__}
     names |= {"model": model, "nn": nn, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
-    exec(told["code"], names)
+    exec(result["code"], names)
     drop = names["drop"]
     assert [(site.name, site.p_scale) for site in drop.sites] == [
-        (site["name"], pytest.approx(site["p"] / 0.1)) for site in told["sites"]
+        (site["name"], pytest.approx(site["p"] / 0.1)) for site in result["sites"]
     ]
-    assert drop.config["at"] == told["at"]
+    assert drop.config["at"] == result["at"]
     assert drop.config["tensor"] == ("all" if "--tensor" in options else None)
     names["optimizer"].step()
     assert drop.step_count == ("--schedule-steps" in options)
-    assert (told["schedule"] is None) == ("--schedule-steps" not in options)
-    assert repr(drop.schedule) == (told["schedule"] or "ConstantSchedule()")
+    assert (result["schedule"] is None) == ("--schedule-steps" not in options)
+    assert repr(drop.schedule) == (result["schedule"] or "ConstantSchedule()")
 
 
-def test_a_tensor_is_chosen_by_index(run: Any, refused: Any) -> None:
+def test_tensor_option_selects_by_index(run: Any, run_error: Any) -> None:
     wanted = ("--layers", "**.self_attention", "--regularizer", "Dropout(p=0.1)")
     assert run("plan", "vit_b_16", *wanted, "--tensor", "0")[-1].endswith("tensor=0)")
-    assert "tensor=1" in refused("plan", "vit_b_16", *wanted, "--tensor", "1")
+    assert "tensor=1" in run_error("plan", "vit_b_16", *wanted, "--tensor", "1")
 
 
-def test_unknown_layers_get_near_names(refused: Any) -> None:
-    message = refused("plan", "resnet18", "--layers", "layer5", "--regularizer", DROPBLOCK)
+def test_unknown_layer_suggests_names(run_error: Any) -> None:
+    message = run_error("plan", "resnet18", "--layers", "layer5", "--regularizer", DROPBLOCK)
     assert "did you mean: 'layer4'" in message
 
 
-def test_a_layer_that_never_runs_is_an_error_when_named(refused: Any) -> None:
+def test_uncalled_layer_given_by_name_is_an_error(run_error: Any) -> None:
     name = "encoder.layers.encoder_layer_0.self_attention.out_proj"
-    assert "a hook on it never fires" in refused(
+    assert "a hook on it never fires" in run_error(
         "plan", "vit_b_16", "--layers", name, "--regularizer", "Dropout(p=0.1)"
     )
 
 
-def test_tokens_are_no_map_for_dropblock(refused: Any) -> None:
-    assert "DropBlock at 'blocks.0'" in refused("plan", "test_vit", "--layers", "blocks.*", "--regularizer", DROPBLOCK)
+def test_dropblock_on_tokens_is_an_error(run_error: Any) -> None:
+    assert "DropBlock at 'blocks.0'" in run_error(
+        "plan", "test_vit", "--layers", "blocks.*", "--regularizer", DROPBLOCK
+    )
 
 
-def test_code_in_the_regularizer_is_not_run(refused: Any, tmp_path: Path) -> None:
+def test_code_in_the_regularizer_is_not_executed(run_error: Any, tmp_path: Path) -> None:
     trap = tmp_path / "ran"
     text = f"Dropout(p=__import__('pathlib').Path({str(trap)!r}).touch())"
-    assert "it is not run" in refused("plan", "resnet18", "--layers", "fc", "--regularizer", text)
+    assert "it is not run" in run_error("plan", "resnet18", "--layers", "fc", "--regularizer", text)
     assert not trap.exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("DropBlok(p=0.1)", "did you mean: DropBlock"),
         ("Dropout(p=10)", "write p=0.1"),
@@ -354,46 +360,46 @@ def test_code_in_the_regularizer_is_not_run(refused: Any, tmp_path: Path) -> Non
         ("", "can't read"),
     ],
 )
-def test_a_slip_in_the_regularizer_is_told_before_a_model_is_built(
-    refused: Any, monkeypatch: pytest.MonkeyPatch, text: str, told: str
+def test_invalid_regularizer_is_reported_before_a_model_is_built(
+    run_error: Any, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
     monkeypatch.setattr("hookdrop.cli.models.load", lambda *_: pytest.fail("a model was built"))
-    assert told in refused("plan", "resnet18", "--layers", "fc", "--regularizer", text)
+    assert message in run_error("plan", "resnet18", "--layers", "fc", "--regularizer", text)
 
 
-def test_schedule_steps_must_be_some(refused: Any) -> None:
+def test_schedule_steps_must_be_at_least_1(run_error: Any) -> None:
     argv = ("plan", "resnet18", "--layers", "fc", "--regularizer", "Dropout(p=0.1)", "--schedule-steps", "0")
-    assert "steps must be at least 1" in refused(*argv)
+    assert "steps must be at least 1" in run_error(*argv)
 
 
 # plan --recipe
 
 
-def test_a_recipe_shows_its_places_and_the_line_of_python(run: Any) -> None:
-    told = run("plan", "torchvision:resnet18", "--recipe", "dropblock_resnet(block_size=3)", "--schedule-steps", "10")
-    assert told[1] == "DropBlock(p=0.1, block_size=3) on 12 sites of ResNet, LinearSchedule(steps=10)"
-    assert any(line.startswith("layer4.1, its skip") for line in told)
-    assert told[-1] == "in Python: drop = recipes.dropblock_resnet(model, block_size=3, steps=10).follow(optimizer)"
+def test_recipe_output(run: Any) -> None:
+    lines = run("plan", "torchvision:resnet18", "--recipe", "dropblock_resnet(block_size=3)", "--schedule-steps", "10")
+    assert lines[1] == "DropBlock(p=0.1, block_size=3) on 12 sites of ResNet, LinearSchedule(steps=10)"
+    assert any(line.startswith("layer4.1 (skip)") for line in lines)
+    assert lines[-1] == "in Python: drop = recipes.dropblock_resnet(model, block_size=3, steps=10).follow(optimizer)"
 
 
-def test_a_recipe_whose_settings_differ_shows_them_all(run: Any) -> None:
-    told = run("plan", "resnet18", "--recipe", "timm_dropblock", "--schedule-steps", "10")
-    assert told[1].startswith("timm_dropblock on 4 sites")
-    assert [line.split("  ")[-1] for line in told if line.startswith("layer")] == [
+def test_recipe_with_different_settings_per_site(run: Any) -> None:
+    lines = run("plan", "resnet18", "--recipe", "timm_dropblock", "--schedule-steps", "10")
+    assert lines[1].startswith("timm_dropblock on 4 sites")
+    assert [line.split("  ")[-1] for line in lines if line.startswith("layer")] == [
         "DropBlock(p=0.025, block_size=5)",
         "DropBlock(p=0.025, block_size=5)",
         "DropBlock(p=0.1, block_size=3)",
         "DropBlock(p=0.1, block_size=3)",
     ]
-    assert "schedule=LinearSchedule(steps=10)).follow(optimizer)" in told[-1]
+    assert "schedule=LinearSchedule(steps=10)).follow(optimizer)" in lines[-1]
 
 
-def test_the_line_of_python_of_a_recipe_does_what_was_planned(run: Any) -> None:
+def test_printed_python_line_reproduces_the_recipe(run: Any) -> None:
     argv = ("plan", "resnet18", "--recipe", "stochastic_depth(p=0.2, mode='batch')", "--json")
-    told = json.loads("\n".join(run(*argv)))
+    result = json.loads("\n".join(run(*argv)))
     scope = {"model": models.load("resnet18").model, "recipes": hookdrop.recipes}
-    exec(told["code"], scope)
-    assert [(site.name, site.p) for site in scope["drop"].sites] == [(s["name"], s["p"]) for s in told["sites"]]
+    exec(result["code"], scope)
+    assert [(site.name, site.p) for site in scope["drop"].sites] == [(s["name"], s["p"]) for s in result["sites"]]
 
 
 @pytest.mark.parametrize(
@@ -405,45 +411,50 @@ def test_the_line_of_python_of_a_recipe_does_what_was_planned(run: Any) -> None:
         ("stochastic_depth(p=open('x'))", "not a literal"),
         ("recipes.stochastic_depth", "can't read"),
         ("stochastic_depth(example_input=1)", "the command line creates example_input"),
+        ("stochastic_depth(p=0.1, p=0.2)", "sets 'p' more than once"),
         ("stochastic_depth(name=[])", "name must be a string, got []"),
     ],
 )
-def test_a_slip_in_a_recipe_is_told_before_a_model_is_built(
-    refused: Any, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+def test_invalid_recipe_is_reported_before_a_model_is_built(
+    run_error: Any, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was built"))
-    assert message in refused("plan", "resnet18", "--recipe", text)
+    assert message in run_error("plan", "resnet18", "--recipe", text)
 
 
-@pytest.mark.parametrize("text", ["dropblock_resnet(steps=10)", "dropblock_resnet(0.1, 7, 10)"])
-def test_steps_of_a_recipe_are_given_once(refused: Any, text: str) -> None:
-    told = refused("plan", "resnet18", "--recipe", text, "--schedule-steps", "100")
-    assert "has steps=10, and --schedule-steps 100 is given too" in told
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("dropblock_resnet(steps=10)", "steps=10"),
+        ("dropblock_resnet(0.1, 7, 10)", "steps=10"),
+        ("stochastic_depth(schedule=None)", "schedule=None"),
+    ],
+)
+def test_schedule_steps_conflicts_with_the_schedule_of_a_recipe(run_error: Any, text: str, setting: str) -> None:
+    message = run_error("plan", "resnet18", "--recipe", text, "--schedule-steps", "100")
+    assert f"has {setting}, which conflicts with --schedule-steps 100" in message
 
 
-def test_a_schedule_of_a_recipe_is_given_once(refused: Any) -> None:
-    told = refused("plan", "resnet18", "--recipe", "stochastic_depth(schedule=None)", "--schedule-steps", "100")
-    assert "has schedule=None, and --schedule-steps 100 is given too" in told
-
-
-def test_a_recipe_that_finds_nothing_says_so(refused: Any) -> None:
-    assert "finds nothing to do in VGG" in refused("plan", "vgg11", "--recipe", "stochastic_depth")
+def test_recipe_without_sites_is_an_error(run_error: Any) -> None:
+    assert "finds nothing to do in VGG" in run_error("plan", "vgg11", "--recipe", "stochastic_depth")
 
 
 @pytest.mark.parametrize("option", [["--layers", "fc"], ["--regularizer", "Dropout(0.1)"], ["--at", "input"]])
-def test_a_recipe_takes_no_layers_besides(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_cannot_be_combined_with_site_options(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["plan", "resnet18", "--recipe", "stochastic_depth", *option])
     assert end.value.code == 2
     assert f"{option[0]} cannot be combined with --recipe" in capsys.readouterr().err
 
 
-# programs
+# JSON, extras, and usage
 
 
 def test_json_of_layers(run: Any) -> None:
-    told = json.loads("\n".join(run("layers", "vit_b_16", "--json", "--match", "**.encoder_layer_0.self_attention.**")))
-    assert told == {
+    result = json.loads(
+        "\n".join(run("layers", "vit_b_16", "--json", "--match", "**.encoder_layer_0.self_attention.**"))
+    )
+    assert result == {
         "model": "vit_b_16",
         "library": "torchvision",
         "input": [[1, 3, 224, 224]],
@@ -460,10 +471,10 @@ def test_json_of_layers(run: Any) -> None:
 
 def test_json_of_a_plan(run: Any) -> None:
     argv = ("plan", "resnet18", "--layers", "layer4.1", "type:Conv2d", "--exclude", "**.conv[12]", "conv1")
-    told = json.loads("\n".join(run(*argv, "**.downsample.0", "--regularizer", "DropBlock(0.1)", "--json")))
-    (warning,) = told.pop("warnings")
+    result = json.loads("\n".join(run(*argv, "**.downsample.0", "--regularizer", "DropBlock(0.1)", "--json")))
+    (warning,) = result.pop("warnings")
     assert "covers the whole 7x7 map" in warning
-    assert told == {
+    assert result == {
         "model": "resnet18",
         "library": "timm",
         "input": [[1, 3, 224, 224]],
@@ -487,14 +498,14 @@ def test_json_of_a_plan(run: Any) -> None:
     }
 
 
-def test_an_error_with_json_leaves_stdout_empty(refused: Any) -> None:
-    assert "there is no model" in refused("layers", "resnet5", "--json")
+def test_json_error_leaves_stdout_empty(run_error: Any) -> None:
+    assert "there is no model" in run_error("layers", "resnet5", "--json")
 
 
 @pytest.mark.parametrize(("lines", "options"), [(1, ["--match=**"]), (1, ["--json"]), (0, ["--json", "--match=fc"])])
-def test_a_reader_that_leaves_early_sees_no_traceback(lines: int, options: list[str]) -> None:
+def test_closed_pipe_causes_no_traceback(lines: int, options: list[str]) -> None:
     command = [sys.executable, "-m", "hookdrop", "layers", "resnet18", *options]
-    # The smallest pipe: a long list does not fit in, and the reader is missed.
+    # The smallest pipe: a long list does not fit, so writing to the closed pipe fails.
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, pipesize=4096) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -504,22 +515,22 @@ def test_a_reader_that_leaves_early_sees_no_traceback(lines: int, options: list[
     assert all(line.startswith(("{", "resnet18 from timm")) for line in read)
 
 
-def test_a_missing_extra_says_what_to_install(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_prints_the_install_command(run_error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for missing in ("timm", "torchvision", "rich"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, missing, None)
             patch.setitem(sys.modules, f"{missing}.console", None)
-            message = refused("layers", "resnet18")
+            message = run_error("layers", "resnet18")
         assert message == f"hookdrop: error: {missing} is not installed.\n  pip install 'hookdrop[cli]'\n"
 
 
-def test_json_needs_no_rich(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_works_without_rich(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert run("layers", "resnet18", "--match", "fc", "--json")[0] == "{"
 
 
-def test_help_needs_no_extra() -> None:
+def test_help_works_without_extras() -> None:
     code = "import sys; sys.modules.update(timm=None, torchvision=None, rich=None); import hookdrop.cli as c; c.main()"
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
     assert "layers" in done.stdout
@@ -535,7 +546,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["layers"], ["plan", "resnet18", "--layers", "fc"], ["inject", "resnet18"]])
-def test_a_command_that_lacks_something_shows_the_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomplete_command_prints_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(argv)
     assert end.value.code == 2

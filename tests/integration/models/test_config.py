@@ -1,4 +1,4 @@
-"""Saving, resuming, configs."""
+"""Configs with classes of other libraries."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.support.nets import Small
 from tests.support.state import injected
 
 
-def test_foreign_classes_need_to_be_allowed() -> None:
+def test_classes_of_other_libraries_must_be_in_allow() -> None:
     from timm.layers import DropPath
 
     for regularizer in (nn.Dropout2d(0.3), DropPath(0.3), torch.relu):
         schedule = None if regularizer is torch.relu else LinearSchedule(20)
         _, drop = injected(regularizer=regularizer, schedule=schedule)
         twin = Small()
-        with pytest.raises(StateError, match=r"which is not hookdrop's(.|\n)*allow=\[") as error:
+        with pytest.raises(StateError, match=r"which is not part of hookdrop(.|\n)*allow=\[") as error:
             from_config(twin, drop.config)
         assert "No hook was placed" in str(error.value)
         allowed = regularizer if regularizer is torch.relu else type(regularizer)

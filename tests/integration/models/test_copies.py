@@ -1,4 +1,4 @@
-"""Copies are whole: deepcopy, EMA, pickle, torch.save, fresh and spawned processes."""
+"""EMA and averaged copies of a model keep its injection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drop(model: Small) -> Injection:
     return injection
 
 
-def test_timms_ema(model: Small, drop: Injection, images: torch.Tensor) -> None:
+def test_timm_ema_copies_the_injection(model: Small, drop: Injection, images: torch.Tensor) -> None:
     from timm.utils import ModelEmaV3
 
     ema = ModelEmaV3(model, decay=0.5)
@@ -40,14 +40,14 @@ def test_timms_ema(model: Small, drop: Injection, images: torch.Tensor) -> None:
     assert len(find(model)) == 1
 
 
-def test_sampling_on_an_ema_copy_at_rate_0_is_an_error(model: Small) -> None:
-    """The copy's step count is its own: it was made at step 0 and never stepped."""
+def test_sampling_on_an_ema_copy_at_rate_0_raises(model: Small) -> None:
+    """The copy has its own step count: it was made at step 0 and never stepped."""
     from timm.utils import ModelEmaV3
 
     drop = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10))
     ema = ModelEmaV3(model)
     drop.step(10)
-    with pytest.raises(InjectionError, match=r"sampling at rate 0(.|\n)*an EMA, has a count of its own"):
+    with pytest.raises(InjectionError, match=r"sampling at rate 0(.|\n)*an EMA, has its own step count"):
         with find(ema)[0].sampling():
             pass
     find(ema)[0].load_state_dict(drop.state_dict())
@@ -56,8 +56,10 @@ def test_sampling_on_an_ema_copy_at_rate_0_is_an_error(model: Small) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["ModelEmaV2", "ModelEmaV3", "AveragedModel"])
-def test_an_average_that_only_validates_is_not_told_to_train(wrapper: str, model: Small, images: torch.Tensor) -> None:
-    """Its weights are written to and it runs in eval mode only, as it should."""
+def test_averaged_model_used_only_for_validation_does_not_warn(
+    wrapper: str, model: Small, images: torch.Tensor
+) -> None:
+    """Its weights change, and it runs only in eval mode, as intended."""
     inject(model, Dropout(0.4), layers="layer1.*")
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     if wrapper == "AveragedModel":

@@ -232,7 +232,7 @@ class TestEveryRecipe:
             ({"schedule": 10}, TypeError, "schedule must be a hookdrop schedule, got 10"),
             ({"on_existing": "keep"}, ValueError, "on_existing must be one of 'error', 'replace', 'stack'"),
             ({"mode": "col"}, ValueError, "mode must be one of 'row', 'batch'"),
-            ({"name": ""}, InjectionError, "name must be a text"),
+            ({"name": ""}, InjectionError, "name must be a non-empty string"),
             ({"layers": "layer4"}, TypeError, "unexpected keyword argument 'layers'"),
         ],
     )
@@ -565,7 +565,7 @@ class TestTheSkip:
 
     def test_says_in_the_plan_that_it_is_a_skip(self, model: Any) -> None:
         plan = dropblock_resnet.plan(model)
-        assert "layer4.1, its skip" in str(plan)
+        assert "layer4.1 (skip)" in str(plan)
         assert plan.at == "mixed"
 
 

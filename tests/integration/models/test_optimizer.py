@@ -1,11 +1,11 @@
-"""`follow` counts the optimizer steps that were taken, each once, and no others."""
+"""`follow` with optimizers of other libraries."""
 
 from __future__ import annotations
 
 from tests.support.followed import backward, setup
 
 
-def test_through_timms_lookahead() -> None:
+def test_follow_through_timm_lookahead() -> None:
     from timm.optim import Lookahead
 
     model, drop, optimizer = setup()

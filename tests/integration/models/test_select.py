@@ -1,4 +1,4 @@
-"""Choosing layers: globs, expressions, classes, instances, wrappers, and what is said when nothing matches."""
+"""Selecting layers of timm and PEFT models."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tests.support.names import names
 from tests.support.nets import Small
 
 
-def test_timms_ema_is_a_wrapper(model: Small) -> None:
+def test_timm_ema_is_a_wrapper(model: Small) -> None:
     from timm.utils import ModelEmaV3
 
     assert names(ModelEmaV3(model), "layer1.0.bn1") == ["layer1.0.bn1"]
 
 
-def test_pefts_wrappers_are_looked_through() -> None:
+def test_names_inside_peft_wrappers() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -23,7 +23,7 @@ def test_pefts_wrappers_are_looked_through() -> None:
     assert names(wrapped, "base_model.model.1") == ["1"]
 
 
-def test_facts_layer3_star_is_6_and_double_star_75_on_timm_resnet50() -> None:
+def test_glob_counts_on_timm_resnet50() -> None:
     import timm
 
     model = timm.create_model("resnet50", num_classes=0)

@@ -92,7 +92,7 @@ def test_seek_meanwhile_is_what_a_resume_does() -> None:
 def test_another_optimizer_is_an_error() -> None:
     model, drop, optimizer = setup()
     drop.follow(optimizer)
-    with pytest.raises(InjectionError, match="follows another SGD already; it still does"):
+    with pytest.raises(InjectionError, match="already follows another SGD and still does"):
         drop.follow(torch.optim.AdamW(model.parameters(), 0.1))
     backward(model)
     optimizer.step()
@@ -193,7 +193,7 @@ class TestResume:
 
     def test_a_schedule_that_begins_anew_is_warned_about_once_with_the_number(self) -> None:
         model, drop, optimizer = self.resumed()
-        with pytest.warns(HookdropWarning, match=r"has taken 50 steps already(.|\n)*drop.seek\(50\)"):
+        with pytest.warns(HookdropWarning, match=r"has already taken 50 steps(.|\n)*drop.seek\(50\)"):
             self.step(model, optimizer)
         self.step(model, optimizer)
         assert drop.step_count == 2

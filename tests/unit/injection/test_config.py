@@ -1,4 +1,4 @@
-"""Saving, resuming, configs."""
+"""Configs: the JSON round trip, and errors for invalid configs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from hookdrop import (
     Dropout2d,
     EarlySchedule,
     GaussianNoise,
-    HookdropError,
     LambdaSchedule,
     LayerError,
     LinearSchedule,
@@ -50,7 +49,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("kwargs", CONFIGS, ids=lambda kwargs: repr(kwargs["regularizer"]))
-def test_a_config_makes_the_same_injection_again(kwargs: dict[str, object], images: torch.Tensor) -> None:
+def test_config_round_trip_reproduces_the_injection(kwargs: dict[str, object], images: torch.Tensor) -> None:
     model, drop = injected(**kwargs)
     text = json.dumps(drop.config)
     twin = Small()
@@ -66,56 +65,31 @@ def test_a_config_makes_the_same_injection_again(kwargs: dict[str, object], imag
     assert torch.equal(twin(images), expected)
 
 
-def test_a_config_has_the_target_not_the_rate_of_the_moment() -> None:
+def test_config_contains_the_target_rate_not_the_scheduled_rate() -> None:
     _, drop = injected()
     drop.step(5)
     assert [site["regularizer"]["p"] for site in drop.config["sites"]] == [0.4, 0.4]
 
 
-def test_a_config_of_the_model_itself() -> None:
+def test_config_of_the_root_module() -> None:
     lstm = nn.LSTM(3, 3)
     drop = inject(lstm, Dropout(0.5), layers=lstm)
     assert from_config(nn.LSTM(3, 3), drop.config).sites[0].name == ""
 
 
-def test_what_is_not_json_is_a_state_error() -> None:
-    with pytest.raises(StateError, match="can't be written as a config(.|\n)*keep it in code"):
+def test_settings_that_are_not_json_serializable_raise() -> None:
+    with pytest.raises(StateError, match="can't be saved as a config(.|\n)*keep them in code"):
         _ = injected(schedule=LambdaSchedule(abs))[1].config
     with pytest.raises(StateError, match="not a plain function"):
         _ = injected(regularizer=__import__("functools").partial(torch.mul, other=1.0), schedule=None)[1].config
 
 
-def test_a_function_by_name_needs_to_be_allowed() -> None:
+def test_functions_must_be_in_allow() -> None:
     _, drop = injected(regularizer=halve, schedule=None)
     assert from_config(Small(), drop.config, allow=[halve]).config == drop.config
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda c: c.clear(), "not a config"),
-        (lambda c: c.update(version=9), "not a config"),
-        (lambda c: c.update(sites=[]), "sites must be a list of at least one site, got \\[\\]"),
-        (lambda c: c.pop("at"), "lacks at"),
-        (lambda c: c.update(schedule={"type": "LinearSchedul"}), r"did you mean 'LinearSchedule'\?"),
-        (lambda c: c.update(schedule="linear"), "must be a mapping with a 'type'"),
-        (lambda c: c["sites"][0].update(regularizer={"type": "DropBlok"}), r"did you mean 'DropBlock'\?"),
-        (lambda c: c["sites"][0].update(name="layer9"), "does not have"),
-        (lambda c: c["sites"][0].update(name="layer1.1"), "a site twice"),
-    ],
-)
-def test_a_bad_config_places_nothing(change: object, says: str) -> None:
-    _, drop = injected()
-    config = copy.deepcopy(drop.config)
-    change(config)
-    twin = Small()
-    with pytest.raises(HookdropError, match=says) as error:
-        from_config(twin, config)
-    assert isinstance(error.value, StateError | LayerError)
-    assert find(twin) == ()
-
-
-FUZZED = [
+MUTATED = [
     *CONFIGS,
     {"regularizer": nn.Dropout2d(0.1), "schedule": EarlySchedule(3, linear=True)},
     {"regularizer": {"layer1.*": GaussianNoise(0.1), "fc": halve}, "layers": None, "schedule": None},
@@ -125,12 +99,12 @@ FUZZED = [
 DELETE = object()
 
 
-# Of every type that JSON has, and some that it has not.
+# Values of every JSON type, and of some other types.
 WRONG = [None, True, -1, 0, 3.5, 10**400, math.nan, "x", "", "**.conv1", [], [None], {}, {"type": 5}, object(), DELETE]
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where every value in a config is."""
+    """Return the paths of all values in a config."""
     if path:
         yield path
     for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
@@ -138,7 +112,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutations(config: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Every config with one value replaced by another or left out, and where."""
+    """Return each config with one value replaced or removed, and the path of the value."""
     for path in paths(config):
         for wrong in WRONG:
             changed = copy.deepcopy(config)
@@ -151,8 +125,8 @@ def mutations(config: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[st
             yield path, changed
 
 
-def refused(model: nn.Module, config: dict[str, Any]) -> str:
-    """What is said of a config; empty if it is taken."""
+def error_text(model: nn.Module, config: dict[str, Any]) -> str:
+    """Return the error message for a config, or an empty string if it is valid."""
     try:
         from_config(model, config, allow=[nn.Dropout2d, halve])
     except (StateError, LayerError) as error:
@@ -161,19 +135,17 @@ def refused(model: nn.Module, config: dict[str, Any]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
-@pytest.mark.parametrize("kwargs", FUZZED, ids=range(len(FUZZED)))
-def test_a_config_with_any_value_replaced_works_or_is_refused_before_anything_is_placed(
-    kwargs: dict[str, Any], images: torch.Tensor
-) -> None:
+@pytest.mark.parametrize("kwargs", MUTATED, ids=range(len(MUTATED)))
+def test_mutated_config_works_or_raises_before_placing_hooks(kwargs: dict[str, Any], images: torch.Tensor) -> None:
     model = Small()
     for path, config in mutations(injected(**kwargs)[1].config):
-        text = refused(model, config)
+        text = error_text(model, config)
         assert bool(text) != bool(find(model)), (path, config)
         if text:
             assert text.endswith("No hook was placed; the model is unchanged.")
         else:
             find(model).seek(5)
-            with suppress(ShapeError):  # what a layer gives is not known before
+            with suppress(ShapeError):  # a layer's output shape is not known before
                 model(images)
         eject(model)
 
@@ -202,10 +174,19 @@ def test_a_config_with_any_value_replaced_works_or_is_refused_before_anything_is
             lambda c: c["sites"][0]["regularizer"].update(per_channel="no"),
             "per_channel must be True or False, got 'no'",
         ),
-        (lambda c: c.update(name="a/b"), "name must be a text without '/', got 'a/b'"),
+        (lambda c: c.update(name="a/b"), "name must be a non-empty string without '/', got 'a/b'"),
+        (lambda c: c.clear(), "not an injection config"),
+        (lambda c: c.update(version=9), "not an injection config"),
+        (lambda c: c.update(sites=[]), "sites must be a list of at least one site, got \\[\\]"),
+        (lambda c: c.pop("at"), "lacks at"),
+        (lambda c: c.update(schedule={"type": "LinearSchedul"}), r"did you mean 'LinearSchedule'\?"),
+        (lambda c: c.update(schedule="linear"), "must be a mapping with a 'type'"),
+        (lambda c: c["sites"][0].update(regularizer={"type": "DropBlok"}), r"did you mean 'DropBlock'\?"),
+        (lambda c: c["sites"][0].update(name="layer9"), "does not have"),
+        (lambda c: c["sites"][0].update(name="layer1.1"), "two sites on one layer: 'layer1.1' and 'layer1.1'"),
     ],
 )
-def test_the_error_names_the_path_and_the_value(change: Callable[[Any], None], says: str) -> None:
+def test_invalid_config_raises_with_path_and_value_and_places_nothing(change: Callable[[Any], None], says: str) -> None:
     config = copy.deepcopy(injected()[1].config)
     change(config)
     with pytest.raises((StateError, LayerError), match=says) as error:
@@ -214,14 +195,14 @@ def test_the_error_names_the_path_and_the_value(change: Callable[[Any], None], s
     assert find(model) == ()
 
 
-def test_a_config_finds_a_site_by_any_name_of_its_layer() -> None:
+def test_config_site_may_use_any_name_of_a_shared_layer() -> None:
     relu = nn.ReLU()
     config = inject(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.ReLU()), Dropout(0.5), layers="2").config
     assert from_config(nn.Sequential(nn.Linear(3, 3), relu, relu), config).sites[0].name == "1"
 
 
 class Steps(Schedule):
-    """Not a dataclass: its settings can't be read off."""
+    """Not a dataclass, so its settings can't be read."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -235,7 +216,7 @@ class Steps(Schedule):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OwnRamp(Schedule):
-    """A schedule of one's own."""
+    """A custom schedule."""
 
     half: int
 
@@ -244,7 +225,7 @@ class OwnRamp(Schedule):
 
 
 class Forgetful(nn.Module):
-    """Takes a setting that it does not keep."""
+    """Takes a setting that it does not store."""
 
     def __init__(self, amount: float = 0.5) -> None:
         super().__init__()
@@ -253,7 +234,7 @@ class Forgetful(nn.Module):
         return x
 
 
-def test_a_schedule_of_ones_own_needs_to_be_allowed() -> None:
+def test_custom_schedules_must_be_in_allow() -> None:
     _, drop = injected(schedule=OwnRamp(4))
     drop.step(4)
     assert drop.p == 0.2
@@ -262,16 +243,16 @@ def test_a_schedule_of_ones_own_needs_to_be_allowed() -> None:
     assert from_config(Small(), drop.config, allow=[OwnRamp]).schedule == OwnRamp(4)
 
 
-def test_settings_that_can_not_be_read_off() -> None:
+def test_schedules_and_modules_without_readable_settings_raise() -> None:
     with pytest.raises(StateError, match=r"Steps\(3\) is not a dataclass"):
         _ = injected(schedule=Steps(3))[1].config
-    with pytest.raises(StateError, match="Forgetful at 'layer1.0' does not keep its settings"):
+    with pytest.raises(StateError, match="Forgetful at 'layer1.0' does not store its settings"):
         _ = injected(regularizer=Forgetful(), schedule=None)[1].config
 
 
-def test_an_allowed_class_that_makes_no_schedule() -> None:
+def test_allowed_class_that_is_not_a_schedule_raises() -> None:
     _, drop = injected(schedule=OwnRamp(4))
     config = drop.config
     config["schedule"] = {"type": f"{Small.__module__}.Small"}
-    with pytest.raises(StateError, match="makes a Small, not a Schedule"):
+    with pytest.raises(StateError, match="creates a Small, not a Schedule"):
         from_config(Small(), config, allow=[Small])

@@ -1,4 +1,4 @@
-"""The handle: rates, on and off, sampling, proof, and that contexts end where they began."""
+"""Rates, sampling, and contexts of a handle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.pairs import ROWS, pair
 
 
 class TestContexts:
-    def test_contexts_that_end_out_of_order_leave_nothing_behind(self) -> None:
+    def test_contexts_may_exit_in_any_order(self) -> None:
         model = pair().eval()
         drop = inject(model, Dropout(0.5), layers="*.0")
         first, second = drop.sampling(), drop.sampling(p=0.9)
@@ -40,7 +40,7 @@ class TestContexts:
         assert drop.p == 0.5
         assert torch.equal(model(ROWS), model(ROWS))
 
-    def test_threads_that_sample_at_once(self) -> None:
+    def test_concurrent_sampling_in_threads(self) -> None:
         model = pair().eval()
         drop = inject(model, Dropout(0.5), layers="*.0")
         barrier = threading.Barrier(2)
@@ -60,7 +60,7 @@ class TestContexts:
             thread.join()
         assert torch.equal(model(ROWS), model(ROWS))
 
-    def test_nested_measurements_both_see_all(self) -> None:
+    def test_nested_measurements_each_count_all_calls(self) -> None:
         model = pair()
         drop = inject(model, Dropout(0.5), layers="*.0")
         with drop.measuring() as outer:
@@ -69,14 +69,14 @@ class TestContexts:
                 model(ROWS)
         assert (outer.calls, inner.calls) == (4, 2)
 
-    def test_a_target_that_does_not_fit_is_refused_inside_a_context_too(self) -> None:
+    def test_invalid_target_raises_inside_a_context(self) -> None:
         model = pair()
         drop = inject(model, Dropout(0.3), layers="*.0", p_scale={"0.0": 2.0})
         with drop.sampling(p=0.1), pytest.raises(ValueError, match="must lie in"):
             drop.target_p = 0.9
         assert (drop.target_p, drop.p) == (0.3, 0.3)
 
-    def test_a_context_that_does_not_fit_is_not_entered(self) -> None:
+    def test_context_with_an_invalid_rate_is_not_entered(self) -> None:
         model = pair()
         drop = inject(model, Dropout(0.3), layers="*.0", p_scale={"0.0": 2.0})
         with pytest.raises(ValueError, match="must lie in"), drop.sampling(p=0.9):
@@ -85,7 +85,7 @@ class TestContexts:
 
 
 class TestRates:
-    def test_the_rate_in_force_is_target_times_scale_times_schedule(self, model: Small) -> None:
+    def test_current_rate_is_target_times_p_scale_times_schedule(self, model: Small) -> None:
         drop = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10), p_scale="depth")
         drop.step(5)
         assert (drop.p, drop.keep_prob, drop.target_p, drop.step_count) == (0.2, 0.8, 0.4, 5)
@@ -93,7 +93,7 @@ class TestRates:
         assert [site.p_scale for site in drop.sites] == [0.5, 1.0]
 
     @pytest.mark.parametrize("steps", [1, 7, 10])
-    def test_the_target_is_reached_exactly_and_kept(self, steps: int) -> None:
+    def test_linear_schedule_reaches_the_target_exactly_and_stays(self, steps: int) -> None:
         model, drop = layer(0.3, schedule=LinearSchedule(steps))
         assert zeroed(model, X) == 0
         for _ in range(steps):
@@ -103,7 +103,7 @@ class TestRates:
         drop.step(1000)
         assert drop.p == 0.3
 
-    def test_seek_is_idempotent_and_goes_back_too(self) -> None:
+    def test_seek_is_idempotent_and_can_go_back(self) -> None:
         _, drop = layer(0.4, schedule=LinearSchedule(100))
         for _ in range(3):
             drop.seek(25)
@@ -111,41 +111,41 @@ class TestRates:
         drop.seek(5)
         assert drop.step_count == 5
 
-    def test_forwards_do_not_count(self) -> None:
+    def test_forwards_do_not_advance_the_schedule(self) -> None:
         model, drop = layer(0.4, schedule=LinearSchedule(100))
         drop.step()
         for _ in range(10):
             model(X)
         assert drop.step_count == 1
 
-    def test_target_may_be_set_live(self) -> None:
+    def test_target_can_be_set_during_training(self) -> None:
         model, drop = layer(0.4, schedule=LinearSchedule(10))
         drop.seek(5)
         drop.target_p = 0.8
         assert drop.p == 0.4
         assert zeroed(model, X) == pytest.approx(0.4, abs=0.01)
 
-    def test_where_sites_differ_the_largest_speaks_and_proportions_are_kept(self, model: Small) -> None:
+    def test_target_is_the_largest_rate_and_setting_it_keeps_proportions(self, model: Small) -> None:
         drop = inject(model, {"layer1.*": Dropout2d(0.1), "layer2.*": Dropout2d(0.4)})
         assert drop.target_p == 0.4
         drop.target_p = 0.8
         assert [site.p for site in drop.sites] == [0.2, 0.2, 0.8, 0.8]
 
-    def test_a_bad_target_changes_nothing(self, model: Small) -> None:
+    def test_invalid_target_changes_nothing(self, model: Small) -> None:
         drop = inject(model, Dropout(0.4), layers="layer1.*", p_scale={"layer1.0": 2.0})
         for bad, error in ((1.5, ValueError), ("0.1", TypeError), (0.6, ValueError)):
             with pytest.raises(error):
                 drop.target_p = bad
             assert [site.p for site in drop.sites] == [0.8, 0.4]
 
-    def test_a_schedule_that_leaves_the_range_stops_at_the_step_before(self) -> None:
+    def test_schedule_out_of_range_raises_and_keeps_the_previous_step(self) -> None:
         _, drop = layer(0.5, schedule=LambdaSchedule(abs))
         drop.step(2)
         with pytest.raises(ValueError, match=r"at '0': target 0.5 x p_scale 1 x schedule 3 at step 3"):
             drop.step()
         assert (drop.step_count, drop.p) == (2, 1.0)
 
-    def test_noise_is_driven_by_its_std(self) -> None:
+    def test_schedule_scales_the_std_of_noise(self) -> None:
         model = nn.Sequential(nn.Identity())
         drop = inject(model, GaussianNoise(std=2.0), layers="0", schedule=LinearSchedule(4))
         drop.step()
@@ -153,7 +153,7 @@ class TestRates:
         assert drop.p == 0.5
 
     @pytest.mark.parametrize("bad", [-1, 1.5, "3", None, True])
-    def test_bad_steps(self, bad: object) -> None:
+    def test_invalid_steps_raise(self, bad: object) -> None:
         _, drop = layer()
         with pytest.raises((TypeError, ValueError), match="step"):
             drop.seek(bad)
@@ -161,7 +161,7 @@ class TestRates:
 
 
 class TestSampling:
-    def test_on_in_eval_mode_with_batch_norm_untouched(self, model: Small, images: torch.Tensor) -> None:
+    def test_sampling_drops_in_eval_mode_without_changing_batch_norm(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, DropBlock(0.5, 3), layers="layer1.*")
         model.eval()
         clean = model(images)
@@ -172,7 +172,7 @@ class TestSampling:
         assert all(torch.equal(buffer, statistics[name]) for name, buffer in model.named_buffers())
         assert torch.equal(model(images), clean)
 
-    def test_with_a_rate_of_its_own(self, model: Small) -> None:
+    def test_sampling_at_a_given_rate(self, model: Small) -> None:
         drop = inject(model, {"layer1.*": Dropout(0.1), "layer2.*": Dropout(0.4)}, schedule=LinearSchedule(10))
         with drop.sampling(p=0.2):
             assert [site.p for site in drop.sites] == [0.05, 0.05, 0.2, 0.2]
@@ -181,7 +181,7 @@ class TestSampling:
             assert drop.p == 0.2
         assert drop.p == 0.4
 
-    def test_it_samples_although_disabled(self) -> None:
+    def test_sampling_works_while_disabled(self) -> None:
         model, drop = layer()
         drop.disable()
         model.eval()
@@ -189,8 +189,8 @@ class TestSampling:
             assert zeroed(model, X) > 0.4
         assert zeroed(model, X) == 0
 
-    def test_at_rate_0_it_is_an_error(self) -> None:
-        """An EMA copy that was never stepped stands at step 0 of its schedule."""
+    def test_sampling_at_rate_0_raises(self) -> None:
+        """For example, an EMA copy that was never stepped is at step 0 of its schedule."""
         _, drop = layer(0.3, schedule=LinearSchedule(10))
         with pytest.raises(InjectionError, match=r"at step 0 of LinearSchedule\(steps=10\)(.|\n)*sampling\(p=0.3\)"):
             with drop.sampling():
@@ -200,13 +200,13 @@ class TestSampling:
         with drop.sampling(p=0.3):
             pass
 
-    def test_a_bad_rate(self) -> None:
+    def test_sampling_at_an_invalid_rate_raises(self) -> None:
         _, drop = layer()
         with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got 1.5"), drop.sampling(p=1.5):
             pass
         assert drop.p == 0.5
 
-    def test_under_inference_mode(self) -> None:
+    def test_sampling_in_inference_mode(self) -> None:
         model, drop = layer()
         model.eval()
         with drop.sampling(), torch.inference_mode(), drop.measuring() as m:
@@ -215,13 +215,13 @@ class TestSampling:
 
 
 class TestUnits:
-    """A probability and a standard deviation are no rates of one kind."""
+    """A probability and a standard deviation are rates with different units."""
 
     def drop(self) -> tuple[nn.Module, Injection]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
         return model, inject(model, {"0": Dropout(0.1), "1": GaussianNoise(5.0), "2": Dropout(0.2)})
 
-    def test_they_have_no_common_p(self) -> None:
+    def test_different_units_have_no_common_p(self) -> None:
         model, drop = self.drop()
         assert (drop.p, drop.keep_prob, drop.target_p) == (None, None, None)
         assert [site.p for site in drop.sites] == [0.1, 5.0, 0.2]
@@ -234,7 +234,7 @@ class TestUnits:
         }
         assert len(find(model)) == 1
 
-    def test_setting_one_names_the_sites_and_changes_nothing(self) -> None:
+    def test_setting_a_common_rate_raises_with_the_sites(self) -> None:
         model, drop = self.drop()
         sets: list[Callable[[], object]] = [
             lambda: setattr(drop, "target_p", 0.5),
@@ -249,7 +249,7 @@ class TestUnits:
         with drop.sampling():
             assert not torch.equal(model.eval()(torch.ones(4)), model(torch.ones(4)))
 
-    def test_one_unit_beside_a_regularizer_without_a_rate(self) -> None:
+    def test_one_unit_next_to_a_regularizer_without_a_rate(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         drop = inject(model, {"0": Dropout(0.1), "1": ClipActivationGrad(max_norm=1.0)})
         drop.target_p = 0.3

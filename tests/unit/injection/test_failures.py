@@ -1,4 +1,4 @@
-"""The mistakes that people make, and what they read then; and bad input, after which nothing has changed."""
+"""Failed operations leave the model and its injections unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.pairs import ROWS, _sgd, pair
 
 
 class TestFailures:
-    def test_a_state_that_does_not_fit_the_scale_changes_nothing(self) -> None:
+    def test_loading_rates_out_of_range_changes_nothing(self) -> None:
         drop = inject(model := pair(), Dropout(0.3), layers="*.0", p_scale={"0.0": 2.0})
         before = drop.state_dict()
         with pytest.raises(StateError, match="must lie in"):
@@ -30,14 +30,14 @@ class TestFailures:
         assert drop.state_dict() == before
         assert len(find(model)) == 1
 
-    def test_a_state_with_rates_for_what_has_none(self) -> None:
+    def test_loading_rates_for_sites_without_a_rate_raises(self) -> None:
         drop = inject(model := pair(), torch.relu, layers="*.0")
         saved = drop.state_dict() | {"target_p": [0.1, 0.1]}
-        with pytest.raises(StateError, match="which has none; nothing was loaded"):
+        with pytest.raises(StateError, match="which has none. Nothing was loaded"):
             drop.load_state_dict(saved)
         assert len(find(model)) == 1
 
-    def test_remove_gives_the_model_back_even_if_a_warning_is_an_error(self) -> None:
+    def test_remove_removes_hooks_even_if_a_warning_raises(self) -> None:
         model = pair()
         drop = inject(model, Dropout(0.5), layers="*.0", schedule=LinearSchedule(10))
         model(ROWS)
@@ -45,14 +45,14 @@ class TestFailures:
             drop.remove()
         assert find(model) == ()
 
-    def test_an_error_inside_a_with_block_is_the_one_that_comes_out(self) -> None:
+    def test_error_inside_a_with_block_propagates_and_hooks_are_removed(self) -> None:
         model = pair()
         with pytest.raises(KeyError), inject(model, Dropout(0.5), layers="*.0", schedule=LinearSchedule(10)):
             model(ROWS)
             raise KeyError
         assert find(model) == ()
 
-    def test_a_removed_handle_reports_no_rate(self) -> None:
+    def test_removed_handle_reports_no_rate(self) -> None:
         drop = inject(model := pair(), Dropout(0.5), layers="*.0")
         sites = drop.sites
         drop.remove()
@@ -63,7 +63,7 @@ class TestFailures:
             drop.metrics()
         assert find(model) == ()
 
-    def test_stepping_all_steps_none_if_one_follows(self) -> None:
+    def test_step_of_all_raises_if_one_injection_follows_an_optimizer(self) -> None:
         model = pair()
         first = inject(model, Dropout(0.5), layers="0.0", schedule=LinearSchedule(10))
         second = inject(model, Dropout(0.5), layers="1.0", schedule=LinearSchedule(10), name="second")
@@ -74,14 +74,14 @@ class TestFailures:
         assert first.step_count == 0
         assert opt is not None
 
-    def test_a_target_of_0_keeps_the_proportions(self) -> None:
+    def test_target_of_0_keeps_the_proportions(self) -> None:
         drop = inject(model := pair(), {"0.0": Dropout(0.05), "1.0": Dropout(0.1)})
         drop.target_p = 0
         drop.target_p = 0.1
         assert [site.p for site in drop.sites] == [0.05, 0.1]
         assert len(find(model)) == 1
 
-    def test_rates_of_several_kinds_are_each_held_to_their_own_range(self) -> None:
+    def test_rates_of_each_unit_are_checked_against_their_own_range(self) -> None:
         drop = inject(model := pair(), {"0.0": Dropout(0.1), "1.0": GaussianNoise(2.0)})
         drop.disable()
         drop.enable()
@@ -89,7 +89,7 @@ class TestFailures:
         assert len(find(model)) == 1
 
 
-def test_a_failure_half_way_takes_the_first_hooks_off_again(model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_while_placing_removes_the_hooks_already_placed(model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no more hooks")
 
@@ -99,7 +99,7 @@ def test_a_failure_half_way_takes_the_first_hooks_off_again(model: Small, monkey
     assert find(model) == ()
 
 
-def test_a_warning_turned_into_an_error_leaves_no_hook(model: Small) -> None:
+def test_warning_as_error_places_no_hook(model: Small) -> None:
     with pytest.raises(HookdropWarning):
         inject(model, Dropout(0.1), layers="layer1.**")
     assert find(model) == ()

@@ -1,4 +1,4 @@
-"""What an adversary would try: parts of models, surgery, contexts out of order, failures half-way."""
+"""All injections of a model, and handles on parts of a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.pairs import ROWS, _sgd, pair
 from tests.support.together import net
 
 
-def test_find_follows_and_checks_for_all() -> None:
+def test_follow_and_check_apply_to_all_injections() -> None:
     model = pair()
     inject(model, Dropout(0.5), layers="0.0", schedule=LinearSchedule(10))
     inject(model, Dropout(0.5), layers="1.0", schedule=LinearSchedule(10), name="second")
@@ -37,8 +37,8 @@ def test_find_follows_and_checks_for_all() -> None:
         find(copy.deepcopy(nn.Linear(1, 1))).load_state_dict(find(model).state_dict())
 
 
-class TestParts:
-    def test_what_is_removed_from_a_part_is_no_measure_of_the_rest(self) -> None:
+class TestPartsOfModels:
+    def test_sites_removed_from_a_part_no_longer_affect_the_target(self) -> None:
         model = nn.Sequential(net(), net())
         drop = inject(model, {"0.0": Dropout(0.5), "1.0": Dropout(0.1)})
         find(model[0]).remove()
@@ -49,15 +49,15 @@ class TestParts:
         with find(model)[0].sampling(p=0.3):
             assert [site.p for site in find(model)[0].sites] == [0.3]
 
-    @pytest.mark.parametrize("gone", ["wrapper", "part"])
-    def test_following_goes_on_when_what_the_handle_was_made_of_goes(self, gone: str) -> None:
+    @pytest.mark.parametrize("deleted", ["wrapper", "part"])
+    def test_follow_continues_after_the_wrapper_or_a_part_is_deleted(self, deleted: str) -> None:
         model = nn.Sequential(net(), net())
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         outer: Any = nn.DataParallel(model)
         drop = inject(outer, Dropout(0.5), layers="*.0", schedule=LinearSchedule(100))
-        (drop if gone == "wrapper" else find(model[0])[0]).follow(optimizer)
+        (drop if deleted == "wrapper" else find(model[0])[0]).follow(optimizer)
         del outer
-        if gone == "part":
+        if deleted == "part":
             model[0] = net()
         gc.collect()
         for step in range(1, 6):
@@ -65,7 +65,7 @@ class TestParts:
             optimizer.step()
             assert find(model)[0].step_count == step
 
-    def test_a_handle_that_is_first_asked_inside_without_hooks(self) -> None:
+    def test_handle_first_used_inside_without_hooks(self) -> None:
         model = net()
         drop = inject(model, Dropout(0.5), layers="0")
         twin, copied = copy.deepcopy((model, drop))

@@ -1,4 +1,4 @@
-"""The handle: rates, on and off, sampling, proof, and that contexts end where they began."""
+"""Handles: enabling, reporting, and several injections on one model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.nets import Small
 from tests.support.pairs import pair
 
 
-def test_the_rate_of_the_moment_can_not_be_set() -> None:
+def test_current_rate_cannot_be_set() -> None:
     drop = inject(model := pair(), Dropout(0.5), layers="*.0")
     with pytest.raises(AttributeError, match=r"drop.target_p = 0.4"):
         drop.p = 0.4
@@ -41,7 +41,7 @@ def rising(step: int) -> float:
     return float(step)
 
 
-class TestOnAndOff:
+class TestEnableAndDisable:
     def test_disable_and_enable(self) -> None:
         model, drop = layer(schedule=LinearSchedule(2))
         drop.step(2)
@@ -52,31 +52,31 @@ class TestOnAndOff:
         drop.enable()
         assert (drop.p, drop.step_count) == (0.5, 3)
 
-    def test_disabled_inside_only(self) -> None:
+    def test_disabled_ends_with_its_block(self) -> None:
         model, drop = layer()
         with drop.disabled():
             assert zeroed(model, X) == 0
         assert zeroed(model, X) > 0.4
 
-    def test_contexts_end_after_an_error_too(self) -> None:
+    def test_contexts_exit_after_an_error(self) -> None:
         model, drop = layer()
         with pytest.raises(KeyError), drop.disabled():
             raise KeyError
         assert zeroed(model, X) > 0.4
 
-    def test_removing_inside_a_context_is_fine(self) -> None:
+    def test_remove_inside_a_context(self) -> None:
         model, drop = layer()
         with drop.disabled():
             drop.remove()
         assert zeroed(model, X) == 0
 
     @given(st.lists(st.sampled_from(["disabled", "sampling", "rate", "disable", "enable", "step", "end"]), max_size=12))
-    def test_any_nesting_ends_in_the_state_it_began_in(self, moves: list[str]) -> None:
-        """`disable` and `enable` inside a context last until its end; outside they stay."""
+    def test_nested_contexts_restore_the_previous_state(self, moves: list[str]) -> None:
+        """`disable` and `enable` inside a context last until its end; outside, they persist."""
         model, drop = layer(0.5)
         stack: list[tuple[object, tuple[object, ...]]] = []
 
-        def looks() -> tuple[object, ...]:
+        def current_rates() -> tuple[object, ...]:
             model.eval()
             in_eval = round(zeroed(model, X), 1)
             model.train()
@@ -87,13 +87,13 @@ class TestOnAndOff:
                 if stack:
                     context, before = stack.pop()
                     context.__exit__(None, None, None)
-                    assert looks() == before
+                    assert current_rates() == before
             elif move == "step":
                 drop.step()
             elif move in ("disable", "enable"):
                 getattr(drop, move)()
             else:
-                before = looks()
+                before = current_rates()
                 context = {
                     "disabled": drop.disabled, "sampling": drop.sampling, "rate": lambda: drop.sampling(p=0.3)
                 }[move]()  # fmt: skip
@@ -102,10 +102,10 @@ class TestOnAndOff:
         while stack:
             context, before = stack.pop()
             context.__exit__(None, None, None)
-            assert looks() == before
+            assert current_rates() == before
 
 
-class TestTalk:
+class TestReprAndMetrics:
     def test_metrics_are_flat_numbers(self) -> None:
         _, drop = layer(0.5, schedule=LinearSchedule(10))
         drop.step()
@@ -129,7 +129,7 @@ class TestTalk:
         drop.remove()
         assert repr(drop) == "<Injection 'dropblock', removed>"
 
-    def test_notebooks_get_tables(self, model: Small, images: torch.Tensor) -> None:
+    def test_html_tables_for_notebooks(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, DropBlock(0.2, 3), layers="layer1.*")
         for shown in (drop, find(model), drop.probe(images)):
             assert "<table>" in shown._repr_html_()
@@ -148,7 +148,7 @@ class TestHandles:
         assert find(model) == ()
         drop.remove()
 
-    def test_find_passes_calls_on_to_all(self, model: Small, images: torch.Tensor) -> None:
+    def test_injections_forward_calls_to_all(self, model: Small, images: torch.Tensor) -> None:
         inject(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(10))
         inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(20))
         every = find(model)
@@ -162,13 +162,13 @@ class TestHandles:
             assert [drop.p for drop in every] == [0.0, 0.0]
         with every.sampling(p=0.5):
             assert [drop.p for drop in every] == [0.5, 0.5]
-        with pytest.raises(InjectionError, match="no injection 'droput' here; there are: dropblock, dropout"):
+        with pytest.raises(InjectionError, match="no injection 'droput' here; available: dropblock, dropout"):
             every["droput"]
         assert "2 sites" in repr(every)
         every.remove()
         assert repr(find(model)) == "<no injections>"
 
-    def test_a_part_of_them_passes_calls_on_too(self, model: Small) -> None:
+    def test_slices_of_injections_forward_calls(self, model: Small) -> None:
         one, two = inject(model, Dropout(0.4), layers="fc"), inject(model, DropBlock(0.2, 3), layers="layer1.*")
         for some in (find(model)[0:1], find(model)[::-1][:1], find(model)[:0] + find(model)[:1]):
             assert isinstance(some, Injections)
@@ -177,7 +177,7 @@ class TestHandles:
         find(model).enable()
         assert (one.p, two.p) == (0.4, 0.2)
 
-    def test_they_are_probed_and_summed_up_by_name(self, model: Small, images: torch.Tensor) -> None:
+    def test_injections_probe_and_summary_by_name(self, model: Small, images: torch.Tensor) -> None:
         inject(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(10))
         inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(10))
         found = find(model).probe(images.repeat(50, 1, 1, 1), forwards=1, step=10)
@@ -188,7 +188,7 @@ class TestHandles:
         assert find(model).summary() == "\n\n".join(drop.summary() for drop in find(model))
         assert find(nn.ReLU()).summary() == "<no injections>"
 
-    def test_a_change_that_fails_in_one_is_undone_in_all(self, model: Small) -> None:
+    def test_change_that_fails_in_one_injection_is_undone_in_all(self, model: Small) -> None:
         first = inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(10))
         second = inject(model, Dropout(0.4), layers="conv1", schedule=LambdaSchedule(rising), name="second")
         every = find(model)
@@ -220,38 +220,40 @@ class TestHandles:
         assert eject(model) == 1
         assert eject(model) == 0
 
-    def test_a_removed_handle_says_so(self, model: Small) -> None:
+    def test_methods_of_a_removed_handle_raise(self, model: Small) -> None:
         drop = inject(model, Dropout(0.4), layers="fc")
         eject(model)
         for use in (drop.step, drop.enable, drop.disable, drop.state_dict, lambda: drop.seek(3), lambda: drop.config):
             with pytest.raises(InjectionError, match="'dropout' was removed from its model"):
                 use()
 
-    def test_the_schedule_of_none_is_constant(self) -> None:
+    def test_default_schedule_is_constant(self) -> None:
         _, drop = layer()
         assert drop.schedule == ConstantSchedule()
         drop.step()
         assert drop.p == 0.5
 
-    def test_stacked_injections_both_work(self) -> None:
+    def test_stacked_injections_both_drop(self) -> None:
         model, _ = layer(0.5)
         inject(model, Dropout(0.5), layers="0", on_existing="stack", name="second")
         assert zeroed(model, X) == pytest.approx(0.75, abs=0.02)
 
-    def test_replace_takes_the_old_one_off(self) -> None:
+    def test_replace_removes_the_old_injection(self) -> None:
         model, old = layer(0.5)
         inject(model, Dropout(0.2), layers="0", on_existing="replace")
         assert zeroed(model, X) == pytest.approx(0.2, abs=0.02)
         with pytest.raises(InjectionError, match="was removed"):
             old.step()
 
-    def test_replace_warns_of_sites_that_get_nothing_back(self, model: Small) -> None:
+    def test_replace_warns_about_sites_that_lose_their_hook(self, model: Small) -> None:
         inject(model, Dropout(0.5), layers="layer?.*")
-        with pytest.warns(HookdropWarning, match="takes it off 2 sites that the new one does not have: 'layer1.0'"):
+        with pytest.warns(
+            HookdropWarning, match="removes it from 2 sites that the new injection does not have: 'layer1.0'"
+        ):
             inject(model, Dropout(0.5), layers="layer2.*", on_existing="replace")
         assert len(find(model)[0].sites) == 2
 
-    def test_input_and_output_of_a_layer_are_two_places(self, model: Small) -> None:
+    def test_input_and_output_of_a_layer_are_separate_sites(self, model: Small) -> None:
         inject(model, Dropout(0.5), layers="fc")
         inject(model, Dropout(0.5), layers="fc", at="input", name="before")
         assert len(find(model)) == 2

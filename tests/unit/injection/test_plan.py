@@ -1,4 +1,4 @@
-"""The mistakes that people make, and what they read then; and bad input, after which nothing has changed."""
+"""Plans: warnings, tables, and `apply`."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from tests.support.nets import Small
 
 
 class TestPlans:
-    def test_dropout_into_batch_norm(self, model: Small, images: torch.Tensor) -> None:
-        """Disharmony by variance shift, arXiv:1801.05134; before the norm is the convolution's output."""
+    def test_dropout_before_batch_norm_warns(self, model: Small, images: torch.Tensor) -> None:
+        """Variance shift, arXiv:1801.05134: the convolution's output is directly before the norm."""
         drafted = plan(model, Dropout(0.5), layers="**.conv1", example_input=images)
-        assert "4 sites straight before a batch norm at p >= 0.3: 'layer1.0.conv1'" in drafted.warnings[-1]
+        assert "4 sites directly before a batch norm at p >= 0.3: 'layer1.0.conv1'" in drafted.warnings[-1]
         assert plan(model, Dropout(0.1), layers="**.conv1", example_input=images).warnings == []
         assert plan(model, Dropout(0.5), layers="**.bn1", example_input=images).warnings == []
 
-    def test_frozen_layers_that_are_still_dropped(self, model: Small, images: torch.Tensor) -> None:
+    def test_frozen_layers_warn(self, model: Small, images: torch.Tensor) -> None:
         model.layer1.requires_grad_(False)
         drafted = plan(model, Dropout(0.1), layers="layer?.*", example_input=images)
         assert drafted.warnings == [
             "2 sites on frozen layers, whose output is still regularized: 'layer1.0', 'layer1.1'."
         ]
 
-    def test_transformer_encoder_layers_leave_their_fused_path(self) -> None:
+    def test_transformer_encoder_layer_warns_about_its_fused_path(self) -> None:
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
         drafted = plan(model, Dropout(0.1), layers="layers.0.linear2")
         assert "leaves its fused eval path" in drafted.warnings[0]
 
-    def test_one_of_several_tensors_is_said(self) -> None:
+    def test_reading_mentions_one_of_several_tensors(self) -> None:
         lstm = nn.LSTM(3, 4)
         drafted = plan(lstm, Dropout(0.1), layers=lstm, example_input=torch.ones(2, 1, 3))
         assert drafted.sites[0].reading == " (1 of 3 tensors)"
 
-    def test_modules_given_themselves_are_counted_by_name(self, model: Small) -> None:
+    def test_module_entries_are_counted_by_name(self, model: Small) -> None:
         drafted = plan(model, Dropout(0.1), layers=[model.layer1[0].bn1, model.layer1[1].bn1])
         assert drafted.counts == {"'layer1.0.bn1'": 1, "'layer1.1.bn1'": 1}
 
-    def test_a_plan_of_a_module_that_was_replaced_since(self, model: Small) -> None:
+    def test_apply_raises_if_a_module_was_replaced(self, model: Small) -> None:
         drafted = plan(model, Dropout(0.1), layers="fc")
         model.fc = nn.Linear(8, 3)
-        with pytest.raises(InjectionError, match="'fc' was replaced since the plan was made"):
+        with pytest.raises(InjectionError, match="'fc' was replaced after the plan was made"):
             drafted.apply()
 
-    def test_what_a_plan_prints(self, model: Small, images: torch.Tensor) -> None:
+    def test_plan_table(self, model: Small, images: torch.Tensor) -> None:
         drafted = plan(
             model, DropBlock(0.2, 3), layers=["layer1.*"], schedule=LinearSchedule(9), p_scale="depth",
             example_input=images,
@@ -71,7 +71,7 @@ class TestPlans:
         ]
         assert "<table>" in drafted._repr_html_()
 
-    def test_a_plan_touches_nothing(self, model: Small, images: torch.Tensor) -> None:
+    def test_plan_does_not_change_the_model(self, model: Small, images: torch.Tensor) -> None:
         model.train()
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         rng = torch.get_rng_state()
@@ -83,13 +83,13 @@ class TestPlans:
         assert torch.equal(torch.get_rng_state(), rng)
         assert len(drafted.apply().sites) == 2
 
-    def test_a_plan_without_a_regularizer_lists_and_does_not_apply(self, model: Small) -> None:
+    def test_plan_without_a_regularizer_cannot_be_applied(self, model: Small) -> None:
         drafted = plan(model, layers="**")
         assert len(drafted.sites) == 24
         with pytest.raises(InjectionError, match="this plan has no regularizer"):
             drafted.apply()
 
-    def test_a_plan_can_be_applied_again_after_removal(self, model: Small, images: torch.Tensor) -> None:
+    def test_plan_can_be_applied_again_after_removal(self, model: Small, images: torch.Tensor) -> None:
         drafted = plan(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(2))
         first = drafted.apply()
         first.step(2)
@@ -97,7 +97,7 @@ class TestPlans:
         second = drafted.apply()
         assert (second.p, second.step_count) == (0.0, 0)
 
-    def test_example_inputs_of_all_kinds(self) -> None:
+    def test_example_input_as_tensor_tuple_or_dict(self) -> None:
         class Two(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -111,7 +111,7 @@ class TestPlans:
             assert plan(Two(), Dropout(0.1), layers="fc", example_input=example).sites[0].shape == (2, 3)
 
 
-def test_inputs_are_what_a_plan_at_the_input_looks_at(model: Small, images: torch.Tensor) -> None:
+def test_plan_at_the_input_shows_input_shapes(model: Small, images: torch.Tensor) -> None:
     drafted = plan(model, Dropout(0.1), layers=["conv1", "fc"], at="input", example_input=images)
     assert [site.shape for site in drafted.sites] == [(4, 3, 16, 16), (4, 8)]
     assert "at the input" in str(drafted)

@@ -1,4 +1,4 @@
-"""The mistakes that people make, and what they read then; and bad input, after which nothing has changed."""
+"""Invalid arguments of `inject` and `plan`, and modules that need special treatment."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.support.nets import Small
 from tests.support.training import UNCHANGED
 
 
-def test_a_lazy_first_parameter() -> None:
-    """It has no values before the first forward."""
+def test_follow_with_a_lazy_first_parameter() -> None:
+    """The parameter has no values before the first forward."""
     model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 4))
     drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(10))
     optimizer = torch.optim.SGD(model[2].parameters(), 0.1)
@@ -47,7 +47,7 @@ def no_rate(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class OwnWeights(Regularizer):
+class WithWeights(Regularizer):
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
         self.p, self.weight = p, nn.Parameter(torch.ones(1))
@@ -61,14 +61,14 @@ class NoRate(Regularizer):
         return x
 
 
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown layer": ({"layers": "layer7"}, LayerError, "does not have"),
     "unknown glob": ({"layers": "layer7.*"}, LayerError, "does not have"),
     "unknown type": ({"layers": nn.LSTM}, LayerError, "matches no module"),
     "unknown instance": ({"layers": nn.Linear(1, 1)}, LayerError, "not part of this"),
     "empty layers": ({"layers": []}, LayerError, "is empty"),
-    "no layers": ({"layers": None}, LayerError, "say where"),
-    "excluded to nothing": ({"exclude": "**"}, LayerError, "nothing is left"),
+    "no layers": ({"layers": None}, LayerError, "`layers` is missing"),
+    "everything excluded": ({"exclude": "**"}, LayerError, "nothing is left"),
     "a class as regularizer": ({"regularizer": DropBlock}, TypeError, r"the class DropBlock(.|\n)*write DropBlock\(p=0.1\)"),
     "None as regularizer": ({"regularizer": None}, TypeError, "regularizer is None"),
     "a number as regularizer": ({"regularizer": 0.1}, TypeError, "must be a module, a function"),
@@ -84,56 +84,56 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a module without a rate scheduled": (
         {"regularizer": nn.ReLU(), "schedule": LinearSchedule(3)}, InjectionError, "no rate to drive",
     ),
-    "p_scale without a rate": ({"regularizer": no_rate, "p_scale": "depth"}, InjectionError, "no rate that could be scaled"),
-    "p_scale that matches nothing": ({"p_scale": {"fc": 0.5}}, LayerError, r"'fc', which matches none of the 2 chosen"),
+    "p_scale without a rate": ({"regularizer": no_rate, "p_scale": "depth"}, InjectionError, "no rate to scale"),
+    "p_scale that matches nothing": ({"p_scale": {"fc": 0.5}}, LayerError, r"'fc', which matches none of the 2 selected"),
     "p_scale twice": ({"p_scale": {"layer1.0": 0.5, "**.0": 1}}, LayerError, "matches 'layer1.0' twice"),
     "p_scale unknown": ({"p_scale": "deep"}, ValueError, "must be 'depth', 'depth_from_zero'"),
     "p_scale a number": ({"p_scale": 0.5}, ValueError, "multiply p by it"),
     "p_scale negative": ({"p_scale": {"layer1.0": -1}}, ValueError, "must be at least 0"),
-    "p_scale no number": ({"p_scale": {"layer1.0": "a"}}, TypeError, "must be a number"),
+    "p_scale not a number": ({"p_scale": {"layer1.0": "a"}}, TypeError, "must be a number"),
     "p_scale of one site from zero": ({"layers": "fc", "p_scale": "depth_from_zero"}, ValueError, "factor 0"),
     "a rate above 1 by p_scale": ({"p_scale": {"layer1.0": 20}}, ValueError, r"got 2.(.|\n)*at 'layer1.0': p 0.1 x p_scale 20"),
     "a rate above 1 by schedule": ({"schedule": LinearSchedule(5, end=20)}, ValueError, "x schedule 20"),
-    "a schedule that is none": ({"schedule": 1000}, TypeError, r"write: schedule=LinearSchedule\(steps=N\)"),
+    "a number as schedule": ({"schedule": 1000}, TypeError, r"write: schedule=LinearSchedule\(steps=N\)"),
     "a schedule class": ({"schedule": LinearSchedule}, TypeError, r"write: schedule=LinearSchedule\(steps=N\)"),
     "a function as schedule": ({"schedule": abs}, TypeError, r"write: schedule=LambdaSchedule\(abs\)"),
     "at unknown": ({"at": "outputs"}, ValueError, "'output', 'input', got 'outputs'"),
     "on_existing unknown": ({"on_existing": "keep"}, ValueError, "'error', 'replace', 'stack'"),
-    "a name that is none": ({"name": ""}, InjectionError, "name must be a text"),
+    "an empty name": ({"name": ""}, InjectionError, "name must be a non-empty string"),
     "a name with a slash": ({"name": "a/b"}, InjectionError, "without '/'"),
-    "layers beside a mapping": ({"regularizer": {"fc": Dropout(0.1)}}, LayerError, "not both"),
-    "a site under two keys": (
+    "layers and a mapping": ({"regularizer": {"fc": Dropout(0.1)}}, LayerError, "not both"),
+    "a layer under two keys": (
         {"regularizer": {"layer1.*": Dropout(0.1), "**.0": Dropout(0.2)}, "layers": None}, LayerError,
-        r"'layer1.0' is under two keys of the mapping, 'layer1.\*' and '\*\*.0'",
+        r"'layer1.0' matches more than one key of the mapping: 'layer1.\*' and '\*\*.0'",
     ),
     "an empty mapping": ({"regularizer": {}, "layers": None}, LayerError, "is empty"),
-    "code in a text": ({"regularizer": "DropBlock(p=__import__('os').getpid())"}, ValueError, "it is not run"),
-    "an unknown text": ({"regularizer": "Dropoot(p=0.1)"}, ValueError, "did you mean: Dropout"),
+    "code in a string": ({"regularizer": "DropBlock(p=__import__('os').getpid())"}, ValueError, "it is not run"),
+    "an unknown regularizer": ({"regularizer": "Dropoot(p=0.1)"}, ValueError, "did you mean: Dropout"),
     "an example that the model rejects": (
         {"example_input": torch.ones(4, 5)}, InjectionError, r"does not take this example, \(4, 5\) float32",
     ),
-    "an example of another kind": ({"example_input": "cat.jpg"}, InjectionError, "does not take this example, str"),
+    "a string as example": ({"example_input": "cat.jpg"}, InjectionError, "does not take this example, str"),
     "a shape as example": (
         {"example_input": (4, 3, 8, 8)}, InjectionError, r"give a tensor, not its shape: torch.randn\(4, 3, 8, 8\)",
     ),
     "a bad range in a glob": ({"layers": "[z-a]*"}, LayerError, "can't read the glob"),
-    "an own regularizer with parameters": ({"regularizer": OwnWeights()}, InjectionError, "owns parameters"),
-    "an own regularizer without its rate": ({"regularizer": NoRate()}, InjectionError, "no attribute 'p'"),
+    "a custom regularizer with parameters": ({"regularizer": WithWeights()}, InjectionError, "owns parameters"),
+    "a custom regularizer without its rate": ({"regularizer": NoRate()}, InjectionError, "no attribute 'p'"),
     "a key of two entries": (
         {"regularizer": {("fc", "conv1"): Dropout(0.1), (): Dropout(0.2)}, "layers": None}, LayerError,
-        "must be one entry",
+        "must be a single entry",
     ),
     "a wrong rank in the example": (
         {"regularizer": Dropout1d(0.1), "example_input": torch.ones(1, 3, 8, 8)}, ShapeError, "use Dropout2d",
     ),
-    "a tensor that is not there": ({"tensor": 1, "example_input": torch.ones(1, 3, 8, 8)}, ShapeError, "leave tensor=None"),
+    "a missing tensor index": ({"tensor": 1, "example_input": torch.ones(1, 3, 8, 8)}, ShapeError, "leave tensor=None"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", INVALID)
 @pytest.mark.parametrize("training", [True, False])
-def test_bad_input_is_told_and_nothing_has_changed(model: Small, case: str, training: bool) -> None:
-    changes, error, says = BAD[case]
+def test_invalid_arguments_raise_and_change_nothing(model: Small, case: str, training: bool) -> None:
+    changes, error, says = INVALID[case]
     model.train(training)
     model.layer2[0].train(not training)
     settings: dict[str, Any] = {"regularizer": Dropout(0.1), "layers": "layer1.*"} | changes
@@ -148,14 +148,14 @@ def test_bad_input_is_told_and_nothing_has_changed(model: Small, case: str, trai
 
 
 class TestKeras:
-    """Keras never puts its layers in eval mode. These classes stand in for its own."""
+    """Keras never puts its layers in eval mode. These classes are stand-ins for Keras classes."""
 
     @staticmethod
     def layer(name: str, *parts: nn.Module) -> nn.Module:
         base = type("Layer", (nn.Sequential,), {"__module__": "keras.src.layers.layer"})
         return type(name, (base,), {"__module__": "keras.src.layers.core"})(*parts)
 
-    def test_its_layers_are_refused(self) -> None:
+    def test_keras_layers_raise(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), self.layer("Dense", nn.ReLU()))
         with pytest.raises(
             InjectionError, match=r"'1' \(Dense\) belongs to a Keras layer(.|\n)*keras.layers.Dropout"
@@ -166,7 +166,7 @@ class TestKeras:
             inject(model, Dropout(0.5), layers="1.0")
         assert find(model) == ()
 
-    def test_other_layers_are_hooked(self) -> None:
+    def test_torch_layers_of_a_keras_model_are_hooked(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), self.layer("TorchModuleWrapper", nn.ReLU()), self.layer("Dense"))
         inject(model, Dropout(0.5), layers=["0", "1.0"])
         assert len(plan(model, layers="**").sites) == 4
@@ -175,9 +175,9 @@ class TestKeras:
 
 
 class TestLazyModules:
-    """Their first forward creates their parameters."""
+    """Lazy modules create their parameters in the first forward."""
 
-    def test_they_are_hooked_before_their_first_forward(self) -> None:
+    def test_lazy_modules_are_hooked_before_their_first_forward(self) -> None:
         model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d())
         drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(10))
         drop.seek(10)
@@ -189,25 +189,25 @@ class TestLazyModules:
         drop.remove()
         assert not any(m._forward_hooks for m in model.modules())
 
-    def test_a_lazy_layer_that_is_not_the_first(self) -> None:
+    def test_plan_prints_with_a_lazy_layer(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.LazyConv2d(8, 3))
         inject(model, Dropout(0.5), layers="*")
         print(plan(model, Dropout(0.5), layers="**", on_existing="stack"))
 
-    @pytest.mark.parametrize("try_out", ["example_input", "probe"])
-    def test_no_forward_is_tried_out(self, try_out: str) -> None:
+    @pytest.mark.parametrize("method", ["example_input", "probe"])
+    def test_example_input_and_probe_raise_for_lazy_parameters(self, method: str) -> None:
         model, x = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d()), torch.ones(2, 4)
         with pytest.raises(InjectionError, match=r"lazy parameters \('0\.weight'(.|\n)*first: model\(x\)"):
-            if try_out == "probe":
+            if method == "probe":
                 inject(model, Dropout(0.5), layers="0").probe(x)
             else:
                 inject(model, Dropout(0.5), layers="0", example_input=x)
         assert isinstance(model[0].weight, nn.UninitializedParameter)
         assert isinstance(model[1].running_mean, nn.UninitializedBuffer)
-        assert len(find(model)) == (try_out == "probe")
+        assert len(find(model)) == (method == "probe")
 
 
-def test_script_modules() -> None:
+def test_script_modules_raise() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -219,13 +219,13 @@ def test_script_modules() -> None:
     model = Mixed()
     with pytest.raises(InjectionError, match="'scripted' is a ScriptModule"):
         inject(model, Dropout(0.1), layers="*")
-    with pytest.raises(InjectionError, match="can't carry Python hooks"):
+    with pytest.raises(InjectionError, match="does not support Python hooks"):
         inject(model.scripted, Dropout(0.1), layers="*")
     inject(model, Dropout(0.1), layers="plain")
 
 
-def test_every_error_is_one_of_ours_or_a_plain_value_or_type_error() -> None:
-    for changes, error, _ in BAD.values():
+def test_errors_are_hookdrop_errors_or_value_or_type_errors() -> None:
+    for changes, error, _ in INVALID.values():
         assert issubclass(error, HookdropError | ValueError | TypeError), changes
 
 
@@ -235,6 +235,6 @@ def test_p_scale_as_a_function(model: Small) -> None:
 
 
 @pytest.mark.parametrize("use", [find, eject, lambda m: plan(m, layers="**"), lambda m: without_hooks(m).__enter__()])
-def test_something_else_than_a_model(use: Callable[[Any], Any]) -> None:
+def test_model_that_is_not_a_module_raises(use: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match="must be a torch.nn.Module, got str"):
         use("resnet50")

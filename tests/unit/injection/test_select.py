@@ -1,4 +1,4 @@
-"""Choosing layers: globs, expressions, classes, instances, wrappers, and what is said when nothing matches."""
+"""Selecting layers by globs, classes, instances, and predicates, and errors for unmatched entries."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from torch import nn
 from hookdrop import (
     Dropout,
     HookdropWarning,
-    InjectionError,
     LayerError,
     LinearSchedule,
     inject,
     plan,
 )
 from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
-from hookdrop.injection.select import walk
+from hookdrop.injection.select import named_layers
 from tests.support.names import names
 from tests.support.nets import Small
 
 
-def test_an_empty_module_as_exclude_is_an_exclude() -> None:
+def test_empty_module_as_exclude() -> None:
     model = nn.Sequential(nn.Sequential(), nn.ReLU())
     drop = inject(model, Dropout(0.5), layers="*", exclude=model[0])
     assert [site.name for site in drop.sites] == ["1"]
 
 
-# --- against a plain reference resolver
+# --- compared with a reference resolver
 
 NAMES = st.sampled_from(["module", "layer1", "layer10", "layer", "bn1", "bn2", "conv", "0", "1", "10", "a"])
 
@@ -60,7 +59,7 @@ def build(tree: dict[str, object]) -> nn.Module:
 
 
 def reference_matches(pattern: list[str], name: list[str]) -> bool:
-    """Segment by segment, `**` by trying every length: one or more at the end, zero or more elsewhere."""
+    """Match segment by segment; `**` tries every length: one or more at the end, zero or more elsewhere."""
     if not pattern:
         return not name
     head, *rest = pattern
@@ -78,7 +77,7 @@ def reference(model: nn.Module, pattern: str) -> list[str]:
 
 
 @given(tree=TREES, pattern=PATTERNS)
-def test_globs_match_what_a_plain_resolver_matches(tree: dict[str, object], pattern: str) -> None:
+def test_globs_agree_with_a_reference_resolver(tree: dict[str, object], pattern: str) -> None:
     model = build(tree)
     expected = reference(model, pattern)
     if expected:
@@ -89,7 +88,7 @@ def test_globs_match_what_a_plain_resolver_matches(tree: dict[str, object], patt
 
 
 @given(data=st.data(), tree=TREES)
-def test_lists_are_unions_and_excludes_are_taken_away(data: st.DataObject, tree: dict[str, object]) -> None:
+def test_lists_are_unions_and_excludes_are_subtracted(data: st.DataObject, tree: dict[str, object]) -> None:
     model = build(tree)
     known = [name for name, _ in model.named_modules() if name]
     matching = st.sampled_from(["*", "**", "**.1*", *known]).filter(lambda pattern: reference(model, pattern))
@@ -106,14 +105,14 @@ def test_lists_are_unions_and_excludes_are_taken_away(data: st.DataObject, tree:
 
 
 @given(tree=TREES, pattern=PATTERNS)
-def test_a_wrapper_changes_no_match(tree: dict[str, object], pattern: str) -> None:
+def test_wrappers_do_not_change_matches(tree: dict[str, object], pattern: str) -> None:
     model = build(tree)
     assume(reference(model, pattern))
     assert names(nn.DataParallel(model), pattern) == reference(model, pattern)
 
 
 @given(tree=TREES)
-def test_both_spellings_of_a_wrapped_name_are_accepted(tree: dict[str, object]) -> None:
+def test_names_with_and_without_wrapper_segments_match(tree: dict[str, object]) -> None:
     model = build(tree)
     wrapped = nn.DataParallel(model)
     for name, _ in wrapped.named_modules():
@@ -141,16 +140,16 @@ def test_glob(model: Small, pattern: str, expected: list[str]) -> None:
     assert names(model, pattern) == expected
 
 
-def test_double_star_alone_is_every_module_but_the_root(model: Small) -> None:
+def test_double_star_matches_every_module_but_the_root(model: Small) -> None:
     assert names(model, "**") == [name for name, _ in model.named_modules() if name]
 
 
-def test_an_exact_name_wins_over_its_reading_as_a_glob() -> None:
+def test_exact_name_takes_precedence_over_glob() -> None:
     model = nn.ModuleDict({"a*": nn.Linear(1, 1), "ab": nn.Linear(1, 1)})
     assert names(model, "a*") == ["a*"]
 
 
-def test_a_class_matches_by_isinstance(model: Small) -> None:
+def test_class_matches_subclasses(model: Small) -> None:
     class Special(nn.Linear):
         pass
 
@@ -159,24 +158,24 @@ def test_a_class_matches_by_isinstance(model: Small) -> None:
     assert len(names(model, nn.modules.batchnorm._BatchNorm)) == 8
 
 
-def test_an_instance_is_itself_alone(model: Small) -> None:
+def test_instance_matches_only_itself(model: Small) -> None:
     assert names(model, model.layer1[1].bn2) == ["layer1.1.bn2"]
     assert names(model, [model.fc, model.conv1]) == ["conv1", "fc"]
 
 
-def test_the_model_itself_by_instance_or_class() -> None:
+def test_root_module_by_instance_or_class() -> None:
     lstm = nn.LSTM(3, 4)
     assert names(lstm, lstm) == [""]
     assert names(lstm, nn.LSTM) == [""]
 
 
-def test_a_predicate_sees_name_and_module(model: Small) -> None:
+def test_predicate_of_name_and_module(model: Small) -> None:
     wide = names(model, lambda name, module: name.startswith("layer2") and isinstance(module, nn.Conv2d))
     assert wide == ["layer2.0.conv1", "layer2.0.conv2", "layer2.1.conv1", "layer2.1.conv2"]
     assert "" not in names(model, lambda name, module: True)
 
 
-def test_a_shared_module_is_one_site_under_its_first_name_found_by_any() -> None:
+def test_shared_module_is_one_site_found_by_any_of_its_names() -> None:
     shared = nn.ReLU()
     model = nn.Sequential(nn.Linear(2, 2), shared, nn.Linear(2, 2), shared)
     assert names(model, "3") == ["1"]
@@ -184,7 +183,7 @@ def test_a_shared_module_is_one_site_under_its_first_name_found_by_any() -> None
     assert names(model, "**", exclude="3") == ["0", "2"]
 
 
-def test_children_named_module_are_not_taken_for_wrappers() -> None:
+def test_children_named_module_are_not_wrappers() -> None:
     inner = nn.Module()
     inner.add_module("module", nn.Sequential(nn.Linear(1, 1)))
     assert names(inner, "module.*") == ["module.0"]
@@ -192,16 +191,16 @@ def test_children_named_module_are_not_taken_for_wrappers() -> None:
     assert names(nn.DataParallel(inner), "module.module.0") == ["module.0"]
 
 
-def test_walk_survives_a_module_cycle() -> None:
+def test_named_layers_with_a_module_cycle() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     model.add_module("me", model)
-    assert [layer.name for layer in walk(model)] == ["", "0"]
+    assert [layer.name for layer in named_layers(model)] == ["", "0"]
 
 
-# --- what a person reads
+# --- error messages
 
 
-def test_the_issue_of_peft_style_suffixes(model: Small) -> None:
+def test_peft_style_suffix_suggests_a_glob(model: Small) -> None:
     with pytest.raises(LayerError) as error:
         names(model, "bn2")
     assert str(error.value).splitlines() == [
@@ -214,69 +213,54 @@ def test_the_issue_of_peft_style_suffixes(model: Small) -> None:
         names(model, "0.bn2")
 
 
-def test_an_entry_without_match_is_an_error_even_if_others_match(model: Small) -> None:
+def test_unmatched_entry_raises_even_if_others_match(model: Small) -> None:
     with pytest.raises(LayerError, match=re.escape("did you mean: 'layer2.*', 'layer1.*'")):
         names(model, ["layer1.*", "layer9.*"])
     with pytest.raises(LayerError, match="`exclude` names"):
         names(model, "layer1.*", exclude="layer9.*")
 
 
-def test_a_class_without_match_lists_the_classes_there(model: Small) -> None:
-    with pytest.raises(LayerError, match=r"asked for:    Conv3d\n  there are:    BatchNorm2d, Block, Conv2d"):
+def test_unmatched_class_lists_the_classes_of_the_model(model: Small) -> None:
+    with pytest.raises(LayerError, match=r"asked for:    Conv3d\n  available:    BatchNorm2d, Block, Conv2d"):
         names(model, nn.Conv3d)
 
 
-def test_a_module_of_another_model_is_no_layer_of_this(model: Small) -> None:
-    with pytest.raises(LayerError, match="a Conv2d in it that is not part of this Small"):
+def test_module_of_another_model_raises(model: Small) -> None:
+    with pytest.raises(LayerError, match="contains a Conv2d that is not part of this Small"):
         names(model, Small().conv1)
 
 
-def test_a_predicate_without_match(model: Small) -> None:
-    with pytest.raises(LayerError, match="an entry in it that matches no module"):
+def test_unmatched_predicate_raises(model: Small) -> None:
+    with pytest.raises(LayerError, match="contains an entry that matches no module"):
         names(model, lambda name, module: False)
 
 
-def test_empty_layers(model: Small) -> None:
+def test_empty_layers_and_empty_names_raise(model: Small) -> None:
     for empty in ([], ()):
         with pytest.raises(LayerError, match="`layers` is empty"):
             names(model, empty)
-    with pytest.raises(LayerError, match="an empty name"):
+    with pytest.raises(LayerError, match="contains an empty name"):
         names(model, "")
 
 
 @pytest.mark.parametrize("entry", [3, None, 1.5, b"layer1", [["layer1"]]])
-def test_entries_of_other_kinds(model: Small, entry: object) -> None:
+def test_entries_of_unsupported_types_raise(model: Small, entry: object) -> None:
     with pytest.raises(LayerError, match="use a name, a glob"):
         names(model, [entry])
 
 
-def test_a_class_that_is_no_module(model: Small) -> None:
-    with pytest.raises(LayerError, match="the class dict in it, which is not a torch.nn.Module"):
+def test_class_that_is_not_a_module_raises(model: Small) -> None:
+    with pytest.raises(LayerError, match="contains the class dict, which is not a torch.nn.Module"):
         names(model, dict)
 
 
-def test_a_mapping_as_layers(model: Small) -> None:
+def test_mapping_as_layers_raises(model: Small) -> None:
     with pytest.raises(TypeError, match="is a mapping"):
         names(model, {"layer1.*": 1})
 
 
-def test_no_exclude_may_be_none(model: Small) -> None:
+def test_exclude_may_be_none(model: Small) -> None:
     assert names(model, "fc", exclude=None) == ["fc"]
-
-
-def test_excluded_to_nothing(model: Small) -> None:
-    with pytest.raises(LayerError, match="nothing is left"):
-        names(model, "layer1.*", exclude="**")
-
-
-def test_script_modules_are_refused(model: Small) -> None:
-    with pytest.raises(InjectionError, match="ScriptModule can't carry Python hooks"):
-        names(torch.jit.script(nn.Sequential(nn.ReLU())), "0")
-
-
-def test_something_else_than_a_model() -> None:
-    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got str"):
-        names("resnet50", "layer1")
 
 
 class Iterates(nn.Module):
@@ -294,41 +278,41 @@ class Iterates(nn.Module):
 
 
 class TestSelection:
-    def test_double_star_where_a_star_was_meant(self, model: Small) -> None:
-        """`layer1.**` takes the blocks and all that is in them."""
+    def test_nested_sites_warn_with_the_effective_rate(self, model: Small) -> None:
+        """`layer1.**` matches the blocks and all of their submodules."""
         drafted = plan(model, Dropout(0.1), layers="layer1.**")
         (warning,) = drafted.warnings
         assert warning == (
-            "8 of 10 sites lie inside other sites: a value passes up to 2 of them ('layer1.0' > 'layer1.0.conv1'), "
-            "which comes to a rate of 0.19 there.\n  for one level only: a pattern that ends in '.*', not '.**'."
+            "8 of 10 sites are nested inside other sites: activations are regularized up to 2 times (effective rate "
+            "0.19), at 'layer1.0' > 'layer1.0.conv1'.\n  for one level only, end the pattern in '.*', not '.**'."
         )
-        with pytest.warns(HookdropWarning, match="lie inside other sites"):
+        with pytest.warns(HookdropWarning, match="nested inside other sites"):
             drafted.apply()
 
-    def test_a_listing_warns_of_nothing_that_a_hook_would_do(self, model: Small, images: torch.Tensor) -> None:
-        """`print(plan(model, layers="**"))` is what errors recommend."""
+    def test_plan_without_a_regularizer_has_no_warnings(self, model: Small, images: torch.Tensor) -> None:
+        """Errors recommend `print(plan(model, layers="**"))`."""
         model.fc.requires_grad_(False)
         for listed in (model, Iterates(), nn.TransformerEncoderLayer(8, 2)):
             assert plan(listed, layers="**").warnings == []
             assert plan(listed, Dropout(0.1), layers="**").warnings
         assert plan(model, layers="**", example_input=images).warnings == []
 
-    def test_peft_style_suffixes(self, model: Small) -> None:
-        with pytest.raises(LayerError, match=re.escape("did you mean: '**.bn1' (4 modules)")):
-            inject(model, Dropout(0.1), layers=["bn1", "bn2"])
-
-    def test_an_exclude_that_takes_nothing_away(self, model: Small) -> None:
-        """`exclude="layer1"` is one module, not what is in it."""
+    def test_exclude_that_matches_no_selected_layer_warns(self, model: Small) -> None:
+        """`exclude="layer1"` names one module, not its submodules."""
         drafted = plan(model, Dropout(0.1), layers="layer?.*", exclude="layer1")
-        assert drafted.warnings == ["exclude 'layer1' matches none of the chosen layers; what is inside: 'layer1.**'."]
+        assert drafted.warnings == [
+            "exclude 'layer1' matches none of the selected layers; to exclude its submodules: 'layer1.**'."
+        ]
 
-    def test_a_container_that_is_iterated_named_in_full(self) -> None:
-        with pytest.raises(LayerError, match=r"'heads' is a ModuleList, which is never called(.|\n)*inside of it"):
+    def test_uncalled_container_given_by_name_raises(self) -> None:
+        with pytest.raises(
+            LayerError, match=r"'heads' is a ModuleList, which is never called(.|\n)*hook its submodules"
+        ):
             inject(Iterates(), Dropout(0.1), layers="heads")
         with pytest.raises(LayerError, match="'blocks' .Sequential. is not called in a forward"):
             inject(Iterates(), Dropout(0.1), layers="blocks", example_input=torch.ones(2, 8))
 
-    def test_a_container_that_is_iterated_matched_by_a_pattern(self) -> None:
+    def test_uncalled_container_matched_by_a_pattern_warns(self) -> None:
         drafted = plan(Iterates(), Dropout(0.1), layers="*", example_input=torch.ones(2, 8))
         assert [site.name for site in drafted.sites] == ["blocks"]
         assert "skipped 1 module that the model never calls (containers): 'heads'." in drafted.warnings
@@ -336,8 +320,8 @@ class TestSelection:
         with pytest.raises(LayerError, match="matches only modules that are never called"):
             plan(Iterates(), Dropout(0.1), layers="head*[s]")
 
-    def test_a_container_that_is_iterated_without_an_example(self) -> None:
-        """Found out from the first steps of the training."""
+    def test_uncalled_container_warns_after_a_forward(self) -> None:
+        """The first training steps show it."""
         model = Iterates()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HookdropWarning)
@@ -346,7 +330,7 @@ class TestSelection:
         with pytest.warns(HookdropWarning, match="'blocks' never ran, so nothing is dropped there"):
             drop.summary()
 
-    def test_sites_that_never_run_are_told_after_ten_steps(self) -> None:
+    def test_sites_that_never_run_warn_after_ten_steps(self) -> None:
         model = Iterates()
         drop = inject(model, Dropout(0.1), layers="blocks", schedule=LinearSchedule(100))
         for _ in range(9):
@@ -356,9 +340,9 @@ class TestSelection:
             drop.step()
         drop.step()
 
-    @pytest.mark.parametrize("ask", ["summary", "remove"])
-    def test_sites_that_never_run_are_told_without_a_schedule_too(self, ask: str) -> None:
-        """From the model's weights, which a training without an optimizer of PyTorch's has written to by then."""
+    @pytest.mark.parametrize("method", ["summary", "remove"])
+    def test_sites_that_never_run_warn_without_a_schedule(self, method: str) -> None:
+        """The model's weights show that it trains, even without a PyTorch optimizer."""
         model = Iterates()
         drop = inject(model, Dropout(0.1), layers="blocks")
         drop.state_dict()
@@ -368,10 +352,10 @@ class TestSelection:
                 for parameter in model.parameters():
                     parameter -= 1e-3 * parameter.grad
         with pytest.warns(HookdropWarning, match="'blocks' never ran"):
-            getattr(drop, ask)()
+            getattr(drop, method)()
 
-    def test_multihead_attentions_projection_is_never_called(self) -> None:
-        """Its owner uses its weights; this is known without an example."""
+    def test_multihead_attention_out_proj_is_never_called(self) -> None:
+        """Its parent uses its weights; this is known without an example."""
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
         with pytest.raises(LayerError, match="'layers.0.self_attn.out_proj' is a NonDynamicallyQuantizableLinear"):
             inject(model, Dropout(0.1), layers="layers.0.self_attn.out_proj")

@@ -1,4 +1,4 @@
-"""Saving, resuming, configs."""
+"""State dicts: saving, loading, and errors for states that do not match."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.nets import Small
 from tests.support.state import halve, injected
 
 
-def test_the_state_is_plain_and_small() -> None:
+def test_state_dict_contents() -> None:
     _, drop = injected()
     drop.step(3)
     assert drop.state_dict() == {
@@ -36,7 +36,7 @@ def test_the_state_is_plain_and_small() -> None:
     assert json.loads(json.dumps(drop.state_dict())) == drop.state_dict()
 
 
-def test_a_state_under_wrappers_has_the_same_names() -> None:
+def test_state_of_a_plain_model_loads_into_a_wrapped_model() -> None:
     plain, wrapped = injected()[1], nn.DataParallel(Small())
     drop = inject(wrapped, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(20))
     drop.load_state_dict(plain.state_dict())
@@ -50,7 +50,7 @@ def test_a_state_under_wrappers_has_the_same_names() -> None:
         ({"name": "other"}, r"name: *'dropblock' in the state, 'other' here(.|\n)*strict=False"),
     ],
 )
-def test_a_state_of_other_sites_lists_the_differences_and_changes_nothing(kwargs: dict[str, object], says: str) -> None:
+def test_state_of_other_sites_raises_with_the_differences(kwargs: dict[str, object], says: str) -> None:
     _, saved = injected()
     saved.step(5)
     _, drop = injected(**kwargs)
@@ -62,18 +62,18 @@ def test_a_state_of_other_sites_lists_the_differences_and_changes_nothing(kwargs
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"version": 2}, "version 2, this hookdrop reads 1"),
+        ({"version": 2}, "version 2, this hookdrop reads version 1"),
         ({"step_count": -1}, "step_count must be at least 0"),
         ({"step_count": "3"}, "step_count must be a whole number"),
-        ({"enabled": 1}, "enabled is 1, not a bool"),
+        ({"enabled": 1}, "enabled must be a bool, got 1"),
         ({"target_p": [0.4]}, "differ in length"),
-        ({"sites": "ab"}, "are not lists"),
-        ({"sites": None}, "are not lists"),
+        ({"sites": "ab"}, "must be lists"),
+        ({"sites": None}, "must be lists"),
         ({"target_p": [0.4, 1.4]}, r"target_p of 'layer1.1': (.|\n)*must lie in \[0, 1\]"),
         ({"target_p": [0.4, None]}, "must be a number"),
     ],
 )
-def test_a_damaged_state_changes_nothing(change: dict[str, object], says: str) -> None:
+def test_invalid_state_raises_and_changes_nothing(change: dict[str, object], says: str) -> None:
     _, drop = injected()
     drop.step(5)
     before = drop.state_dict()
@@ -83,18 +83,20 @@ def test_a_damaged_state_changes_nothing(change: dict[str, object], says: str) -
 
 
 @pytest.mark.parametrize("thing", [{}, [], None, {"dropblock": {}}])
-def test_something_else_than_a_state(thing: object) -> None:
+def test_objects_that_are_not_states_raise(thing: object) -> None:
     _, drop = injected()
     with pytest.raises(StateError, match=r"not the state of an injection(.|\n)*find\(model\).load_state_dict"):
         drop.load_state_dict(thing)
 
 
-def test_not_strict_loads_what_fits_and_says_what_does_not() -> None:
+def test_non_strict_load_warns_about_unmatched_sites() -> None:
     _, saved = injected(layers=["layer1.*", "fc"], regularizer=Dropout(0.4))
     saved.target_p = 0.2
     saved.step(5)
     _, drop = injected(layers=["layer1.*", "layer2.0"], regularizer=Dropout(0.4))
-    with pytest.warns(HookdropWarning, match="no partner for 1 site here and 1 of the state"):
+    with pytest.warns(
+        HookdropWarning, match="1 site here not in the state \\(unchanged\\), 1 site in the state not here"
+    ):
         drop.load_state_dict(saved.state_dict(), strict=False)
     assert drop.step_count == 5
     assert [site.p for site in drop.sites] == pytest.approx([0.05, 0.05, 0.1])
@@ -103,25 +105,27 @@ def test_not_strict_loads_what_fits_and_says_what_does_not() -> None:
         other.load_state_dict(drop.state_dict() | {"sites": ["a", "b", "c"]}, strict=False)
 
 
-def test_another_schedule_in_code_wins_with_a_warning() -> None:
+def test_loading_keeps_the_schedule_in_code_and_warns() -> None:
     _, saved = injected()
     saved.step(10)
     _, drop = injected(schedule=LinearSchedule(40))
-    with pytest.warns(HookdropWarning, match=r"LinearSchedule\(steps=40\) is used; (.|\n)*LinearSchedule\(steps=20\)"):
+    with pytest.warns(
+        HookdropWarning, match=r"in the code, LinearSchedule\(steps=40\); (.|\n)*LinearSchedule\(steps=20\)"
+    ):
         drop.load_state_dict(saved.state_dict())
     assert (drop.step_count, drop.p) == (10, 0.1)
 
 
-def test_another_p_in_code_is_told() -> None:
-    """The state's rate goes on, as an optimizer's learning rate does; not silently."""
+def test_loading_uses_the_rate_of_the_state_and_warns() -> None:
+    """As an optimizer does with its learning rate, but not silently."""
     _, saved = injected()
     _, drop = injected(regularizer=DropBlock(0.2, 3))
-    with pytest.warns(HookdropWarning, match=r"the code says 0.2 now(.|\n)*drop.target_p = 0.2"):
+    with pytest.warns(HookdropWarning, match=r"changed from 0.4 to 0.2(.|\n)*drop.target_p = 0.2"):
         drop.load_state_dict(saved.state_dict())
     assert drop.target_p == 0.4
 
 
-def test_many_injections_are_saved_by_name() -> None:
+def test_state_dict_of_all_injections_by_name() -> None:
     def both() -> nn.Module:
         model, _ = injected()
         inject(model, Dropout(0.5), layers="fc", schedule=LinearSchedule(10))
@@ -139,19 +143,19 @@ def test_many_injections_are_saved_by_name() -> None:
     broken["dropblock"] = find(one)["dropblock"].state_dict()
     with pytest.raises(StateError):
         find(two).load_state_dict(broken)
-    assert [drop.step_count for drop in find(two)] == [5, 5], "a failed load must leave all as it was"
-    with pytest.raises(StateError, match="a state for each name"):
+    assert [drop.step_count for drop in find(two)] == [5, 5], "a failed load must change nothing"
+    with pytest.raises(StateError, match="a mapping of names to states"):
         find(two).load_state_dict([])
 
 
-def test_sites_in_another_order_are_another_list() -> None:
+def test_sites_in_a_different_order_raise() -> None:
     _, drop = injected()
     saved = drop.state_dict()
-    with pytest.raises(StateError, match="the same sites in another order"):
+    with pytest.raises(StateError, match="the same sites in a different order"):
         drop.load_state_dict(saved | {"sites": saved["sites"][::-1]})
 
 
-def test_a_state_without_rates() -> None:
+def test_state_dict_without_rates() -> None:
     _, drop = injected(regularizer=halve, schedule=None)
     assert drop.state_dict()["target_p"] == [None, None]
     drop.step(3)

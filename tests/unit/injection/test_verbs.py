@@ -1,4 +1,4 @@
-"""What an adversary would try: parts of models, surgery, contexts out of order, failures half-way."""
+"""`inject`: argument order, string regularizers, and repeated calls."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from tests.support.pairs import pair
 from tests.support.training import UNCHANGED
 
 
-def test_the_arguments_in_the_wrong_order() -> None:
+def test_swapped_model_and_regularizer_raises() -> None:
     with pytest.raises(TypeError, match="the model comes first"):
         inject(Dropout(0.5), pair(), layers="*.0")
 
 
-class TestTexts:
-    """For flags and sweeps: parsed, never evaluated."""
+class TestStringRegularizers:
+    """Strings are for flags and sweeps. They are parsed, never evaluated."""
 
-    def test_a_text_is_a_regularizer(self, model: Small) -> None:
+    def test_string_regularizer(self, model: Small) -> None:
         drop = inject(model, "DropBlock(p=0.2, block_size=(3, 5))", layers="layer1.*")
         assert drop.name == "dropblock"
         assert drop.sites[0].regularizer == "DropBlock(p=0.2, block_size=(3, 5))"
 
-    def test_texts_in_a_mapping(self, model: Small) -> None:
+    def test_string_regularizers_in_a_mapping(self, model: Small) -> None:
         drop = inject(model, {"layer1.*": "Dropout2d(p=0.1)", nn.Linear: "Dropout(p=0.5)"}, schedule=LinearSchedule(2))
         assert drop.name == "dropout2d+dropout"
         drop.step(2)
         assert [site.p for site in drop.sites] == [0.1, 0.1, 0.5]
 
 
-class TestNotebooks:
-    def test_a_cell_run_twice(self, model: Small) -> None:
+class TestRepeatedInjection:
+    def test_injecting_twice_raises_unless_on_existing_is_set(self, model: Small) -> None:
         def cell(**kwargs: Any) -> Any:
             return inject(model, DropBlock(0.1, 3), layers="layer?.*", **kwargs)
 
@@ -55,12 +55,12 @@ class TestNotebooks:
         ]
         cell(on_existing="replace")
         assert len(find(model)) == 1
-        with pytest.raises(InjectionError, match="an injection named 'dropblock' already"):
+        with pytest.raises(InjectionError, match="already has an injection named 'dropblock'"):
             cell(on_existing="stack")
         cell(on_existing="stack", name="second")
         assert [drop.name for drop in find(model)] == ["dropblock", "second"]
 
-    def test_the_same_name_at_other_sites(self, model: Small) -> None:
+    def test_duplicate_name_raises_with_a_free_name(self, model: Small) -> None:
         inject(model, Dropout(0.1), layers="layer1.*")
         with pytest.raises(InjectionError, match="name='dropout2'"):
             inject(model, Dropout(0.1), layers="layer2.*")

@@ -164,6 +164,6 @@ def test_what_is_kept_is_printed_and_the_rest_is_not() -> None:
     model = nn.Sequential(nn.Identity())
     assert "Forgetful(p=0.2)" in str(hookdrop.plan(model, Forgetful(0.2), layers="0"))
     with pytest.raises(
-        hookdrop.StateError, match="does not keep its settings: 'Forgetful' object has no attribute 'scale'"
+        hookdrop.StateError, match="does not store its settings: 'Forgetful' object has no attribute 'scale'"
     ):
         _ = hookdrop.inject(model, Forgetful(0.2), layers="0").config

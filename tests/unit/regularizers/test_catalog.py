@@ -72,6 +72,12 @@ class TestParse:
         with pytest.raises(TypeError, match=r"blocksize(.|\n)*it takes: DropBlock\(p"):
             parse("DropBlock(p=0.1, blocksize=7)")
 
+    def test_duplicate_setting_raises(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"^parse: 'DropBlock\(p=\.1, p=\.2\)' sets 'p' more than once: keep one value"
+        ):
+            parse("DropBlock(p=.1, p=.2)")
+
     def test_a_bad_rate_is_told_as_by_the_class(self) -> None:
         with pytest.raises(ValueError, match="p must lie in"):
             parse("DropBlock(p=7)")

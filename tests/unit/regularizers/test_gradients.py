@@ -318,8 +318,8 @@ class TestFactor:
         model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
         for text in ("ScaleActivationGrad(-1)", "GaussianNoise(0.5)"):
             (told,) = plan(model, text, layers="**").warnings
-            assert "lie inside other sites" in told
-            assert "comes to a rate" not in told
+            assert "nested inside other sites" in told
+            assert "effective rate" not in told
 
 
 class TestSeeing:
@@ -376,9 +376,9 @@ class TestSeeing:
 
 @pytest.mark.parametrize("regularizer", [ClipActivationGrad(1.0), ClampActivationGrad(max=1.0)], ids=repr)
 def test_what_has_no_rate_takes_no_schedule(regularizer: Regularizer) -> None:
-    with pytest.raises(InjectionError, match=r"the schedule has no rate to drive: Cl\w+\((.|\n)*leave out schedule"):
+    with pytest.raises(InjectionError, match=r"the schedule has no rate to drive: Cl\w+\((.|\n)*omit schedule"):
         inject(Net(), regularizer, layers="inner", schedule=LinearSchedule(4))
-    with pytest.raises(InjectionError, match="has no rate that could be scaled"):
+    with pytest.raises(InjectionError, match="has no rate to scale"):
         inject(Net(), regularizer, layers="inner", p_scale="depth")
 
 
