@@ -427,7 +427,7 @@ def test_a_schedule_of_a_recipe_is_given_once(refused: Any) -> None:
 
 
 def test_a_recipe_that_finds_nothing_says_so(refused: Any) -> None:
-    assert "finds nothing to do in VGG" in refused("plan", "vgg11", "--recipe", "stochastic_depth")
+    assert "found no matching layer in VGG" in refused("plan", "vgg11", "--recipe", "stochastic_depth")
 
 
 @pytest.mark.parametrize("option", [["--layers", "fc"], ["--regularizer", "Dropout(0.1)"], ["--at", "input"]])

@@ -117,5 +117,5 @@ class TestResidualDropout:
         assert residual_dropout(llama(attention_dropout=0.1)).sites
 
     def test_an_encoder_is_none(self) -> None:
-        with pytest.raises(LayerError, match="finds nothing to do in BertModel"):
+        with pytest.raises(LayerError, match="found no matching layer in BertModel"):
             residual_dropout(bert())

@@ -292,7 +292,7 @@ class TestRates:
         assert "mode='batch'" in drop.sites[0].regularizer
 
     def test_a_mode_beside_a_regularizer_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="mode='batch' is DropPath's"):
+        with pytest.raises(ValueError, match="mode='batch' only applies to DropPath"):
             stochastic_depth(torchvision.models.resnet18(), mode="batch", regularizer=TimmDropPath)
 
 
@@ -305,7 +305,7 @@ class TestRates:
     ],
 )
 def test_a_model_that_has_it_on_is_refused_by_name_and_rate(make: Callable[[], nn.Module], name: str) -> None:
-    with pytest.raises(InjectionError, match=rf"has it on already: '{name}' is a \w+ at 0\.") as told:
+    with pytest.raises(InjectionError, match=rf"already has it: '{name}' is a \w+ at rate 0\.") as told:
         stochastic_depth(make())
     assert "drop_path_rate=0." in str(told.value)
     assert "set_dropout" in str(told.value)
@@ -320,7 +320,7 @@ def test_a_model_whose_own_was_set_to_zero_is_taken() -> None:
 
 
 def test_blocks_that_only_change_the_resolution_have_nothing_to_drop() -> None:
-    with pytest.raises(LayerError, match="finds nothing to do"):
+    with pytest.raises(LayerError, match="found no matching layer"):
         stochastic_depth(timm.create_model("mobilenetv1_100"))
 
 
@@ -332,7 +332,7 @@ def test_two_convolutions_in_a_row_are_no_branch() -> None:
         "conv2": nn.Conv2d(3, 3, 3),
         "bn2": nn.BatchNorm2d(3),
     }
-    with pytest.raises(LayerError, match="finds nothing to do"):
+    with pytest.raises(LayerError, match="found no matching layer"):
         stochastic_depth(nn.ModuleDict({"pair": nn.ModuleDict(layers)}))
 
 
@@ -391,21 +391,21 @@ class TestBlocksOfOthers:
     def test_a_number_called_drop_path_above_zero_is_stochastic_depth(self) -> None:
         block = self.block()
         block.drop_path = 0.2
-        with pytest.raises(InjectionError, match=r"on already: 1\.drop_path is 0\.2"):
+        with pytest.raises(InjectionError, match=r"already has it: 1\.drop_path is 0\.2"):
             stochastic_depth(nn.Sequential(self.block(), block))
 
     def test_a_shared_place_can_not_have_two_rates(self) -> None:
         blocks, shared = [self.block(), self.block()], nn.Identity()
         for block in blocks:
             block.drop_path = shared
-        with pytest.raises(LayerError, match=r"'0\.drop_path' and '1\.drop_path' are one module"):
+        with pytest.raises(LayerError, match=r"'0\.drop_path' and '1\.drop_path' are the same module"):
             stochastic_depth(nn.Sequential(*blocks))
 
     def test_layers_of_unknown_kind_among_known_ones_are_told(self) -> None:
         other = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         plan = stochastic_depth.plan(nn.ModuleDict({"layers": nn.ModuleList([self.block(), other, self.block()])}))
         assert plan.warnings == [
-            "skipped 1 of the 3 layers of 'layers', which the recipe does not recognize: 'layers.1'."
+            "skipped 1 of 3 layers in 'layers': the recipe does not recognize 'layers.1'."
         ]
 
     @pytest.mark.parametrize("library", ["BERT", "GPT-2"])

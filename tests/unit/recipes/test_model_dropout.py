@@ -201,7 +201,7 @@ class TestTheReport:
     def test_of_a_model_without_any_says_so(self) -> None:
         report = report_dropout(nn.Linear(2, 2))
         assert (list(report.rates), report.out_of_reach) == ([], {})
-        assert str(report).startswith("0 rates of dropout in Linear")
+        assert str(report).startswith("0 dropout rates in Linear")
 
     def test_lists_a_shared_module_once(self) -> None:
         shared = nn.Dropout(0.1)
@@ -395,7 +395,7 @@ class Refusing(Fixed):
 
     @drop_rate.setter
     def drop_rate(self, value: float) -> None:
-        raise KeyError("not today")
+        raise KeyError("read-only")
 
 
 class ManyDropouts(nn.Module):
@@ -451,7 +451,7 @@ class TestWhatIsRead:
             def forward(self, x: Tensor) -> Tensor:
                 return F.dropout(self.head(x), 0.3)
 
-        assert report_dropout(Net()).out_of_reach == {"the source of Net.forward can't be read": [""]}
+        assert report_dropout(Net()).out_of_reach == {"the source of Net.forward is not available": [""]}
 
     def test_nor_can_a_method_under_one(self) -> None:
         class Net(nn.Module):
@@ -462,12 +462,12 @@ class TestWhatIsRead:
             def head(self, x: Tensor) -> Tensor:
                 return F.dropout(x, 0.3)
 
-        assert report_dropout(Net()).out_of_reach == {"the source of Net.head can't be read": [""]}
+        assert report_dropout(Net()).out_of_reach == {"the source of Net.head is not available": [""]}
 
     def test_a_forward_that_one_module_alone_has_is_told(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[1].forward = lambda x: F.dropout(x, 0.3)
-        assert report_dropout(model).out_of_reach == {"this Linear has another forward than its class": ["1"]}
+        assert report_dropout(model).out_of_reach == {"this Linear instance overrides forward": ["1"]}
 
     def test_flags_and_counts_are_no_rates(self) -> None:
         report = report_dropout(Flags(drop_first=1, num_dropped=0, drop_count=0, drop_rate_id=3))
@@ -557,9 +557,9 @@ class TestSetting:
         assert self.rates(model) == [0.5, 0.1]
 
     def test_a_pattern_that_matches_nothing_says_what_is_there(self, model: Any) -> None:
-        with pytest.raises(LayerError, match=r"'1.dropot' matches none of the 3 rates") as told:
+        with pytest.raises(LayerError, match=r"'1.dropot' matches none of the 3 dropout rates") as told:
             set_dropout(model, {"0": 0.5, "1.dropot": 0.5})
-        assert "they are: '1.dropout'" in str(told.value)
+        assert "did you mean: '1.dropout'" in str(told.value)
         assert self.rates(model) == [0.1, 0.2, 0.3]
 
     def test_two_patterns_for_one_rate_are_an_error(self, model: Any) -> None:
@@ -578,13 +578,13 @@ class TestSetting:
             set_dropout(model, p)
 
     def test_a_model_without_dropout_is_an_error(self) -> None:
-        with pytest.raises(LayerError, match="finds no rate that it can change in Linear"):
+        with pytest.raises(LayerError, match="found no rate that it can change in Linear"):
             set_dropout(nn.Linear(2, 2), 0.1)
 
     def test_a_rate_that_can_not_be_set_changes_nothing(self) -> None:
         model = nn.Sequential(nn.Dropout(0.3), Refusing(), nn.Dropout(0.3))
         with pytest.raises(
-            LayerError, match=r"'1.drop_rate' can't be set to 0.5: Refusing raised KeyError: 'not today'"
+            LayerError, match=r"cannot set '1.drop_rate' to 0.5: Refusing raised KeyError: 'read-only'"
         ):
             set_dropout(model, 0.5)
         assert [rate.value for rate in report_dropout(model).rates] == [0.3, 0.3, 0.3]
@@ -615,7 +615,7 @@ class TestSetting:
     def test_what_somebody_else_changed_since_is_left_and_told(self, model: Any) -> None:
         change = set_dropout(model, 0.5)
         model[0].p = 0.7
-        with pytest.warns(HookdropWarning, match=r"1 rate changed again since, and not restored: '0'"):
+        with pytest.warns(HookdropWarning, match=r"did not restore 1 rate that changed again since: '0'"):
             change.remove()
         assert self.rates(model) == [0.7, 0.2, 0.3]
         change.remove()
