@@ -1,4 +1,4 @@
-"""Statistics of every layer's output and gradient: where signals vanish, explode, die or saturate."""
+"""Statistics of every layer's output and gradient, to find vanishing, exploding, dead or saturated signals."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hookdrop.utils.validation import count
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_DOUBTS = 8
+MAX_DOUBTS_SHOWN = 8
 LOWEST_AXIS = -8
-"""No layer returns a tensor with more axes."""
+"""The lowest accepted `channel_dim`: no layer returns a tensor with more axes."""
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
 
@@ -32,23 +32,23 @@ HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad varia
 def stats(
     model: nn.Module, layers: Entries | None = None, *, channel_dim: int | None = None, exclude: Entries = ()
 ) -> Iterator[Stats]:
-    """Gather statistics of the forwards and backward passes inside, in constant memory.
+    """Collect statistics of the forward and backward passes inside the `with` block, in constant memory.
 
     Args:
         model: any module, wrapped or not.
-        layers: which, as in `inject`; None is every module without children.
-        channel_dim: the axis of the channels or units, for `dead`; None is the layer's own, where its class defines it
-            (convolutions, norms, linear layers); else that of the last such layer whose output had this shape; else
-            axis 1 of maps and the last one of tokens and features.
+        layers: the layers to observe, as in `inject`; None is every module without children.
+        channel_dim: axis of the channels or units, for `dead`. None is the axis that the layer's class defines
+            (convolutions, norms, linear layers), else that of the last such layer whose output had this shape, else
+            axis 1 of maps and the last axis of tokens and features.
         exclude: layers to skip.
 
     Yields:
-        A read-only dict from the layers that were called, in the order of their first calls, to `LayerStats`; `print`
-        it, `plot` it, and ask it for `doubts`. It has no layers that return no floating-point tensor.
+        A read-only dict from the names of the called layers, in the order of their first calls, to `LayerStats`. It has
+        `plot` and `doubts`, and `print` shows a table. Layers that return no floating-point tensor are missing.
 
     Raises:
-        LayerError: an entry matches no layer; or the requested layer was not observed or never called.
-        ShapeError: `channel_dim` is not an axis of an output; raised in the forward.
+        LayerError: an entry matches no layer, or the requested layer was not observed or never called.
+        ShapeError: `channel_dim` is not an axis of an output. The forward raises it.
         InjectionError: a forward inside runs under `torch.func`.
 
     Example:
@@ -71,11 +71,11 @@ def stats(
             one.close()
     never = [one.name for one in chosen if not one.calls]
     if never and (layers is not None or not called):
-        warn(f"never called inside stats(), or without a floating-point output: {some(never)}.")
+        warn(f"stats: these layers never ran, or returned no floating-point tensor: {some(never)}.")
 
 
 class Stats(Mapping[str, LayerStats]):
-    """Layers by name, in the order of their first calls; `print` it."""
+    """Statistics by layer name, in the order of the first calls; `print` it."""
 
     def __init__(self, called: list[LayerStats], chosen: list[LayerStats]) -> None:
         self._called, self._chosen = called, chosen
@@ -88,7 +88,7 @@ class Stats(Mapping[str, LayerStats]):
         if any(name in one.names for one in self._chosen):
             raise NotKept(f"{name!r} was not called, or returned no floating-point tensor.{called}")
         hint = did_you_mean(name, [one.name for one in self._chosen])
-        raise NotKept(f"{name!r} is not one of the layers of these stats.{hint}{called}")
+        raise NotKept(f"{name!r} is not an observed layer.{hint}{called}")
 
     def __iter__(self) -> Iterator[str]:
         return (one.name for one in self._called)
@@ -99,16 +99,16 @@ class Stats(Mapping[str, LayerStats]):
     def doubts(
         self, vanishing: float = 1e-3, exploding: float = 1e3, dead: float = 0.5, saturated: float = 0.5
     ) -> list[str]:
-        """What is probably wrong, one text for each finding.
+        """Return a message for each probable problem.
 
-        A layer's output (root mean square) is compared with that of the first layer called, and its gradient (norm)
-        with that of the last layer that has one.
+        `doubts` compares the root mean square of a layer's output with that of the first layer called, and the norm of
+        its gradient with that of the last layer that has a gradient.
 
         Args:
-            vanishing: a signal below this fraction of it has vanished.
-            exploding: a signal above this multiple of it, or one that is not finite, has exploded.
-            dead: the fraction of dead channels from which on they are reported.
-            saturated: the fraction of saturated elements from which on they are reported.
+            vanishing: a signal below this fraction of the reference has vanished.
+            exploding: a signal above this multiple of the reference, or one that is not finite, has exploded.
+            dead: minimum fraction of dead channels to report.
+            saturated: minimum fraction of saturated elements to report.
         """
         found = []
         first, last = self._called[:1], [one for one in self._called if one.gradient.count][-1:]
@@ -118,17 +118,17 @@ class Stats(Mapping[str, LayerStats]):
             for other in last if one.gradient.count else ():
                 found += _drift(one, "gradient", vanishing, exploding, one.gradient_norm, other, other.gradient_norm)
             if one.dead is not None and one.dead >= dead:
-                found.append(f"{_name(one)}: {one.dead:.0%} of its channels are dead (0 in every call)")
+                found.append(f"{_name(one)}: {one.dead:.0%} of channels are dead (0 in every call)")
             if one.saturated is not None and one.saturated >= saturated:
-                found.append(f"{_name(one)}: {one.saturated:.0%} of its output is saturated (within 5 % of an end)")
+                found.append(f"{_name(one)}: {one.saturated:.0%} of outputs are saturated (within 5% of a bound)")
         return found
 
     def rows(self) -> list[tuple[object, ...]]:
-        """One row for each layer."""
+        """Return one row for each layer."""
         return [(one.name, one.kind, one.calls, *_numbers(one).values()) for one in self._called]
 
     def plot(self, figure: Any = None) -> Figure:
-        """Variance of the outputs, norm of the gradients, dead and saturated fractions: one line for each layer.
+        """Draw output variance, gradient norm, and dead and saturated fractions, one row for each layer.
 
         Args:
             figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
@@ -136,11 +136,11 @@ class Stats(Mapping[str, LayerStats]):
         return stats_figure(self._called, figure)
 
     def log_tensorboard(self, writer: Any, step: int) -> None:
-        """Write all statistics of every layer, and the figure.
+        """Log the statistics of every layer, and the figure.
 
         Args:
             writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar` and `add_image`.
-            step: the step to write them at.
+            step: global step of the entries.
         """
         for one in self._called:
             for key, value in _numbers(one).items():
@@ -152,8 +152,8 @@ class Stats(Mapping[str, LayerStats]):
         if not self:
             return "<no layer was called>"
         doubts = self.doubts()
-        more = [f"and {len(doubts) - MOST_DOUBTS} more: .doubts()"] if len(doubts) > MOST_DOUBTS else []
-        return "\n".join([text_table(HEADER, self.rows()), *doubts[:MOST_DOUBTS], *more])
+        more = [f"and {len(doubts) - MAX_DOUBTS_SHOWN} more: .doubts()"] if len(doubts) > MAX_DOUBTS_SHOWN else []
+        return "\n".join([text_table(HEADER, self.rows()), *doubts[:MAX_DOUBTS_SHOWN], *more])
 
     def _repr_html_(self) -> str:
         return html_table(HEADER, self.rows(), "; ".join(self.doubts()) or "outputs and gradients by layer")
@@ -170,14 +170,14 @@ def _name(one: LayerStats) -> str:
 
 
 def _drift(
-    one: LayerStats, what: str, vanishing: float, exploding: float, size: float, other: LayerStats, others: float
+    one: LayerStats, what: str, vanishing: float, exploding: float, size: float, other: LayerStats, reference: float
 ) -> list[str]:
-    """Whether a signal of this size has vanished or exploded compared with another layer's."""
+    """Check a signal's size for vanishing and exploding, against the reference of another layer."""
     if not math.isfinite(size):
-        return [f"{_name(one)}: its {what} is not finite"]
+        return [f"{_name(one)}: {what} is not finite"]
     if size == 0.0:
-        return [f"{_name(one)}: its {what} is 0 (expected at step 0 around layers initialized to 0)"]
-    against = f"({size:.2g}; at {_name(other)} {others:.2g})"
-    if size < vanishing * others:
-        return [f"{_name(one)}: its {what} vanishes {against}"]
-    return [f"{_name(one)}: its {what} explodes {against}"] if size > exploding * others else []
+        return [f"{_name(one)}: {what} is 0 (expected at step 0 around zero-initialized layers)"]
+    against = f"({size:.2g}; at {_name(other)} {reference:.2g})"
+    if size < vanishing * reference:
+        return [f"{_name(one)}: {what} vanishes {against}"]
+    return [f"{_name(one)}: {what} explodes {against}"] if size > exploding * reference else []

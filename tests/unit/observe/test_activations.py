@@ -316,7 +316,7 @@ class TestMistakes:
 
     def test_a_layer_that_is_never_called(self, model: Small, images: torch.Tensor) -> None:
         model.spare = nn.Linear(2, 2)
-        with pytest.warns(HookdropWarning, match="1 layer of 2 never called while capturing: 'spare'"):
+        with pytest.warns(HookdropWarning, match="capture: 1 of 2 layers never ran: 'spare'"):
             with capture(model, ["spare", "fc"]) as seen:
                 model(images)
         assert list(seen) == ["fc"]

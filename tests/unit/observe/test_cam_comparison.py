@@ -28,9 +28,9 @@ class TestComparing:
 
     def test_which_of_the_two_lacks_the_layer(self, model: Small, images: torch.Tensor) -> None:
         other = nn.Sequential(copy.deepcopy(model))
-        with pytest.raises(LayerError, match="of the model `after`: .*\n.*'layer2'"):
+        with pytest.raises(LayerError, match="in the model `after`: .*\n.*'layer2'"):
             compare_cam(model, other, images, "layer2")
-        with pytest.raises(LayerError, match="of the model `before`: .*\n.*'layer2'"):
+        with pytest.raises(LayerError, match="in the model `before`: .*\n.*'layer2'"):
             compare_cam(other, model, images, "layer2")
 
     def test_width_is_the_part_above_half(self, model: Small, images: torch.Tensor) -> None:

@@ -158,7 +158,7 @@ class TestMistakes:
     def test_nothing_at_all(self, model: Small) -> None:
         with pytest.raises(LayerError, match="`params` is empty"):
             edit_parameter_gradients(model, [], zero)
-        with pytest.raises(TypeError, match="names, globs or compiled expressions, got a Linear"):
+        with pytest.raises(TypeError, match="names, globs or compiled regular expressions, got a Linear"):
             edit_parameter_gradients(model, [model.fc], zero)
         for params, got in (
             (model.fc, "a Linear"),
@@ -169,7 +169,7 @@ class TestMistakes:
             (3, r"3 \(int\)"),
         ):
             with pytest.raises(
-                TypeError, match=f"compiled expressions, got {got}.\n  write their names: 'fc.weight', "
+                TypeError, match=f"compiled regular expressions, got {got}.\n  for example 'fc.weight', "
             ):
                 edit_parameter_gradients(model, params, zero)
 
@@ -184,7 +184,7 @@ class TestMistakes:
 
     def test_what_fn_returns(self, model: Small, images: torch.Tensor) -> None:
         with edit_parameter_gradients(model, "fc.bias", lambda g: g.sum()):
-            with pytest.raises(ShapeError, match=r"of the shape \(10,\) of 'fc.bias', got \(\)"):
+            with pytest.raises(ShapeError, match=r"of shape \(10,\) for 'fc.bias', got \(\)"):
                 gradients(model, images)
         with edit_parameter_gradients(model, "fc.bias", lambda g: None):
             with pytest.raises(ShapeError, match="got None"):
@@ -222,5 +222,5 @@ class TestWrapped:
         fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
         model = nn.Sequential(nn.Linear(4, 4))
         fully_shard(model)
-        with pytest.raises(InjectionError, match="FSDP bypasses the hooks of parameters"):
+        with pytest.raises(InjectionError, match="FSDP bypasses parameter hooks"):
             edit_parameter_gradients(model, "0.bias", zero)

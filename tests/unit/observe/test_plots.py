@@ -210,7 +210,7 @@ class TestSchedules:
         drop = injected(p_scale={"0": 0.5})
         drop.seek(5)
         axes = plot_schedule(drop, 20).axes[0]
-        assert [line.get_label() for line in axes.lines[:2]] == ["0.4 at the target: 2 sites", "0.2 at the target: 0"]
+        assert [line.get_label() for line in axes.lines[:2]] == ["target rate 0.4: 2 sites", "target rate 0.2: 0"]
         assert list(axes.lines[1].get_ydata())[:3] == pytest.approx([0, 0.02, 0.04])
         assert list(axes.lines[0].get_ydata())[-1] == 0.4
         assert [text.get_text() for text in axes.texts] == ["step 5"]
@@ -229,7 +229,7 @@ class TestSchedules:
 
     def test_mistakes(self) -> None:
         drop = inject(nn.Sequential(nn.Identity()), nn.Softmax(-1), layers="0")
-        with pytest.raises(LayerError, match="'softmax' has no rate that a schedule moves"):
+        with pytest.raises(LayerError, match="'softmax' has no rate that a schedule controls"):
             plot_schedule(drop, 5)
         with pytest.raises(TypeError, match="takes a schedule or an injection, got Dropout"):
             plot_schedule(Dropout(0.1), 5)
@@ -273,7 +273,7 @@ class TestClassActivationMaps:
         before, after = torch.rand(3, 8, 8), torch.ones(3, 8, 8)
         figure = CamComparison(x, [1, 2, 3], before, after).plot(most=2)
         axes = all_axes(figure)
-        assert [a.get_ylabel() for a in axes[::2]] == ["picture", "before", "after"]
+        assert [a.get_ylabel() for a in axes[::2]] == ["image", "before", "after"]
         assert [a.get_title() for a in axes] == [
             "class 1",
             "class 2",

@@ -255,7 +255,7 @@ class TestDoubts:
         with stats(model) as seen:
             backward(model, torch.randn(16, 32))
         told = [doubt for doubt in seen.doubts() if "gradient vanishes" in doubt]
-        assert told[0].startswith("'0': its gradient vanishes (")
+        assert told[0].startswith("'0': gradient vanishes (")
         assert "at '19'" in told[0]
         assert 3 < len(told) < 20  # those near the loss have not
         assert seen["0"].gradient_norm < 1e-3 * seen["19"].gradient_norm
@@ -264,22 +264,22 @@ class TestDoubts:
         model = deep(nn.Identity, 8, gain=6.0)
         with stats(model) as seen:
             backward(model, torch.randn(16, 32))
-        assert any(doubt.startswith("'15': its output explodes") for doubt in seen.doubts())
-        assert any(doubt.startswith("'0': its gradient explodes") for doubt in seen.doubts())
+        assert any(doubt.startswith("'15': output explodes") for doubt in seen.doubts())
+        assert any(doubt.startswith("'0': gradient explodes") for doubt in seen.doubts())
         assert not any("'14'" in doubt and "gradient" in doubt for doubt in seen.doubts())
 
     def test_a_small_one_vanishes_forward(self) -> None:
         model = deep(nn.Identity, 8, gain=0.1)
         with stats(model) as seen:
             model(torch.randn(16, 32))
-        assert any("'15': its output vanishes" in doubt for doubt in seen.doubts())
+        assert any("'15': output vanishes" in doubt for doubt in seen.doubts())
 
     def test_where_nothing_flows(self, model: Small, images: torch.Tensor) -> None:
         nn.init.zeros_(model.layer2[1].bn2.weight)  # as residual branches are often started
         with stats(model) as seen:
             backward(model, images)
-        assert "'layer2.1.bn2': its output is 0 (expected at step 0 around layers initialized to 0)" in seen.doubts()
-        assert any(doubt.startswith("'layer2.1.conv1': its gradient is 0") for doubt in seen.doubts())
+        assert "'layer2.1.bn2': output is 0 (expected at step 0 around zero-initialized layers)" in seen.doubts()
+        assert any(doubt.startswith("'layer2.1.conv1': gradient is 0") for doubt in seen.doubts())
         assert seen["layer1.0.conv1"].gradient_norm > 0
 
     def test_a_healthy_one_is_not_doubted(self, model: Small, images: torch.Tensor) -> None:
@@ -291,7 +291,7 @@ class TestDoubts:
         model = nn.Sequential(nn.Linear(2, 2))
         with stats(model) as seen:
             model(torch.tensor([[math.inf, 1.0]]))
-        assert seen.doubts() == ["'0': its output is not finite"]
+        assert seen.doubts() == ["'0': output is not finite"]
 
     def test_dead_and_saturated_layers(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU())
@@ -300,8 +300,8 @@ class TestDoubts:
             model[2].bias[:3] = -1e3
         with stats(model) as seen:
             model(torch.randn(64, 4))
-        assert "'3': 75% of its channels are dead (0 in every call)" in seen.doubts()
-        assert any(doubt.startswith("'1': 9") and "is saturated" in doubt for doubt in seen.doubts())
+        assert "'3': 75% of channels are dead (0 in every call)" in seen.doubts()
+        assert any(doubt.startswith("'1': 9") and "are saturated" in doubt for doubt in seen.doubts())
         assert not any("dead" in doubt for doubt in seen.doubts(dead=0.8))
 
 
@@ -333,13 +333,13 @@ class TestWhichLayers:
         with pytest.raises(LayerError, match="'spare.0' was not called"):
             seen["spare.0"]
         with pytest.raises(
-            LayerError, match="'conv2' is not one of the layers of these stats.\n  did you mean: 'conv1'"
+            LayerError, match="'conv2' is not an observed layer.\n  did you mean: 'conv1'"
         ):
             seen["conv2"]
-        with pytest.warns(HookdropWarning, match="never called inside stats.*'spare.0'"):
+        with pytest.warns(HookdropWarning, match="never ran.*'spare.0'"):
             with stats(model, ["spare.0", "fc"]):
                 model(images)
-        with pytest.warns(HookdropWarning, match="never called"), stats(model) as seen:
+        with pytest.warns(HookdropWarning, match="never ran"), stats(model) as seen:
             pass
         assert repr(seen) == "<no layer was called>"
 
