@@ -80,7 +80,7 @@ def grad_cam(
     grid = None if grid is None else _check_grid(grid)
     found = select(model, layer).layers
     if len(found) > 1:
-        names = some([one.name for one in found])
+        names = some([match.name for match in found])
         raise LayerError(f"grad_cam: `layer` must match one layer, but it matches {len(found)}: {names}.")
     targets = _targets(target, len(x), method)
     cam_layer = CamLayer(found[0], (x.shape[-2], x.shape[-1]), grid)
@@ -91,7 +91,7 @@ def grad_cam(
     if not maps.any():
         hint = "use another layer or class: the maps do not show evidence against a class"
         if cam_layer.is_tokens:
-            hint = "in a vision transformer, use a layer whose patch tokens the model still uses: 'blocks.11.norm1'"
+            hint = "in a vision transformer, use a layer whose patch tokens are still used, such as 'blocks.11.norm1'"
         warn(
             f"the maps at {cam_layer.name!r} are 0 everywhere: no positive evidence for this class at this layer.\n"
             f"  {hint}"
@@ -124,7 +124,7 @@ def _targets(target: Target, samples: int, method: str) -> list[_TargetOutput] |
         raise ValueError(f"target must be one class, or one for each of the {samples} images, got {len(listed)}.")
     if method == "cam" and any(map(callable, listed)):
         raise TypeError('method="cam" uses the weights of a class, so target must be a class, not a function.')
-    return [_TargetOutput(one if callable(one) else count(one, "target", "grad_cam", 0)) for one in listed]
+    return [_TargetOutput(item if callable(item) else count(item, "target", "grad_cam", 0)) for item in listed]
 
 
 class _TargetOutput:

@@ -96,7 +96,7 @@ def cam_class(method: str, layer: CamLayer) -> Any:
             head = _find_head(self.model, torch.from_numpy(activations), self.outputs.detach().cpu(), layer.name)
             for target, output in zip(targets, self.outputs, strict=True):
                 target(output)  # raises if the class does not exist
-            return head.weight[[one.category for one in targets]].float().cpu().numpy()
+            return head.weight[[target.category for target in targets]].float().cpu().numpy()
 
     return Cam if method == "cam" else Checked
 

@@ -155,20 +155,20 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
     first, second, third = figure.subplots(1, 3, sharey=True)
     lines, variances, norms = (
         range(len(layers)),
-        [one.variance for one in layers],
-        [one.gradient_norm for one in layers],
+        [layer.variance for layer in layers],
+        [layer.gradient_norm for layer in layers],
     )
     for axes, title, values in ((first, "variance of the output", variances), (second, "norm of the gradient", norms)):
         axes.plot([value if value > 0 else math.nan for value in values], lines, "o-", color=BLUE, markersize=4)
         _set_decades(axes, [value for value in values if 0 < value < math.inf])
         axes.set_xlabel(title, fontsize=9)
-    _draw_fractions(third, [one.dead for one in layers], "o", ORANGE, "dead channels")
-    _draw_fractions(third, [one.saturated for one in layers], "s", BLUE, "saturated elements")
+    _draw_fractions(third, [layer.dead for layer in layers], "o", ORANGE, "dead channels")
+    _draw_fractions(third, [layer.saturated for layer in layers], "s", BLUE, "saturated elements")
     third.set_xlim(-0.03, 1.03)
     third.set_xlabel("fraction", fontsize=9)
     if third.lines:
         third.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    first.set_yticks(lines, [f"{one.name or 'the model'} ({one.kind})" for one in layers])
+    first.set_yticks(lines, [f"{layer.name or 'the model'} ({layer.kind})" for layer in layers])
     first.set_ylim(len(layers) - 0.5, -0.5)
     first.tick_params(axis="y", labelsize=min(8.0, 8.0 * 16 / (0.22 * len(layers))))
     for axes in (first, second, third):

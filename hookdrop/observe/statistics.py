@@ -64,12 +64,12 @@ def stats(
     called: list[LayerStats] = []
     chosen = [LayerStats(layer, axes, called) for layer in chosen_layers(model, which, exclude, "stats()")]
     try:
-        with observed([*axes.hooks(model), *((one.module, one.look) for one in chosen)]):
+        with observed([*axes.hooks(model), *((layer.module, layer.look) for layer in chosen)]):
             yield Stats(called, chosen)
     finally:
-        for one in chosen:
-            one.close()
-    never = [one.name for one in chosen if not one.calls]
+        for layer in chosen:
+            layer.close()
+    never = [layer.name for layer in chosen if not layer.calls]
     if never and (layers is not None or not called):
         warn(f"stats: these layers never ran, or returned no floating-point tensor: {some(never)}.")
 
@@ -81,17 +81,17 @@ class Stats(Mapping[str, LayerStats]):
         self._called, self._chosen = called, chosen
 
     def __getitem__(self, name: str) -> LayerStats:
-        for one in self._called:
-            if name in one.names:
-                return one
-        called = f"\n  called: {some([one.name for one in self._called]) or 'none'}"
-        if any(name in one.names for one in self._chosen):
+        for layer in self._called:
+            if name in layer.names:
+                return layer
+        called = f"\n  called: {some([layer.name for layer in self._called]) or 'none'}"
+        if any(name in layer.names for layer in self._chosen):
             raise NotKept(f"{name!r} was not called, or returned no floating-point tensor.{called}")
-        hint = did_you_mean(name, [one.name for one in self._chosen])
+        hint = did_you_mean(name, [layer.name for layer in self._chosen])
         raise NotKept(f"{name!r} is not an observed layer.{hint}{called}")
 
     def __iter__(self) -> Iterator[str]:
-        return (one.name for one in self._called)
+        return (layer.name for layer in self._called)
 
     def __len__(self) -> int:
         return len(self._called)
@@ -111,21 +111,25 @@ class Stats(Mapping[str, LayerStats]):
             saturated: minimum fraction of saturated elements to report.
         """
         found = []
-        first, last = self._called[:1], [one for one in self._called if one.gradient.count][-1:]
-        for one in self._called:
+        first, last = self._called[:1], [layer for layer in self._called if layer.gradient.count][-1:]
+        for layer in self._called:
             for other in first:
-                found += _drift(one, "output", vanishing, exploding, one.activation.rms, other, other.activation.rms)
-            for other in last if one.gradient.count else ():
-                found += _drift(one, "gradient", vanishing, exploding, one.gradient_norm, other, other.gradient_norm)
-            if one.dead is not None and one.dead >= dead:
-                found.append(f"{_name(one)}: {one.dead:.0%} of channels are dead (0 in every call)")
-            if one.saturated is not None and one.saturated >= saturated:
-                found.append(f"{_name(one)}: {one.saturated:.0%} of outputs are saturated (within 5% of a bound)")
+                found += _drift(
+                    layer, "output", vanishing, exploding, layer.activation.rms, other, other.activation.rms
+                )
+            for other in last if layer.gradient.count else ():
+                found += _drift(
+                    layer, "gradient", vanishing, exploding, layer.gradient_norm, other, other.gradient_norm
+                )
+            if layer.dead is not None and layer.dead >= dead:
+                found.append(f"{_name(layer)}: {layer.dead:.0%} of channels are dead (0 in every call)")
+            if layer.saturated is not None and layer.saturated >= saturated:
+                found.append(f"{_name(layer)}: {layer.saturated:.0%} of outputs are saturated (within 5% of a bound)")
         return found
 
     def rows(self) -> list[tuple[object, ...]]:
         """Return one row for each layer."""
-        return [(one.name, one.kind, one.calls, *_numbers(one).values()) for one in self._called]
+        return [(layer.name, layer.kind, layer.calls, *_numbers(layer).values()) for layer in self._called]
 
     def plot(self, figure: Any = None) -> Figure:
         """Draw output variance, gradient norm, and dead and saturated fractions, one row for each layer.
@@ -142,10 +146,10 @@ class Stats(Mapping[str, LayerStats]):
             writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar` and `add_image`.
             step: global step of the entries.
         """
-        for one in self._called:
-            for key, value in _numbers(one).items():
+        for layer in self._called:
+            for key, value in _numbers(layer).items():
                 if value is not None:
-                    writer.add_scalar(f"hookdrop/stats/{one.name or 'model'}/{key.replace(' ', '_')}", value, step)
+                    writer.add_scalar(f"hookdrop/stats/{layer.name or 'model'}/{key.replace(' ', '_')}", value, step)
         writer.add_image("hookdrop/stats", pixels(self.plot()), step, dataformats="HWC")
 
     def __repr__(self) -> str:
@@ -159,25 +163,27 @@ class Stats(Mapping[str, LayerStats]):
         return html_table(HEADER, self.rows(), "; ".join(self.doubts()) or "outputs and gradients by layer")
 
 
-def _numbers(one: LayerStats) -> dict[str, float | None]:
-    gradient = (one.gradient_mean, one.gradient_variance, one.gradient_norm) if one.gradient.count else (None,) * 3
-    values = (one.mean, one.variance, *gradient, one.dead, one.saturated)
+def _numbers(layer: LayerStats) -> dict[str, float | None]:
+    gradient = (
+        (layer.gradient_mean, layer.gradient_variance, layer.gradient_norm) if layer.gradient.count else (None,) * 3
+    )
+    values = (layer.mean, layer.variance, *gradient, layer.dead, layer.saturated)
     return dict(zip(HEADER[3:], values, strict=True))
 
 
-def _name(one: LayerStats) -> str:
-    return repr(one.name) if one.name else "the model itself"
+def _name(layer: LayerStats) -> str:
+    return repr(layer.name) if layer.name else "the model itself"
 
 
 def _drift(
-    one: LayerStats, what: str, vanishing: float, exploding: float, size: float, other: LayerStats, reference: float
+    layer: LayerStats, what: str, vanishing: float, exploding: float, size: float, other: LayerStats, reference: float
 ) -> list[str]:
     """Check a signal's size for vanishing and exploding, against the reference of another layer."""
     if not math.isfinite(size):
-        return [f"{_name(one)}: {what} is not finite"]
+        return [f"{_name(layer)}: {what} is not finite"]
     if size == 0.0:
-        return [f"{_name(one)}: {what} is 0 (expected at step 0 around zero-initialized layers)"]
+        return [f"{_name(layer)}: {what} is 0 (expected at step 0 around zero-initialized layers)"]
     against = f"({size:.2g}; at {_name(other)} {reference:.2g})"
     if size < vanishing * reference:
-        return [f"{_name(one)}: {what} vanishes {against}"]
-    return [f"{_name(one)}: {what} explodes {against}"] if size > exploding * reference else []
+        return [f"{_name(layer)}: {what} vanishes {against}"]
+    return [f"{_name(layer)}: {what} explodes {against}"] if size > exploding * reference else []
