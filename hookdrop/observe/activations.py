@@ -179,7 +179,7 @@ class _View(Mapping[str, list[Any]]):
 
 
 class Captured(_View):
-    """Captured outputs by layer name: lists of tensors, one for each call; `inputs` and `gradients` likewise."""
+    """Captured outputs by layer name, one tensor for each call. `inputs` and `gradients` have the same form."""
 
     def __init__(self, recorders: Sequence[_Recorder], inputs: bool, gradients: bool) -> None:
         super().__init__(recorders, "output")
