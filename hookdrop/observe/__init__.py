@@ -1,6 +1,6 @@
-"""Look into a model: what the regularizers do, and what its layers and gradients look like.
+"""Inspect a model: activations, layer statistics, gradients, class activation maps and figures.
 
-Figures, class activation maps and TensorBoard need `pip install 'hookdrop[observe]'`; the rest needs PyTorch alone.
+Figures, class activation maps and TensorBoard need `pip install 'hookdrop[observe]'`; the rest only needs PyTorch.
 """
 
 from hookdrop.diagnostics.recording import Record, Recording

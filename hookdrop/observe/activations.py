@@ -1,4 +1,4 @@
-"""The tensors that a model's layers compute."""
+"""Capture the tensors that a model's layers compute."""
 
 from __future__ import annotations
 
@@ -37,31 +37,32 @@ def capture(
     tensor: TensorKey = None,
     exclude: Entries = (),
 ) -> Iterator[Captured]:
-    """Keep the outputs of these layers during the forwards inside.
+    """Capture the outputs of layers during the forwards inside the `with` block.
 
-    The tensors are detached copies, safe from in-place edits, and remain after the block; the hooks are removed, also
-    after an exception. An output is kept as the earlier hooks leave it: after a regularizer of `inject`, its result.
-    Recomputed calls of an activation checkpoint are not kept again. A model that was compiled before the block runs
-    uncompiled inside; compile before the block, because the compiler may refuse to trace these hooks.
+    The tensors are detached copies, safe from in-place edits, and stay available after the block. The hooks are removed
+    when the block exits, also after an exception. Earlier hooks run first: at a layer with a regularizer of `inject`,
+    `capture` sees its result. Recomputed forwards of activation checkpoints are not captured again. A compiled model
+    runs uncompiled inside. Compile before the block, because the compiler may refuse to trace these hooks.
 
     Args:
         model: any module, wrapped (DistributedDataParallel, torch.compile, ...) or not.
         layers: names, globs, classes, modules, ..., as in `inject`.
-        inputs: also keep the first tensor among each call's arguments, as `captured.inputs`.
-        gradients: also keep the gradient of each call's output, as `captured.gradients`: the sum over the backward
-            passes inside, or None if none reached it.
-        to: the device of the copies, such as `"cpu"`; None keeps the tensor's own.
-        last: how many calls of each layer to keep; None keeps all.
-        tensor: which tensor of a tuple, list or dict: an index or a key; None is the first floating-point one.
+        inputs: also capture the first tensor among the arguments of each call, as `captured.inputs`.
+        gradients: also capture the gradient of each call's output, as `captured.gradients`: the sum over the backward
+            passes inside, or None if no backward pass reached it.
+        to: device of the copies, such as `"cpu"`; None keeps the device of each tensor.
+        last: number of most recent calls of each layer to keep; None keeps all.
+        tensor: which tensor of a tuple, list or dict to capture: an index or a key; None is the first floating-point
+            tensor.
         exclude: layers to skip.
 
     Yields:
         A read-only dict from layer names to lists of tensors, one for each call.
 
     Raises:
-        LayerError: an entry matches no layer; or the requested layer was not captured or never called.
+        LayerError: an entry matches no layer, or the requested layer was not captured or never called.
         ShapeError: a layer returns no tensor.
-        ValueError: there is no such device, or `last` is below 1.
+        ValueError: the device does not exist, or `last` is below 1.
         InjectionError: a forward inside runs under `torch.func`.
 
     Example:
@@ -75,22 +76,22 @@ def capture(
         last = count(last, "last", "capture")
     to = place(to, "capture")
     if tensor == "all":
-        raise LayerError('capture keeps one tensor of a call: tensor= is an index, a key or None, not "all".')
+        raise LayerError('capture: tensor must be an index, a key or None, not "all": it keeps one tensor per call.')
     chosen = chosen_layers(model, layers, exclude, "capture()")
     recorders = [_Recorder(layer, gradients, to, last, tensor) for layer in chosen]
-    before = [(one.module, one.enter) for one in recorders if inputs]
+    before = [(recorder.module, recorder.before_forward) for recorder in recorders if inputs]
     try:
-        with observed([(one.module, one.leave) for one in recorders], before):
+        with observed([(recorder.module, recorder.after_forward) for recorder in recorders], before):
             yield Captured(recorders, inputs, gradients)
     finally:
-        for one in recorders:
-            one.close()
+        for recorder in recorders:
+            recorder.close()
     _warn_if_empty(recorders, gradients)
 
 
 @dataclass(eq=False)
 class _Call:
-    """What is kept of one call."""
+    """The captured tensors of one call."""
 
     output: Tensor
     input: Tensor | None
@@ -99,16 +100,16 @@ class _Call:
 
 
 class _Recorder(LayerObserver):
-    """The hooks of one layer, and its calls."""
+    """The hooks of one layer, and its captured calls."""
 
     def __init__(self, layer: Layer, gradients: bool, to: Place, last: int | None, tensor: TensorKey) -> None:
         super().__init__(layer)
         self.calls: deque[_Call] = deque()
         self._gradients, self._to, self._last, self._tensor = gradients, to, last, tensor
         self._inputs: dict[int, list[Tensor]] = {}
-        """By thread, the inputs of the calls that have not ended: several if the layer calls itself."""
+        """Inputs of the running calls by thread: several if the layer calls itself."""
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_recomputing():
             return
         x = first_tensor((args, kwargs))
@@ -116,14 +117,14 @@ class _Recorder(LayerObserver):
             raise ShapeError(f"{self.name!r} was called without a tensor.\n  skip it: exclude=...")
         self._inputs.setdefault(threading.get_ident(), []).append(copied(x, self._to))
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         again = is_recomputing()
         inputs = [] if again else self._inputs.get(threading.get_ident(), [])
         input = inputs.pop() if inputs else None
         if output is None and sys.exc_info()[0] is not None:  # the forward raised
             return
         x = chosen_tensor(output, self._tensor, repr(self.name))
-        call = self._first_run(x) if again else _Call(copied(x, self._to), input)
+        call = self._find_original_call(x) if again else _Call(copied(x, self._to), input)
         if call is not None and self._gradients and x.requires_grad:
             call.handle = self.on_gradient(x, partial(self._add_gradient, call))
         if not again and call is not None:
@@ -135,38 +136,38 @@ class _Recorder(LayerObserver):
         new = copied(gradient, self._to)
         call.gradient = new if call.gradient is None else call.gradient + new
 
-    def _first_run(self, x: Tensor) -> _Call | None:
-        """The call that a reentrant checkpoint, which has a graph only now, runs again: it computed the same values."""
-        same = (
+    def _find_original_call(self, x: Tensor) -> _Call | None:
+        """Find the call that a reentrant checkpoint recomputes, by its values; only the recomputation has a graph."""
+        matches = (
             call
             for call in reversed(self.calls)
             if call.handle is None
             and call.output.shape == x.shape
             and torch.equal(call.output, x.detach().to(call.output.device))
         )
-        return next(same, None) if self._gradients and x.requires_grad else None
+        return next(matches, None) if self._gradients and x.requires_grad else None
 
 
 class _View(Mapping[str, list[Any]]):
-    """One part of the calls, by the layers' names."""
+    """One attribute of the captured calls, by layer name."""
 
-    def __init__(self, recorders: Sequence[_Recorder], part: str) -> None:
-        self._recorders, self._part = recorders, part
+    def __init__(self, recorders: Sequence[_Recorder], attribute: str) -> None:
+        self._recorders, self._attribute = recorders, attribute
 
     def __getitem__(self, name: str) -> list[Any]:
-        found = next((one for one in self._recorders if name in one.names), None)
+        found = next((recorder for recorder in self._recorders if name in recorder.names), None)
         if found is None:
-            known = [one.name for one in self._recorders]
+            known = [recorder.name for recorder in self._recorders]
             raise NotKept(f"{name!r} is not captured.\n  captured: {some(nearest(name, known) or known)}")
         if not found.calls:
             raise NotKept(f"{name!r} was not called, so nothing was captured.\n  called: {some(list(self)) or 'none'}")
-        return [getattr(call, self._part) for call in found.calls]
+        return [getattr(call, self._attribute) for call in found.calls]
 
     def __iter__(self) -> Iterator[str]:
-        return (one.name for one in self._recorders if one.calls)
+        return (recorder.name for recorder in self._recorders if recorder.calls)
 
     def __len__(self) -> int:
-        return sum(bool(one.calls) for one in self._recorders)
+        return sum(bool(recorder.calls) for recorder in self._recorders)
 
     def __repr__(self) -> str:
         last = {name: (len(calls), calls[-1]) for name, calls in self.items()}
@@ -178,7 +179,7 @@ class _View(Mapping[str, list[Any]]):
 
 
 class Captured(_View):
-    """Outputs by the layers' names: lists of tensors, one for each call. So are `inputs` and `gradients`."""
+    """Captured outputs by layer name, one tensor for each call. `inputs` and `gradients` have the same form."""
 
     def __init__(self, recorders: Sequence[_Recorder], inputs: bool, gradients: bool) -> None:
         super().__init__(recorders, "output")
@@ -186,7 +187,7 @@ class Captured(_View):
 
     @property
     def inputs(self) -> Mapping[str, list[Tensor]]:
-        """The first tensor among each call's arguments, as it was before the call."""
+        """The first tensor among the arguments of each call, as it was before the call."""
         return self._view("inputs", "input")
 
     @property
@@ -194,19 +195,19 @@ class Captured(_View):
         """The gradient of each call's output; None where no backward pass reached it."""
         return self._view("gradients", "gradient")
 
-    def _view(self, name: str, part: str) -> _View:
+    def _view(self, name: str, attribute: str) -> _View:
         if not self._requested[name]:
             raise NotKept(f"the {name} were not captured.\n  write: capture(..., {name}=True)")
-        return _View(self._recorders, part)
+        return _View(self._recorders, attribute)
 
 
 def _warn_if_empty(recorders: Sequence[_Recorder], gradients: bool) -> None:
-    never = [one.name for one in recorders if not one.calls]
+    never = [recorder.name for recorder in recorders if not recorder.calls]
     if never:
         warn(
-            f"{counted(len(never), 'layer')} of {len(recorders)} never called while capturing: {some(never)}.\n"
-            "  a container that is iterated, a branch not taken, or a module of which only the weights are used."
+            f"capture: {len(never)} of {counted(len(recorders), 'layer')} never ran: {some(never)}.\n"
+            "  possible causes: a container that is only iterated, a branch not taken, weights used without the module."
         )
-    calls = [call for one in recorders for call in one.calls]
+    calls = [call for recorder in recorders for call in recorder.calls]
     if gradients and calls and all(call.gradient is None for call in calls):
-        warn("no gradient was captured: call backward() inside the `with` block, and the forward with gradients on.")
+        warn("no gradient was captured: call backward() inside the `with` block, and run the forward with gradients.")

@@ -1,4 +1,4 @@
-"""Class activation maps of two models side by side, for example with and without a regularizer."""
+"""Compare the class activation maps of two models, for example with and without a regularizer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hookdrop.diagnostics.figures import SCALE, as_pictures, blank
 from hookdrop.diagnostics.isolation import call, preserved, set_eval
 from hookdrop.errors import LayerError
 from hookdrop.injection.select import Entries
-from hookdrop.observe.cam import Target, grad_cam, must_be_model
+from hookdrop.observe.cam import Target, check_is_model, grad_cam
 from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.utils.tables import html_table, text_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HEADER = ("picture", "target", "above half before", "above half after")
+HEADER = ("image", "target", "above half before", "above half after")
 
 
 def compare_cam(
@@ -32,28 +32,28 @@ def compare_cam(
     *,
     grid: tuple[int, int] | None = None,
 ) -> CamComparison:
-    """`grad_cam` of two models for the same images and classes.
+    """Compute `grad_cam` of two models for the same images and classes.
 
     Args:
-        before: a model trained without the regularizer, or `copy.deepcopy(model)` from before the training.
-        after: another model of the same kind.
+        before: a model trained without the regularizer, or `copy.deepcopy(model)` from before training.
+        after: another model with the same architecture.
         x: the images, (N, C, H, W).
-        layer: one layer, by a name that both models have.
+        layer: one layer, by a name that exists in both models.
         target: as in `grad_cam`; None is the class that `after` predicts, for both.
         method: as in `grad_cam`.
         grid: as in `grad_cam`.
 
     Returns:
-        Both maps, their widths, and a figure; `print` it.
+        The maps of both models, their widths, and a figure; `print` it.
 
     Raises:
-        LayerError: one of the models has no such layer; the message says which. Otherwise as in `grad_cam`.
+        LayerError: one of the models has no such layer. Other errors as in `grad_cam`.
 
-    Reference: DropBlock's paper (arXiv:1810.12890, section 4.3) shows with such maps that a network trained with
+    Reference: the DropBlock paper (arXiv:1810.12890, section 4.3) uses such maps to show that a network trained with
     DropBlock uses several regions of an image, and a network trained without it only one.
     """
     for model in (before, after):
-        must_be_model(model, "compare_cam", "before, after, x, layer")
+        check_is_model(model, "compare_cam", "before, after, x, layer")
     if target is None:
         with preserved(after), torch.no_grad():
             set_eval(after)
@@ -64,7 +64,7 @@ def compare_cam(
         try:
             maps.append(grad_cam(model, x, layer, target, method, grid=grid))
         except LayerError as error:
-            error.args = (f"of the model `{which}`: {error}",)
+            error.args = (f"in the model `{which}`: {error}",)
             raise
     listed = target.tolist() if isinstance(target, Tensor) else target
     targets = list(listed) if isinstance(listed, list | tuple) else [listed] * len(x)
@@ -85,25 +85,25 @@ class CamComparison:
     @property
     def wide_before(self) -> Tensor:
         """(N,): the fraction of each image in which the map is above half of its maximum."""
-        return _width(self.before)
+        return _fraction_above_half(self.before)
 
     @property
     def wide_after(self) -> Tensor:
-        """The same for the other model."""
-        return _width(self.after)
+        """(N,): the same fraction for the other model."""
+        return _fraction_above_half(self.after)
 
     def plot(self, most: int = 6, figure: Any = None) -> Figure:
-        """Image, map before and map after, a column for each of the first `most` images.
+        """Draw image, map before and map after, one column for each of the first `most` images.
 
         Args:
-            most: how many images at most.
+            most: maximum number of images.
             figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
         """
         rows = {"before": self.before, "after": self.after}
         return cams_figure(self.pictures[:most], self.targets, rows, figure)
 
     def rows(self) -> list[tuple[Any, ...]]:
-        """One row for each image, then their mean."""
+        """Return one row for each image, then their mean."""
         wide = torch.stack([self.wide_before, self.wide_after], 1)
         labels = [*enumerate(map(_title, self.targets)), ("mean", "")]
         numbers = torch.cat([wide, wide.mean(0, keepdim=True)]).tolist()
@@ -120,12 +120,12 @@ def _title(target: Any) -> str:
     return f"class {target}" if isinstance(target, int) else getattr(target, "__name__", repr(target))
 
 
-def _width(maps: Tensor) -> Tensor:
+def _fraction_above_half(maps: Tensor) -> Tensor:
     return (maps > 0.5).float().mean((1, 2))
 
 
 def plot_cam(x: Tensor, cam: Tensor, figure: Any = None) -> Figure:
-    """The first 6 images and their maps.
+    """Draw the first 6 images and their maps.
 
     Args:
         x: (N, C, H, W).
@@ -136,9 +136,9 @@ def plot_cam(x: Tensor, cam: Tensor, figure: Any = None) -> Figure:
 
 
 def cams_figure(x: Tensor, targets: list[Any] | None, rows: dict[str, Tensor], figure: Any) -> Figure:
-    """The images in the first row, with their targets if given, then a row for each set of maps, over the images."""
+    """Draw the images, with their targets if given, in the first row, then a row of overlays for each set of maps."""
     pictures = as_pictures(x)
-    grey = pictures.mean(-1) if pictures.dim() == 4 else pictures  # only the map has colors
+    gray = pictures.mean(-1) if pictures.dim() == 4 else pictures  # only the map is colored
     figure = blank(figure, 1.4 + 1.35 * max(2, len(x)), 0.5 + 1.45 * (1 + len(rows)))
     table = figure.subplots(1 + len(rows), len(x), squeeze=False)
     for column, picture in enumerate(pictures):
@@ -148,15 +148,15 @@ def cams_figure(x: Tensor, targets: list[Any] | None, rows: dict[str, Tensor], f
     drawn = None
     for line, (label, maps) in zip(table[1:], rows.items(), strict=True):
         line[0].set_ylabel(label, fontsize=9)
-        for axes, under, cam in zip(line, grey, maps, strict=False):
+        for axes, under, cam in zip(line, gray, maps, strict=False):
             axes.imshow(under.numpy(), cmap="gray")
             drawn = axes.imshow(cam.numpy(), cmap=SCALE, vmin=0, vmax=1, alpha=0.6)
             if targets is not None:
-                axes.set_title(f"{_width(cam[None]).item():.0%} above half", fontsize=8)
-    table[0, 0].set_ylabel("picture", fontsize=9)
+                axes.set_title(f"{_fraction_above_half(cam[None]).item():.0%} above half", fontsize=8)
+    table[0, 0].set_ylabel("image", fontsize=9)
     for axes in table.flat:
         axes.set(xticks=[], yticks=[])
-    bar = figure.colorbar(drawn, ax=table, shrink=0.6)  # on the maps alone, it would move them out of line
+    bar = figure.colorbar(drawn, ax=table, shrink=0.6)  # next to the maps alone, it would misalign the rows
     bar.set_label("evidence for the class", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     return figure  # type: ignore[no-any-return]

@@ -16,25 +16,25 @@ from hookdrop.observe.read_only_hooks import LayerObserver, first_tensor
 from hookdrop.utils.axes import channel_axis, channel_axis_of
 
 MARGIN = 0.05
-"""An output is saturated within this fraction of the range from an end of it."""
+"""An output is saturated if it is within this fraction of the output range from a bound."""
 
 
 class Moments:
-    """Mean and variance of all elements of the tensors added, in float64 (float32 on MPS). No tensor is kept.
+    """Running mean and variance of the elements of all added tensors, in float64 (float32 on MPS). Stores no tensor.
 
     Reference: Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
 
     def __init__(self) -> None:
         self.count, self.parts = 0, 0
-        """Elements and tensors."""
+        """Number of elements and of tensors."""
         self._mean: Tensor | float = 0.0
         self._deviations: Tensor | float = 0.0
-        """The sum of squared deviations from the mean. Both stay on the device: to read them would synchronize."""
+        """Sum of squared deviations from the mean. Both stay on the device, because reading them would synchronize."""
 
     @torch.no_grad()
     def add(self, x: Tensor) -> None:
-        """Add the elements of `x`; of a DTensor those of this rank."""
+        """Add the elements of `x`; for a DTensor, those of this rank."""
         x = _local(x.detach())
         if not x.numel():
             return
@@ -48,22 +48,22 @@ class Moments:
 
     @property
     def mean(self) -> float:
-        """NaN without elements."""
+        """Mean of the elements; NaN without elements."""
         return float(self._mean) if self.count else math.nan
 
     @property
     def variance(self) -> float:
-        """Divided by the count, as `torch.var(correction=0)`; NaN without elements."""
+        """Variance of the elements, as `torch.var(correction=0)`; NaN without elements."""
         return float(self._deviations) / self.count if self.count else math.nan
 
     @property
     def rms(self) -> float:
-        """The root of the mean square."""
+        """Root mean square of the elements."""
         return math.sqrt(self.variance + self.mean**2)
 
     @property
     def norm(self) -> float:
-        """The L2 norm of a tensor: the root of the mean over the tensors of its square."""
+        """L2 norm of a tensor: root mean square over the tensors."""
         return self.rms * math.sqrt(self.count / self.parts) if self.parts else math.nan
 
 
@@ -73,28 +73,29 @@ class ChannelAxes:
     def __init__(self, channel_dim: int | None) -> None:
         self._channel_dim = channel_dim
         self._last: dict[tuple[int, ...], int] = {}
-        """The channel axis in the last layer whose class defines it, by the shape of its output."""
+        """Channel axis of the most recent layer whose class defines it, by the shape of its output."""
 
     def hooks(self, model: nn.Module) -> list[tuple[nn.Module, Any]]:
-        """The hooks of the layers whose class defines the axis."""
+        """Return the hooks for the layers whose class defines the channel axis."""
         if self._channel_dim is not None:
             return []
-        return [(module, self._note) for module in model.modules() if channel_axis_of(module, (1, 1, 1, 1)) is not None]
+        modules = [module for module in model.modules() if channel_axis_of(module, (1, 1, 1, 1)) is not None]
+        return [(module, self._record_axis) for module in modules]
 
-    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _record_axis(self, module: nn.Module, args: Any, output: Any) -> None:
         x = first_tensor(output)
         if x is not None and x.dim() > 1 and (axis := channel_axis_of(module, x.shape)) is not None:
             self._last[tuple(x.shape)] = axis
 
     def of(self, name: str, module: nn.Module, shape: Sequence[int]) -> int:
-        """The channel axis of an output with two axes or more."""
+        """Return the channel axis of an output with at least two axes."""
         if self._channel_dim is None:
             own = channel_axis_of(module, shape)
             return self._last.get(tuple(shape), channel_axis(shape)) if own is None else own
         if not -len(shape) <= self._channel_dim < len(shape):
             raise ShapeError(
                 f"{name!r} returned {tuple(shape)}: channel_dim={self._channel_dim} is not one of its axes 0 to "
-                f"{len(shape) - 1}.\n  leave out channel_dim, or skip this layer: stats(..., exclude={name!r})"
+                f"{len(shape) - 1}.\n  omit channel_dim, or skip this layer: stats(..., exclude={name!r})"
             )
         return self._channel_dim
 
@@ -108,8 +109,8 @@ class LayerStats(LayerObserver):
         self.activation, self.gradient = Moments(), Moments()
         self._axes, self._called = axes, called
         self._alive: Tensor | None = None
-        """bool, for each channel: whether it was ever not 0."""
-        self._ragged = False
+        """bool, one element for each channel: whether it was ever nonzero."""
+        self._channels_vary = False
         """Whether the number of channels differs between calls."""
         self._bounds = _bounds(layer.module)
         self._saturated: Tensor | int = 0
@@ -123,49 +124,49 @@ class LayerStats(LayerObserver):
 
     @property
     def mean(self) -> float:
-        """Of the output's elements, over all calls."""
+        """Mean of the output's elements over all calls."""
         return self.activation.mean
 
     @property
     def variance(self) -> float:
-        """Of the output's elements, divided by their count."""
+        """Variance of the output's elements, as `torch.var(correction=0)`."""
         return self.activation.variance
 
     @property
     def gradient_mean(self) -> float:
-        """Of the elements of the output's gradient; NaN without a backward pass."""
+        """Mean of the elements of the output's gradient; NaN without a backward pass."""
         return self.gradient.mean
 
     @property
     def gradient_variance(self) -> float:
-        """Of the elements of the output's gradient."""
+        """Variance of the elements of the output's gradient."""
         return self.gradient.variance
 
     @property
     def gradient_norm(self) -> float:
-        """L2 norm of the gradient of a call's output: the root of the mean of the squares over the calls."""
+        """L2 norm of the gradient of a call's output: root mean square over the calls."""
         return self.gradient.norm
 
     @property
     def dead(self) -> float | None:
-        """The fraction of channels (units of features) that were exactly 0 in every element of every call.
+        """Fraction of channels (or feature units) that were exactly 0 in every element of every call.
 
-        None if the output has no channels, or not always the same number.
+        None if the output has no channels, or if their number differs between calls.
         """
-        return None if self._alive is None or self._ragged else float((~self._alive).double().mean())
+        return None if self._alive is None or self._channels_vary else float((~self._alive).double().mean())
 
     @property
     def saturated(self) -> float | None:
-        """The fraction of output elements within 5 % of the range from an end of it.
+        """Fraction of output elements within 5% of the output range from a bound.
 
-        Of Sigmoid and Hardsigmoid below .05 or above .95, of Tanh and Softsign beyond +-.9, of Hardtanh likewise, of
-        ReLU6 above 5.7; None for all other layers.
+        Sigmoid and Hardsigmoid: below 0.05 or above 0.95. Tanh and Softsign: beyond +-0.9. Hardtanh: within 5% of its
+        range from its bounds. ReLU6: above 5.7. None for all other layers.
         """
         count = self.activation.count
         return float(self._saturated) / count if self._bounds is not None and count else None
 
     def look(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Add one call; from a call that an activation checkpoint recomputes, only its gradient."""
+        """Forward hook: add one call. From a recomputed forward of a checkpoint, add only the gradient."""
         x = first_tensor(output)
         if x is None or not x.is_floating_point():
             return
@@ -191,7 +192,7 @@ class LayerStats(LayerObserver):
         elif self._alive.shape == alive.shape:
             self._alive = self._alive | alive
         else:
-            self._ragged = True
+            self._channels_vary = True
 
 
 def _local(x: Tensor) -> Tensor:
@@ -199,7 +200,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _bounds(module: nn.Module) -> tuple[float, float] | None:
-    """An output is saturated at or below the first, and at or above the second."""
+    """Return the bounds: an output is saturated at or below the first, or at or above the second."""
     match module:
         case nn.ReLU6():  # `dead` covers its lower end
             low, high = -math.inf, 6.0

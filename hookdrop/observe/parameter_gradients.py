@@ -1,7 +1,7 @@
-"""Edit the gradients of parameters, by name.
+"""Edit parameter gradients, by parameter name.
 
-For the gradient of a layer's output, use `inject` with `ClipActivationGrad` or a similar regularizer; for all gradients
-together, torch.nn.utils.clip_grad_norm_.
+For the gradient of a layer's output, use `inject` with `ClipActivationGrad` or a similar regularizer. To clip all
+gradients together, use torch.nn.utils.clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Pattern = str | re.Pattern[str]
 
 
 def zero(gradient: Tensor) -> Tensor:
-    """0 everywhere, also in place of NaN; momentum and weight decay still change the weights."""
+    """Replace the gradient with zeros, NaN included. Momentum and weight decay still change the weights."""
     return torch.zeros_like(gradient)
 
 
 def clamp(min: float, max: float) -> Edit:
-    """Each element into [min, max].
+    """Return a function that clamps each element to [min, max].
 
     Example:
         >>> clamp(-1, 1)(torch.tensor([-3.0, 0.5]))
@@ -47,34 +47,35 @@ def clamp(min: float, max: float) -> Edit:
 
 
 def scale(factor: float) -> Edit:
-    """Each element times a factor. Under SGD this scales the learning rate; Adam cancels it."""
+    """Return a function that multiplies by a factor. Under SGD this scales the learning rate; Adam cancels it."""
     by = number(factor, "factor", "scale")
     return lambda gradient: gradient * by
 
 
 def edit_parameter_gradients(model: nn.Module, params: Pattern | Iterable[Pattern], fn: Edit) -> GradientEdit:
-    """Apply `fn` to the gradients of these parameters in every backward pass, until `remove`.
+    """Apply `fn` to the gradients of parameters in every backward pass, until `remove`.
 
-    `fn` gets what a backward pass adds to `.grad`: each part of accumulated gradients, the scaled gradient under a
+    `fn` receives what a backward pass adds to `.grad`: each part of accumulated gradients, the scaled gradient under a
     GradScaler, and a rank's gradient before DistributedDataParallel averages the ranks. `zero` and `scale` commute with
     these sums; `clamp` does not. A parameter that is used twice is edited once, except under reentrant checkpoints
-    (`use_reentrant=True`), each of which is a separate backward pass.
+    (`use_reentrant=True`), each of which runs a separate backward pass.
 
-    Copies of the model (`copy.deepcopy`, pickle) do not have the parameter hooks; making one warns. Call this function
-    on the copy.
+    Copies of the model (`copy.deepcopy`, pickle) lose the parameter hooks, with a warning. Call this function on the
+    copy.
 
     Args:
-        model: any module, wrapped or not, except by FSDP.
-        params: names of parameters, globs over them (`"fc*.bias"`, `"**.bias"`) or compiled expressions. Frozen ones
-            among several are skipped with a warning.
-        fn: from a gradient to one of the same shape: `zero`, `clamp(min, max)`, `scale(factor)`, or your function.
+        model: any module, wrapped or not, but not by FSDP.
+        params: parameter names, globs over them (`"fc*.bias"`, `"**.bias"`) or compiled regular expressions. A pattern
+            that also matches frozen parameters skips them with a warning.
+        fn: a function from a gradient to a gradient of the same shape: `zero`, `clamp(min, max)`, `scale(factor)`, or
+            your own.
 
     Returns:
-        A handle with `remove()`, also a context manager.
+        A handle with `remove()`, which is also a context manager.
 
     Raises:
-        LayerError: a pattern matches no parameter, or only frozen ones.
-        InjectionError: the parameters are FSDP's, whose gradients bypass hooks.
+        LayerError: a pattern matches no parameter, or only frozen parameters.
+        InjectionError: FSDP manages the parameters; their gradients bypass hooks.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -84,25 +85,25 @@ def edit_parameter_gradients(model: nn.Module, params: Pattern | Iterable[Patter
         tensor([0., 0.])
     """
     compiling.not_while_tracing("edit_parameter_gradients()")
-    maker: Any = fn
-    if not callable(fn) or maker in (clamp, scale):
-        got, hint = f", got {fn!r}", "observe.zero, clamp, scale"
+    factory: Any = fn
+    if not callable(fn) or factory in (clamp, scale):
+        got, hint = f", got {fn!r}", "for example observe.zero, observe.clamp(-1, 1) or observe.scale(0.1)"
         if callable(fn):
-            got, hint = "", f"call it: {'clamp(min, max)' if maker is clamp else 'scale(factor)'}"
+            got, hint = "", f"call it: {'clamp(min, max)' if factory is clamp else 'scale(factor)'}"
         raise TypeError(f"fn must be a function from a gradient to a gradient{got}.\n  {hint}")
     given: Any = params
     several = isinstance(given, Iterable) and not isinstance(given, str | Tensor | nn.Module | type)
-    chosen = _chosen(model, list(given) if several else [given])
-    _must_pass_hooks(model)
+    chosen = _select_parameters(model, list(given) if several else [given])
+    _check_not_fsdp(model)
     return GradientEdit(unwrapped(model), chosen, fn)
 
 
 class GradientEdit:
-    """The handle of one `edit_parameter_gradients`, and an attribute of the model, which is not copied with it."""
+    """The handle of `edit_parameter_gradients`. It is also an attribute of the model, which copies of it lose."""
 
     def __init__(self, model: nn.Module, chosen: dict[str, Parameter], fn: Edit) -> None:
         self.names = tuple(chosen)
-        """The parameters, by their first names."""
+        """The first name of each parameter."""
         self._fn = fn
         hooks: Any = {name: p.register_hook for name, p in chosen.items()}
         self._handles = [register(partial(_edit, name, fn)) for name, register in hooks.items()]
@@ -110,7 +111,7 @@ class GradientEdit:
         vars(model)[self._mark] = self
 
     def remove(self) -> None:
-        """Stop editing. A second call does nothing."""
+        """Stop editing gradients. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -126,7 +127,7 @@ class GradientEdit:
     def __reduce__(self) -> Any:
         warn(
             f"the copy does not edit the gradients of {some(self.names)}: neither deepcopy nor pickle copies parameter "
-            "hooks.\n  call edit_parameter_gradients(...) on it."
+            "hooks.\n  call edit_parameter_gradients(...) on the copy."
         )
         return type(None), ()
 
@@ -140,19 +141,19 @@ def _edit(name: str, fn: Edit, gradient: Tensor) -> Tensor:
     edited: Any = fn(gradient)
     if not isinstance(edited, Tensor) or edited.shape != gradient.shape:
         got = tuple(edited.shape) if isinstance(edited, Tensor) else edited
-        raise ShapeError(f"fn must return a gradient of the shape {tuple(gradient.shape)} of {name!r}, got {got}.")
+        raise ShapeError(f"fn must return a gradient of shape {tuple(gradient.shape)} for {name!r}, got {got}.")
     return edited
 
 
-def _chosen(model: nn.Module, patterns: list[Any]) -> dict[str, Parameter]:
+def _select_parameters(model: nn.Module, patterns: list[Any]) -> dict[str, Parameter]:
     known = _parameters(model)
     every = [name for names, _ in known for name in names]
     chosen: dict[int, tuple[str, Parameter]] = {}
     for pattern in patterns:
-        found = [(names[0], p) for names, p in known if any(map(_expression(pattern).fullmatch, names))]
+        found = [(names[0], p) for names, p in known if any(map(_compile_pattern(pattern).fullmatch, names))]
         trained = [(name, p) for name, p in found if p.requires_grad]
         if not trained:
-            raise LayerError(_nothing_found(model, pattern, [name for name, _ in found], every))
+            raise LayerError(_no_match_message(model, pattern, [name for name, _ in found], every))
         if frozen := [name for name, p in found if not p.requires_grad]:
             warn(f"{pattern!r} also matches frozen parameters, which have no gradient to edit: {some(frozen)}.")
         chosen |= {id(p): (name, p) for name, p in trained}
@@ -161,7 +162,7 @@ def _chosen(model: nn.Module, patterns: list[Any]) -> dict[str, Parameter]:
     return dict(chosen.values())
 
 
-def _expression(pattern: Any) -> re.Pattern[str]:
+def _compile_pattern(pattern: Any) -> re.Pattern[str]:
     if isinstance(pattern, str | re.Pattern):
         return glob_expression(pattern) if isinstance(pattern, str) else pattern
     kind = type(pattern).__name__
@@ -169,13 +170,13 @@ def _expression(pattern: Any) -> re.Pattern[str]:
     if isinstance(pattern, type):
         got = f"the class {pattern.__name__}"
     raise TypeError(
-        f"`params` are names, globs or compiled expressions, got {got}.\n"
-        "  write their names: 'fc.weight', all of a module 'fc.**', all biases '**.bias'"
+        f"`params` must be names, globs or compiled regular expressions, got {got}.\n"
+        "  for example 'fc.weight', all of a module 'fc.**', all biases '**.bias'"
     )
 
 
 def _parameters(model: nn.Module) -> list[tuple[list[str], Parameter]]:
-    """Each parameter once, with all its names; the first is the one without wrappers."""
+    """Return each parameter once, with all its names; the first name has no wrapper segments."""
     found: dict[int, tuple[list[str], Parameter]] = {}
     for layer in named_layers(model):
         prefixes = [layer.name, *sorted((layer.aliases | layer.wrapped_names) - {layer.name})]
@@ -185,13 +186,13 @@ def _parameters(model: nn.Module) -> list[tuple[list[str], Parameter]]:
     return list(found.values())
 
 
-def _nothing_found(model: nn.Module, pattern: Any, frozen: list[str], names: list[str]) -> str:
+def _no_match_message(model: nn.Module, pattern: Any, frozen: list[str], names: list[str]) -> str:
     text = pattern if isinstance(pattern, str) else pattern.pattern
     requested = repr(text) if isinstance(pattern, str) else f"re.compile({text!r})"
     if frozen:
         return (
             f"{requested} matches only frozen parameters, which have no gradient to edit: "
-            f"{some(frozen)}.\n  parameter.requires_grad_(True) first. No hook was placed."
+            f"{some(frozen)}.\n  unfreeze them: parameter.requires_grad_(True)\nNo hook was placed."
         )
     globs = (f"{text}.*", f"{text}.**", f"**.{text}", f"**.{text}.*") if isinstance(pattern, str) else ()
     near = [glob for glob in globs if any(map(glob_expression(glob).fullmatch, names))][:1]
@@ -203,11 +204,11 @@ def _nothing_found(model: nn.Module, pattern: Any, frozen: list[str], names: lis
     )
 
 
-def _must_pass_hooks(model: nn.Module) -> None:
-    """FSDP trains shards of the parameters, and writes their gradients without calling hooks."""
+def _check_not_fsdp(model: nn.Module) -> None:
+    """Raise for FSDP, which trains shards of the parameters and writes their gradients without calling hooks."""
     names = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if names & {"FSDPModule", "FullyShardedDataParallel"}:
         raise InjectionError(
-            "FSDP bypasses the hooks of parameters: `fn` would never be called.\n"
-            "  edit parameter.grad between backward() and optimizer.step(). No hook was placed."
+            "FSDP bypasses parameter hooks, so `fn` would never run.\n"
+            "  edit parameter.grad between backward() and optimizer.step().\nNo hook was placed."
         )

@@ -1,4 +1,4 @@
-"""Figures of schedules, of captured tensors, and of statistics by layer."""
+"""Figures of schedules, captured tensors and layer statistics."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def plot_features(
     channel_dim: int | None = None,
     figure: Any = None,
 ) -> Figure:
-    """The channels of a layer's output as images, with one color scale for each layer.
+    """Draw the channels of a layer's output as images, with one color scale for each layer.
 
     Args:
         what: a tensor; the result of `capture` (the last call of each layer, at most 6 layers from first to last), or
-            its `inputs` or `gradients`; or a recording, for its own `plot_features`.
+            its `inputs` or `gradients`; or a recording, which calls its own `plot_features`.
         sample: index into the batch.
-        channels: how many channels of a map at most. Tokens (N, L, C) are one image, and so are features (N, C).
-        channel_dim: the axis of the channels of a map; None is axis 1, or the last after two equal ones.
+        channels: maximum number of channels of a map. Tokens (N, L, C) and features (N, C) are one image.
+        channel_dim: channel axis of a map; None is axis 1, or the last axis of (N, H, W, C) with H = W != C.
         figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
 
     Raises:
         HookdropError: matplotlib is not installed.
-        ShapeError: a tensor that can't be shown as images, or no such sample.
+        ShapeError: a tensor cannot be shown as images, or the batch has no such sample.
         LayerError: nothing was captured.
     """
     if isinstance(what, Recording):
@@ -60,7 +60,7 @@ def plot_features(
     calls: Mapping[str, Any] = {"": [what]} if isinstance(what, Tensor) else what
     shown = {name: of_layer[-1] for name, of_layer in calls.items() if of_layer[-1] is not None}
     if not shown:
-        raise LayerError("nothing was captured, so there is nothing to show.")
+        raise LayerError("nothing to plot: nothing was captured.")
     blocks: dict[str, Rows] = {
         ", ".join(filter(None, (name, shape_text(shown[name].shape)))): {"": shown[name]}
         for name in spread(list(shown))
@@ -78,29 +78,29 @@ def plot_masks(
     channels: int = 8,
     figure: Any = None,
 ) -> Figure:
-    """`recording.plot_masks(...)`: what was kept and what was dropped."""
+    """Draw kept and dropped elements: `recording.plot_masks(...)`."""
     return recording.plot_masks(layers, sample, channels, figure)
 
 
 def plot_schedule(what: Schedule | Injection, steps: int, *, figure: Any = None) -> Figure:
-    """A rate over the optimizer's steps.
+    """Draw a rate over optimizer steps.
 
     Args:
-        what: a schedule, for its multiplier; or an injection, for each different rate of its sites, with
+        what: a schedule, to draw its multiplier; or an injection, to draw each distinct rate of its sites, with
             keep_prob = 1 - p on the right if the rate is a probability, and a line at the current step.
-        steps: from step 0 to this one, at least 1.
+        steps: last step of the plot, at least 1; the first is step 0.
         figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
 
     Raises:
         HookdropError: matplotlib is not installed.
-        TypeError: it is neither a schedule nor an injection.
+        TypeError: `what` is neither a schedule nor an injection.
     """
     steps = count(steps, "steps", "plot_schedule")
     schedule = what.schedule if isinstance(what, Injection) else what
     if not isinstance(schedule, Schedule):
         raise TypeError(f"plot_schedule takes a schedule or an injection, got {type(what).__name__}.")
     multipliers = schedule.simulate(steps + 1)
-    # A selection of very many steps, with the last one.
+    # Subsample long schedules, but keep the last step.
     at = sorted({*range(0, steps + 1, max(1, steps // MOST_POINTS)), steps})
     figure = blank(figure, 5.5, 3.2)
     axes = figure.subplots()
@@ -124,18 +124,18 @@ def _draw_rates(axes: Axes, injection: Injection, at: list[int], multipliers: li
         if hook.target is not None:
             targets.setdefault(hook.target * hook.p_scale, []).append(hook.site)
     if not targets:
-        raise LayerError(f"{injection.name!r} has no rate that a schedule moves.")
+        raise LayerError(f"{injection.name!r} has no rate that a schedule controls.")
     for target, sites in sorted(targets.items(), reverse=True):
         label = sites[0] if len(sites) == 1 else counted(len(sites), "site")
-        axes.plot(at, [target * multipliers[i] for i in at], label=f"{target:.3g} at the target: {label}")
+        axes.plot(at, [target * multipliers[i] for i in at], label=f"target rate {target:.3g}: {label}")
     if len(targets) > 1:
         axes.legend(fontsize=8, frameon=False)
     probability = injection.keep_prob is not None
     axes.set_ylabel("p" if probability else "rate", fontsize=9)
     if 0 < injection.step_count <= at[-1]:
-        axes.axvline(injection.step_count, color="grey", linewidth=1, linestyle=":")
+        axes.axvline(injection.step_count, color="gray", linewidth=1, linestyle=":")
         place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "va": "bottom", "ha": "right", "rotation": 90}
-        axes.text(injection.step_count, 0.02, f"step {injection.step_count}", fontsize=8, color="grey", **place)
+        axes.text(injection.step_count, 0.02, f"step {injection.step_count}", fontsize=8, color="gray", **place)
     if probability:
         axes.spines["right"].set_visible(True)
         right = axes.secondary_yaxis("right", functions=(_complement, _complement))
@@ -148,27 +148,27 @@ def _complement(p: Any) -> Any:
 
 
 def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
-    """Three columns of points, one line for each layer."""
+    """Draw variances, gradient norms and fractions in three columns, one row for each layer."""
     if not layers:
-        raise LayerError("no layer was called, so there is nothing to plot.")
+        raise LayerError("nothing to plot: no layer was called.")
     figure = blank(figure, 9.0, 1.2 + min(0.22, 16 / len(layers)) * len(layers))
     first, second, third = figure.subplots(1, 3, sharey=True)
     lines, variances, norms = (
         range(len(layers)),
-        [one.variance for one in layers],
-        [one.gradient_norm for one in layers],
+        [layer.variance for layer in layers],
+        [layer.gradient_norm for layer in layers],
     )
     for axes, title, values in ((first, "variance of the output", variances), (second, "norm of the gradient", norms)):
         axes.plot([value if value > 0 else math.nan for value in values], lines, "o-", color=BLUE, markersize=4)
         _set_decades(axes, [value for value in values if 0 < value < math.inf])
         axes.set_xlabel(title, fontsize=9)
-    _draw_fractions(third, [one.dead for one in layers], "o", ORANGE, "dead channels")
-    _draw_fractions(third, [one.saturated for one in layers], "s", BLUE, "saturated elements")
+    _draw_fractions(third, [layer.dead for layer in layers], "o", ORANGE, "dead channels")
+    _draw_fractions(third, [layer.saturated for layer in layers], "s", BLUE, "saturated elements")
     third.set_xlim(-0.03, 1.03)
     third.set_xlabel("fraction", fontsize=9)
     if third.lines:
         third.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    first.set_yticks(lines, [f"{one.name or 'the model'} ({one.kind})" for one in layers])
+    first.set_yticks(lines, [f"{layer.name or 'the model'} ({layer.kind})" for layer in layers])
     first.set_ylim(len(layers) - 0.5, -0.5)
     first.tick_params(axis="y", labelsize=min(8.0, 8.0 * 16 / (0.22 * len(layers))))
     for axes in (first, second, third):
@@ -179,7 +179,7 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
 
 
 def _set_decades(axes: Axes, values: list[float]) -> None:
-    """A logarithmic axis from one power of ten to another."""
+    """Use a logarithmic axis between powers of ten."""
     if values:
         low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         axes.set_xscale("log")

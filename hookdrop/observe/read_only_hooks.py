@@ -1,4 +1,4 @@
-"""Hooks that only read, for the duration of a `with` block."""
+"""Temporary hooks that only read."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hookdrop.injection.select import Entries, Layer, select
 from hookdrop.utils.tensor_tree import TensorKey, change, describe, tensors
 from hookdrop.utils.torch_internals import functorch_stack
 
-Look = Callable[..., None]
+HookFunction = Callable[..., None]
 
 
 class LayerObserver:
-    """One layer under all of its names, and the hooks on its tensors."""
+    """A layer with all of its names, and the hooks on its tensors."""
 
     def __init__(self, layer: Layer) -> None:
         self.name, self.module = layer.name, layer.module
@@ -42,57 +42,59 @@ class LayerObserver:
 
 
 class ReadOnlyHook:
-    """A hook that never changes what passes; copies and pickles of the model get one that does nothing."""
+    """A hook that changes nothing. In copies and pickles of the model it is disabled."""
 
-    def __init__(self, look: Look | None) -> None:
-        self.look = look
+    def __init__(self, function: HookFunction | None) -> None:
+        self.function = function
 
     def __call__(self, *args: Any) -> None:
-        if self.look is None:
+        if self.function is None:
             return
         if functorch_stack() is not None:
-            if sys.exc_info()[0] is not None:  # raised already, and PyTorch calls hooks that want to know
+            if sys.exc_info()[0] is not None:  # an always_call hook after an error
                 return
             raise InjectionError(
-                "capture() and stats() cannot be used inside torch.func (vmap, grad, ...), whose tensors do not "
-                "outlive it.\n  run the model directly inside the `with` block, or torch.func outside of it."
+                "capture() and stats() cannot be used inside torch.func (vmap, grad, ...): its tensors become invalid "
+                "after it.\n  run the model directly inside the `with` block, or use torch.func outside of it."
             )
-        self.look(*args)
+        self.function(*args)
 
     def __reduce__(self) -> Any:
         return ReadOnlyHook, (None,)
 
 
 @contextmanager
-def observed(after: Iterable[tuple[nn.Module, Look]], before: Sequence[tuple[nn.Module, Look]] = ()) -> Iterator[None]:
-    """Call `look(module, args, output)` after each forward, and `look(module, args, kwargs)` before one.
+def observed(
+    after: Iterable[tuple[nn.Module, HookFunction]], before: Sequence[tuple[nn.Module, HookFunction]] = ()
+) -> Iterator[None]:
+    """Call `function(module, args, output)` after each forward, and `function(module, args, kwargs)` before each.
 
-    With `before`, the `look` after a forward that raised is called too, with None as the output. Code that was
-    compiled before runs uncompiled inside: it would skip hooks that it was not compiled with, or compile again.
+    With `before`, the functions in `after` also run after a forward that raised, with None as the output. Compiled code
+    runs uncompiled inside: it would skip hooks that it was not compiled with, or recompile.
     """
     with uncompiled(), ExitStack() as handles:
-        for module, look in after:
-            handles.enter_context(module.register_forward_hook(ReadOnlyHook(look), always_call=bool(before)))
-        for module, look in before:
-            handles.enter_context(module.register_forward_pre_hook(ReadOnlyHook(look), with_kwargs=True))
+        for module, function in after:
+            handles.enter_context(module.register_forward_hook(ReadOnlyHook(function), always_call=bool(before)))
+        for module, function in before:
+            handles.enter_context(module.register_forward_pre_hook(ReadOnlyHook(function), with_kwargs=True))
         yield
 
 
 def chosen_layers(model: nn.Module, layers: Entries, exclude: Entries, what: str) -> list[Layer]:
-    """The layers, as `inject` chooses them."""
+    """Select layers as `inject` does."""
     with nothing_placed():
         compiling.not_while_tracing(what)
         return select(model, layers, exclude).layers
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first floating-point tensor in `value`, or else the first tensor, or None."""
+    """Return the first floating-point tensor in `value`, else the first tensor, else None."""
     found = tensors(value)
     return next((x for x in found if x.is_floating_point()), found[0] if found else None)
 
 
 def chosen_tensor(value: Any, which: TensorKey, where: str) -> Tensor:
-    """The tensor that `which` names, or the first."""
+    """Return the tensor that `which` names; None is the first."""
     if which is None:
         if (first := first_tensor(value)) is None:
             raise ShapeError(f"{where} returned {describe(value)}, which contains no tensor.\n  skip it: exclude=...")

@@ -1,4 +1,4 @@
-"""Statistics of every layer's output and gradient: where signals vanish, explode, die or saturate."""
+"""Statistics of every layer's output and gradient, to find vanishing, exploding, dead or saturated signals."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hookdrop.utils.validation import count
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_DOUBTS = 8
+MAX_DOUBTS_SHOWN = 8
 LOWEST_AXIS = -8
-"""No layer returns a tensor with more axes."""
+"""The lowest accepted `channel_dim`: no layer returns a tensor with more axes."""
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
 
@@ -32,23 +32,23 @@ HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad varia
 def stats(
     model: nn.Module, layers: Entries | None = None, *, channel_dim: int | None = None, exclude: Entries = ()
 ) -> Iterator[Stats]:
-    """Gather statistics of the forwards and backward passes inside, in constant memory.
+    """Collect statistics of the forward and backward passes inside the `with` block, in constant memory.
 
     Args:
         model: any module, wrapped or not.
-        layers: which, as in `inject`; None is every module without children.
-        channel_dim: the axis of the channels or units, for `dead`; None is the layer's own, where its class defines it
-            (convolutions, norms, linear layers); else that of the last such layer whose output had this shape; else
-            axis 1 of maps and the last one of tokens and features.
+        layers: the layers to observe, as in `inject`; None is every module without children.
+        channel_dim: axis of the channels or units, for `dead`. None is the axis that the layer's class defines
+            (convolutions, norms, linear layers), else that of the last such layer whose output had this shape, else
+            axis 1 of maps and the last axis of tokens and features.
         exclude: layers to skip.
 
     Yields:
-        A read-only dict from the layers that were called, in the order of their first calls, to `LayerStats`; `print`
-        it, `plot` it, and ask it for `doubts`. It has no layers that return no floating-point tensor.
+        A read-only dict from the names of the called layers, in the order of their first calls, to `LayerStats`. It has
+        `plot` and `doubts`, and `print` shows a table. Layers that return no floating-point tensor are missing.
 
     Raises:
-        LayerError: an entry matches no layer; or the requested layer was not observed or never called.
-        ShapeError: `channel_dim` is not an axis of an output; raised in the forward.
+        LayerError: an entry matches no layer, or the requested layer was not observed or never called.
+        ShapeError: `channel_dim` is not an axis of an output. The forward raises it.
         InjectionError: a forward inside runs under `torch.func`.
 
     Example:
@@ -68,34 +68,34 @@ def stats(
     called: list[LayerStats] = []
     chosen = [LayerStats(layer, axes, called) for layer in chosen_layers(model, which, exclude, "stats()")]
     try:
-        with observed([*axes.hooks(model), *((one.module, one.look) for one in chosen)]):
+        with observed([*axes.hooks(model), *((layer.module, layer.look) for layer in chosen)]):
             yield Stats(called, chosen)
     finally:
-        for one in chosen:
-            one.close()
-    never = [one.name for one in chosen if not one.calls]
+        for layer in chosen:
+            layer.close()
+    never = [layer.name for layer in chosen if not layer.calls]
     if never and (layers is not None or not called):
-        warn(f"never called inside stats(), or without a floating-point output: {some(never)}.")
+        warn(f"stats: these layers never ran, or returned no floating-point tensor: {some(never)}.")
 
 
 class Stats(Mapping[str, LayerStats]):
-    """Layers by name, in the order of their first calls; `print` it."""
+    """Statistics by layer name, in the order of the first calls; `print` it."""
 
     def __init__(self, called: list[LayerStats], chosen: list[LayerStats]) -> None:
         self._called, self._chosen = called, chosen
 
     def __getitem__(self, name: str) -> LayerStats:
-        for one in self._called:
-            if name in one.names:
-                return one
-        called = f"\n  called: {some([one.name for one in self._called]) or 'none'}"
-        if any(name in one.names for one in self._chosen):
+        for layer in self._called:
+            if name in layer.names:
+                return layer
+        called = f"\n  called: {some([layer.name for layer in self._called]) or 'none'}"
+        if any(name in layer.names for layer in self._chosen):
             raise NotKept(f"{name!r} was not called, or returned no floating-point tensor.{called}")
-        hint = did_you_mean(name, [one.name for one in self._chosen])
-        raise NotKept(f"{name!r} is not one of the layers of these stats.{hint}{called}")
+        hint = did_you_mean(name, [layer.name for layer in self._chosen])
+        raise NotKept(f"{name!r} is not an observed layer.{hint}{called}")
 
     def __iter__(self) -> Iterator[str]:
-        return (one.name for one in self._called)
+        return (layer.name for layer in self._called)
 
     def __len__(self) -> int:
         return len(self._called)
@@ -103,36 +103,40 @@ class Stats(Mapping[str, LayerStats]):
     def doubts(
         self, vanishing: float = 1e-3, exploding: float = 1e3, dead: float = 0.5, saturated: float = 0.5
     ) -> list[str]:
-        """What is probably wrong, one text for each finding.
+        """Return a message for each probable problem.
 
-        A layer's output (root mean square) is compared with that of the first layer called, and its gradient (norm)
-        with that of the last layer that has one.
+        `doubts` compares the root mean square of a layer's output with that of the first layer called, and the norm of
+        its gradient with that of the last layer that has a gradient.
 
         Args:
-            vanishing: a signal below this fraction of it has vanished.
-            exploding: a signal above this multiple of it, or one that is not finite, has exploded.
-            dead: the fraction of dead channels from which on they are reported.
-            saturated: the fraction of saturated elements from which on they are reported.
+            vanishing: a signal below this fraction of the reference has vanished.
+            exploding: a signal above this multiple of the reference, or one that is not finite, has exploded.
+            dead: minimum fraction of dead channels to report.
+            saturated: minimum fraction of saturated elements to report.
         """
         found = []
-        first, last = self._called[:1], [one for one in self._called if one.gradient.count][-1:]
-        for one in self._called:
+        first, last = self._called[:1], [layer for layer in self._called if layer.gradient.count][-1:]
+        for layer in self._called:
             for other in first:
-                found += _drift(one, "output", vanishing, exploding, one.activation.rms, other, other.activation.rms)
-            for other in last if one.gradient.count else ():
-                found += _drift(one, "gradient", vanishing, exploding, one.gradient_norm, other, other.gradient_norm)
-            if one.dead is not None and one.dead >= dead:
-                found.append(f"{_name(one)}: {one.dead:.0%} of its channels are dead (0 in every call)")
-            if one.saturated is not None and one.saturated >= saturated:
-                found.append(f"{_name(one)}: {one.saturated:.0%} of its output is saturated (within 5 % of an end)")
+                found += _drift(
+                    layer, "output", vanishing, exploding, layer.activation.rms, other, other.activation.rms
+                )
+            for other in last if layer.gradient.count else ():
+                found += _drift(
+                    layer, "gradient", vanishing, exploding, layer.gradient_norm, other, other.gradient_norm
+                )
+            if layer.dead is not None and layer.dead >= dead:
+                found.append(f"{_name(layer)}: {layer.dead:.0%} of channels are dead (0 in every call)")
+            if layer.saturated is not None and layer.saturated >= saturated:
+                found.append(f"{_name(layer)}: {layer.saturated:.0%} of outputs are saturated (within 5% of a bound)")
         return found
 
     def rows(self) -> list[tuple[object, ...]]:
-        """One row for each layer."""
-        return [(one.name, one.kind, one.calls, *_numbers(one).values()) for one in self._called]
+        """Return one row for each layer."""
+        return [(layer.name, layer.kind, layer.calls, *_numbers(layer).values()) for layer in self._called]
 
     def plot(self, figure: Any = None) -> Figure:
-        """Variance of the outputs, norm of the gradients, dead and saturated fractions: one line for each layer.
+        """Draw output variance, gradient norm, and dead and saturated fractions, one row for each layer.
 
         Args:
             figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
@@ -140,48 +144,50 @@ class Stats(Mapping[str, LayerStats]):
         return stats_figure(self._called, figure)
 
     def log_tensorboard(self, writer: Any, step: int) -> None:
-        """Write all statistics of every layer, and the figure.
+        """Log the statistics of every layer, and the figure.
 
         Args:
             writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar` and `add_image`.
-            step: the step to write them at.
+            step: global step of the entries.
         """
-        for one in self._called:
-            for key, value in _numbers(one).items():
+        for layer in self._called:
+            for key, value in _numbers(layer).items():
                 if value is not None:
-                    writer.add_scalar(f"hookdrop/stats/{one.name or 'model'}/{key.replace(' ', '_')}", value, step)
+                    writer.add_scalar(f"hookdrop/stats/{layer.name or 'model'}/{key.replace(' ', '_')}", value, step)
         writer.add_image("hookdrop/stats", pixels(self.plot()), step, dataformats="HWC")
 
     def __repr__(self) -> str:
         if not self:
             return "<no layer was called>"
         doubts = self.doubts()
-        more = [f"and {len(doubts) - MOST_DOUBTS} more: .doubts()"] if len(doubts) > MOST_DOUBTS else []
-        return "\n".join([text_table(HEADER, self.rows()), *doubts[:MOST_DOUBTS], *more])
+        more = [f"and {len(doubts) - MAX_DOUBTS_SHOWN} more: .doubts()"] if len(doubts) > MAX_DOUBTS_SHOWN else []
+        return "\n".join([text_table(HEADER, self.rows()), *doubts[:MAX_DOUBTS_SHOWN], *more])
 
     def _repr_html_(self) -> str:
         return html_table(HEADER, self.rows(), "; ".join(self.doubts()) or "outputs and gradients by layer")
 
 
-def _numbers(one: LayerStats) -> dict[str, float | None]:
-    gradient = (one.gradient_mean, one.gradient_variance, one.gradient_norm) if one.gradient.count else (None,) * 3
-    values = (one.mean, one.variance, *gradient, one.dead, one.saturated)
+def _numbers(layer: LayerStats) -> dict[str, float | None]:
+    gradient = (
+        (layer.gradient_mean, layer.gradient_variance, layer.gradient_norm) if layer.gradient.count else (None,) * 3
+    )
+    values = (layer.mean, layer.variance, *gradient, layer.dead, layer.saturated)
     return dict(zip(HEADER[3:], values, strict=True))
 
 
-def _name(one: LayerStats) -> str:
-    return repr(one.name) if one.name else "the model itself"
+def _name(layer: LayerStats) -> str:
+    return repr(layer.name) if layer.name else "the model itself"
 
 
 def _drift(
-    one: LayerStats, what: str, vanishing: float, exploding: float, size: float, other: LayerStats, others: float
+    layer: LayerStats, what: str, vanishing: float, exploding: float, size: float, other: LayerStats, reference: float
 ) -> list[str]:
-    """Whether a signal of this size has vanished or exploded compared with another layer's."""
+    """Check a signal's size for vanishing and exploding, against the reference of another layer."""
     if not math.isfinite(size):
-        return [f"{_name(one)}: its {what} is not finite"]
+        return [f"{_name(layer)}: {what} is not finite"]
     if size == 0.0:
-        return [f"{_name(one)}: its {what} is 0 (expected at step 0 around layers initialized to 0)"]
-    against = f"({size:.2g}; at {_name(other)} {others:.2g})"
-    if size < vanishing * others:
-        return [f"{_name(one)}: its {what} vanishes {against}"]
-    return [f"{_name(one)}: its {what} explodes {against}"] if size > exploding * others else []
+        return [f"{_name(layer)}: {what} is 0 (expected at step 0 around zero-initialized layers)"]
+    against = f"({size:.2g}; at {_name(other)} {reference:.2g})"
+    if size < vanishing * reference:
+        return [f"{_name(layer)}: {what} vanishes {against}"]
+    return [f"{_name(layer)}: {what} explodes {against}"] if size > exploding * reference else []

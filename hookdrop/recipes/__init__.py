@@ -1,6 +1,6 @@
-"""Placements from papers: each takes a model and returns one injection.
+"""Regularizer placements from papers. Each recipe takes a model and returns one injection.
 
-`set_dropout` and `report_dropout` are for the dropout that a model came with.
+`set_dropout` and `report_dropout` work on a model's built-in dropout.
 """
 
 from hookdrop.recipes.depth import stochastic_depth

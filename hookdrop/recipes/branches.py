@@ -1,8 +1,8 @@
-"""Where the residual branches of other people's blocks end.
+"""Find where residual branches end in the blocks of torchvision, timm and transformers.
 
-A block is recognized by the modules inside it, not by its class name, so one rule covers all blocks that are written
-the same way. A rule gives the names, within the block, of the last layer of each branch: none if the block has no
-branch (an EfficientNet block that changes the resolution), and None if the rule does not recognize the block.
+A rule recognizes a block by the modules inside it, not by its class name, so one rule covers every block with the same
+structure. It returns the names, within the block, of the last layer of each branch: an empty tuple if the block has no
+residual branch (an EfficientNet block that changes the resolution), and None if it does not recognize the block.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ Rule = Callable[[nn.Module], Ends | None]
 
 
 def blocks(model: nn.Module) -> Iterator[tuple[Layer, Ends]]:
-    """The residual blocks of a model in `named_modules()` order, and where their branches end."""
-    for layer in named_layers(model):
+    """Yield the residual blocks of a model in `named_modules()` order, with the ends of their branches."""
+    for layer in walk(model):
         ends = branch_ends(layer.module)
         if ends is not None:
             yield layer, ends
 
 
 def branch_ends(module: nn.Module) -> Ends | None:
-    """The names of the last layers of a block's residual branches; None if no rule recognizes the block."""
+    """Return the names of the last layers of a block's residual branches, or None if no rule recognizes the block."""
     return next((ends for rule in _RULES if (ends := rule(module)) is not None), None)
 
 
 def decoder_ends(module: nn.Module) -> Ends | None:
-    """The same for the layers of decoder-only transformers."""
+    """Like `branch_ends`, for the layers of decoder-only transformers."""
     return next((ends for rule in _DECODERS if (ends := rule(module)) is not None), None)
 
 
 def skipped_layers(model: nn.Module, known: Collection[str]) -> list[str]:
-    """A warning for each list of layers of which a recipe recognizes some and not others."""
+    """Return a warning for each `ModuleList` in which the recipe recognizes only some of the layers."""
     found = []
     for layer in named_layers(model):
         if not isinstance(layer.module, nn.ModuleList):
@@ -48,113 +48,114 @@ def skipped_layers(model: nn.Module, known: Collection[str]) -> list[str]:
         others = [name for name, child in names.items() if name not in known and any(child.children())]
         if others and any(name in known for name in names):
             found.append(
-                f"skipped {len(others)} of the {len(names)} layers of {layer.name!r}, which the recipe does not "
-                f"recognize: {some(others)}."
+                f"skipped {len(others)} of {len(names)} layers in {layer.name!r}: the recipe does not recognize "
+                f"{some(others)}."
             )
     return found
 
 
-def has(module: nn.Module, *names: str) -> bool:
-    """Whether all of these are modules inside `module`."""
+def has_submodules(module: nn.Module, *names: str) -> bool:
+    """Whether `module` contains a submodule under each of these names."""
     try:
         return all(module.get_submodule(name) is not None for name in names)
     except AttributeError:
         return False
 
 
-def norms_follow(block: nn.Module) -> bool:
-    """Whether each convolution comes before its norm; in a block that begins with a norm, a convolution ends it."""
+def norms_follow_convs(block: nn.Module) -> bool:
+    """Whether each convolution comes before its norm. A pre-activation block ends with a convolution instead."""
     names = [name for name, _ in block.named_modules(remove_duplicate=False)]
-    pairs = [(f"conv{i}", f"bn{i}") for i in (1, 2, 3) if has(block, f"conv{i}", f"bn{i}")]
+    pairs = [(f"conv{i}", f"bn{i}") for i in (1, 2, 3) if has_submodules(block, f"conv{i}", f"bn{i}")]
     return all(names.index(conv) < names.index(norm) for conv, norm in pairs)
 
 
 def _made_of(parts: str, ends: str, unless: str = "") -> Rule:
-    """The rule for blocks with all of these parts and without the attribute `unless`; absent ends are left out."""
+    """Return the rule for blocks with all of these parts and without the attribute `unless`; it skips absent ends."""
 
     def rule(block: nn.Module) -> Ends | None:
-        if not has(block, *parts.split()) or (unless and hasattr(block, unless)):
+        if not has_submodules(block, *parts.split()) or (unless and hasattr(block, unless)):
             return None
-        return tuple(end for end in ends.split() if has(block, end))
+        return tuple(end for end in ends.split() if has_submodules(block, end))
 
     return rule
 
 
 def _transformers_swin(block: nn.Module) -> Ends | None:
-    """`drop_path` for attention; the MLP's branch is added as it is."""
-    known = hasattr(block, "shift_size") and has(block, "drop_path", "intermediate", "output", "layernorm_after")
-    return ("drop_path", "output") if known else None
+    """Swin of transformers: `drop_path` ends the attention branch, `output` the MLP branch."""
+    parts = ("drop_path", "intermediate", "output", "layernorm_after")
+    return ("drop_path", "output") if hasattr(block, "shift_size") and has_submodules(block, *parts) else None
 
 
 def _torchvision(block: nn.Module) -> Ends | None:
-    """ConvNeXt, EfficientNet, Swin, MaxViT: one module, called for each branch."""
-    names = [name for name in ("stochastic_depth", "stochastic_dropout") if has(block, name)]
+    """ConvNeXt, EfficientNet, Swin and MaxViT of torchvision: the block calls one module for each branch."""
+    names = [name for name in ("stochastic_depth", "stochastic_dropout") if has_submodules(block, name)]
     if not names:
         return None
     return tuple(names) if getattr(block, "use_res_connect", True) else ()
 
 
 def _timm(block: nn.Module) -> Ends | None:
-    """`drop_path`, `drop_path1`, ...: an Identity while the rate is 0; None in ResNets and some others."""
+    """`drop_path`, `drop_path1`, ...: at rate 0 an Identity, or None in ResNets and some other models."""
     children = [name for name, _ in block.named_children()]
     unset = [name for name, value in vars(block).items() if value is None]
     names = [name for name in (*children, *unset) if re.fullmatch(r"(\w+_)?drop_path\d*", name)]
     if not names:
         return None
-    if not _timm_adds(block):
+    if not _timm_has_skip(block):
         return ()
     if getattr(block, names[0]) is None:
         return _first(block, *_TIMM_ENDS)
-    return tuple(name for name in names if has(block, name))
+    return tuple(name for name in names if has_submodules(block, name))
 
 
 _TIMM_ENDS = ("conv_pwl", "se", "bn3", "bn2", "conv3", "conv2", "stack", "attn", "conv_concat")
-"""The last layer of a branch without `drop_path`, the first that exists: ReXNet, ResNet, SKNet, Xception, VoVNet."""
+"""Candidates for the last layer of a branch whose `drop_path` is None (ReXNet, ResNet, SKNet, Xception, VoVNet)."""
 
 
-def _timm_adds(block: nn.Module) -> bool:
-    """Whether the block has a skip; one that changes the shape may have none."""
+def _timm_has_skip(block: nn.Module) -> bool:
+    """Whether the block has a skip connection. Blocks that change the shape may not have one."""
     if any(getattr(block, flag, True) is False for flag in ("has_skip", "use_shortcut", "add_identity", "residual")):
         return False
-    if hasattr(block, "no_skip"):  # Xception, where no `shortcut` means that the skip is the identity
+    if hasattr(block, "no_skip"):  # Xception: `shortcut = None` is an identity skip
         return not block.no_skip
-    # In RegNet an identity skip is an Identity, and no module is no skip; everywhere else no module is the identity.
-    regnet = has(block, "conv3.bn", "act3") and isinstance(getattr(block, "drop_path", None), nn.Identity)
+    # `downsample = None` means no skip in RegNet, and an identity skip in all other models.
+    regnet = has_submodules(block, "conv3.bn", "act3") and isinstance(getattr(block, "drop_path", None), nn.Identity)
     flags = ("shortcut", "identity", "downsample") if regnet else ("shortcut", "identity")
     return all(getattr(block, name, block) is not None for name in flags)
 
 
 def _resnet(block: nn.Module) -> Ends | None:
-    """Torchvision's ResNets: convolutions with norms are a branch only if the block has an attribute for its skip."""
+    """ResNets of torchvision. Convolutions and norms form a residual branch only if the block has a skip attribute."""
     adds = any(hasattr(block, name) for name in ("downsample", "shortcut"))
-    if not adds or not has(block, "conv1", "bn1", "conv2", "bn2") or not norms_follow(block):
+    if not adds or not has_submodules(block, "conv1", "bn1", "conv2", "bn2") or not norms_follow_convs(block):
         return None
     return _first(block, *_GATES, "bn3", "bn2")
 
 
 _GATES = ("se", "cbam", "attention", "attn", "eca")
-"""What comes between the last norm of a branch and the addition."""
+"""Attention modules between the last norm of a branch and the addition."""
 
 
 def _bart(block: nn.Module) -> Ends | None:
-    """Whisper, BART, and the encoder-decoders that are written like them."""
-    if not has(block, "self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"):
+    """Whisper, BART, and encoder-decoders with the same structure."""
+    if not has_submodules(block, "self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"):
         return None
-    # Pegasus-X calls fc2 for two branches. In the others the first axis is not the sample: OPT and the packed audio of
-    # Qwen2.5-Omni, then Mask2Former and FSMT.
+    # Pegasus-X calls fc2 for two branches. In OPT, the packed audio of Qwen2.5-Omni, Mask2Former and FSMT the first
+    # axis is not the batch.
     other = any(hasattr(block, name) for name in ("stagger_blocks_this_layer", "do_layer_norm_before", "cross_attn"))
     packed = "cu_seqlens" in inspect.signature(block.forward).parameters
     if other or packed or hasattr(block.self_attn, "encoder_decoder_attention"):
         return None
-    return tuple(name for name in ("self_attn", "encoder_attn_text", "encoder_attn", "fc2") if has(block, name))
+    ends = ("self_attn", "encoder_attn_text", "encoder_attn", "fc2")
+    return tuple(end for end in ends if has_submodules(block, end))
 
 
 def _first(block: nn.Module, *names: str) -> Ends | None:
-    return next(((name,) for name in names if has(block, name)), None)
+    return next(((name,) for name in names if has_submodules(block, name)), None)
 
 
 _DECODERS: tuple[Rule, ...] = (
-    # Gemma 2, OLMo 2: a norm ends the branch. Gemma 3n (`altup`) adds more than its branches.
+    # Gemma 2, OLMo 2: a norm ends the branch. Gemma 3n (`altup`) does not add plain residual branches.
     *(
         _made_of(f"self_attn mlp {ends}", ends, unless="altup")
         for ends in (
@@ -170,23 +171,23 @@ _DECODERS: tuple[Rule, ...] = (
     _made_of("attn mlp ln_1", "attn crossattention mlp"),  # GPT-2, GPT-Neo
     _made_of("attention mlp input_layernorm", "attention crossattention mlp"),  # GPT-NeoX
 )
-# The first that fits. Attributes that a library made for stochastic depth come before what its blocks are made of.
+# The first match wins: a library's own stochastic depth attributes come before the structure of its blocks.
 _RULES: tuple[Rule, ...] = (
     _transformers_swin,
     _torchvision,
     _timm,
     _resnet,
     _made_of("ln_1 self_attention dropout ln_2 mlp", "dropout mlp"),  # torchvision's ViT
-    # BERT, RoBERTa, ELECTRA, and the ViTs that are written like them.
+    # BERT, RoBERTa, ELECTRA, and ViTs with the same structure.
     _made_of(
         "attention.output.dropout output.dropout",
         "attention.output.dropout crossattention.output.dropout output.dropout",
     ),
-    # ViT of transformers: one dropout ends each branch. InternVL (`lambda_1`) calls it for one of the two.
+    # ViT of transformers: one dropout module ends both branches. InternVL (`lambda_1`) calls it for one of them only.
     _made_of("layernorm_before attention layernorm_after mlp dropout", "dropout", unless="lambda_1"),
     _made_of("layer_norm1 self_attn layer_norm2 mlp", "self_attn mlp"),  # CLIP
     _bart,
-    # Wav2Vec2, HuBERT, WavLM; an `adapter_layer` is a branch of MMS.
+    # Wav2Vec2, HuBERT, WavLM. In MMS, `adapter_layer` is another branch.
     _made_of("attention layer_norm feed_forward final_layer_norm", "attention feed_forward adapter_layer"),
     *(_made_of(f"{part} dropout", "dropout") for part in ("SelfAttention", "EncDecAttention", "DenseReluDense")),  # T5
     *_DECODERS,

@@ -1,4 +1,4 @@
-"""Stochastic depth: drop whole residual branches, at a rate that grows with the depth."""
+"""Stochastic depth: drop whole residual branches, at a rate that grows with depth."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def stochastic_depth(
     on_existing: str = "error",
     example_input: Any = None,
 ) -> Plan:
-    """DropPath at the end of each residual branch, so that a sample skips the whole branch.
+    """Inject DropPath at the end of each residual branch, so that a sample skips the whole branch.
 
     The rate grows from 0 at the first block to `p` at the last. Huang et al. 2016, arXiv:1603.09382, section 3.
 
     Args:
-        model: has residual blocks as in torchvision's ResNet, ConvNeXt, EfficientNet, Swin or ViT, timm's models, or
-            BERT, ViT, CLIP, T5, GPT, LLaMA, Whisper, BART or Wav2Vec2 of transformers.
-        p: the rate of the last block.
-        mode: `"row"` decides for each sample, `"batch"` for all samples together.
-        p_scale: of the blocks, as of `inject`: `"depth_from_zero"` as in timm and most of torchvision, `"depth"` as in
-            the paper, None for p everywhere. EfficientNets of both libraries use i / n: `lambda name, i, n: i / n`.
+        model: a model with the residual blocks of torchvision's ResNet, ConvNeXt, EfficientNet, Swin or ViT, of timm,
+            or of transformers' BERT, ViT, CLIP, T5, GPT, LLaMA, Whisper, BART or Wav2Vec2.
+        p: drop probability of the last block.
+        mode: `"row"` draws for each sample, `"batch"` once for the whole batch.
+        p_scale: scales `p` by block, as in `inject`: `"depth_from_zero"` as in timm and most of torchvision, `"depth"`
+            as in the paper, None for `p` in every block. Both libraries' EfficientNets: `lambda name, i, n: i / n`.
         regularizer: called with `p=` for each site instead of `DropPath`.
-        schedule, name, on_existing, example_input: as of `inject`.
+        schedule, name, on_existing, example_input: as in `inject`.
 
     Raises:
-        LayerError: the model has no residual block that the recipe recognizes.
-        InjectionError: the model already has stochastic depth, or was traced by torch.fx.
+        LayerError: the recipe recognizes no residual block of the model.
+        InjectionError: the model already has stochastic depth, or torch.fx traced it.
 
     Example:
         >>> import torchvision
@@ -59,13 +59,13 @@ def stochastic_depth(
         [('layer4.0.bn2', 0.171), ('layer4.1.bn2', 0.2)]
     """
     if regularizer is not None and mode != "row":
-        raise ValueError(f"stochastic_depth: mode={mode!r} is DropPath's; give it to your regularizer instead.")
+        raise ValueError(f"stochastic_depth: mode={mode!r} only applies to DropPath; pass it to your regularizer.")
     found = list(blocks(model))
     ends = {f"{block.name}.{end}": block.module.get_submodule(end) for block, ends in found for end in ends}
-    require_sites("stochastic_depth", model, list(ends), "residual blocks of a kind that it knows")
-    _must_be_off(model, ends)
-    _must_be_distinct(ends)
-    scales = [1.0] * len(found) if p_scale is None else rate_factors([block for block, _ in found], p_scale)
+    require_sites("stochastic_depth", model, list(ends), "residual blocks with a known structure")
+    _check_no_stochastic_depth(model, ends)
+    _check_no_shared_ends(ends)
+    scales = [1.0] * len(found) if p_scale is None else factors([block for block, _ in found], p_scale)
     sites = [
         RecipeSite(f"{block.name}.{end}", {"p": p}, scale)
         for (block, ends), scale in zip(found, scales, strict=True)
@@ -78,29 +78,29 @@ def stochastic_depth(
     )
 
 
-def _must_be_off(model: nn.Module, ends: Mapping[str, nn.Module]) -> None:
+def _check_no_stochastic_depth(model: nn.Module, ends: Mapping[str, nn.Module]) -> None:
     for name, module in ends.items():
         rate = next((getattr(module, rate) for rate in _RATES if hasattr(module, rate)), 0.0)
         if rate and not isinstance(module, nn.Dropout):
             raise InjectionError(
-                f"stochastic_depth: the model has it on already: {name!r} is a {type(module).__name__} at {rate:g}.\n"
-                "  build the model without it (drop_path_rate=0.; in torchvision stochastic_depth_prob=0.), or change "
-                f"its rate: hookdrop.recipes.set_dropout(model, {{'**.{name.rpartition('.')[2]}': p}})"
+                f"stochastic_depth: the model already has it: {name!r} is a {type(module).__name__} at rate {rate:g}.\n"
+                "  build the model without it (timm: drop_path_rate=0.0, torchvision: stochastic_depth_prob=0.0), or "
+                f"change its rate: hookdrop.recipes.set_dropout(model, {{'**.{name.rpartition('.')[2]}': p}})"
             )
     for layer in named_layers(model):
         rate = vars(layer.module).get("drop_path")
         if isinstance(rate, float) and rate:
             raise InjectionError(
-                f"stochastic_depth: the model has it on already: {layer.name}.drop_path is {rate:g}.\n"
+                f"stochastic_depth: the model already has it: {layer.name}.drop_path is {rate:g}.\n"
                 "  build the model without it, or set the attribute to 0."
             )
 
 
-def _must_be_distinct(ends: Mapping[str, nn.Module]) -> None:
+def _check_no_shared_ends(ends: Mapping[str, nn.Module]) -> None:
     first: dict[int, str] = {}
     for name, module in ends.items():
         if first.setdefault(id(module), name) != name:
             raise LayerError(
-                f"stochastic_depth: {first[id(module)]!r} and {name!r} are one module, which can't have two rates.\n"
-                "  give each block its own module."
+                f"stochastic_depth: {first[id(module)]!r} and {name!r} are the same module, which cannot have "
+                "two rates.\n  give each block its own module."
             )

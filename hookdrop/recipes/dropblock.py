@@ -1,4 +1,4 @@
-"""DropBlock where its paper puts it, and where timm does."""
+"""DropBlock with the placement of its paper, and with that of timm."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import nn
 
 from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import Layer, named_layers
-from hookdrop.recipes.branches import has, norms_follow
+from hookdrop.injection.select import Layer, walk
+from hookdrop.recipes.branches import has_submodules, norms_follow_convs
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.regularizers import DropBlock
 from hookdrop.schedules import LinearSchedule, Schedule
 
 _GROUPS = {"layer3": 0.25, "layer4": 1.0}
-"""The groups of a ResNet that the paper regularizes, and the fraction of the rate that each gets."""
+"""The groups of a ResNet that the paper regularizes, and the fraction of the rate in each."""
 _TIMM = {-2: (5, 0.25), -1: (3, 1.0)}
 """timm's block size and gamma scale for the last two stages of a ResNet."""
-_KERNELS = ("SplitAttn", "SelectiveKernel")
+_MULTI_KERNEL_CONVS = ("SplitAttn", "SelectiveKernel")
 
 
 @Recipe
@@ -34,23 +34,23 @@ def dropblock_resnet(
     on_existing: str = "error",
     example_input: Any = None,
 ) -> Plan:
-    """DropBlock as in its paper: in groups 3 and 4 of a ResNet, after every convolution and on the skip connections.
+    """Inject DropBlock as in its paper: in groups 3 and 4 of a ResNet, after every convolution and on the skips.
 
-    After the norm of every convolution (before or after the ReLU gives the same result), after the norm of a
-    projection, and on identity skips, which have no module: there the block's addition makes f(x) + D(x). Group 3 gets
-    a quarter of the rate. Ghiasi et al. 2018, arXiv:1810.12890, section 4.1.
+    The sites are the norm of every convolution (before or after the ReLU gives the same result), the norm of a
+    projection, and identity skips. An identity skip has no module: there the block computes f(x) + D(x). Group 3 uses a
+    quarter of the rate. Ghiasi et al. 2018, arXiv:1810.12890, section 4.1.
 
     Args:
         model: a ResNet of torchvision or timm (basic or bottleneck blocks, any depth), or a model that contains one.
-        p: the rate in group 4; a quarter of it in group 3. The paper's keep_prob 0.9.
+        p: drop probability in group 4; group 3 uses a quarter of it. The paper uses 0.1 (keep_prob 0.9).
         block_size: edge of the dropped squares, in pixels of the feature map; 7 in the paper.
-        steps: optimizer steps over which keep_prob falls linearly from 1 to 1 - p; None for p from the start.
+        steps: optimizer steps over which keep_prob falls linearly from 1 to 1 - p; None uses `p` from the start.
         regularizer: called with `p=` and `block_size=` for each site.
-        name, on_existing, example_input: as of `inject`.
+        name, on_existing, example_input: as in `inject`.
 
     Raises:
         LayerError: the model contains no such ResNet.
-        InjectionError: the ResNet was traced by torch.fx.
+        InjectionError: torch.fx traced the ResNet.
 
     Example:
         >>> import torchvision
@@ -64,9 +64,9 @@ def dropblock_resnet(
     sites = [
         RecipeSite(f"{block.name}{part}", {"p": p, "block_size": block_size}, _GROUPS[group], at, branch)
         for block, group in _resnet_blocks(model)
-        for part, at, branch in _paper_parts(block.module)
+        for part, at, branch in _paper_sites_in_block(block.module)
     ]
-    wanted = "a ResNet: blocks with conv1, bn1, ... in layer3 and layer4"
+    wanted = "a ResNet whose layer3 and layer4 have blocks with conv1, bn1, ..."
     require_sites("dropblock_resnet", model, [site.name for site in sites], wanted)
     schedule = None if steps is None else LinearSchedule(steps=steps)
     return plan_sites(
@@ -85,21 +85,21 @@ def timm_dropblock(
     on_existing: str = "error",
     example_input: Any = None,
 ) -> Plan:
-    """DropBlock with the places, block sizes and rates of `timm.create_model(..., drop_block_rate=p)`.
+    """Inject DropBlock with the sites, block sizes and rates of `timm.create_model(..., drop_block_rate=p)`.
 
-    Once in each block of the last two stages: block size 5 at a quarter of the rate, then block size 3.
+    Each block of the last two stages has one site: block size 5 at a quarter of the rate, then block size 3.
 
     Args:
-        model: one of timm's that takes `drop_block_rate` (ResNet, ResNeXt, SE- and ECA-ResNet, Res2Net, ResNeSt, SKNet,
-            and most that are made of its byobnet), built without it.
-        p: timm's `drop_block_rate`, the rate of the last stage.
-        regularizer: called with `p=`, `block_size=` and `gamma_scale=` for each site; `DropBlock` at p * gamma_scale
-            if None. timm's own: `lambda p, block_size, gamma_scale: DropBlock2d(p, block_size, gamma_scale)`.
-        schedule, name, on_existing, example_input: as of `inject`.
+        model: a timm model that accepts `drop_block_rate` (ResNet, ResNeXt, SE- and ECA-ResNet, Res2Net, ResNeSt,
+            SKNet, and most byobnet models), built without it.
+        p: timm's `drop_block_rate`, the drop probability of the last stage.
+        regularizer: called with `p=`, `block_size=` and `gamma_scale=` for each site; None is `DropBlock` at
+            p * gamma_scale. timm's own: `lambda p, block_size, gamma_scale: DropBlock2d(p, block_size, gamma_scale)`.
+        schedule, name, on_existing, example_input: as in `inject`.
 
     Raises:
-        LayerError: the model has no such place.
-        InjectionError: the model was built with `drop_block_rate`, or traced by torch.fx.
+        LayerError: the model has no such site.
+        InjectionError: the model was built with `drop_block_rate`, or torch.fx traced it.
 
     Example:
         >>> import timm
@@ -113,58 +113,58 @@ def timm_dropblock(
         RecipeSite(site, {"p": p, "block_size": block_size, "gamma_scale": gamma_scale})
         for site, block_size, gamma_scale in _timm_sites(model)
     ]
-    wanted = "the places that timm's drop_block_rate fills"
+    wanted = "the modules that timm's drop_block_rate replaces"
     require_sites("timm_dropblock", model, [site.name for site in sites], wanted)
-    make = _scaled if regularizer is None else regularizer
+    make = _scaled_drop_block if regularizer is None else regularizer
     return plan_sites(
         model, sites, make, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
     )
 
 
-def _scaled(p: float, block_size: int, gamma_scale: float) -> DropBlock:
+def _scaled_drop_block(p: float, block_size: int, gamma_scale: float) -> DropBlock:
     return DropBlock(p * gamma_scale, block_size)
 
 
 def _timm_sites(model: nn.Module) -> Iterator[tuple[str, int, float]]:
-    """(name, block size, gamma scale) of each place that `drop_block_rate` fills, an Identity without it."""
-    layers = {layer.name: layer.module for layer in named_layers(model)}
+    """Yield (name, block size, gamma scale) of each module that `drop_block_rate` replaces; an Identity without it."""
+    layers = {layer.name: layer.module for layer in walk(model)}
     for name, block in layers.items():
         stage, _, index = name.rpartition(".")
-        settings = _TIMM.get(_from_the_end(stage, layers)) if index.isdigit() else None
+        settings = _TIMM.get(_stage_from_end(stage, layers)) if index.isdigit() else None
         if settings is None:
             continue
-        for place in _timm_parts(block):
+        for place in _timm_sites_in_block(block):
             if type(block.get_submodule(place)).__name__ == "DropBlock2d":
                 raise InjectionError(
-                    f"timm_dropblock: the model has it on already: {name}.{place} is a DropBlock2d.\n"
-                    "  build it with drop_block_rate=0."
+                    f"timm_dropblock: the model already has it: {name}.{place} is a DropBlock2d.\n"
+                    "  build the model with drop_block_rate=0.0"
                 )
             yield f"{name}.{place}", *settings
 
 
-def _from_the_end(stage: str, layers: Mapping[str, nn.Module]) -> int:
-    """-1 for the last stage of timm's ResNets, -2 for the one before it; 0 for other modules."""
+def _stage_from_end(stage: str, layers: Mapping[str, nn.Module]) -> int:
+    """Return -1 for the last stage of a timm ResNet, -2 for the stage before it, and 0 for other modules."""
     parent, _, last = stage.rpartition(".")
     if last in ("layer3", "layer4"):
         return int(last[-1]) - 5
     return int(last) - len(layers[parent]) if parent.endswith("stages") and last.isdigit() else 0  # type: ignore[arg-type]
 
 
-def _timm_parts(block: nn.Module) -> Iterator[str]:
-    """The places in one block. Split attention and selective kernels have other places than plain convolutions."""
-    kernels = {name: part for name, part in block.named_modules() if type(part).__name__ in _KERNELS}
+def _timm_sites_in_block(block: nn.Module) -> Iterator[str]:
+    """Yield the names in one block. Split attention and selective kernels differ from plain convolutions."""
+    kernels = {name: part for name, part in block.named_modules() if type(part).__name__ in _MULTI_KERNEL_CONVS}
     for name, part in kernels.items():
-        if has(part, "drop"):
+        if has_submodules(part, "drop"):
             yield f"{name}.drop"
         for path in getattr(part, "paths", nn.ModuleList()).named_children():
             yield f"{name}.paths.{path[0]}.bn.drop"
-    if not kernels and not has(block, "transformer"):  # MobileViT's convolutions around it have no place
+    if not kernels and not has_submodules(block, "transformer"):  # MobileViT's outer convolutions have no site
         places = ("drop_block", "conv2_kxk.bn.drop", "conv1_kxk.bn.drop", "conv_kxk.bn.drop")
-        yield from [place for place in places if has(block, place)][:1]
+        yield from [place for place in places if has_submodules(block, place)][:1]
 
 
-def _paper_parts(block: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """(suffix of the block's name, at, branch) for the skip and for each convolution's norm."""
+def _paper_sites_in_block(block: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Yield (suffix of the block's name, at, branch) for the skip and for each convolution's norm."""
     if block.downsample is None:
         yield "", "skip", "conv1"
     else:
@@ -175,11 +175,11 @@ def _paper_parts(block: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _resnet_blocks(model: nn.Module) -> Iterator[tuple[Layer, str]]:
-    """The residual blocks of every ResNet in the model, with the name of their group."""
-    for layer in named_layers(model):
+    """Yield the residual blocks of every ResNet in the model, with the name of their group."""
+    for layer in walk(model):
         group, dot, index = layer.name.rpartition(".")
         stage = group.rpartition(".")[2]
         if not (dot and index.isdigit() and stage in _GROUPS and hasattr(layer.module, "downsample")):
             continue
-        if has(layer.module, "conv1", "bn1", "conv2", "bn2") and norms_follow(layer.module):
+        if has_submodules(layer.module, "conv1", "bn1", "conv2", "bn2") and norms_follow_convs(layer.module):
             yield layer, stage

@@ -1,4 +1,4 @@
-"""The dropout that a model came with: list its rates, and change them for a while."""
+"""Built-in dropout of a model: list its rates, and change them temporarily."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from hookdrop.errors import LayerError, nearest, nothing_placed, warn
-from hookdrop.recipes.dropout_rates import Rate, out_of_reach, rates
+from hookdrop.recipes.dropout_rates import Rate, find_out_of_reach, find_rates
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted, html_table, some, text_table
 from hookdrop.utils.validation import rate as valid_rate
@@ -21,24 +21,24 @@ _HEADER = ("name", "type", "rate")
 
 
 def set_dropout(model: nn.Module, p: Rates | Mapping[str | re.Pattern[str], Rates]) -> DropoutChange:
-    """Change the rates of the dropout that a model came with, until the handle is removed.
+    """Change the rates of a model's built-in dropout until the handle is removed.
 
     This covers the dropout modules of PyTorch, timm (`drop`, `attn_drop`, `drop_path`) and torchvision
-    (`StochasticDepth`), and the rates that a forward reads at each call: `attention_dropout` of transformers, `dropout`
-    of `nn.LSTM`. `report_dropout` lists their names. `model.config` does not change. Nothing is added: a layer that was
-    built without dropout has none, or an `Identity`; use `inject` there.
+    (`StochasticDepth`), and rates that a forward reads at each call: `attention_dropout` of transformers, `dropout` of
+    `nn.LSTM`. `report_dropout` lists their names. `set_dropout` does not change `model.config`, and does not add
+    dropout: where a layer was built without dropout, or with an `Identity`, use `inject`.
 
     Args:
         model: any module, wrapped or not.
         p: one rate in [0, 1] for all, a function from (name, rate) to a rate, or a mapping from names, globs and
-            compiled expressions to these; rates that no pattern matches do not change.
+            compiled regular expressions to either. Rates that no pattern matches do not change.
 
     Returns:
-        The handle: `remove()` restores the old rates, as does the end of a `with` block.
+        A handle: `remove()`, or leaving the `with` block, restores the old rates.
 
     Raises:
-        LayerError: there is nothing to change, a pattern matches nothing, or two patterns match one name.
-        ValueError: a rate is out of range. After any error all rates are as they were.
+        LayerError: the model has no rate to change, a pattern matches nothing, or two patterns match the same name.
+        ValueError: a rate is out of range. After any error all rates are unchanged.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
@@ -50,32 +50,32 @@ def set_dropout(model: nn.Module, p: Rates | Mapping[str | re.Pattern[str], Rate
         >>> halved = set_dropout(model, {"1": lambda name, rate: rate / 2})
     """
     with nothing_placed():
-        found = rates(model)
+        found = find_rates(model)
         if not found:
             raise LayerError(
-                f"set_dropout finds no rate that it can change in {type(model).__name__}; report_dropout(model) lists "
-                "what it finds.\n  add dropout: inject(model, Dropout(p=...), layers=...)"
+                f"set_dropout found no rate that it can change in {type(model).__name__}.\n"
+                "  list all dropout: report_dropout(model)   add dropout: inject(model, Dropout(p=...), layers=...)"
             )
-        wanted = _wanted(found, p)
-    changes = zip(found, wanted, strict=True)
+        values = _new_values(found, p)
+    changes = zip(found, values, strict=True)
     return DropoutChange([(rate, value) for rate, value in changes if value is not None and value != rate.value])
 
 
 def report_dropout(model: nn.Module) -> DropoutReport:
-    """The dropout that a model came with: each rate by name, and the dropout that cannot be changed.
+    """List a model's built-in dropout: each rate by name, and the dropout that cannot be changed.
 
-    Hooks are not listed; `hookdrop.find(model)` returns them.
+    Injected hooks are not listed; `hookdrop.find(model)` returns them.
 
     Example:
         >>> print(report_dropout(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.LSTM(4, 4, 2, dropout=0.2))))
-        2 rates of dropout in Sequential
+        2 dropout rates in Sequential
         name       type     rate
         ---------  -------  ----
         1          Dropout   0.1
         2.dropout  LSTM      0.2
-        found in the source of forward and of the methods that it calls; other functions are not searched
+        searched the source of forward and the methods it calls, but no other functions
     """
-    return DropoutReport(type(model).__name__, rates(model), out_of_reach(model))
+    return DropoutReport(type(model).__name__, find_rates(model), find_out_of_reach(model))
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class DropoutReport:
     rates: Sequence[Rate]
     """Each has `name`, `module`, `attribute` and the current `value`."""
     out_of_reach: Mapping[str, Sequence[str]]
-    """Dropout that `set_dropout` cannot change: a line about the code, and the names of the modules that run it."""
+    """Dropout that `set_dropout` cannot change: descriptions of the code, with the names of the modules that run it."""
 
     def __str__(self) -> str:
         lines = [self._title(), text_table(_HEADER, self._rows())] if self.rates else [self._title()]
         for what, names in self.out_of_reach.items():
             lines.append(f"out of reach: {what} ({some([name or 'the model' for name in names])})")
-        searched = "found in the source of forward and of the methods that it calls; other functions are not searched"
+        searched = "searched the source of forward and the methods it calls, but no other functions"
         return "\n".join([*lines, searched])
 
     def _repr_html_(self) -> str:
@@ -102,11 +102,11 @@ class DropoutReport:
         return [(rate.name or "(the model)", type(rate.module).__name__, f"{rate.value:g}") for rate in self.rates]
 
     def _title(self) -> str:
-        return f"{counted(len(self.rates), 'rate')} of dropout in {self.model}"
+        return f"{counted(len(self.rates), 'dropout rate')} in {self.model}"
 
 
 class DropoutChange:
-    """The handle of `set_dropout`, which remembers the old rates. Copies of the model keep the new ones."""
+    """The handle of `set_dropout`, which stores the old rates. Copies of the model keep the new rates."""
 
     def __init__(self, wanted: Sequence[tuple[Rate, float]]) -> None:
         self._before = [(rate, getattr(rate.module, rate.attribute), value) for rate, value in wanted]
@@ -121,8 +121,8 @@ class DropoutChange:
                         with suppress(Exception):
                             setattr(other.module, other.attribute, before)
                     raise LayerError(
-                        f"set_dropout: {rate.name!r} can't be set to {value:g}: {type(rate.module).__name__} raised "
-                        f"{type(error).__name__}: {error}.\n  All rates are as they were. To skip this one, name the "
+                        f"set_dropout: cannot set {rate.name!r} to {value:g}: {type(rate.module).__name__} raised "
+                        f"{type(error).__name__}: {error}.\n  All rates are unchanged. To skip this one, name the "
                         "others: set_dropout(model, {name: p, ...})"
                     ) from error
 
@@ -135,8 +135,8 @@ class DropoutChange:
         self._before = []
         if touched:
             warn(
-                f"set_dropout: {counted(len(touched), 'rate')} changed again since, and not restored: "
-                f"{some(touched)}.\n  undo changes in the opposite order."
+                f"set_dropout did not restore {counted(len(touched), 'rate')} that changed again since: "
+                f"{some(touched)}.\n  remove changes in reverse order."
             )
 
     def __enter__(self) -> DropoutChange:
@@ -151,27 +151,27 @@ class DropoutChange:
         return f"<{counted(len(changes), 'rate')} changed: {', '.join(changes[:4])}{more}>"
 
 
-def _wanted(found: Sequence[Rate], p: Rates | Mapping[str | re.Pattern[str], Rates]) -> list[float | None]:
-    """The new value of each rate; None keeps the old one."""
+def _new_values(found: Sequence[Rate], p: Rates | Mapping[str | re.Pattern[str], Rates]) -> list[float | None]:
+    """Return the new value of each rate; None keeps the old value."""
     if not isinstance(p, Mapping):
-        return [_new(rate, p) for rate in found]
+        return [_new_value(rate, p) for rate in found]
     if not p:
         raise LayerError(
             "set_dropout: the mapping is empty, so no rate would change.\n"
-            f"  the rates are: {some([rate.name for rate in found])}\n  all of them:   set_dropout(model, p)"
+            f"  rates:      {some([rate.name for rate in found])}\n  change all: set_dropout(model, p)"
         )
     chosen: dict[Rate, tuple[object, float]] = {}
     for pattern, value in p.items():
         for rate in _matching(found, pattern):
             if rate in chosen:
                 raise LayerError(f"set_dropout: two patterns match {rate.name!r}: {chosen[rate][0]!r} and {pattern!r}.")
-            chosen[rate] = pattern, _new(rate, value)
+            chosen[rate] = pattern, _new_value(rate, value)
     return [chosen[rate][1] if rate in chosen else None for rate in found]
 
 
 def _matching(found: Sequence[Rate], pattern: str | re.Pattern[str]) -> list[Rate]:
     if not isinstance(pattern, str | re.Pattern):
-        raise TypeError(f"set_dropout: a key must be a name, a glob or a compiled expression, got {pattern!r}.")
+        raise TypeError(f"set_dropout: a key must be a name, a glob or a compiled regular expression, got {pattern!r}.")
     exact = [rate for rate in found if rate.name == pattern]
     expression = glob_expression(pattern) if isinstance(pattern, str) else pattern
     if matching := exact or [rate for rate in found if expression.fullmatch(rate.name)]:
@@ -179,11 +179,12 @@ def _matching(found: Sequence[Rate], pattern: str | re.Pattern[str]) -> list[Rat
     names = [rate.name for rate in found]
     near = nearest(pattern, names) if isinstance(pattern, str) else []
     raise LayerError(
-        f"set_dropout: {pattern!r} matches none of the {len(names)} rates of dropout.\n"
-        f"  they are: {some(near or names)}\n  see all:  print(hookdrop.recipes.report_dropout(model))"
+        f"set_dropout: {pattern!r} matches none of the {len(names)} dropout rates.\n"
+        f"  {'did you mean' if near else 'the rates are'}: {some(near or names)}\n"
+        "  see all: print(hookdrop.recipes.report_dropout(model))"
     )
 
 
-def _new(rate: Rate, value: Rates) -> float:
+def _new_value(rate: Rate, value: Rates) -> float:
     given = value(rate.name, rate.value) if callable(value) else value
     return valid_rate(given, "p", f"set_dropout, {rate.name!r}" if rate.name else "set_dropout")

@@ -1,4 +1,4 @@
-"""What all recipes share: sites with settings that become one plan."""
+"""Common code of the recipes: turn a list of sites into one plan."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ Factory = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RecipeSite:
-    """One site of a recipe: a layer's full name (empty for the model itself), and keywords for its regularizer."""
+    """One site of a recipe: the full name of a layer (empty for the model) and the keywords of its regularizer."""
 
     name: str
     settings: Mapping[str, Any]
     p_scale: float = 1.0
     at: str = "output"
     branch: str = ""
-    """For a `"skip"`: the block's layer that its residual branch begins with."""
+    """For `at="skip"`: the first layer of the block's residual branch."""
 
 
 class Recipe(Generic[P]):
-    """A named placement: call it to inject, or `plan` to see what that would do."""
+    """A named placement. Call it to inject, or call `plan` to preview the result."""
 
     def __init__(self, make: Callable[P, Plan]) -> None:
         self._make = make
         functools.update_wrapper(self, make)
 
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
-        """What calling the recipe with the same arguments would do; the model is not changed."""
+        """Preview a call with the same arguments, without changing the model."""
         name, signature = self._make.__name__, inspect.signature(self)
         with nothing_placed():
             compiling.not_while_tracing(f"recipes.{name}()")
@@ -71,7 +71,7 @@ def plan_sites(
     on_existing: str,
     example_input: Any,
 ) -> Plan:
-    """The plan of a recipe's sites. The factory makes a regularizer for each."""
+    """Plan the sites of a recipe, with one regularizer from `factory` for each."""
     by_name = {site.name: site for site in sites}
     regularizers: dict[Any, Any] = {site.name or model: _make_regularizer(factory, site.settings) for site in sites}
     scales: dict[Any, float] = {site.name or model: site.p_scale for site in sites if site.p_scale != 1.0}
@@ -86,40 +86,40 @@ def plan_sites(
 
 
 def _make_regularizer(factory: Factory, settings: Mapping[str, Any]) -> Any:
-    """Call a factory with a site's settings."""
+    """Call the factory with the settings of a site."""
     requested = ", ".join(f"{name}={value!r}" for name, value in settings.items())
     names = ", ".join(settings)
     if not callable(factory) or isinstance(factory, nn.Module):
         raise TypeError(
-            f"the recipe's regularizer must be a class or a function that is called as ({requested}), "
-            f"got {factory!r}.\n  write: regularizer=lambda {names}: ..."
+            f"`regularizer` must be a class or function that accepts ({requested}), got {factory!r}.\n"
+            f"  write: regularizer=lambda {names}: ..."
         )
     try:
         inspect.signature(factory).bind(**settings)
     except TypeError as error:
         called = getattr(factory, "__name__", repr(factory))
         raise TypeError(
-            f"the recipe's regularizer is called as {called}({requested}), which it does not take: {error}.\n"
+            f"the recipe calls {called}({requested}), but it does not accept them: {error}.\n"
             f"  write: regularizer=lambda {names}: {called}(...)"
         ) from None
     return factory(**settings)
 
 
 def require_sites(recipe: str, model: nn.Module, names: Sequence[str], wanted: str) -> None:
-    """Refuse a model in which a recipe finds nothing to do, or blocks that tracing has taken apart."""
-    for layer in named_layers(model):
+    """Raise if the recipe found no site, or if torch.fx traced the part of the model that contains the sites."""
+    for layer in walk(model):
         if isinstance(layer.module, GraphModule):
             prefix = f"{layer.name}." if layer.name else ""
             if not names or any(name.startswith(prefix) for name in names):
                 where = repr(layer.name) if layer.name else "the model"
                 raise InjectionError(
-                    f"{recipe}: {where} is an fx GraphModule. Tracing has replaced its blocks by a graph, so the "
+                    f"{recipe}: {where} is an fx GraphModule. Tracing replaced its blocks with a graph, so the "
                     f"recipe cannot recognize them.\n  inject before tracing: {recipe}(model), then "
                     "torch.fx.symbolic_trace(model)"
                 )
     if not names:
         raise LayerError(
-            f"{recipe} finds nothing to do in {type(model).__name__}: it looks for {wanted}.\n"
+            f"{recipe} found no matching layer in {type(model).__name__}: it looks for {wanted}.\n"
             "  choose the layers yourself: inject(model, ..., layers=...)\n"
             '  see all:                    print(hookdrop.plan(model, layers="**"))'
         )

@@ -1,4 +1,4 @@
-"""Dropout for decoder-only transformers that ship without any."""
+"""Dropout for decoder-only transformers that ship without dropout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.select import Layer, named_layers
 from hookdrop.recipes.branches import decoder_ends, skipped_layers
-from hookdrop.recipes.dropout_rates import rates
+from hookdrop.recipes.dropout_rates import find_rates
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.regularizers import Dropout
 from hookdrop.schedules import Schedule
 
-_OF_ATTENTION = ("attn_drop", "attn_dropout", "attn_pdrop", "attention_dropout")
-"""Dropout of attention weights, which is not dropout of hidden states."""
+_ATTENTION_DROPOUT = ("attn_drop", "attn_dropout", "attn_pdrop", "attention_dropout")
+"""Rates of attention-weight dropout, which does not drop hidden states and may stay on."""
 
 
 @Recipe
@@ -31,22 +31,22 @@ def residual_dropout(
     on_existing: str = "error",
     example_input: Any = None,
 ) -> Plan:
-    """Dropout of hidden states in a decoder-only transformer: what each branch adds to the residual stream.
+    """Inject dropout into a decoder-only transformer, on what each branch adds to the residual stream.
 
-    On the output of attention and of the MLP in every layer, before the addition; where a norm ends the branch
-    (Gemma 2, OLMo 2), after the norm. The embeddings are not regularized. Vaswani et al. 2017, arXiv:1706.03762,
-    section 5.4.
+    The sites are the outputs of attention and of the MLP in every layer, before the addition; where a norm ends the
+    branch (Gemma 2, OLMo 2), the output of the norm. The embeddings are not regularized. Vaswani et al. 2017,
+    arXiv:1706.03762, section 5.4.
 
     Args:
         model: LLaMA, Mistral, Mixtral, Qwen, Gemma, OLMo 2, Phi, GPT-2, GPT-NeoX or a similar model of transformers,
-            or a model that contains one (PEFT's).
+            or a model that contains one (a PEFT model).
         p: probability to zero an element.
         regularizer: called with `p=` for each site instead of `Dropout`.
-        schedule, name, on_existing, example_input: as of `inject`.
+        schedule, name, on_existing, example_input: as in `inject`.
 
     Raises:
         LayerError: the model has no such layers.
-        InjectionError: the layers already have dropout, or were traced by torch.fx.
+        InjectionError: the layers already have dropout, or torch.fx traced them.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,16 +61,16 @@ def residual_dropout(
     wanted = "decoder layers with input_layernorm, self_attn and mlp, or similar"
     require_sites("residual_dropout", model, [site.name for site in sites], wanted)
     for layer, _ in found:
-        _must_be_off(layer)
+        _check_no_dropout(layer)
     skipped = skipped_layers(model, {layer.name for layer, _ in found})
     options = {"schedule": schedule, "name": name, "on_existing": on_existing, "example_input": example_input}
     return plan_sites(model, sites, regularizer, skipped, **options)
 
 
-def _must_be_off(layer: Layer) -> None:
+def _check_no_dropout(layer: Layer) -> None:
     adapters = [f"{name}." for name, module in layer.module.named_modules() if _is_adapter(module)]
-    for rate in rates(layer.module):
-        if rate.value and not rate.name.endswith(_OF_ATTENTION) and not rate.name.startswith(tuple(adapters)):
+    for rate in find_rates(layer.module):
+        if rate.value and not rate.name.endswith(_ATTENTION_DROPOUT) and not rate.name.startswith(tuple(adapters)):
             raise InjectionError(
                 f"residual_dropout: the model already has dropout: {layer.name}.{rate.name} is {rate.value:g}.\n"
                 '  change it: hookdrop.recipes.set_dropout(model, {"**": p})   list it: report_dropout(model)'
@@ -78,5 +78,5 @@ def _must_be_off(layer: Layer) -> None:
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    """Whether a module is a LoRA layer or another PEFT adapter, whose dropout acts on the adapter's input alone."""
+    """Whether a module is a LoRA layer or another PEFT adapter, whose dropout only applies to the adapter's input."""
     return any(re.search("lora|BaseTunerLayer", cls.__name__, re.IGNORECASE) for cls in type(module).__mro__)

@@ -9,5 +9,6 @@ pytest.importorskip("pytorch_grad_cam")
 
 
 def scaled(maps: torch.Tensor) -> torch.Tensor:
+    """Scale each map to [0, 1], as pytorch-grad-cam does."""
     low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
     return (maps - low) / (high - low + 1e-7)

@@ -1,4 +1,4 @@
-"""Gradients of parameters by name."""
+"""Parameter gradients by name."""
 
 from __future__ import annotations
 

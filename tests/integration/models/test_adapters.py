@@ -1,4 +1,4 @@
-"""The handle: rates, on and off, sampling, proof, and that contexts end where they began."""
+"""Rates of regularizers from PyTorch, torchvision and timm."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    LinearSchedule,
-    inject,
-)
+from hookdrop import LinearSchedule, inject
 from tests.support.nets import Small
 
 
-class TestForeign:
-    """Modules that hookdrop did not write."""
+class TestForeignModules:
+    """Regularizer modules of other libraries."""
 
     @pytest.mark.parametrize(
         "make",
@@ -26,7 +23,7 @@ class TestForeign:
             lambda: __import__("timm").layers.DropPath(0.4),
         ],
     )
-    def test_a_schedule_drives_its_rate(self, make: object, model: Small, images: torch.Tensor) -> None:
+    def test_schedule_controls_the_rate(self, make: object, model: Small, images: torch.Tensor) -> None:
         theirs = make()
         drop = inject(model, theirs, layers="layer1.*.bn1", schedule=LinearSchedule(4))
         assert drop.sites[0].p == 0

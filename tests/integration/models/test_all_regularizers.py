@@ -1,15 +1,13 @@
-"""The regularizers as layers: what they drop, what they keep, what they refuse."""
+"""Regularizers match those of timm under the same seed."""
 
 from __future__ import annotations
 
 import torch
 
-from hookdrop import (
-    DropPath,
-)
+from hookdrop import DropPath
 
 
-def test_drop_path_agrees_with_timms_under_one_seed() -> None:
+def test_drop_path_matches_timm_under_the_same_seed() -> None:
     from timm.layers import DropPath as Timm
 
     x = torch.randn(64, 3, 4)

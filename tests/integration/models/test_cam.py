@@ -1,4 +1,4 @@
-"""`observe.grad_cam` and `compare_cam`: the maps are the papers', and nothing is left behind."""
+"""`observe.grad_cam` of vision transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.cam import scaled
 
 
 class TestTransformers:
-    def test_vit_tokens_are_a_grid_behind_the_prefix(self) -> None:
+    def test_vit_tokens_form_a_grid_after_the_prefix_tokens(self) -> None:
         timm = pytest.importorskip("timm")
         model = timm.create_model("vit_tiny_patch16_224", img_size=(64, 96), depth=3, num_classes=5)
         x = torch.randn(2, 3, 64, 96)
@@ -30,13 +30,13 @@ class TestTransformers:
         resized = interpolate(scaled(expected)[:, None], (64, 96), mode="bilinear", align_corners=False)[:, 0]
         assert torch.allclose(grad_cam(model, x, layer, 3), scaled(resized), atol=1e-3)
 
-    def test_a_class_token_alone_has_no_map_and_a_warning_says_where_there_is_one(self) -> None:
+    def test_all_zero_map_of_a_vit_suggests_another_layer(self) -> None:
         timm = pytest.importorskip("timm")
         model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=5)
         with pytest.warns(HookdropWarning, match="are 0 everywhere.*\n  in a vision transformer"):
             assert not grad_cam(model, torch.randn(2, 3, 64, 64), "blocks.1", 1).any()
 
-    def test_swin_has_its_channels_last(self) -> None:
+    def test_swin_maps_are_channels_last(self) -> None:
         timm = pytest.importorskip("timm")
         model = timm.create_model(
             "swin_tiny_patch4_window7_224",

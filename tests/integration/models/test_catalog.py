@@ -1,4 +1,4 @@
-"""What is drawn, against the formula of each paper: UniformNoise, Cutout, TokenDropout, LockedDropout, MixStyle."""
+"""Newer regularizers on real models: training, copies, config and removal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import (
-    LinearSchedule,
-    inject,
-    parse,
-)
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
+from hookdrop import LinearSchedule, from_config, inject, parse
+from tests.support.tensors import all_equal
 
 
 def resnet() -> tuple[nn.Module, Tensor]:
@@ -54,16 +46,16 @@ GRADS = ["ClipActivationGrad(max_norm=0.01)", "ClipActivationGrad(max_norm=0.01,
          "ClampActivationGrad(max=0.0)", "ScaleActivationGrad(-1.0)", "NoiseActivationGrad(0.1)"]  # fmt: skip
 
 
-USES: list[tuple[str, Make, str]] = [
+CASES: list[tuple[str, Make, str]] = [
     *((text, resnet, "layer2") for text in ("UniformNoise(0.3)", "Cutout(2)", "MixStyle(1.0)", *GRADS)),
     *((text, transformer, "blocks.0") for text in ("UniformNoise(0.3)", "TokenDropout(0.5)", "LockedDropout(0.5)", *GRADS)),
     *((text, recurrent, "lstm") for text in ("UniformNoise(0.3)", "TokenDropout(0.5, prefix=0)", "LockedDropout(0.5)", *GRADS)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "make", "layer"), USES, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_injected_trained_copied_pickled_and_removed(text: str, make: Make, layer: str) -> None:
-    """Training differs from that of the clean model, a copy's is the same, and what is left is the model as it was."""
+@pytest.mark.parametrize(("text", "make", "layer"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_train_copy_pickle_and_remove(text: str, make: Make, layer: str) -> None:
+    """Training differs from a clean model, copies train identically, and removal restores clean training."""
     model, x = make()
     state = copy.deepcopy(model.state_dict())
 
@@ -78,26 +70,21 @@ def test_injected_trained_copied_pickled_and_removed(text: str, make: Make, laye
             optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
 
-    def same(a: list[Tensor], b: list[Tensor]) -> bool:
-        return all(map(torch.equal, a, b))
-
     clean = trained(model)
     regularizer = parse(text)
     schedule = None if regularizer.rate is None else LinearSchedule(2)
     drop = inject(model, text, layers=layer, schedule=schedule, example_input=x)
     drop.seek(2)
     regularized = trained(model)
-    assert not same(regularized, clean)
+    assert not all_equal(regularized, clean)
     assert all(p.isfinite().all() for p in regularized)
-    assert same(trained(copy.deepcopy(model)), regularized)
-    assert same(trained(pickle.loads(pickle.dumps(model))), regularized)
+    assert all_equal(trained(copy.deepcopy(model)), regularized)
+    assert all_equal(trained(pickle.loads(pickle.dumps(model))), regularized)
     with drop.disabled():
-        assert same(trained(model), clean)
+        assert all_equal(trained(model), clean)
     assert drop.probe(x).eval_identical
     config = drop.config
     drop.remove()
-    assert same(trained(model), clean)
-    from hookdrop import from_config
-
+    assert all_equal(trained(model), clean)
     from_config(model, config).seek(2)
-    assert same(trained(model), regularized)
+    assert all_equal(trained(model), regularized)

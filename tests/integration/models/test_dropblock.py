@@ -1,4 +1,4 @@
-"""p means p: DropBlock drops what it is asked for, on every map."""
+"""DropBlock drops with the same distribution as torchvision's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from hookdrop.functional import drop_block
 
 
-def test_torchvisions_drop_block_agrees_in_distribution_with_the_papers_gamma() -> None:
-    """The same marginals by position as torchvision's, where it can be asked: odd block, per channel."""
+def test_paper_gamma_matches_the_distribution_of_torchvision() -> None:
+    """The drop rates by position agree where torchvision supports the setting: odd block sizes, per channel."""
     import torchvision
 
     x = torch.ones(100, 100, 9, 9)

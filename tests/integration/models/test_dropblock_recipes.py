@@ -1,4 +1,4 @@
-"""Recipes: the places of papers and libraries, held against written-out models and against timm's own."""
+"""Recipes, validated against written-out models and against timm's own."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from hookdrop import (
     recipes,
 )
 from hookdrop.recipes import dropblock_resnet, stochastic_depth, timm_dropblock
+from tests.support.recipes import randomize_norms
+from tests.support.tensors import all_equal
 
 timm = pytest.importorskip("timm")
 
@@ -50,16 +52,8 @@ RESNETS = {
 }
 
 
-def awake(model: nn.Module) -> nn.Module:
-    """The model with no weight of a norm at 0, where branches would start with nothing in them."""
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
-
-
 def train_step(model: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-    """Output, gradients and batch-norm statistics after one forward and backward from seed 0."""
+    """Return output, gradients and batch-norm statistics of one forward and backward from seed 0."""
     model.train().zero_grad()
     x = x.clone().requires_grad_()
     torch.manual_seed(0)
@@ -69,16 +63,12 @@ def train_step(model: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor)
     return [out.detach(), x.grad, *grads, *(buffer.clone() for buffer in model.buffers())]
 
 
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
-
-
 class TestTheDropBlockPaper:
-    """Ghiasi et al. 2018, section 4.1, against a model that is written out."""
+    """Ghiasi et al. 2018, section 4.1, validated against a written-out model."""
 
     @staticmethod
     def written_out(model: nn.Module, p: float, block_size: int) -> Callable[[Tensor], Tensor]:
-        """The model's forward with DropBlock in groups 3 and 4: on skips, after convolutions and on projections."""
+        """The forward of the model with DropBlock in groups 3 and 4: on skips, convolutions and projections."""
 
         def block(b: Any, x: Tensor, rate: float) -> Tensor:
             drop = lambda t: functional.drop_block(t, rate, block_size)  # noqa: E731
@@ -100,31 +90,31 @@ class TestTheDropBlockPaper:
         return forward
 
     @pytest.mark.parametrize("name", RESNETS)
-    def test_outputs_and_gradients_are_the_written_out_models(self, name: str) -> None:
+    def test_outputs_and_gradients_match_the_written_out_model(self, name: str) -> None:
         torch.manual_seed(0)
-        model, x = awake(RESNETS[name]()), torch.randn(2, 3, 128, 128)
+        model, x = randomize_norms(RESNETS[name]()), torch.randn(2, 3, 128, 128)
         twin = copy.deepcopy(model)
         dropblock_resnet(model, p=0.2, block_size=3)
         theirs = train_step(twin, self.written_out(twin, 0.2, 3), x)
-        assert equal(train_step(model, model, x), theirs)
+        assert all_equal(train_step(model, model, x), theirs)
 
-    def test_something_was_dropped_in_that(self) -> None:
+    def test_dropblock_changes_the_outputs(self) -> None:
         torch.manual_seed(0)
         model, x = torchvision.models.resnet18(num_classes=5), torch.randn(2, 3, 128, 128)
         plain = train_step(copy.deepcopy(model), model, x)[0]
         dropblock_resnet(model, p=0.2, block_size=3)
         assert not torch.equal(train_step(model, model, x)[0], plain)
 
-    def test_every_block_of_groups_3_and_4_has_its_convolutions_and_its_skip(self) -> None:
+    def test_sites_are_the_norms_and_skips_of_groups_3_and_4(self) -> None:
         model = torchvision.models.resnet50()
         sites = {site.name: site.p for site in dropblock_resnet(model, p=0.4).sites}
         blocks = [f"layer3.{i}" for i in range(6)] + [f"layer4.{i}" for i in range(3)]
-        wanted = {f"{block}.bn{i}" for block in blocks for i in (1, 2, 3)}
-        wanted |= {f"{block}.downsample" if block.endswith(".0") else block for block in blocks}
-        assert set(sites) == wanted
+        expected = {f"{block}.bn{i}" for block in blocks for i in (1, 2, 3)}
+        expected |= {f"{block}.downsample" if block.endswith(".0") else block for block in blocks}
+        assert set(sites) == expected
         assert all(p == (0.1 if name.startswith("layer3") else 0.4) for name, p in sites.items())
 
-    def test_the_rate_rises_linearly_in_steps(self) -> None:
+    def test_rate_increases_linearly_over_steps(self) -> None:
         drop = dropblock_resnet(torchvision.models.resnet18(), p=0.1, steps=10)
         assert (drop.p, drop.keep_prob) == (0.0, 1.0)
         drop.step(5)
@@ -132,17 +122,17 @@ class TestTheDropBlockPaper:
         drop.step(5)
         assert drop.keep_prob == 0.9
 
-    def test_a_resnet_inside_another_model_is_found(self) -> None:
+    def test_resnet_inside_another_model_is_found(self) -> None:
         model = nn.ModuleDict({"backbone": torchvision.models.resnet18(), "head": nn.Linear(1000, 2)})
         assert all(site.name.startswith("backbone.layer") for site in dropblock_resnet(model).sites)
 
-    def test_a_name_in_front_of_the_groups_is_no_group(self) -> None:
+    def test_model_without_resnet_groups_raises(self) -> None:
         with pytest.raises(LayerError, match=r"looks for a ResNet"):
             dropblock_resnet(torchvision.models.vgg11())
 
 
 class TestTimmsDropBlock:
-    """`drop_block_rate=` of timm itself, with its own module, under one seed."""
+    """`drop_block_rate=` of timm, with timm's module, under the same seed."""
 
     @pytest.mark.parametrize(
         "name",
@@ -156,9 +146,9 @@ class TestTimmsDropBlock:
             "gcresnext26ts",
         ],
     )
-    def test_outputs_and_gradients_are_timms(self, name: str) -> None:
+    def test_outputs_and_gradients_match_timm(self, name: str) -> None:
         torch.manual_seed(0)
-        native = awake(timm.create_model(name, drop_block_rate=0.3, num_classes=5))
+        native = randomize_norms(timm.create_model(name, drop_block_rate=0.3, num_classes=5))
         clean = timm.create_model(name, num_classes=5)
         clean.load_state_dict(native.state_dict())
         drop = timm_dropblock(
@@ -167,12 +157,12 @@ class TestTimmsDropBlock:
         assert drop.sites
         x = torch.randn(2, 3, 128, 128)
         theirs = train_step(native, native, x)
-        assert equal(train_step(clean, clean, x), theirs)
+        assert all_equal(train_step(clean, clean, x), theirs)
         without = timm.create_model(name, num_classes=5)
         without.load_state_dict(native.state_dict())
         assert not torch.equal(train_step(without, without, x)[0], theirs[0])
 
-    def test_our_own_has_the_gamma_scale_in_its_rate(self) -> None:
+    def test_gamma_scale_multiplies_the_rate_of_hookdrops_dropblock(self) -> None:
         drop = timm_dropblock(timm.create_model("resnet18"), p=0.2)
         settings = [(site.name.split(".")[0], site.p, site.regularizer) for site in drop.sites]
         assert settings == [
@@ -182,18 +172,18 @@ class TestTimmsDropBlock:
             ("layer4", 0.2, "DropBlock(p=0.2, block_size=3)"),
         ]
 
-    def test_a_model_that_has_it_on_is_refused(self) -> None:
-        with pytest.raises(InjectionError, match=r"on already: layer3\.0\.drop_block is a DropBlock2d"):
+    def test_model_with_drop_block_rate_raises(self) -> None:
+        with pytest.raises(InjectionError, match=r"already has it: layer3\.0\.drop_block is a DropBlock2d"):
             timm_dropblock(timm.create_model("resnet18", drop_block_rate=0.1))
 
 
 class TestEveryRecipe:
-    def test_has_a_docstring_with_its_paper_or_its_library_and_an_example(self) -> None:
+    def test_docstring_cites_a_source_and_has_an_example(self) -> None:
         for recipe in RECIPES:
             assert "arXiv" in recipe.__doc__ or "timm" in recipe.__doc__
             assert ">>> " in recipe.__doc__
 
-    def test_plans_without_touching_the_model(self) -> None:
+    def test_plan_does_not_change_the_model(self) -> None:
         model = torchvision.models.resnet18()
         plan = stochastic_depth.plan(model, p=0.2, example_input=torch.zeros(1, 3, 64, 64))
         assert len(find(model)) == 0
@@ -202,26 +192,26 @@ class TestEveryRecipe:
         assert len(plan.apply().sites) == 8
 
     @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
-    def test_finds_nothing_in_a_linear_layer_and_says_what_it_looks_for(self, recipe: Any) -> None:
-        with pytest.raises(LayerError, match=rf"{recipe.__name__} finds nothing to do in Linear: it looks for"):
+    def test_model_without_matching_layers_raises(self, recipe: Any) -> None:
+        with pytest.raises(LayerError, match=rf"{recipe.__name__} found no matching layer in Linear: it looks for"):
             recipe(nn.Linear(2, 2))
 
     @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
-    def test_takes_what_inject_takes_beside_layers(self, recipe: Any) -> None:
+    def test_recipes_accept_the_options_of_inject(self, recipe: Any) -> None:
         assert {"name", "on_existing", "example_input"} <= set(inspect.signature(recipe).parameters)
 
     @pytest.mark.parametrize("regularizer", [DropBlock(0.1), 3])
-    def test_wants_a_factory_and_not_a_regularizer(self, regularizer: Any) -> None:
-        with pytest.raises(TypeError, match=r"must be a class or a function that is called as \(p=0.1, block_size=7\)"):
+    def test_regularizer_instance_instead_of_a_factory_raises(self, regularizer: Any) -> None:
+        with pytest.raises(TypeError, match=r"must be a class or function that accepts \(p=0.1, block_size=7\)"):
             dropblock_resnet(torchvision.models.resnet18(), regularizer=regularizer)
 
-    def test_a_factory_that_takes_other_settings_is_told_which(self) -> None:
+    def test_factory_with_other_arguments_raises(self) -> None:
         model = torchvision.models.resnet18()
         with pytest.raises(
-            TypeError, match=r"called as Dropout2d\(p=0.1, block_size=7\), which it does not take"
-        ) as told:
+            TypeError, match=r"calls Dropout2d\(p=0.1, block_size=7\), but it does not accept them"
+        ) as excinfo:
             dropblock_resnet(model, regularizer=hookdrop.Dropout2d)
-        assert "regularizer=lambda p, block_size: Dropout2d(...)" in str(told.value)
+        assert "regularizer=lambda p, block_size: Dropout2d(...)" in str(excinfo.value)
         assert len(find(model)) == 0
 
     @pytest.mark.parametrize(
@@ -236,16 +226,16 @@ class TestEveryRecipe:
             ({"layers": "layer4"}, TypeError, "unexpected keyword argument 'layers'"),
         ],
     )
-    def test_a_slip_is_an_error_that_leaves_the_model_as_it_was(
+    def test_invalid_arguments_raise_and_leave_the_model_unchanged(
         self, given: dict[str, Any], error: type[Exception], message: str
     ) -> None:
         model = torchvision.models.resnet18()
-        with pytest.raises(error, match=message) as told:
+        with pytest.raises(error, match=message) as excinfo:
             stochastic_depth(model, **given)
-        assert "No hook was placed" in str(told.value)
+        assert "No hook was placed" in str(excinfo.value)
         assert len(find(model)) == 0
 
-    def test_a_rerun_cell_is_refused_and_replaced(self) -> None:
+    def test_injecting_twice_raises_unless_replaced(self) -> None:
         model = torchvision.models.resnet18()
         dropblock_resnet(model)
         with pytest.raises(InjectionError, match="12 sites already carry 'dropblock_resnet'"):
@@ -253,13 +243,13 @@ class TestEveryRecipe:
         assert len(dropblock_resnet(model, p=0.2, on_existing="replace").sites) == 12
         assert len(find(model)) == 1
 
-    def test_two_recipes_go_together(self) -> None:
+    def test_two_recipes_can_be_combined(self) -> None:
         model = timm.create_model("resnet18")
         timm_dropblock(model)
         stochastic_depth(model)
         assert [injection.name for injection in find(model)] == ["stochastic_depth", "timm_dropblock"]
 
-    def test_is_an_injection_like_any_other(self) -> None:
+    def test_recipe_returns_a_regular_injection(self) -> None:
         model = torchvision.models.resnet18(num_classes=5)
         clean, x = copy.deepcopy(model), torch.randn(2, 3, 128, 128)
         drop = dropblock_resnet(model, block_size=3, steps=10).follow(torch.optim.SGD(model.parameters(), 0.1))
@@ -269,15 +259,15 @@ class TestEveryRecipe:
         drop.remove()
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
-    def test_its_config_makes_it_again(self) -> None:
+    def test_from_config_reproduces_the_recipe(self) -> None:
         model = torchvision.models.resnet18(num_classes=5)
         twin, x = copy.deepcopy(model), torch.randn(2, 3, 128, 128)
         config = dropblock_resnet(model, p=0.3, block_size=3).config
         hookdrop.from_config(twin, config)
-        assert equal(train_step(model, model, x), train_step(twin, twin, x))
+        assert all_equal(train_step(model, model, x), train_step(twin, twin, x))
         assert find(twin)["dropblock_resnet"].config == config
 
-    def test_inside_of_a_trace_it_is_refused(self, compiler: Any) -> None:
+    def test_recipe_inside_a_trace_raises(self, compiler: Any) -> None:
         model = torchvision.models.resnet18()
 
         def step() -> None:
@@ -288,21 +278,21 @@ class TestEveryRecipe:
 
     @pytest.mark.parametrize("recipe", [dropblock_resnet, stochastic_depth], ids=lambda recipe: recipe.__name__)
     @pytest.mark.parametrize("name", ["", "backbone."])
-    def test_a_traced_model_is_refused(self, recipe: Any, name: str) -> None:
-        """Its blocks are gone: some of the sites would be missing, and a skip has no module any more."""
+    def test_traced_model_raises(self, recipe: Any, name: str) -> None:
+        """Tracing removes the blocks, so sites would be missing and a skip would have no module."""
         traced = torch.fx.symbolic_trace(torchvision.models.resnet18())
         model = nn.ModuleDict({"backbone": traced}) if name else traced
-        with pytest.raises(InjectionError, match=f"{name.strip('.')}.* is an fx GraphModule") as told:
+        with pytest.raises(InjectionError, match=f"{name.strip('.')}.* is an fx GraphModule") as excinfo:
             recipe(model)
-        assert "inject before tracing" in str(told.value)
+        assert "inject before tracing" in str(excinfo.value)
         assert len(find(model)) == 0
 
-    def test_a_model_is_not_refused_for_another_part_that_is_traced(self) -> None:
+    def test_traced_module_without_sites_is_accepted(self) -> None:
         traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(1000, 2)))
         model = nn.Sequential(torchvision.models.resnet18(), traced)
         assert len(stochastic_depth(model).sites) == 8
 
-    def test_needs_no_library_but_torch(self) -> None:
+    def test_recipes_only_need_torch(self) -> None:
         code = (
             "import sys; sys.modules.update(timm=None, torchvision=None, transformers=None); "
             "import hookdrop, torch; print(sorted(n for n in hookdrop.recipes.__all__ if n.islower())[0])"
@@ -323,7 +313,7 @@ class KeywordBlock(nn.Module):
 
 
 class CheckpointedBlock(nn.Module):
-    """A basic block with its branch and the addition inside of a checkpoint, as in mmdetection."""
+    """A basic block with its branch and the addition inside a checkpoint, as in mmdetection."""
 
     def __init__(self, block: Any, reentrant: bool) -> None:
         super().__init__()
@@ -337,14 +327,14 @@ class CheckpointedBlock(nn.Module):
 
 @pytest.fixture
 def compiler() -> Any:
-    """Nothing compiled before or after."""
+    """Start and end without compiled code."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
 
 
-class TestTheSkip:
-    """Identity skips: two pre-hooks that make f(x) + D(x)."""
+class TestSkip:
+    """Identity skips: two pre-hooks that compute f(x) + D(x)."""
 
     @pytest.fixture
     def model(self) -> nn.Module:
@@ -357,12 +347,12 @@ class TestTheSkip:
 
     @staticmethod
     def only_skips(model: nn.Module, p: float = 0.5) -> hookdrop.Injection:
-        """The recipe at its skips alone."""
+        """Apply the recipe only to the skips."""
         plan = dropblock_resnet.plan(model, p=p, block_size=2)
         plan.sites = [site for site in plan.sites if site.at == "skip"]
         return plan.apply()
 
-    def test_drops_what_the_skip_carries_and_nothing_of_the_branch(self, model: Any, x: Tensor) -> None:
+    def test_only_the_skip_is_dropped(self, model: Any, x: Tensor) -> None:
         self.only_skips(model, p=1.0)
         block = model.train().layer4[1]
         x = torch.rand(2, 512, 4, 4)
@@ -370,7 +360,7 @@ class TestTheSkip:
         assert torch.equal(block(x), F.relu(branch))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_is_exact_in_every_dtype(self, model: Any, dtype: torch.dtype) -> None:
+    def test_skip_is_exact_in_every_dtype(self, model: Any, dtype: torch.dtype) -> None:
         model = model.to(dtype).train()
         twin = copy.deepcopy(model.layer4[1])
         self.only_skips(model)
@@ -382,22 +372,22 @@ class TestTheSkip:
         branch = twin.bn2(twin.conv2(F.relu(twin.bn1(twin.conv1(x)))))
         assert torch.equal(out, F.relu(branch + dropped))
 
-    def test_holds_no_tensor_after_a_forward(self, model: Any, x: Tensor) -> None:
+    def test_hooks_hold_no_tensor_after_a_forward(self, model: Any, x: Tensor) -> None:
         self.only_skips(model)
         model.train()(x).sum().backward()
         hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
         assert hooks
         assert all(getattr(hook, "kept", None) is None for hook in hooks)
 
-    def test_follows_copies_and_pickles(self, model: Any, x: Tensor) -> None:
+    def test_copies_and_pickles_keep_the_skip(self, model: Any, x: Tensor) -> None:
         self.only_skips(model)
-        wanted = train_step(copy.deepcopy(model), model, x)[0]
+        expected = train_step(copy.deepcopy(model), model, x)[0]
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(train_step(twin, twin, x)[0], wanted)
+            assert torch.equal(train_step(twin, twin, x)[0], expected)
             assert find(twin)["dropblock_resnet"].remove() is None
             assert not any(module._forward_pre_hooks for module in twin.modules())
 
-    def test_is_replayed_by_activation_checkpointing(self, model: Any, x: Tensor) -> None:
+    def test_activation_checkpointing_replays_the_skip(self, model: Any, x: Tensor) -> None:
         self.only_skips(model)
         twin = copy.deepcopy(model)
 
@@ -408,10 +398,10 @@ class TestTheSkip:
             return twin.fc(twin.avgpool(x).flatten(1))
 
         ours, theirs = train_step(twin, checkpointed, x), train_step(model, model, x)
-        grads = len(list(model.parameters())) + 2  # statistics of batch norms are updated twice
-        assert equal(ours[:grads], theirs[:grads])
+        grads = len(list(model.parameters())) + 2  # recomputation updates the batch-norm statistics twice
+        assert all_equal(ours[:grads], theirs[:grads])
 
-    def test_goes_into_one_graph(self, model: Any, compiler: Any) -> None:
+    def test_skip_compiles_into_one_graph(self, model: Any, compiler: Any) -> None:
         block = model.train().layer4[1]
         self.only_skips(model, p=1.0)
         x = torch.rand(2, 512, 4, 4)
@@ -419,18 +409,18 @@ class TestTheSkip:
         branch = block.bn2(block.conv2(F.relu(block.bn1(block.conv1(x)))))
         torch.testing.assert_close(compiled(x), F.relu(branch))
 
-    def test_a_branch_whose_first_layer_was_replaced_is_an_error(self, model: Any, x: Tensor) -> None:
+    def test_replaced_first_layer_of_the_branch_raises(self, model: Any, x: Tensor) -> None:
         self.only_skips(model)
         model.layer4[1].conv1 = nn.Conv2d(512, 512, 3, padding=1)
         with pytest.raises(InjectionError, match=r"'conv1', where the residual branch of it began, was replaced"):
             model.train()(x)
 
-    def test_in_eval_mode_nothing_is_touched(self, model: Any, x: Tensor) -> None:
+    def test_eval_output_is_unchanged(self, model: Any, x: Tensor) -> None:
         clean = copy.deepcopy(model).eval()(x)
         self.only_skips(model)
         assert torch.equal(model.eval()(x), clean)
 
-    def test_is_off_and_on_with_its_injection(self, model: Any, x: Tensor) -> None:
+    def test_disabled_and_remove_apply_to_the_skip(self, model: Any, x: Tensor) -> None:
         clean = train_step(copy.deepcopy(model), model, x)[0]
         drop = self.only_skips(model)
         with drop.disabled():
@@ -440,8 +430,8 @@ class TestTheSkip:
         assert torch.equal(train_step(model, model, x)[0], clean)
         assert not model.layer4[1].conv1._forward_pre_hooks
 
-    def test_a_block_that_is_run_twice_at_once_gives_each_its_own(self, model: Any) -> None:
-        """The block inside itself: what is kept is kept with the tensor, not with the hook."""
+    def test_nested_calls_of_a_block_restore_their_own_input(self, model: Any) -> None:
+        """A block that runs inside itself: the input is stored with the tensor, not with the hook."""
         self.only_skips(model, p=1.0)
         block = model.train().layer4[1]
         x, y = torch.rand(2, 512, 4, 4), torch.rand(2, 512, 4, 4)
@@ -458,14 +448,14 @@ class TestTheSkip:
         assert inner
         handle.remove()
 
-    def test_is_given_back_where_the_branch_is_called_by_keyword(self, model: Any) -> None:
+    def test_branch_called_by_keyword_receives_the_original_input(self, model: Any) -> None:
         self.only_skips(model, p=1.0)
         block = model.train().layer4[1]
         x = torch.rand(2, 512, 4, 4)
-        wanted = block(x)
+        expected = block(x)
         by_keyword = KeywordBlock(block).train()
         self.move_hooks(block, by_keyword)
-        assert torch.equal(by_keyword(x), wanted)
+        assert torch.equal(by_keyword(x), expected)
 
     @staticmethod
     def move_hooks(block: nn.Module, other: nn.Module) -> None:
@@ -474,11 +464,11 @@ class TestTheSkip:
 
     @pytest.mark.parametrize("compiled", ["conv1", "forward", "block"])
     @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
-    def test_is_right_where_one_of_the_two_is_compiled_alone(self, model: Any, compiler: Any, compiled: str) -> None:
+    def test_skip_is_correct_if_only_one_part_is_compiled(self, model: Any, compiler: Any, compiled: str) -> None:
         self.only_skips(model, p=1.0)
         block = model.train().layer4[1]
         x = torch.rand(2, 512, 4, 4)
-        wanted = block(x)
+        expected = block(x)
         if compiled == "conv1":
             block.conv1.compile(backend="eager")
         elif compiled == "forward":
@@ -486,16 +476,14 @@ class TestTheSkip:
         else:
             block.compile(backend="eager")
         for _ in range(2):
-            torch.testing.assert_close(block(x), wanted)
+            torch.testing.assert_close(block(x), expected)
 
-    @pytest.mark.parametrize(
-        "other", ["a hook of somebody else", "an injection at the block's input", "the block itself"]
-    )
-    def test_another_tensor_on_the_way_to_the_branch_is_an_error(self, model: Any, other: str) -> None:
-        """It would be given D(x) in silence."""
+    @pytest.mark.parametrize("other", ["a user hook", "an injection at the block's input", "the block itself"])
+    def test_modified_input_before_the_branch_raises(self, model: Any, other: str) -> None:
+        """Otherwise the branch would silently receive D(x)."""
         self.only_skips(model)
         block = model.train().layer4[1]
-        if other == "a hook of somebody else":
+        if other == "a user hook":
             block.register_forward_pre_hook(lambda module, args: (args[0].clone(),))
         elif other == "an injection at the block's input":
             inject(model, hookdrop.Dropout(0.1), layers="layer4.1", at="input", on_existing="stack")
@@ -505,47 +493,47 @@ class TestTheSkip:
             block(torch.rand(2, 512, 4, 4))
 
     @pytest.mark.parametrize("reentrant", [True, False])
-    def test_a_checkpoint_inside_of_the_block(self, model: Any, reentrant: bool) -> None:
-        """Without re-entry the gradients are right; with it the branch's input is lost, which is told."""
+    def test_checkpoint_inside_the_block(self, model: Any, reentrant: bool) -> None:
+        """Non-reentrant: the gradients are correct. Reentrant: the input of the branch is lost, which raises."""
         self.only_skips(model)
         twin = copy.deepcopy(model)
         block, plain = CheckpointedBlock(model.layer4[1], reentrant).train(), twin.train().layer4[1]
         self.move_hooks(model.layer4[1], block)
         x = torch.rand(2, 512, 4, 4, requires_grad=True)
         torch.manual_seed(2)
-        wanted = torch.autograd.grad(plain(x).sum(), [x, plain.conv1.weight])
+        expected = torch.autograd.grad(plain(x).sum(), [x, plain.conv1.weight])
         torch.manual_seed(2)
         out = block(x)
         if reentrant:
             with pytest.raises(InjectionError, match="a checkpoint inside of the block"):
                 out.sum().backward()
         else:
-            assert equal(list(torch.autograd.grad(out.sum(), [x, block.block.conv1.weight])), list(wanted))
+            assert all_equal(list(torch.autograd.grad(out.sum(), [x, block.block.conv1.weight])), list(expected))
 
-    def test_a_frozen_block_keeps_its_own_input(self, model: Any) -> None:
-        """Although the block before it gave out what it had made of its input."""
+    def test_frozen_block_keeps_its_own_input(self, model: Any) -> None:
+        """Even if the previous block returned its own skip tensor."""
         self.only_skips(model)
         first, second = model.train().layer3[1], model.layer4[1].eval()
         x = torch.rand(2, 512, 4, 4)
         hook = next(iter(first._forward_pre_hooks.values()))
-        lent = hook.apply(x, hook.train_rate)
-        assert lent is not x
+        skip_tensor = hook.apply(x, hook.train_rate)
+        assert skip_tensor is not x
         seen: list[Tensor] = []
         second.conv1.register_forward_hook(lambda module, args, output: seen.append(args[0]))
-        second(lent)
-        assert seen[0] is lent
+        second(skip_tensor)
+        assert seen[0] is skip_tensor
 
-    def test_copies_and_pickles_of_what_goes_out_have_no_input_with_them(self, model: Any) -> None:
+    def test_copies_and_pickles_of_the_skip_tensor_exclude_the_input(self, model: Any) -> None:
         self.only_skips(model)
         hook = next(iter(model.layer4[1]._forward_pre_hooks.values()))
         x = torch.rand(2, 512, 4, 4)
-        lent = hook.apply(x, hook.train_rate)
+        skip_tensor = hook.apply(x, hook.train_rate)
         saved = io.BytesIO()
-        torch.save(lent, saved)
+        torch.save(skip_tensor, saved)
         assert saved.tell() < 1.5 * x.numel() * 4
-        assert copy.deepcopy(lent)._hookdrop_skipped is None
+        assert copy.deepcopy(skip_tensor)._hookdrop_skipped is None
 
-    def test_a_chain_of_blocks_that_add_in_place_keeps_one_input_alone(self, model: Any) -> None:
+    def test_chain_of_in_place_blocks_keeps_only_one_input(self, model: Any) -> None:
         self.only_skips(model)
         hooks = [next(iter(model.get_submodule(name)._forward_pre_hooks.values())) for name in ("layer3.1", "layer4.1")]
         x = torch.rand(2, 512, 4, 4)
@@ -554,28 +542,28 @@ class TestTheSkip:
         assert last._hookdrop_skipped.x is middle
         assert not hasattr(middle, "_hookdrop_skipped")
 
-    def test_a_block_that_begins_with_its_norm_is_no_block_of_the_recipe(self) -> None:
+    def test_pre_activation_block_is_not_recognized(self) -> None:
         block = torchvision.models.resnet18().layer4[1]
         parts = dict(block.named_children())
         block._modules.clear()
         block._modules.update({name: parts[name] for name in ("bn1", "conv1", "bn2", "conv2", "relu")})
         model = nn.ModuleDict({"layer4": nn.Sequential(block)})
-        with pytest.raises(LayerError, match="finds nothing to do"):
+        with pytest.raises(LayerError, match="found no matching layer"):
             dropblock_resnet(model)
 
-    def test_says_in_the_plan_that_it_is_a_skip(self, model: Any) -> None:
+    def test_plan_shows_the_skip(self, model: Any) -> None:
         plan = dropblock_resnet.plan(model)
         assert "layer4.1 (skip)" in str(plan)
         assert plan.at == "mixed"
 
 
-def test_a_schedule_drives_a_recipe_that_takes_one() -> None:
+def test_schedule_controls_the_rate_of_a_recipe() -> None:
     drop = stochastic_depth(torchvision.models.resnet18(), p=0.2, schedule=LinearSchedule(steps=2))
     drop.step()
     assert drop.p == pytest.approx(0.1)
 
 
-def test_a_block_that_covers_the_map_is_told_of_with_an_example_input() -> None:
+def test_example_input_warns_if_a_block_covers_the_map() -> None:
     plan = dropblock_resnet.plan(torchvision.models.resnet18(), example_input=torch.zeros(1, 3, 64, 64))
     assert any("covers the whole" in text for text in plan.warnings)
     with pytest.warns(HookdropWarning, match="covers the whole"):

@@ -1,4 +1,4 @@
-"""The dropout that models come with: found, changed, given back; and residual dropout for those that have none."""
+"""Built-in dropout of transformers, and residual dropout for decoders that have none."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hookdrop.recipes import report_dropout, residual_dropout, set_dropout
 from tests.support.dropout_models import (
     SIZE,
     TOKENS,
-    AnyName,
-    Heir,
+    ArbitraryNames,
     Inherited,
-    NotSelf,
-    OfAModule,
+    OverriddenMethod,
+    RenamedSelf,
+    SubmoduleRate,
     TwoRates,
     bert,
     gpt2,
@@ -32,20 +32,22 @@ def lora(lora_dropout: float) -> nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], lora_dropout=lora_dropout))
 
 
-class TestTheReport:
-    def test_says_what_is_read_from_the_configuration(self) -> None:
+class TestReportDropout:
+    def test_rate_read_from_the_config_is_out_of_reach(self) -> None:
         config = transformers.Wav2Vec2Config(**SIZE, conv_dim=(16,), conv_stride=(2,), conv_kernel=(2,), layerdrop=0.1)
         report = report_dropout(transformers.Wav2Vec2Model(config))
         assert report.out_of_reach == {"Wav2Vec2Encoder.forward reads config.layerdrop": ["encoder"]}
 
 
-class TestWhatIsRead:
-    @pytest.mark.parametrize("model", [AnyName(), OfAModule(), NotSelf(), Heir(), Inherited(0.1), TwoRates()])
-    def test_what_is_in_reach_is_not_told_as_out_of_it(self, model: nn.Module) -> None:
+class TestSourceAnalysis:
+    @pytest.mark.parametrize(
+        "model", [ArbitraryNames(), SubmoduleRate(), RenamedSelf(), OverriddenMethod(), Inherited(0.1), TwoRates()]
+    )
+    def test_changeable_rates_are_not_out_of_reach(self, model: nn.Module) -> None:
         assert report_dropout(model).out_of_reach == {}
 
     @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-    def test_the_dropout_of_lora_is_in_reach(self) -> None:
+    def test_lora_dropout_is_listed(self) -> None:
         """PEFT calls it as `dropout = self.lora_dropout[name]; dropout(x)`."""
         model = lora(0.1)
         report = report_dropout(model)
@@ -54,12 +56,8 @@ class TestWhatIsRead:
         assert report.out_of_reach == {}
 
 
-class TestSetting:
-    @pytest.fixture
-    def model(self) -> Any:
-        return nn.Sequential(nn.Dropout(0.1), nn.LSTM(4, 4, 2, dropout=0.2), nn.Sequential(nn.Dropout(0.3)))
-
-    def test_changes_no_state_dict_and_no_configuration(self) -> None:
+class TestSetDropout:
+    def test_state_dict_and_config_do_not_change(self) -> None:
         model = llama(attention_dropout=0.3)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         set_dropout(model, 0.5)
@@ -83,7 +81,7 @@ DECODERS: dict[str, dict[str, Any]] = {
 class TestResidualDropout:
     @pytest.mark.parametrize("name", DECODERS)
     @pytest.mark.filterwarnings("ignore:.*token_id")
-    def test_all_that_a_layer_adds_is_dropped_at_rate_1_and_nothing_else(self, name: str) -> None:
+    def test_rate_1_drops_exactly_what_a_layer_adds(self, name: str) -> None:
         config = getattr(transformers, f"{name}Config")(**SIZE, vocab_size=50, pad_token_id=0, **DECODERS[name])
         model = getattr(transformers, f"{name}Model")(config).train()
         drop = residual_dropout(model, p=1.0)
@@ -94,7 +92,7 @@ class TestResidualDropout:
         states = model(**TOKENS, output_hidden_states=True).hidden_states
         assert not torch.equal(states[1], states[0])
 
-    def test_drops_p_of_the_hidden_states(self) -> None:
+    def test_measured_rate_is_p(self) -> None:
         model = llama().train()
         drop = residual_dropout(model, p=0.3)
         measured = drop.probe(torch.randint(0, 50, (8, 64)))
@@ -102,20 +100,20 @@ class TestResidualDropout:
 
     @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
     @pytest.mark.parametrize("lora_dropout", [0.0, 0.1])
-    def test_is_found_inside_a_language_model_and_under_peft(self, lora_dropout: float) -> None:
+    def test_decoder_inside_a_peft_model_is_found(self, lora_dropout: float) -> None:
         assert residual_dropout(lora(lora_dropout)).sites[0].name.endswith("layers.0.self_attn")
 
-    def test_a_model_that_ships_with_it_on_is_refused(self) -> None:
-        with pytest.raises(InjectionError, match=r"already has dropout: h\.0\.attn\.resid_dropout is 0\.1") as told:
+    def test_model_with_dropout_raises(self) -> None:
+        with pytest.raises(InjectionError, match=r"already has dropout: h\.0\.attn\.resid_dropout is 0\.1") as excinfo:
             residual_dropout(gpt2())
-        assert "set_dropout" in str(told.value)
+        assert "set_dropout" in str(excinfo.value)
 
-    def test_a_model_that_ships_with_it_off_is_taken(self) -> None:
+    def test_model_with_dropout_at_0_is_accepted(self) -> None:
         assert len(residual_dropout(gpt2(resid_pdrop=0.0, embd_pdrop=0.0)).sites) == 4
 
-    def test_attention_dropout_is_another_thing(self) -> None:
+    def test_model_with_attention_dropout_is_accepted(self) -> None:
         assert residual_dropout(llama(attention_dropout=0.1)).sites
 
-    def test_an_encoder_is_none(self) -> None:
-        with pytest.raises(LayerError, match="finds nothing to do in BertModel"):
+    def test_encoder_raises(self) -> None:
+        with pytest.raises(LayerError, match="found no matching layer in BertModel"):
             residual_dropout(bert())

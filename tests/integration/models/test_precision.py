@@ -1,4 +1,4 @@
-"""Low precision, autocast and memory formats: what comes out is as the layer gave it, and p is p."""
+"""Low precision under autocast: the rate and the scale stay exact."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    DropBlock,
-    inject,
-)
+from hookdrop import DropBlock, inject
 from tests.support.precision import HALF
 
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected"])
 def test_more_elements_than_float16_can_count(dtype: torch.dtype, normalize: str) -> None:
-    """Samples of more than 65,504 elements, where torchvision's DropBlock gives zeros."""
+    """For samples with more than 65,504 elements, torchvision's DropBlock returns zeros."""
     model = nn.Sequential(nn.Identity())
     inject(model, DropBlock(0.1, 7, normalize=normalize), layers="0")
     x = torch.ones(2, 32, 56, 56, dtype=dtype).requires_grad_()

@@ -1,4 +1,4 @@
-"""Plug and play: inject, train, eval, remove, on real models; everything is bit-equal to before."""
+"""Inject, train, evaluate and remove on real models: everything is bit-equal to before."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.utils.tensor_tree import tensors
+from tests.support.tensors import all_equal
 
 HOOK_DICTS = [name for name in vars(nn.Module()) if "hooks" in name]
 
 
 def footprint(model: nn.Module) -> dict[str, Any]:
-    """All that a person could see of a model."""
+    """Everything that users can see of a model."""
     return {
         "class": type(model),
         "repr": repr(model),
@@ -49,7 +50,7 @@ def hook_dicts(model: nn.Module) -> list[dict[int, Any]]:
 
 
 def forward(model: nn.Module, x: Any) -> list[torch.Tensor]:
-    """The tensors of an eval forward."""
+    """Return the tensors of an eval forward."""
     model.eval()
     torch.manual_seed(3)
     with torch.no_grad():
@@ -66,10 +67,6 @@ def train_step(model: nn.Module, x: Any) -> float:
     loss.backward()
     optimizer.step()
     return loss.item()
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
 def images(size: int = 64) -> torch.Tensor:
@@ -166,7 +163,7 @@ CASES = {
 }  # fmt: skip
 
 
-# Hooked, these leave PyTorch's fused eval path.
+# With hooks, these leave PyTorch's fused eval path.
 FUSED = {"TransformerEncoder"}
 
 
@@ -188,7 +185,7 @@ def test_round_trip(case: str) -> None:
     if case in FUSED:
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(hooked, out_before, strict=True))
     else:
-        assert equal(hooked, out_before)
+        assert all_equal(hooked, out_before)
 
     regularized, plain = train_step(model, x), train_step(clean, x)
     assert regularized != plain, "nothing was dropped"
@@ -198,18 +195,18 @@ def test_round_trip(case: str) -> None:
     trained = forward(clean, x)
     hooked = forward(model, x)
     if case not in FUSED:
-        assert equal(hooked, trained)
+        assert all_equal(hooked, trained)
     with without_hooks(model):
-        assert equal(forward(model, x), trained)
+        assert all_equal(forward(model, x), trained)
 
     model.train()
     drop.remove()
     assert footprint(model) == before
     assert hook_dicts(model) == dicts_before
-    assert equal(forward(model, x), trained)
+    assert all_equal(forward(model, x), trained)
 
 
-def test_training_after_removal_is_that_of_a_clean_model(model: nn.Module, images: torch.Tensor) -> None:
+def test_training_after_removal_matches_a_clean_model(model: nn.Module, images: torch.Tensor) -> None:
     clean = copy.deepcopy(model)
     inject(model, DropBlock(0.3, 3), layers="layer1.*").remove()
     assert train_step(model, images) == train_step(clean, images)
@@ -230,8 +227,8 @@ def test_eval_returns_the_layers_own_output_object() -> None:
     assert model(torch.ones(3)) is not model[0].out
 
 
-def test_mode_is_that_of_the_hooked_layer_not_of_the_model(model: nn.Module, images: torch.Tensor) -> None:
-    """A part that its owner keeps in eval (frozen batch norm) is left alone."""
+def test_the_mode_of_the_hooked_layer_applies(model: nn.Module, images: torch.Tensor) -> None:
+    """A submodule that its owner keeps in eval mode (frozen batch norm) is not regularized."""
     drop = inject(model, DropBlock(0.5, 3), layers="layer1.*.bn1")
     model.train()
     model.layer1[0].eval()
@@ -241,7 +238,7 @@ def test_mode_is_that_of_the_hooked_layer_not_of_the_model(model: nn.Module, ima
     assert m.sites["layer1.1.bn1"].calls == 1
 
 
-def test_injecting_does_not_touch_the_random_state(model: nn.Module, images: torch.Tensor) -> None:
+def test_inject_does_not_change_the_random_state(model: nn.Module, images: torch.Tensor) -> None:
     state = torch.get_rng_state()
     drop = inject(model, DropBlock(0.5, 3), layers="layer1.*", example_input=images)
     drop.probe(images)
@@ -277,7 +274,7 @@ def test_activation_checkpointing_replays_the_mask(model: nn.Module, images: tor
 
     plain = gradients(model.layer1)
     again = gradients(lambda x: checkpoint(model.layer1, x, use_reentrant=reentrant))
-    assert equal(plain, again)
+    assert all_equal(plain, again)
 
 
 def test_modules_called_several_times_draw_a_mask_each_time() -> None:
@@ -290,7 +287,7 @@ def test_modules_called_several_times_draw_a_mask_each_time() -> None:
     assert (out == 0).float().mean() == pytest.approx(0.75, abs=0.03)
 
 
-def test_other_peoples_hooks_stay_in_their_order(model: nn.Module, images: torch.Tensor) -> None:
+def test_order_of_user_hooks_is_kept(model: nn.Module, images: torch.Tensor) -> None:
     order: list[str] = []
     model.fc.register_forward_hook(lambda *_: order.append("first"))
     drop = inject(model, Dropout(0.5), layers="fc")
@@ -306,7 +303,7 @@ def test_other_peoples_hooks_stay_in_their_order(model: nn.Module, images: torch
     assert len(model.fc._forward_hooks) == 3
 
 
-def test_without_hooks_keeps_ids_and_honours_removal_inside(model: nn.Module) -> None:
+def test_without_hooks_keeps_ids_and_respects_removal_inside(model: nn.Module) -> None:
     first = inject(model, Dropout(0.5), layers="fc")
     second = inject(model, GaussianDropout(0.5), layers="fc", on_existing="stack", at="input")
     ids = list(model.fc._forward_hooks), list(model.fc._forward_pre_hooks)
@@ -328,7 +325,7 @@ def test_jit_script_works_without_hooks(model: nn.Module, images: torch.Tensor) 
     assert torch.allclose(scripted(images), model(images))
 
 
-def test_with_block_gives_the_model_back_even_after_an_error(model: nn.Module) -> None:
+def test_with_block_removes_hooks_after_an_error(model: nn.Module) -> None:
     before = hook_dicts(model)
     with pytest.raises(ZeroDivisionError), inject(model, Dropout(0.5), layers="fc") as drop:
         assert isinstance(drop, Injection)
@@ -336,7 +333,7 @@ def test_with_block_gives_the_model_back_even_after_an_error(model: nn.Module) -
     assert hook_dicts(model) == before
 
 
-def test_hooks_hold_no_model_and_handles_hold_it_weakly(images: torch.Tensor) -> None:
+def test_hooks_and_handles_do_not_keep_the_model_alive(images: torch.Tensor) -> None:
     import gc
     import weakref
 
@@ -357,7 +354,7 @@ def test_hooks_hold_no_model_and_handles_hold_it_weakly(images: torch.Tensor) ->
 def test_distributed_data_parallel_injected_before_and_after_wrapping(
     model: nn.Module, images: torch.Tensor, tmp_path: Path
 ) -> None:
-    """One process over gloo: names resolve through the wrapper, hooks fire once, gradients flow."""
+    """One gloo process: names resolve through the wrapper, hooks fire once, gradients flow."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -374,7 +371,7 @@ def test_distributed_data_parallel_injected_before_and_after_wrapping(
         torch.distributed.destroy_process_group()
 
 
-def test_data_parallel_and_a_compiled_model_resolve_through_the_wrapper(model: nn.Module) -> None:
+def test_data_parallel_and_compiled_models_resolve_through_the_wrapper(model: nn.Module) -> None:
     for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
         with inject(wrapped, Dropout(0.3), layers="layer1.*") as drop:
             assert [site.name for site in drop.sites] == ["layer1.0", "layer1.1"]

@@ -1,4 +1,4 @@
-"""Stochastic depth as a recipe: against the libraries' own, and where they have none, at rate 1."""
+"""Recipe for stochastic depth, validated against the libraries' own, or at rate 1 where they have none."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torchvision.ops import StochasticDepth
 from hookdrop import InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth
 from hookdrop.recipes.branches import branch_ends
+from tests.support.recipes import randomize_norms
+from tests.support.tensors import all_equal
 
 timm = pytest.importorskip("timm")
 
@@ -27,13 +29,13 @@ torchvision = pytest.importorskip("torchvision")
 P = 0.3
 
 
-def in_float32(name: str, index: int, count: int) -> float:
-    """The factors of timm's transformers, whose rates are a float32 `linspace`."""
+def float32_scale(name: str, index: int, count: int) -> float:
+    """Scale of timm's transformers, whose rates are a float32 `linspace`."""
     return torch.linspace(0, P, count)[index].item() / P
 
 
-def of_all(name: str, index: int, count: int) -> float:
-    """The factors of EfficientNets, which never reach 1."""
+def efficientnet_scale(name: str, index: int, count: int) -> float:
+    """Scale of EfficientNets, which never reaches 1."""
     return index / count
 
 
@@ -43,12 +45,12 @@ TIMM: dict[str, tuple[dict[str, Any], Any]] = {
     "skresnet18": ({}, "depth_from_zero"),
     "rexnet_100": ({}, "depth_from_zero"),
     "xception41": ({}, "depth_from_zero"),
-    "convnext_atto": ({}, in_float32),
-    "vit_tiny_patch16_224": ({"img_size": 64}, in_float32),
-    "deit_tiny_patch16_224": ({"img_size": 64}, in_float32),
-    "swin_tiny_patch4_window7_224": ({"img_size": 56}, in_float32),
-    "efficientnet_lite0": ({}, of_all),
-    "mobilenetv3_small_050": ({}, of_all),
+    "convnext_atto": ({}, float32_scale),
+    "vit_tiny_patch16_224": ({"img_size": 64}, float32_scale),
+    "deit_tiny_patch16_224": ({"img_size": 64}, float32_scale),
+    "swin_tiny_patch4_window7_224": ({"img_size": 56}, float32_scale),
+    "efficientnet_lite0": ({}, efficientnet_scale),
+    "mobilenetv3_small_050": ({}, efficientnet_scale),
 }
 
 
@@ -63,20 +65,15 @@ def tiny_convnext(p: float) -> nn.Module:
 TORCHVISION: dict[str, tuple[Callable[[float], nn.Module], Any]] = {
     "ConvNeXt": (tiny_convnext, "depth_from_zero"),
     "Swin": (tiny_swin, "depth_from_zero"),
-    "EfficientNet": (lambda p: torchvision.models.efficientnet_b0(stochastic_depth_prob=p, num_classes=5), of_all),
+    "EfficientNet": (
+        lambda p: torchvision.models.efficientnet_b0(stochastic_depth_prob=p, num_classes=5),
+        efficientnet_scale,
+    ),
 }
 
 
-def awake(model: nn.Module) -> nn.Module:
-    """The model with no norm's weight and no layer scale near 0, where branches would start with nothing in them."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 or "layer_scale" in name:
-            nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
-
-
-def run(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The output and every gradient of a training step from seed 5."""
+def train_step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the output and every gradient of a training step from seed 5."""
     model.train()
     torch.manual_seed(5)
     out = model(x)
@@ -84,63 +81,66 @@ def run(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [out, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
 
-def assert_the_same(native: nn.Module, clean: nn.Module, x: Tensor, without: Tensor) -> None:
-    ours, theirs = run(clean, x), run(native, x)
-    assert len(ours) == len(theirs)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def assert_same_training_step(native: nn.Module, clean: nn.Module, x: Tensor, without: Tensor) -> None:
+    ours, theirs = train_step(clean, x), train_step(native, x)
+    assert all_equal(ours, theirs)
     assert not torch.equal(ours[0], without)
 
 
 @pytest.mark.parametrize("name", TIMM)
-def test_outputs_and_gradients_are_those_of_timms_drop_path_rate(name: str) -> None:
+def test_outputs_and_gradients_match_timms_drop_path_rate(name: str) -> None:
     settings, p_scale = TIMM[name]
     torch.manual_seed(0)
-    native = awake(timm.create_model(name, drop_path_rate=P, num_classes=5, **settings))
+    native = randomize_norms(timm.create_model(name, drop_path_rate=P, num_classes=5, **settings))
     clean = timm.create_model(name, drop_path_rate=0.0, num_classes=5, **settings)
     clean.load_state_dict(native.state_dict())
     x = torch.randn(4, 3, settings.get("img_size", 64), settings.get("img_size", 64))
-    without = run(clean, x)[0]
+    without = train_step(clean, x)[0]
     clean.zero_grad()
     clean.load_state_dict(native.state_dict())
     stochastic_depth(clean, p=P, p_scale=p_scale, regularizer=lambda p: TimmDropPath(p))
-    assert_the_same(native, clean, x, without)
+    assert_same_training_step(native, clean, x, without)
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
-def test_outputs_and_gradients_are_those_of_torchvisions_stochastic_depth_prob(name: str) -> None:
+def test_outputs_and_gradients_match_torchvisions_stochastic_depth_prob(name: str) -> None:
     make, p_scale = TORCHVISION[name]
     torch.manual_seed(0)
-    native, clean = awake(make(P)), make(0.0)
+    native, clean = randomize_norms(make(P)), make(0.0)
     clean.load_state_dict(native.state_dict())
     x = torch.randn(4, 3, 56, 56)
-    without = run(clean.eval(), x)[0]
+    without = train_step(clean.eval(), x)[0]
     clean.zero_grad()
     clean.load_state_dict(native.state_dict())
     stochastic_depth(clean, p=P, p_scale=p_scale, regularizer=lambda p: StochasticDepth(p, "row"))
-    assert_the_same(native, clean, x, without)
+    assert_same_training_step(native, clean, x, without)
 
 
-class TestWhereTheLibraryHasNone:
-    """With every branch dropped a residual block is what its skip makes of it."""
+class TestModelsWithoutStochasticDepth:
+    """If every branch is dropped, a residual block computes only its skip."""
 
-    def test_torchvisions_resnet_is_its_skips(self) -> None:
+    def test_torchvision_resnet_reduces_to_its_skips(self) -> None:
         model = torchvision.models.resnet50(num_classes=5).train()
         stochastic_depth(model, p=1.0, p_scale=None)
         x = torch.rand(2, 64, 16, 16)
         for block in (*model.layer1, *model.layer2):
             skip = block.downsample[0](x) if block.downsample else x
-            wanted = F.relu(F.batch_norm(skip, None, None, *norm(block), training=True)) if block.downsample else x
+            expected = (
+                F.relu(F.batch_norm(skip, None, None, *norm_parameters(block), training=True))
+                if block.downsample
+                else x
+            )
             x = block(x)
-            torch.testing.assert_close(x, wanted)
+            torch.testing.assert_close(x, expected)
 
-    def test_torchvisions_vit_is_its_embeddings(self) -> None:
+    def test_torchvision_vit_reduces_to_its_embeddings(self) -> None:
         model = torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=5).train()
         stochastic_depth(model, p=1.0, p_scale=None)
         x = torch.randn(3, 17, 16)
         assert torch.equal(model.encoder.layers(x), x)
 
     @pytest.mark.parametrize("kind", ["ViT", "CLIP", "BERT", "T5", "LLaMA", "GPT-2"])
-    def test_transformers_layers_are_their_skips(self, kind: str) -> None:
+    def test_transformers_layers_reduce_to_their_skips(self, kind: str) -> None:
         transformers = pytest.importorskip("transformers")
         size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
         tokens = {"input_ids": torch.arange(6)[None]}
@@ -174,7 +174,7 @@ class TestWhereTheLibraryHasNone:
 
     @pytest.mark.parametrize("norm_first", [True, False])
     @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "UniSpeech"])
-    def test_audio_encoders_are_their_skips(self, kind: str, norm_first: bool) -> None:
+    def test_audio_encoders_reduce_to_their_skips(self, kind: str, norm_first: bool) -> None:
         transformers = pytest.importorskip("transformers")
         size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
         convolutions = {"conv_dim": (16,), "conv_stride": (4,), "conv_kernel": (4,), "num_conv_pos_embeddings": 4}
@@ -207,7 +207,7 @@ class TestWhereTheLibraryHasNone:
         return model, {**inputs, "decoder_input_ids": torch.arange(3, 9)[None]}
 
     @pytest.mark.parametrize("kind", ["Whisper", "MBart", "Pegasus", "Bart", "Marian"])
-    def test_encoder_decoders_are_their_skips(self, kind: str) -> None:
+    def test_encoder_decoders_reduce_to_their_skips(self, kind: str) -> None:
         model, inputs = self.encoder_decoder(kind)
         drop = stochastic_depth(model.train(), p=1.0, p_scale=None)
         assert len(drop.sites) == 2 * 2 + 2 * 3
@@ -221,7 +221,7 @@ class TestWhereTheLibraryHasNone:
                 before, after, *_ = model(**inputs, output_hidden_states=True)[f"{part}_hidden_states"]
             assert not torch.equal(after, before)
 
-    def test_a_sample_of_whisper_skips_a_branch_as_a_whole(self) -> None:
+    def test_whisper_drops_whole_branches_for_each_sample(self) -> None:
         model, inputs = self.encoder_decoder("Whisper")
         drop = stochastic_depth(model.train(), p=0.5, p_scale=None)
         samples = {name: value.expand(16, *value.shape[1:]) for name, value in inputs.items()}
@@ -240,8 +240,8 @@ class TestWhereTheLibraryHasNone:
             "models.qwen2_5_omni.modeling_qwen2_5_omni.Qwen2_5OmniAudioEncoderLayer",
         ],
     )
-    def test_layers_that_call_their_parts_with_other_axes_are_not_recognized(self, kind: str) -> None:
-        """Whole tokens or times would be dropped instead of samples."""
+    def test_layers_without_a_leading_batch_axis_are_not_recognized(self, kind: str) -> None:
+        """DropPath would drop whole tokens or time steps instead of samples."""
         pytest.importorskip("transformers")
         module, _, name = kind.rpartition(".")
         library = pytest.importorskip(f"transformers.{module}")
@@ -261,38 +261,38 @@ class TestWhereTheLibraryHasNone:
         assert branch_ends(layer) is None
 
 
-def norm(block: Any) -> tuple[Tensor, Tensor]:
+def norm_parameters(block: Any) -> tuple[Tensor, Tensor]:
     return block.downsample[1].weight, block.downsample[1].bias
 
 
 class TestRates:
-    def test_grow_from_zero_to_p_over_the_blocks(self) -> None:
+    def test_rates_grow_from_zero_to_p(self) -> None:
         rates = [site.p for site in stochastic_depth(torchvision.models.resnet18(), p=0.7).sites]
         assert rates == pytest.approx([0.1 * i for i in range(8)])
 
-    def test_of_the_paper_start_above_zero(self) -> None:
+    def test_depth_scale_of_the_paper_starts_above_zero(self) -> None:
         rates = [site.p for site in stochastic_depth(torchvision.models.resnet18(), p=0.8, p_scale="depth").sites]
         assert rates == pytest.approx([0.1 * i for i in range(1, 9)])
 
-    def test_are_one_for_both_branches_of_a_transformers_block(self) -> None:
+    def test_both_branches_of_a_block_have_the_same_rate(self) -> None:
         drop = stochastic_depth(timm.create_model("vit_tiny_patch16_224"), p=0.11)
         pairs = [(site.name, site.p) for site in drop.sites][2:4]
         assert pairs == [("blocks.1.drop_path1", pytest.approx(0.01)), ("blocks.1.drop_path2", pytest.approx(0.01))]
 
-    def test_count_blocks_without_a_skip_as_the_libraries_do(self) -> None:
+    def test_blocks_without_a_skip_count_toward_the_depth(self) -> None:
         model = timm.create_model("efficientnet_lite0", drop_path_rate=0.0)
         assert branch_ends(model.blocks[1][0]) == ()  # it changes the resolution
         drop = stochastic_depth(model, p=0.16)
         assert drop.sites[0].name == "blocks.1.1.drop_path"
         assert drop.sites[0].p == pytest.approx(0.16 * 2 / 15)
 
-    def test_mode_batch_drops_all_samples_together(self) -> None:
+    def test_mode_batch(self) -> None:
         model = torchvision.models.resnet18(num_classes=5).train()
         drop = stochastic_depth(model, p=0.5, mode="batch", p_scale=None)
         assert "mode='batch'" in drop.sites[0].regularizer
 
-    def test_a_mode_beside_a_regularizer_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="mode='batch' is DropPath's"):
+    def test_mode_with_another_regularizer_raises(self) -> None:
+        with pytest.raises(ValueError, match="mode='batch' only applies to DropPath"):
             stochastic_depth(torchvision.models.resnet18(), mode="batch", regularizer=TimmDropPath)
 
 
@@ -304,14 +304,14 @@ class TestRates:
         (lambda: torchvision.models.convnext_tiny(), "features.1.1.stochastic_depth"),
     ],
 )
-def test_a_model_that_has_it_on_is_refused_by_name_and_rate(make: Callable[[], nn.Module], name: str) -> None:
-    with pytest.raises(InjectionError, match=rf"has it on already: '{name}' is a \w+ at 0\.") as told:
+def test_model_with_stochastic_depth_raises(make: Callable[[], nn.Module], name: str) -> None:
+    with pytest.raises(InjectionError, match=rf"already has it: '{name}' is a \w+ at rate 0\.") as excinfo:
         stochastic_depth(make())
-    assert "drop_path_rate=0." in str(told.value)
-    assert "set_dropout" in str(told.value)
+    assert "drop_path_rate=0." in str(excinfo.value)
+    assert "set_dropout" in str(excinfo.value)
 
 
-def test_a_model_whose_own_was_set_to_zero_is_taken() -> None:
+def test_model_with_stochastic_depth_at_0_is_accepted() -> None:
     from hookdrop.recipes import set_dropout
 
     model = torchvision.models.convnext_tiny()
@@ -319,38 +319,38 @@ def test_a_model_whose_own_was_set_to_zero_is_taken() -> None:
     assert len(stochastic_depth(model).sites) == 18
 
 
-def test_blocks_that_only_change_the_resolution_have_nothing_to_drop() -> None:
-    with pytest.raises(LayerError, match="finds nothing to do"):
+def test_model_without_residual_branches_raises() -> None:
+    with pytest.raises(LayerError, match="found no matching layer"):
         stochastic_depth(timm.create_model("mobilenetv1_100"))
 
 
-def test_two_convolutions_in_a_row_are_no_branch() -> None:
-    """As in a U-Net: to drop their output is to drop all there is."""
+def test_consecutive_convolutions_are_not_a_branch() -> None:
+    """As in a U-Net, where dropping their output would drop the whole signal."""
     layers = {
         "conv1": nn.Conv2d(3, 3, 3),
         "bn1": nn.BatchNorm2d(3),
         "conv2": nn.Conv2d(3, 3, 3),
         "bn2": nn.BatchNorm2d(3),
     }
-    with pytest.raises(LayerError, match="finds nothing to do"):
+    with pytest.raises(LayerError, match="found no matching layer"):
         stochastic_depth(nn.ModuleDict({"pair": nn.ModuleDict(layers)}))
 
 
-def test_a_block_that_owns_its_model_is_found_within_a_wrapper() -> None:
+def test_blocks_inside_a_wrapper_are_found() -> None:
     model = torch.nn.DataParallel(torchvision.models.resnet18())
     assert stochastic_depth(model).sites[0].name == "layer1.0.bn2"
 
 
 @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
-def test_one_block_alone_can_not_grow() -> None:
+def test_single_block_needs_another_p_scale() -> None:
     model = nn.Sequential(torchvision.models.resnet18().layer1[0])
     with pytest.raises(ValueError, match="depth_from_zero"):
         stochastic_depth(model)
     assert stochastic_depth(model, p_scale="depth").sites[0].p == pytest.approx(0.1)
 
 
-class TestBlocksOfOthers:
-    """What people write themselves: a place is the end of a branch, or there is none."""
+class TestCustomBlocks:
+    """Blocks of user code: the recipe finds the end of a branch, or skips the block."""
 
     @staticmethod
     def block(*extra: str, downsample: bool = True) -> nn.Module:
@@ -368,11 +368,11 @@ class TestBlocksOfOthers:
             module.downsample = None
         return module
 
-    def test_a_gate_ends_the_branch(self) -> None:
+    def test_gate_ends_the_branch(self) -> None:
         model = nn.ModuleList([self.block("se"), self.block("se")])
         assert [site.name for site in stochastic_depth.plan(model).sites] == ["0.se", "1.se"]
 
-    def test_a_block_that_begins_with_its_norm_is_not_known(self) -> None:
+    def test_pre_activation_block_is_not_recognized(self) -> None:
         block = self.block()
         names = ("bn1", "conv1", "bn2", "conv2")
         parts = dict(block.named_children())
@@ -380,33 +380,31 @@ class TestBlocksOfOthers:
         block._modules.update({name: parts[name] for name in names})
         assert branch_ends(block) is None
 
-    def test_a_number_called_drop_path_is_no_place(self) -> None:
-        """It would count as a block, and shift the rates of all others."""
+    def test_drop_path_number_is_not_a_block(self) -> None:
+        """It would count as a block and shift the rates of all other blocks."""
         stages = [nn.Sequential(self.block(), self.block()), nn.Sequential(self.block())]
         for stage in stages:
             stage.drop_path = 0.0
         rates = [site.p for site in stochastic_depth.plan(nn.Sequential(*stages), p=0.2).sites]
         assert rates == pytest.approx([0.0, 0.1, 0.2])
 
-    def test_a_number_called_drop_path_above_zero_is_stochastic_depth(self) -> None:
+    def test_drop_path_number_above_zero_raises(self) -> None:
         block = self.block()
         block.drop_path = 0.2
-        with pytest.raises(InjectionError, match=r"on already: 1\.drop_path is 0\.2"):
+        with pytest.raises(InjectionError, match=r"already has it: 1\.drop_path is 0\.2"):
             stochastic_depth(nn.Sequential(self.block(), block))
 
-    def test_a_shared_place_can_not_have_two_rates(self) -> None:
+    def test_shared_module_with_two_rates_raises(self) -> None:
         blocks, shared = [self.block(), self.block()], nn.Identity()
         for block in blocks:
             block.drop_path = shared
-        with pytest.raises(LayerError, match=r"'0\.drop_path' and '1\.drop_path' are one module"):
+        with pytest.raises(LayerError, match=r"'0\.drop_path' and '1\.drop_path' are the same module"):
             stochastic_depth(nn.Sequential(*blocks))
 
-    def test_layers_of_unknown_kind_among_known_ones_are_told(self) -> None:
+    def test_unrecognized_layers_warn(self) -> None:
         other = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         plan = stochastic_depth.plan(nn.ModuleDict({"layers": nn.ModuleList([self.block(), other, self.block()])}))
-        assert plan.warnings == [
-            "skipped 1 of the 3 layers of 'layers', which the recipe does not recognize: 'layers.1'."
-        ]
+        assert plan.warnings == ["skipped 1 of 3 layers in 'layers': the recipe does not recognize 'layers.1'."]
 
     @pytest.mark.parametrize("library", ["BERT", "GPT-2"])
     def test_cross_attention_is_a_branch(self, library: str) -> None:

@@ -1,4 +1,4 @@
-"""What is drawn, against the formula of each paper: UniformNoise, Cutout, TokenDropout, LockedDropout, MixStyle."""
+"""TokenDropout in vision transformers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookdrop import (
-    TokenDropout,
-    inject,
-    plan,
-)
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
+from hookdrop import TokenDropout, inject, plan
 
 
 class TestTokenDropout:
-    def test_a_vision_transformers_class_token_stays(self) -> None:
+    def test_class_token_of_a_vit_is_kept(self) -> None:
         timm = pytest.importorskip("timm")
         settings = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
         model = timm.create_model("vit_tiny_patch16_224", **settings).train()

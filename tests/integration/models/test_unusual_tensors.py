@@ -1,4 +1,4 @@
-"""What breaks hooks elsewhere, and has no file of its own: odd tensors, operations in place, layers that are not called."""
+"""Layers that are never called, or called more than once."""
 
 from __future__ import annotations
 
@@ -10,19 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    Dropout,
-    HookdropWarning,
-    LayerError,
-    inject,
-    plan,
-)
-
-# --- never called
+from hookdrop import Dropout, HookdropWarning, LayerError, inject, plan
 
 
 class Direct(nn.Module):
-    """Calls a part by its forward."""
+    """Calls `forward` of a submodule directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +68,7 @@ NEVER = {
 
 @pytest.mark.parametrize("case", NEVER.values(), ids=NEVER)
 def test_never_called(case: tuple[Callable[[], nn.Module], torch.Tensor, str, str]) -> None:
-    """Weights used directly, branches not taken: an error if named, a warning if matched, told later without example."""
+    """Weights used directly or branches not taken: named sites raise, matched sites warn, without an example later."""
     make, x, name, pattern = case
     model = make()
     with pytest.raises(LayerError, match="is not called in a forward: a hook on it never fires"):
@@ -89,9 +81,6 @@ def test_never_called(case: tuple[Callable[[], nn.Module], torch.Tensor, str, st
     assert [text.partition("\n")[0] for text in drop.check()] == [
         f"'dropout': {name!r} never ran, so nothing is dropped there."
     ]
-
-
-# --- called more than once
 
 
 def hf_vit() -> nn.Module:
@@ -110,7 +99,7 @@ OFTEN = {
 
 @pytest.mark.parametrize("case", OFTEN.values(), ids=OFTEN)
 def test_called_more_than_once(case: tuple[Callable[[], nn.Module], str, int]) -> None:
-    """A plan says how often, and each call draws a mask of its own."""
+    """The plan counts the calls, and each call draws its own mask."""
     make, name, calls = case
     model, x = make(), images(32)
     if not any(name == other for other, _ in model.named_modules()):

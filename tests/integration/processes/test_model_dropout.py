@@ -14,4 +14,4 @@ class TestTheReport:
             "print(report_dropout(Net()))"
         )
         told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-        assert "the source of Net.forward can't be read" in told
+        assert "the source of Net.forward is not available" in told

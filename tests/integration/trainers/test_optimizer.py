@@ -1,4 +1,4 @@
-"""`follow` counts the optimizer steps that were taken, each once, and no others."""
+"""`follow` counts optimizer steps through the optimizer wrappers of trainers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from tests.support.followed import setup
 
 
-def test_through_accelerates_wrapper() -> None:
+def test_follow_through_the_accelerate_wrapper() -> None:
     from accelerate import Accelerator
 
     model, drop, optimizer = setup()

@@ -1,4 +1,4 @@
-"""`observe.capture`: names in, detached tensors out, and nothing left on the model."""
+"""`observe.capture` captures detached tensors by layer name and leaves no hook on the model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hookdrop.observe import capture, stats
 from tests.support.nets import Small
 
 
-def hooks(model: nn.Module) -> int:
+def count_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
 
 
-class TestWhatComesOut:
-    def test_outputs_inputs_and_gradients_are_those_of_the_model(self, model: Small, images: torch.Tensor) -> None:
+class TestCapturedTensors:
+    def test_outputs_inputs_and_gradients_match_the_model(self, model: Small, images: torch.Tensor) -> None:
         with capture(model, ["conv1", "layer2.*", "fc"], inputs=True, gradients=True) as seen:
             out = model(images)
             out.square().sum().backward()
@@ -35,13 +35,13 @@ class TestWhatComesOut:
         assert torch.equal(seen.inputs["conv1"][0], images)
         assert torch.equal(seen.inputs["layer2.1"][0], seen["layer2.0"][0])
         assert torch.equal(seen["fc"][-1], out)
-        # The loss is the sum of squares; what the last map's gradient is follows from the head.
+        # The loss is the sum of squares, so the gradient of the last map follows from the head.
         assert torch.allclose(seen.gradients["fc"][0], 2 * out)
         pooled = (2 * out.detach()) @ model.fc.weight.detach() / 256
         assert torch.allclose(seen.gradients["layer2.1"][0], pooled[:, :, None, None].expand(4, 8, 16, 16), atol=1e-6)
         assert not any(x.requires_grad for calls in seen.values() for x in calls)
 
-    def test_a_layer_that_is_called_n_times_has_n_entries_in_order(self) -> None:
+    def test_repeated_calls_are_captured_in_order(self) -> None:
         relu = nn.ReLU()
         model = nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu)
         x = torch.randn(2, 4, requires_grad=True)
@@ -54,9 +54,9 @@ class TestWhatComesOut:
         assert torch.equal(seen.inputs["1"][0], model[0](x))
         assert torch.equal(seen.gradients["1"][1], torch.ones(2, 4))
         assert torch.equal(seen.gradients["1"][0], (out > 0).float() @ model[2].weight.detach())
-        assert seen.gradients["1"][2:] == [None, None]  # nobody went back through these
+        assert seen.gradients["1"][2:] == [None, None]  # no backward pass through these
 
-    def test_an_in_place_operation_that_follows_overwrites_nothing(self) -> None:
+    def test_captured_tensors_are_safe_from_later_in_place_operations(self) -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
         x = torch.randn(4, 8)
         with capture(model, "*", inputs=True, gradients=True) as seen:
@@ -67,27 +67,27 @@ class TestWhatComesOut:
         assert torch.equal(seen["1"][0], plain.relu())
         assert torch.equal(seen.gradients["0"][0], (plain > 0).float())
 
-    def test_behind_a_regularizer_it_is_what_was_let_through(self) -> None:
+    def test_output_after_a_regularizer_is_the_regularized_output(self) -> None:
         model = nn.Sequential(nn.Identity())
         drop = inject(model, Dropout(0.5), layers="0")
         with capture(model, "0") as seen, drop.recording() as r:
             model(torch.ones(100))
         assert torch.equal(seen["0"][0], r["0"].after)
 
-    def test_of_a_tuple_the_first_floating_tensor_or_the_one_named(self) -> None:
+    def test_tuple_output_captures_the_first_or_the_requested_tensor(self) -> None:
         model = nn.Sequential(nn.LSTM(3, 5, batch_first=True))
         with capture(model, "0") as first, capture(model, "0", tensor=0) as same:
             out, _ = model(torch.randn(2, 4, 3))
         assert torch.equal(first["0"][0], out)
         assert torch.equal(same["0"][0], out)
 
-    def test_keyword_calls_have_inputs_too(self) -> None:
+    def test_inputs_of_keyword_calls_are_captured(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3))
         with capture(model, "0", inputs=True) as seen:
             model[0](input=torch.ones(3))
         assert torch.equal(seen.inputs["0"][0], torch.ones(3))
 
-    def test_two_backward_passes_add_up(self) -> None:
+    def test_gradients_of_two_backward_passes_are_summed(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3))
         with capture(model, "0", gradients=True) as seen:
             out = model(torch.ones(1, 3))
@@ -95,14 +95,14 @@ class TestWhatComesOut:
             (2 * out).sum().backward()
         assert torch.equal(seen.gradients["0"][0], torch.full((1, 3), 3.0))
 
-    def test_in_inference_mode_they_are_ordinary_tensors(self) -> None:
+    def test_inference_mode_captures_ordinary_tensors(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3))
         with torch.inference_mode(), capture(model, "0", inputs=True) as seen:
             model(torch.ones(1, 3))
         assert not seen["0"][0].is_inference()
         assert not seen.inputs["0"][0].is_inference()
 
-    def test_what_is_not_floating_is_captured_where_there_is_nothing_else(self) -> None:
+    def test_integer_output_is_captured_if_there_is_no_floating_point_tensor(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3), Argmax())
         with capture(model, "1") as seen:
             model(torch.eye(3))
@@ -119,7 +119,7 @@ class Argmax(nn.Module):
         return x.argmax(-1)
 
 
-def test_a_part_of_a_dict_by_its_key() -> None:
+def test_tensor_selects_a_dict_entry_by_key() -> None:
     model = nn.Sequential(Pair())
     with capture(model, "0", tensor="b") as seen:
         model(torch.ones(2))
@@ -129,7 +129,7 @@ def test_a_part_of_a_dict_by_its_key() -> None:
 
 
 class TestMemory:
-    def test_the_last_calls_and_no_more(self) -> None:
+    def test_last_keeps_only_the_most_recent_calls(self) -> None:
         model = nn.Sequential(nn.Identity())
         with capture(model, "0", inputs=True, gradients=True, last=2) as seen:
             outs = [model(torch.full((1,), float(i), requires_grad=True)) for i in range(5)]
@@ -139,7 +139,7 @@ class TestMemory:
         assert [x.item() for x in seen.gradients["0"]] == [1, 1]
         assert not any(out._backward_hooks for out in outs)
 
-    def test_elsewhere(self) -> None:
+    def test_to_copies_to_the_given_device(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3, device="meta"))
         with capture(model, "0", to="meta") as seen:
             model(torch.ones(1, 3, device="meta"))
@@ -150,7 +150,7 @@ class TestMemory:
             plain(x)
         assert seen["0"][0].data_ptr() != x.data_ptr()
 
-    def test_no_graph_is_kept_alive(self) -> None:
+    def test_capture_does_not_keep_the_graph_alive(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3))
         with capture(model, "0", inputs=True, gradients=True) as seen:
             out = model(torch.ones(1, 3))
@@ -162,24 +162,24 @@ class TestMemory:
         assert seen.gradients["0"][0] is not None
 
 
-class TestNothingIsLeft:
-    def test_after_the_block(self, model: Small, images: torch.Tensor) -> None:
-        before = hooks(model)
+class TestNoSideEffects:
+    def test_hooks_are_removed_after_the_block(self, model: Small, images: torch.Tensor) -> None:
+        before = count_hooks(model)
         with capture(model, ["layer1.*"], inputs=True, gradients=True) as seen:
             out = model(images)
-            assert hooks(model) == before + 4
+            assert count_hooks(model) == before + 4
             out.sum().backward()
         model(images).sum().backward()
-        assert hooks(model) == before
+        assert count_hooks(model) == before
         assert len(seen["layer1.0"]) == 1
 
-    def test_after_an_exception(self, model: Small, images: torch.Tensor) -> None:
+    def test_hooks_are_removed_after_an_exception(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(RuntimeError), capture(model, "**.bn1", inputs=True, gradients=True) as seen:
             out = model(images)
             model(images[:, :2])
-        assert hooks(model) == 0
+        assert count_hooks(model) == 0
         assert len(seen["layer1.0.bn1"]) == 1
-        out.sum().backward()  # the graph has no hook of ours any more
+        out.sum().backward()  # the graph no longer has a hook
         assert seen.gradients["layer1.0.bn1"] == [None]
 
     def test_inputs_stay_aligned_with_outputs_after_a_failed_call(self) -> None:
@@ -190,8 +190,8 @@ class TestNothingIsLeft:
             model(torch.ones(1, 3))
         assert [x.shape for x in seen.inputs["0"]] == [(1, 3)]
 
-    def test_and_after_one_that_was_made_inside_of_another(self) -> None:
-        """A layer that calls itself, and goes on where that fails."""
+    def test_inputs_stay_aligned_with_outputs_after_a_failed_nested_call(self) -> None:
+        """A layer that calls itself and ignores errors of that call."""
 
         class Trying(nn.Module):
             def forward(self, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
@@ -208,8 +208,8 @@ class TestNothingIsLeft:
         assert len(seen["0"]) == 9
         assert all(torch.equal(x * 2, y) for x, y in zip(seen.inputs["0"], seen["0"], strict=True))
 
-    def test_inputs_are_those_of_the_same_thread(self) -> None:
-        """The first of two calls ends while the second is going on."""
+    def test_inputs_and_outputs_are_matched_within_a_thread(self) -> None:
+        """The first of two calls ends while the second is running."""
         second_is_in, first_is_out = threading.Event(), threading.Event()
 
         class Waiting(nn.Module):
@@ -230,7 +230,7 @@ class TestNothingIsLeft:
             other.join()
         assert [(x.item(), y.item()) for x, y in zip(seen.inputs["0"], seen["0"], strict=True)] == [(1, 2), (-1, -2)]
 
-    def test_nested_ones_see_the_same(self, model: Small, images: torch.Tensor) -> None:
+    def test_nested_captures_see_the_same_tensors(self, model: Small, images: torch.Tensor) -> None:
         with capture(model, "fc", gradients=True) as outer:
             with capture(model, "fc", gradients=True) as inner:
                 model(images).sum().backward()
@@ -239,9 +239,7 @@ class TestNothingIsLeft:
         assert torch.equal(outer["fc"][0], inner["fc"][0])
         assert torch.equal(outer.gradients["fc"][0], inner.gradients["fc"][0])
 
-    def test_the_forward_and_the_random_state_are_what_they_would_have_been(
-        self, model: Small, images: torch.Tensor
-    ) -> None:
+    def test_capture_changes_neither_outputs_nor_random_state(self, model: Small, images: torch.Tensor) -> None:
         inject(model, Dropout(0.5), layers="layer1.*")
         torch.manual_seed(1)
         expected, state = model(images), torch.get_rng_state()
@@ -259,7 +257,7 @@ class TestNothingIsLeft:
     @pytest.mark.parametrize(
         "how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
     )
-    def test_a_copy_made_inside_captures_nothing(self, how: Any) -> None:
+    def test_copy_made_inside_the_block_captures_nothing(self, how: Any) -> None:
         model = nn.Sequential(nn.Linear(3, 3))
         with capture(model, "0", inputs=True, gradients=True) as seen:
             twin = how(model)
@@ -267,16 +265,16 @@ class TestNothingIsLeft:
             model(torch.ones(1, 3)).sum().backward()
         assert len(seen["0"]) == 1
 
-    def test_nor_does_it_carry_what_was_captured(self) -> None:
+    def test_pickle_made_inside_the_block_excludes_captured_tensors(self) -> None:
         model = nn.Sequential(nn.Identity())
         with capture(model, "0", inputs=True):
             model(torch.ones(100_000))
             assert len(pickle.dumps(model)) < 10_000
 
 
-class TestModelsThatRunInOtherWays:
+class TestExecutionModes:
     @pytest.mark.parametrize("reentrant", [True, False])
-    def test_a_checkpoint_runs_again_and_is_captured_once(self, reentrant: bool) -> None:
+    def test_checkpointed_forwards_are_captured_once(self, reentrant: bool) -> None:
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
         drop = inject(model, Dropout(0.5), layers="1")
         x = torch.randn(2, 6, requires_grad=True)
@@ -294,7 +292,7 @@ class TestModelsThatRunInOtherWays:
                 assert torch.equal(a, b)
         drop.remove()
 
-    def test_wrapped_models_have_the_names_of_the_model_inside(self) -> None:
+    def test_wrapped_models_use_the_names_of_the_inner_model(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4))
         wrapped = nn.DataParallel(model)
         with capture(wrapped, "0") as seen:
@@ -302,21 +300,21 @@ class TestModelsThatRunInOtherWays:
         assert list(seen) == ["0"]
         assert seen["module.0"] is not None
 
-    def test_the_model_itself(self, model: Small, images: torch.Tensor) -> None:
+    def test_capture_of_the_model_itself(self, model: Small, images: torch.Tensor) -> None:
         with capture(model, model) as seen:
             out = model(images)
         assert torch.equal(seen[""][0], out)
 
 
-class TestMistakes:
-    def test_a_layer_that_there_is_not(self, model: Small) -> None:
+class TestErrors:
+    def test_unknown_layer_raises(self, model: Small) -> None:
         with pytest.raises(LayerError, match="did you mean: 'layer2'"), capture(model, "layer3"):
             pass
-        assert hooks(model) == 0
+        assert count_hooks(model) == 0
 
-    def test_a_layer_that_is_never_called(self, model: Small, images: torch.Tensor) -> None:
+    def test_layer_that_is_never_called_warns(self, model: Small, images: torch.Tensor) -> None:
         model.spare = nn.Linear(2, 2)
-        with pytest.warns(HookdropWarning, match="1 layer of 2 never called while capturing: 'spare'"):
+        with pytest.warns(HookdropWarning, match="capture: 1 of 2 layers never ran: 'spare'"):
             with capture(model, ["spare", "fc"]) as seen:
                 model(images)
         assert list(seen) == ["fc"]
@@ -324,7 +322,7 @@ class TestMistakes:
             seen["spare"]
         assert seen.get("spare") is None
 
-    def test_a_layer_that_was_not_asked_for(self, model: Small, images: torch.Tensor) -> None:
+    def test_lookup_of_a_layer_that_was_not_captured_raises(self, model: Small, images: torch.Tensor) -> None:
         with capture(model, "layer2.*") as seen:
             model(images)
         with pytest.raises(LayerError, match="'layer2.3' is not captured.\n  captured: 'layer2.[01]'"):
@@ -332,13 +330,13 @@ class TestMistakes:
         with pytest.raises(LayerError, match=r"capture\(..., gradients=True\)"):
             print(seen.gradients)
 
-    def test_a_backward_pass_after_the_block(self, model: Small, images: torch.Tensor) -> None:
+    def test_backward_pass_after_the_block_warns(self, model: Small, images: torch.Tensor) -> None:
         with pytest.warns(HookdropWarning, match="no gradient was captured: call backward"):
             with capture(model, "fc", gradients=True):
                 out = model(images)
         out.sum().backward()
 
-    def test_a_layer_that_gives_no_tensor(self) -> None:
+    def test_layer_without_a_tensor_output_raises(self) -> None:
         class Text(nn.Module):
             def forward(self, x: torch.Tensor) -> str:
                 return "text"
@@ -348,7 +346,7 @@ class TestMistakes:
             with capture(model, "0"):
                 model(torch.ones(1))
 
-    def test_a_layer_that_is_given_no_tensor(self) -> None:
+    def test_layer_without_a_tensor_input_raises(self) -> None:
         class Fixed(nn.Module):
             def forward(self, text: str) -> torch.Tensor:
                 return torch.ones(1)
@@ -356,21 +354,21 @@ class TestMistakes:
         model = nn.Sequential(Fixed())
         with pytest.raises(ShapeError, match="'0' was called without a tensor"), capture(model, "0", inputs=True):
             model("text")
-        assert hooks(model) == 0
+        assert count_hooks(model) == 0
 
-    def test_a_with_that_was_forgotten(self, model: Small) -> None:
+    def test_missing_with_statement_raises(self, model: Small) -> None:
         drop = inject(model, Dropout(0.5), layers="fc")
-        with pytest.raises(TypeError, match="nothing before a forward.\n  write: with capture") as told:
+        with pytest.raises(TypeError, match="nothing before a forward.\n  write: with capture") as excinfo:
             capture(model, "fc")["fc"]
-        assert "as seen: model(x)" in str(told.value)
+        assert "as seen: model(x)" in str(excinfo.value)
         with pytest.raises(AttributeError, match="no 'doubts' yet: .*\n  write: with stats"):
             stats(model).doubts()
         with pytest.raises(AttributeError, match=r"no 'plot_features' yet: .*\n  write: with drop.recording\(\) as r"):
             drop.recording().plot_features()
         assert not hasattr(capture(model, "fc"), "__len__")
 
-    def test_torch_func_is_refused(self) -> None:
-        """Its wrappers would be kept beyond their end."""
+    def test_torch_func_raises(self) -> None:
+        """Its tensors become invalid when the transform ends."""
         model = nn.Sequential(nn.Linear(3, 3))
         for inputs in (False, True):
             with pytest.raises(InjectionError, match=r"cannot be used inside torch.func \(vmap, grad, ...\)"):
@@ -380,22 +378,22 @@ class TestMistakes:
             torch.func.grad(lambda x: model(x).sum())(torch.ones(3))
 
     @pytest.mark.parametrize("to", ["nope", "cuda:99", 1.5], ids=repr)
-    def test_a_device_that_there_is_not(self, model: Small, to: Any) -> None:
+    def test_unknown_device_raises(self, model: Small, to: Any) -> None:
         with pytest.raises(ValueError, match='capture: to must be a device such as "cpu"'), capture(model, "fc", to=to):
             pass
         drop = inject(model, Dropout(0.5), layers="fc")
         with pytest.raises(ValueError, match='recording: to must be a device such as "cpu"'), drop.recording(to=to):
             pass
-        assert hooks(model) == 1
+        assert count_hooks(model) == 1
 
-    def test_settings(self, model: Small) -> None:
+    def test_invalid_arguments_raise(self, model: Small) -> None:
         with pytest.raises(ValueError, match="capture: last must be at least 1, got 0"), capture(model, "fc", last=0):
             pass
         with pytest.raises(LayerError, match='not "all"'), capture(model, "fc", tensor="all"):
             pass
 
 
-def test_it_shows_what_there_is(model: Small, images: torch.Tensor) -> None:
+def test_repr_lists_captured_layers(model: Small, images: torch.Tensor) -> None:
     with capture(model, ["layer1", "fc"]) as seen:
         assert repr(seen) == "<nothing captured>"
         model(images)

@@ -1,4 +1,4 @@
-"""`observe.grad_cam` and `compare_cam`: the maps are the papers', and nothing is left behind."""
+"""`observe.grad_cam` computes the maps of the papers and restores the model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ pytest.importorskip("pytorch_grad_cam")
 from tests.support.cam import scaled
 
 
-def written_out(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int]) -> torch.Tensor:
-    """Grad-CAM as the paper has it, equations 1 and 2, brought to the picture's size."""
+def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int]) -> torch.Tensor:
+    """Grad-CAM by equations 1 and 2 of its paper, resized to the image."""
     modes = [module.training for module in model.modules()]
     model.eval()
     with capture(model, layer, gradients=True) as seen:
@@ -37,25 +37,29 @@ def written_out(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int
 
 
 class Strided(Small):
-    """Its maps are a quarter of the picture, and its ReLU works in place."""
+    """Its maps have a quarter of the image size, and its ReLU is in-place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.ReLU(inplace=True))
-        nn.init.uniform_(self.fc.weight)  # something speaks for every class
+        nn.init.uniform_(self.fc.weight)  # positive evidence for every class
 
 
-class TestAgainstThePapers:
+class TestPapers:
     @pytest.mark.parametrize("layer", ["layer1", "layer2.0", "layer2"])
-    def test_it_is_grad_cam(self, layer: str) -> None:
+    def test_gradcam_matches_the_equations_of_the_paper(self, layer: str) -> None:
         model, x = Strided(), torch.randn(3, 3, 32, 48)
-        assert torch.allclose(grad_cam(model, x, layer, [1, 7, 7]), written_out(model, x, layer, [1, 7, 7]), atol=1e-4)
+        assert torch.allclose(
+            grad_cam(model, x, layer, [1, 7, 7]), reference_grad_cam(model, x, layer, [1, 7, 7]), atol=1e-4
+        )
 
-    def test_an_in_place_relu_that_follows_does_not_get_into_it(self) -> None:
+    def test_later_in_place_relu_does_not_change_the_map(self) -> None:
         model, x = Strided(), torch.randn(2, 3, 32, 32)
-        assert torch.allclose(grad_cam(model, x, "conv1.0", 2), written_out(model, x, "conv1.0", [2, 2]), atol=1e-4)
+        assert torch.allclose(
+            grad_cam(model, x, "conv1.0", 2), reference_grad_cam(model, x, "conv1.0", [2, 2]), atol=1e-4
+        )
 
-    def test_cam_is_the_weights_of_the_class_on_the_maps(self) -> None:
+    def test_cam_weights_the_features_by_the_class_weights(self) -> None:
         model, x = Strided().eval(), torch.randn(3, 3, 32, 32)
         with capture(model, "layer2") as seen, torch.no_grad():
             classes = model(x).argmax(1)
@@ -63,20 +67,20 @@ class TestAgainstThePapers:
         resized = interpolate(scaled(maps)[:, None], (32, 32), mode="bilinear", align_corners=False)[:, 0]
         assert torch.allclose(grad_cam(model, x, "layer2", method="cam"), scaled(resized), atol=1e-4)
 
-    def test_grad_cam_is_cam_where_there_is_one(self) -> None:
-        """Section 3.1 of Grad-CAM's paper."""
+    def test_gradcam_equals_cam_where_both_apply(self) -> None:
+        """Section 3.1 of the Grad-CAM paper."""
         model, x = Strided(), torch.randn(3, 3, 32, 32)
         both = [grad_cam(model, x, "layer2", 4, method=method) for method in ("cam", "gradcam")]
         assert torch.allclose(*both, atol=1e-5)
 
-    def test_cam_where_there_is_none_is_an_error(self, model: Small, images: torch.Tensor) -> None:
+    def test_cam_without_pooling_and_linear_head_raises(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(
             LayerError, match="average pooling and one linear layer follow 'layer1'.*\n  use method=\"gradcam\""
         ):
             grad_cam(model, images, "layer1", method="cam")
 
     @pytest.mark.parametrize("method", ["gradcam", "gradcam++", "xgradcam", "hirescam", "layercam", "eigencam", "cam"])
-    def test_every_method_gives_maps_from_0_to_1(self, model: Small, images: torch.Tensor, method: str) -> None:
+    def test_every_method_returns_maps_from_0_to_1(self, model: Small, images: torch.Tensor, method: str) -> None:
         maps = grad_cam(model, images, "layer2", 3, method)
         assert maps.shape == (4, 16, 16)
         assert maps.dtype == torch.float32
@@ -84,7 +88,7 @@ class TestAgainstThePapers:
         assert torch.allclose(maps.amax((1, 2)), torch.ones(4), atol=1e-3)
 
     @pytest.mark.parametrize("size", [1e-4, 1e-12, 1e-25])
-    def test_the_largest_value_is_1_however_small_the_gradients(self, size: float) -> None:
+    def test_maximum_is_1_for_tiny_gradients(self, size: float) -> None:
         model, x = Strided(), torch.randn(3, 3, 32, 32)
         plain = grad_cam(model, x, "layer2", 1)
         with torch.no_grad():
@@ -94,8 +98,8 @@ class TestAgainstThePapers:
         assert maps.amax((1, 2)).tolist() == [1, 1, 1]
         assert torch.allclose(maps, plain, atol=1e-5)
 
-    def test_it_finds_what_the_class_is_read_from(self) -> None:
-        """The one class is bright on the left, the other on the right."""
+    def test_map_covers_the_half_that_the_class_depends_on(self) -> None:
+        """One class depends on the left half, the other on the right half."""
         model = nn.Sequential(nn.Identity(), Halves())
         x = torch.rand(2, 1, 8, 8)
         maps = grad_cam(model, x, "0", [0, 1], method="hirescam")
@@ -113,13 +117,13 @@ class Halves(nn.Module):
 
 
 class TestTargets:
-    def test_none_is_what_the_model_says(self, model: Small, images: torch.Tensor) -> None:
-        said = copy.deepcopy(model).eval()(images).argmax(1)
-        expected = grad_cam(model, images, "layer2", said)
+    def test_none_is_the_predicted_class(self, model: Small, images: torch.Tensor) -> None:
+        predicted = copy.deepcopy(model).eval()(images).argmax(1)
+        expected = grad_cam(model, images, "layer2", predicted)
         assert torch.equal(grad_cam(model, images, "layer2"), expected)
-        assert torch.equal(grad_cam(model, images, "layer2", said.tolist()), expected)
+        assert torch.equal(grad_cam(model, images, "layer2", predicted.tolist()), expected)
 
-    def test_a_function_of_an_output(self, model: Small, images: torch.Tensor) -> None:
+    def test_function_target(self, model: Small, images: torch.Tensor) -> None:
         def sixth(output: torch.Tensor) -> torch.Tensor:
             assert output.shape == (10,)
             return output[6]
@@ -127,33 +131,33 @@ class TestTargets:
         assert torch.equal(grad_cam(model, images, "layer2", sixth), grad_cam(model, images, "layer2", 6))
 
     @pytest.mark.parametrize("method", ["gradcam", "cam"])
-    def test_mistakes(self, model: Small, images: torch.Tensor, method: str) -> None:
+    def test_invalid_arguments_raise(self, model: Small, images: torch.Tensor, method: str) -> None:
         with pytest.raises(ValueError, match="classes 0 to 9, got 10"):
             grad_cam(model, images, "layer2", 10, method)
         with pytest.raises(ValueError, match="one for each of the 4 images, got 3"):
             grad_cam(model, images, "layer2", [1, 2, 3], method)
         with pytest.raises(ValueError, match="target must be at least 0, got -1"):
             grad_cam(model, images, "layer2", -1, method)
-        with pytest.raises(TypeError, match="target is a class, not a function"):
+        with pytest.raises(TypeError, match="target must be a class, not a function"):
             grad_cam(model, images, "layer2", sum, "cam")
         with pytest.raises(ValueError, match="did you mean: 'gradcam'"):
             grad_cam(model, images, "layer2", method="grad_cam")
         for strange in (None, ["gradcam"]):
-            with pytest.raises(ValueError, match="there is no method .*\n  there are: 'gradcam'"):
+            with pytest.raises(ValueError, match="unknown method .*\n  methods: 'gradcam'"):
                 grad_cam(model, images, "layer2", method=strange)
 
-    def test_what_a_function_returns(self, model: Small, images: torch.Tensor) -> None:
-        with pytest.raises(TypeError, match=r"a tensor of one number, got 0.5 \(float\).\n.*without .item\(\)"):
+    def test_invalid_return_value_of_a_function_target_raises(self, model: Small, images: torch.Tensor) -> None:
+        with pytest.raises(TypeError, match=r"a tensor with one element, got 0.5 \(float\).\n.*without .item\(\)"):
             grad_cam(model, images, "layer2", lambda output: 0.5)
-        with pytest.raises(ShapeError, match=r"one number, got \(2,\) float32 of an output \(classes,\)"):
+        with pytest.raises(ShapeError, match=r"one element, got \(2,\) float32 for an output \(classes,\)"):
             grad_cam(model, images, "layer2", lambda output: output[:2])
         one = grad_cam(model, images, "layer2", lambda output: output[3:4])
         assert torch.equal(one, grad_cam(model, images, "layer2", 3))
 
 
-class TestNothingIsLeft:
-    @pytest.mark.parametrize("fails", [False, True], ids=["", "after an error"])
-    def test_modes_gradients_buffers_hooks_and_random_state(
+class TestNoSideEffects:
+    @pytest.mark.parametrize("fails", [False, True], ids=["success", "error"])
+    def test_modes_gradients_buffers_hooks_and_random_state_are_restored(
         self, model: Small, images: torch.Tensor, fails: bool
     ) -> None:
         model.train()
@@ -185,19 +189,19 @@ class TestNothingIsLeft:
         assert random.getstate() == random_states[1]
         assert drop.check() == []
 
-    def test_hookdrops_hooks_are_off(self, model: Small, images: torch.Tensor) -> None:
+    def test_hookdrop_hooks_are_disabled(self, model: Small, images: torch.Tensor) -> None:
         expected = grad_cam(model, images, "layer2", 1)
         inject(model, Dropout(0.9), layers="layer*.*")
         assert torch.equal(grad_cam(model, images, "layer2", 1), expected)
         assert not any(site.fired for site in find(model)[0].sites)
 
-    def test_parameters_gradient_hooks_are_not_called(self, model: Small, images: torch.Tensor) -> None:
+    def test_parameter_gradient_hooks_are_not_called(self, model: Small, images: torch.Tensor) -> None:
         with edit_parameter_gradients(model, "**", lambda g: pytest.fail("called")):
             grad_cam(model, images, "layer2")
         with edit_parameter_gradients(model, "**", zero):
             assert grad_cam(model, images, "layer2").any()
 
-    def test_between_a_forward_and_its_backward(self, model: Small, images: torch.Tensor) -> None:
+    def test_grad_cam_between_a_forward_and_its_backward(self, model: Small, images: torch.Tensor) -> None:
         twin = copy.deepcopy(model)
         loss = model(images).square().sum()
         grad_cam(model, images, "layer2")
@@ -206,14 +210,14 @@ class TestNothingIsLeft:
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
     @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-    def test_where_there_are_no_gradients(
+    def test_grad_cam_under_no_grad_and_inference_mode(
         self, model: Small, images: torch.Tensor, context: Callable[[], object]
     ) -> None:
         expected = grad_cam(model, images, "layer2")
         with context():
             assert torch.equal(grad_cam(model, images.clone(), "layer2"), expected)
 
-    def test_a_model_with_activation_checkpoints(self, images: torch.Tensor) -> None:
+    def test_grad_cam_with_activation_checkpointing(self, images: torch.Tensor) -> None:
         class Checkpointed(Strided):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 x = self.layer1(self.conv1(x))
@@ -223,7 +227,7 @@ class TestNothingIsLeft:
         plain.load_state_dict(model.state_dict())
         assert torch.equal(grad_cam(model, images, "layer2.0", 1), grad_cam(plain, images, "layer2.0", 1))
 
-    def test_the_pictures_are_left_alone(self, images: torch.Tensor) -> None:
+    def test_images_are_unchanged(self, images: torch.Tensor) -> None:
         model = nn.Sequential(nn.ReLU(inplace=True), Small())
         before = images.clone()
         images.requires_grad_()
@@ -238,7 +242,7 @@ class TestTransformers:
         [(196, (224, 224), (14, 14)), (197, (224, 224), (14, 14)), (201, (224, 224), (14, 14)), (25, (64, 96), (4, 6)), (8, (32, 16), (4, 2))],
         ids=str,
     )  # fmt: skip
-    def test_the_grid_has_the_pictures_proportions(
+    def test_token_grid_has_the_aspect_ratio_of_the_image(
         self, tokens: int, image: tuple[int, int], grid: tuple[int, int]
     ) -> None:
         x = torch.arange(tokens * 2.0).reshape(1, tokens, 2)
@@ -246,7 +250,7 @@ class TestTransformers:
         assert maps.shape == (1, 2, *grid)
         assert torch.equal(maps[0].flatten(1), x[0, -grid[0] * grid[1] :].T)
 
-    def test_a_grid_that_can_not_be_told_is_asked_for(self) -> None:
+    def test_ambiguous_grid_raises(self) -> None:
         with pytest.raises(ShapeError, match=r"got 99 tokens.*224 x 224.*\n  give the grid: grid=\(rows, columns\)"):
             as_map(torch.ones(1, 99, 2), (224, 224))
         assert as_map(torch.ones(1, 99, 2), (224, 224), (14, 7)).shape == (1, 2, 14, 7)
@@ -255,11 +259,11 @@ class TestTransformers:
         with pytest.raises(ShapeError, match="neither a map"):
             as_map(torch.ones(1, 99), (224, 224))
 
-    def test_models_and_layers_that_return_more_than_a_tensor(self, images: torch.Tensor) -> None:
+    def test_models_and_layers_with_container_outputs(self, images: torch.Tensor) -> None:
         class Output(Strided):
             def __init__(self) -> None:
                 super().__init__()
-                self.both = Both()
+                self.both = TupleOutput()
 
             def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
                 maps, _ = self.both(self.layer2(self.layer1(self.conv1(x))))
@@ -269,92 +273,94 @@ class TestTransformers:
         assert torch.equal(grad_cam(model, images, "both", 2), grad_cam(model, images, "layer2", 2))
 
 
-class Both(nn.Module):
+class TupleOutput(nn.Module):
     """A layer that returns a tuple."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
         return x * 1, "text"
 
 
-class TestMistakes:
-    def test_layers(self, model: Small, images: torch.Tensor) -> None:
+class TestErrors:
+    def test_invalid_layers_raise(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(LayerError, match="did you mean: 'layer2'"):
             grad_cam(model, images, "layer3")
-        with pytest.raises(LayerError, match="of one layer, got 2: 'layer1', 'layer2'"):
+        with pytest.raises(LayerError, match="must match one layer, but it matches 2: 'layer1', 'layer2'"):
             grad_cam(model, images, "layer?")
         with pytest.raises(ShapeError, match=r"'fc' got \(4, 10\): neither a map"):
             grad_cam(model, images, "fc")
 
-    def test_a_layer_that_is_called_more_than_once_or_never(self, images: torch.Tensor) -> None:
+    def test_layer_called_more_than_once_or_never_raises(self, images: torch.Tensor) -> None:
         relu = nn.ReLU()
         model = nn.Sequential(nn.Conv2d(3, 4, 3), relu, relu, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        with pytest.raises(LayerError, match="'1' was called 2 times in a forward"):
+        with pytest.raises(LayerError, match="'1' was called 2 times in one forward"):
             grad_cam(model, images, "1")
         model.spare = nn.Conv2d(3, 3, 1)
         model.forward = lambda x: x.mean((2, 3))
         with pytest.raises(LayerError, match="'spare' was called 0 times"):
             grad_cam(model, images, "spare")
 
-    def test_a_layer_that_no_gradient_reaches(self, images: torch.Tensor) -> None:
+    def test_layer_without_a_gradient_raises(self, images: torch.Tensor) -> None:
         class Detached(Small):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return self.fc(
                     self.layer2(self.layer1(self.conv1(x)).detach()).mean((2, 3)) + x.mean((1, 2, 3))[:, None]
                 )
 
-        with pytest.raises(LayerError, match="no gradient flows through 'layer1'"):
+        with pytest.raises(LayerError, match="no gradient flows from the model's output to 'layer1'"):
             grad_cam(Detached(), images, "layer1")
 
-    def test_the_model_comes_first(self, model: Small, images: torch.Tensor) -> None:
+    def test_wrong_argument_order_raises(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(TypeError, match=r"grad_cam: the model comes first, got \(4, 3, 16, 16\) float32"):
             grad_cam(images, model, "layer2")
-        with pytest.raises(TypeError, match=r"write compare_cam\(before, after, x, layer\)"):
+        with pytest.raises(TypeError, match=r"write: compare_cam\(before, after, x, layer\)"):
             compare_cam(model, images, model, "layer2")
 
-    def test_pictures_of_bytes(self, model: Small, images: torch.Tensor) -> None:
+    def test_uint8_images_raise(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(TypeError, match=r"grad_cam: x must be real floating-point.*uint8.\n  pass x.float\(\)"):
             grad_cam(model, images.byte(), "layer2")
 
     @pytest.mark.parametrize(
-        ("grid", "error", "said"),
+        ("grid", "error", "message"),
         [
             (4, ValueError, r"must be \(rows, columns\), got 4"),
             ((4,), ValueError, r"must be \(rows, columns\), got \(4,\)"),
             ("44", ValueError, r"must be \(rows, columns\), got '44'"),
-            ((4, "a"), TypeError, "grid's columns must be a whole number"),
-            ((0, 4), ValueError, "grid's rows must be at least 1"),
+            ((4, "a"), TypeError, "grid columns must be a whole number"),
+            ((0, 4), ValueError, "grid rows must be at least 1"),
         ],
     )
-    def test_grids(self, model: Small, images: torch.Tensor, grid: object, error: type[Exception], said: str) -> None:
-        with pytest.raises(error, match=said):
+    def test_invalid_grids_raise(
+        self, model: Small, images: torch.Tensor, grid: object, error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=message):
             grad_cam(model, images, "layer2", grid=grid)
 
-    def test_what_is_not_finite_is_told(self, model: Small, images: torch.Tensor) -> None:
+    def test_nan_maps_warn(self, model: Small, images: torch.Tensor) -> None:
         bad = images.clone()
         bad[2, 0, 3, 3] = torch.nan
-        with pytest.warns(HookdropWarning, match="1 map of 4 is NaN: x is not finite there.\n  images: 2$"):
+        with pytest.warns(HookdropWarning, match="1 of 4 maps is NaN: x is not finite there.\n  images: 2$"):
             maps = grad_cam(model, bad, "layer2", 1)
         assert maps[2].isnan().all()
         assert torch.equal(maps[[0, 1, 3]], grad_cam(model, images, "layer2", 1)[[0, 1, 3]])
         with torch.no_grad():
             model.layer2[0].bn1.bias.fill_(torch.inf)
-        with pytest.warns(HookdropWarning, match="4 maps of 4 are NaN: what the model computes, or its gradient"):
+        with pytest.warns(HookdropWarning, match="4 of 4 maps are NaN: the model's output or gradient"):
             grad_cam(model, images, "layer2", 1)
 
-    def test_a_map_of_nothing_is_told_in_words_of_its_model(self, model: Small, images: torch.Tensor) -> None:
+    def test_all_zero_map_warns(self, model: Small, images: torch.Tensor) -> None:
         with torch.no_grad():
             model.fc.weight[1] = 0
-        with pytest.warns(HookdropWarning, match="0 everywhere.*\n  use another layer, or another class") as told:
+        with pytest.warns(HookdropWarning, match="0 everywhere.*\n  use another layer or class") as caught:
             assert not grad_cam(model, images, "layer2", 1).any()
-        assert "transformer" not in str(told[0].message)
+        assert "transformer" not in str(caught[0].message)
 
-    def test_what_is_no_picture_and_what_is_no_classifier(self, model: Small, images: torch.Tensor) -> None:
+    def test_invalid_shapes_of_images_and_model_output_raise(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(ShapeError, match=r"images \(N, C, H, W\), got \(3, 16, 16\)"):
             grad_cam(model, images[0], "layer2")
         with pytest.raises(ShapeError, match=r"must return \(N, classes\), got \(4, 8, 16, 16\)"):
             grad_cam(nn.Sequential(model.conv1, model.layer1), images, "1")
 
-    def test_without_the_library_the_error_says_what_to_install(
+    def test_missing_library_error_says_what_to_install(
         self, model: Small, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "pytorch_grad_cam", None)

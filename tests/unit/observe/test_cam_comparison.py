@@ -1,4 +1,4 @@
-"""`observe.grad_cam` and `compare_cam`: the maps are the papers', and nothing is left behind."""
+"""`observe.compare_cam` compares the maps of two models."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from tests.support.nets import Small
 pytest.importorskip("pytorch_grad_cam")
 
 
-class TestComparing:
-    def test_both_maps_are_of_the_class_that_the_second_says(self, images: torch.Tensor) -> None:
+class TestCompareCam:
+    def test_default_target_is_the_class_that_the_second_model_predicts(self, images: torch.Tensor) -> None:
         before, after = Small(), Small()
         result = compare_cam(before, after, images, "layer2")
-        said = copy.deepcopy(after).eval()(images).argmax(1).tolist()
-        assert result.targets == said
-        assert torch.equal(result.before, grad_cam(before, images, "layer2", said))
-        assert torch.equal(result.after, grad_cam(after, images, "layer2", said))
+        predicted = copy.deepcopy(after).eval()(images).argmax(1).tolist()
+        assert result.targets == predicted
+        assert torch.equal(result.before, grad_cam(before, images, "layer2", predicted))
+        assert torch.equal(result.after, grad_cam(after, images, "layer2", predicted))
         assert before.training
         assert after.training
 
-    def test_which_of_the_two_lacks_the_layer(self, model: Small, images: torch.Tensor) -> None:
+    def test_error_names_the_model_that_lacks_the_layer(self, model: Small, images: torch.Tensor) -> None:
         other = nn.Sequential(copy.deepcopy(model))
-        with pytest.raises(LayerError, match="of the model `after`: .*\n.*'layer2'"):
+        with pytest.raises(LayerError, match="in the model `after`: .*\n.*'layer2'"):
             compare_cam(model, other, images, "layer2")
-        with pytest.raises(LayerError, match="of the model `before`: .*\n.*'layer2'"):
+        with pytest.raises(LayerError, match="in the model `before`: .*\n.*'layer2'"):
             compare_cam(other, model, images, "layer2")
 
-    def test_width_is_the_part_above_half(self, model: Small, images: torch.Tensor) -> None:
+    def test_width_is_the_fraction_above_half(self, model: Small, images: torch.Tensor) -> None:
         result = compare_cam(model, model, images, "layer2", 1)
         assert torch.equal(result.wide_before, result.wide_after)
         assert result.wide_after[2] == (result.after[2] > 0.5).sum() / 256

@@ -1,4 +1,4 @@
-"""`observe.edit_parameter_gradients`: by name, until it is taken off."""
+"""`observe.edit_parameter_gradients` edits gradients by parameter name until it is removed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ from tests.support.parameter_gradients import gradients
         (scale(-3), lambda g: g * -3),
         (lambda g: g.sign(), torch.sign),
     ],
-    ids=["zero", "clamp", "scale", "own"],
+    ids=["zero", "clamp", "scale", "user function"],
 )
-def test_those_that_match_are_edited_and_no_others(
-    model: Small, images: torch.Tensor, fn: object, expected: object
-) -> None:
+def test_only_matching_parameters_are_edited(model: Small, images: torch.Tensor, fn: object, expected: object) -> None:
     plain = gradients(model, images)
     with edit_parameter_gradients(model, ["fc*.bias", "**.bn1.weight"], fn) as edit:
         edited = gradients(model, images)
@@ -44,8 +42,8 @@ def test_those_that_match_are_edited_and_no_others(
     assert all(torch.equal(a, b) for a, b in zip(gradients(model, images).values(), plain.values(), strict=True))
 
 
-def test_the_weights_of_a_frozen_row_stay_where_they_are(model: Small, images: torch.Tensor) -> None:
-    """The recipe for training a part of a tensor."""
+def test_zeroed_gradient_rows_keep_their_weights(model: Small, images: torch.Tensor) -> None:
+    """How to train only a part of a tensor."""
     before = model.fc.weight.detach().clone()
     keep = torch.zeros(10, 1)
     keep[3:] = 1
@@ -56,11 +54,11 @@ def test_the_weights_of_a_frozen_row_stay_where_they_are(model: Small, images: t
     assert not torch.equal(model.fc.weight[3:], before[3:])
 
 
-def test_zero_is_zero_where_the_gradient_is_not_a_number() -> None:
+def test_zero_replaces_nan() -> None:
     assert torch.equal(zero(torch.tensor([math.nan, math.inf])), torch.zeros(2))
 
 
-def test_a_shared_parameter_is_edited_once_under_each_of_its_names() -> None:
+def test_shared_parameter_is_edited_once_under_each_of_its_names() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     (model["a"](torch.ones(3)) + model["b"](torch.ones(3))).sum().backward()
@@ -74,14 +72,14 @@ def test_a_shared_parameter_is_edited_once_under_each_of_its_names() -> None:
         assert edit.names == ("a.weight",)
 
 
-def test_each_backward_pass_is_edited_before_it_is_added_up(model: Small, images: torch.Tensor) -> None:
+def test_each_backward_pass_is_edited_before_accumulation(model: Small, images: torch.Tensor) -> None:
     with edit_parameter_gradients(model, "fc.bias", lambda g: torch.ones_like(g)):
         for _ in range(3):
             model(images).sum().backward()
     assert torch.equal(model.fc.bias.grad, torch.full((10,), 3.0))
 
 
-def test_two_edits_of_one_parameter_come_in_their_order(model: Small, images: torch.Tensor) -> None:
+def test_two_edits_of_one_parameter_run_in_order(model: Small, images: torch.Tensor) -> None:
     first = edit_parameter_gradients(model, "fc.bias", lambda g: torch.ones_like(g))
     second = edit_parameter_gradients(model, "fc.bias", scale(5))
     assert torch.equal(gradients(model, images)["fc.bias"], torch.full((10,), 5.0))
@@ -93,7 +91,7 @@ def test_two_edits_of_one_parameter_come_in_their_order(model: Small, images: to
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_parameter_in_two_checkpoints_is_edited_in_parts_if_they_are_reentrant(reentrant: bool) -> None:
+def test_reentrant_checkpoints_edit_each_part_of_the_gradient(reentrant: bool) -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     x = torch.full((1, 1), 3.0, requires_grad=True)
     with edit_parameter_gradients(model, "0.weight", clamp(-4, 4)):
@@ -101,7 +99,7 @@ def test_a_parameter_in_two_checkpoints_is_edited_in_parts_if_they_are_reentrant
     assert model[0].weight.grad.item() == (6 if reentrant else 4)
 
 
-def test_after_an_exception_it_is_off(model: Small, images: torch.Tensor) -> None:
+def test_edit_is_removed_after_an_exception(model: Small, images: torch.Tensor) -> None:
     plain, attributes = gradients(model, images), set(vars(model))
     with pytest.raises(ZeroDivisionError), edit_parameter_gradients(model, "**", zero):
         raise ZeroDivisionError
@@ -109,28 +107,28 @@ def test_after_an_exception_it_is_off(model: Small, images: torch.Tensor) -> Non
     assert set(vars(model)) == attributes
 
 
-def test_it_shows_what_it_does(model: Small) -> None:
+def test_repr_names_the_function_and_the_parameters(model: Small) -> None:
     with edit_parameter_gradients(model, "fc.*", clamp(-1, 1)) as edit:
         assert repr(edit) == "<GradientEdit clamp of 2 parameters: 'fc.weight', 'fc.bias'>"
 
 
 class TestCopies:
-    """Hooks on parameters follow none, and that is said."""
+    """Copies lose parameter hooks, with a warning."""
 
-    def test_deepcopy(self, model: Small, images: torch.Tensor) -> None:
+    def test_deepcopy_warns_and_does_not_edit(self, model: Small, images: torch.Tensor) -> None:
         plain = gradients(model, images)
         with edit_parameter_gradients(model, "fc.bias", zero):
             with pytest.warns(HookdropWarning, match="the copy does not edit the gradients of 'fc.bias'"):
                 twin = copy.deepcopy(model)
             assert torch.equal(gradients(twin, images)["fc.bias"], plain["fc.bias"])
-            copy.deepcopy(twin)  # it has nothing to lose
+            copy.deepcopy(twin)  # no warning: it has no hooks
         assert not gradients(model, images)["fc.bias"].equal(torch.zeros(10))
         with edit_parameter_gradients(twin, "fc.bias", zero):
             assert gradients(twin, images)["fc.bias"].equal(torch.zeros(10))
         copy.deepcopy(model)
         copy.deepcopy(twin)
 
-    def test_pickle_and_what_is_pickled_needs_no_hookdrop(self) -> None:
+    def test_pickle_warns_and_does_not_need_hookdrop(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         with (
             edit_parameter_gradients(model, "**", zero),
@@ -140,25 +138,25 @@ class TestCopies:
         assert b"hookdrop.observe" not in saved
         assert pickle.loads(saved)[0].weight.requires_grad
 
-    def test_a_state_dict_is_no_copy_of_the_model(self, model: Small) -> None:
+    def test_state_dict_does_not_warn(self, model: Small) -> None:
         keys = list(model.state_dict())
         with edit_parameter_gradients(model, "**", zero):
             torch.save(model.state_dict(), io.BytesIO())
             assert list(model.state_dict()) == keys
 
 
-class TestMistakes:
-    def test_frozen_parameters(self, model: Small) -> None:
+class TestErrors:
+    def test_frozen_parameters_raise_or_warn(self, model: Small) -> None:
         model.fc.bias.requires_grad_(False)
         with pytest.raises(LayerError, match="'fc.bias' matches only frozen parameters.*'fc.bias'"):
             edit_parameter_gradients(model, "fc.bias", zero)
         with pytest.warns(HookdropWarning, match=r"'fc.\*' also matches frozen parameters.*'fc.bias'"):
             assert edit_parameter_gradients(model, "fc.*", zero).names == ("fc.weight",)
 
-    def test_nothing_at_all(self, model: Small) -> None:
+    def test_invalid_params_raise(self, model: Small) -> None:
         with pytest.raises(LayerError, match="`params` is empty"):
             edit_parameter_gradients(model, [], zero)
-        with pytest.raises(TypeError, match="names, globs or compiled expressions, got a Linear"):
+        with pytest.raises(TypeError, match="names, globs or compiled regular expressions, got a Linear"):
             edit_parameter_gradients(model, [model.fc], zero)
         for params, got in (
             (model.fc, "a Linear"),
@@ -169,11 +167,11 @@ class TestMistakes:
             (3, r"3 \(int\)"),
         ):
             with pytest.raises(
-                TypeError, match=f"compiled expressions, got {got}.\n  write their names: 'fc.weight', "
+                TypeError, match=f"compiled regular expressions, got {got}.\n  for example 'fc.weight', "
             ):
                 edit_parameter_gradients(model, params, zero)
 
-    def test_what_is_no_function_of_a_gradient(self, model: Small) -> None:
+    def test_invalid_fn_raises(self, model: Small) -> None:
         with pytest.raises(TypeError, match="fn must be a function"):
             edit_parameter_gradients(model, "fc.*", 0)
         with pytest.raises(TypeError, match=r"call it: clamp\(min, max\)"):
@@ -182,15 +180,15 @@ class TestMistakes:
             edit_parameter_gradients(model, "fc.*", scale)
         assert not any(p._backward_hooks for p in model.parameters())
 
-    def test_what_fn_returns(self, model: Small, images: torch.Tensor) -> None:
+    def test_invalid_return_value_of_fn_raises(self, model: Small, images: torch.Tensor) -> None:
         with edit_parameter_gradients(model, "fc.bias", lambda g: g.sum()):
-            with pytest.raises(ShapeError, match=r"of the shape \(10,\) of 'fc.bias', got \(\)"):
+            with pytest.raises(ShapeError, match=r"of shape \(10,\) for 'fc.bias', got \(\)"):
                 gradients(model, images)
         with edit_parameter_gradients(model, "fc.bias", lambda g: None):
             with pytest.raises(ShapeError, match="got None"):
                 gradients(model, images)
 
-    def test_settings_of_the_helpers(self) -> None:
+    def test_invalid_arguments_of_clamp_and_scale_raise(self) -> None:
         with pytest.raises(ValueError, match="clamp: min must not be above max, got 1 and -1"):
             clamp(1, -1)
         with pytest.raises(TypeError, match="scale: factor must be a number"):
@@ -218,9 +216,9 @@ class TestWrapped:
         assert torch.allclose(2 * seen.gradients["fc"][0].sum(0), edited["module.fc.bias"])
 
     @pytest.mark.filterwarnings("ignore:FSDP will not all-gather:UserWarning")
-    def test_fsdp_writes_past_the_hooks_so_it_is_an_error(self) -> None:
+    def test_fsdp_raises(self) -> None:
         fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
         model = nn.Sequential(nn.Linear(4, 4))
         fully_shard(model)
-        with pytest.raises(InjectionError, match="FSDP bypasses the hooks of parameters"):
+        with pytest.raises(InjectionError, match="FSDP bypasses parameter hooks"):
             edit_parameter_gradients(model, "0.bias", zero)

@@ -1,4 +1,4 @@
-"""Figures: what is in them, not their pixels."""
+"""Contents of the figures, not their pixels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ np = pytest.importorskip("numpy")
 
 
 def all_axes(figure: Figure) -> list[Any]:
-    """Those of its parts too, less colour bars."""
+    """Return the axes of the figure and its subfigures, without color bars."""
     found = [*figure.axes, *(axes for part in figure.subfigs for axes in all_axes(part))]
     return [axes for axes in dict.fromkeys(found) if axes.get_label() != "<colorbar>"]
 
@@ -64,7 +64,7 @@ def recorded(layer: nn.Module, drop: object, x: torch.Tensor) -> Recording:
 
 
 class TestRecordings:
-    def test_maps_are_three_rows_of_channels_on_one_scale(self, model: Small, images: torch.Tensor) -> None:
+    def test_maps_are_three_rows_of_channels_with_one_color_scale(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, DropBlock(0.3, 3), layers="layer1.*")
         with drop.recording() as r:
             model(images)
@@ -80,7 +80,7 @@ class TestRecordings:
             axes = all_axes(part)
             assert [a.get_ylabel() for a in axes[::5]] == ["before", "mask", "after"]
             assert [a.get_title() for a in axes[:5]] == [f"channel {c}" for c in range(5)]
-            # Before and after are on one scale, which a bar states; the mask has two colours, which a legend names.
+            # Before and after share a color scale with a color bar; the mask has two colors with a legend.
             both = torch.stack([site.before[2, :5], site.after[2, :5]])
             assert {a.images[0].get_clim() for a in axes[:5] + axes[10:]} == {(both.min().item(), both.max().item())}
             assert len([a for a in part.axes if a.get_label() == "<colorbar>"]) == 1
@@ -88,13 +88,13 @@ class TestRecordings:
             ["kept", "dropped"]
         ]
 
-    def test_a_mask_has_two_colours(self) -> None:
+    def test_mask_has_two_colors(self) -> None:
         r = recorded(nn.Identity(), Dropout(0.5), torch.ones(4, 2, 8, 8))
         image = all_axes(r.plot_masks())[0].images[0]
-        colours = image.to_rgba(np.array([0.0, 1.0]))
-        assert np.allclose(colours, [to_rgba(DROPPED), to_rgba(KEPT)], atol=0.01)
+        colors = image.to_rgba(np.array([0.0, 1.0]))
+        assert np.allclose(colors, [to_rgba(DROPPED), to_rgba(KEPT)], atol=0.01)
 
-    def test_masks_alone(self, model: Small, images: torch.Tensor) -> None:
+    def test_plot_masks(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.3), layers=["layer1", "fc"])
         with drop.recording() as r:
             model(images)
@@ -119,7 +119,7 @@ class TestRecordings:
         assert [a.get_title() for a in axes] == ["before", "mask", "after"]
         assert {(a.get_xlabel(), a.get_ylabel()) for a in axes} == {labels}
 
-    def test_many_sites_are_cut_to_six_unless_they_are_named(self) -> None:
+    def test_at_most_six_sites_are_drawn_unless_named(self) -> None:
         model = nn.Sequential(*[nn.Identity() for _ in range(9)])
         with inject(model, Dropout(0.5), layers="*").recording() as r:
             model(torch.randn(2, 3, 4, 4))
@@ -130,7 +130,7 @@ class TestRecordings:
         assert len(titles(figure)) == 9
         assert titles(figure)[0].startswith("0: Dropout")
 
-    def test_tensorboard_gets_a_picture_and_a_number_for_each_site(self, tmp_path: Path) -> None:
+    def test_log_tensorboard_writes_an_image_and_a_scalar_for_each_site(self, tmp_path: Path) -> None:
         tensorboard = pytest.importorskip("torch.utils.tensorboard")
         accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         r = recorded(nn.Identity(), DropBlock(0.3, 3), torch.randn(2, 3, 8, 8))
@@ -154,24 +154,24 @@ class TestFeatures:
         assert np.array_equal(shown[4], seen["fc"][-1])
         assert len(images_of(plot_features(seen.gradients))) == 9
 
-    def test_a_tensor_with_its_channels_last(self) -> None:
+    def test_channels_last_tensor(self) -> None:
         x = torch.randn(2, 7, 7, 12)
         assert np.array_equal(images_of(plot_features(x))[3], x[0, ..., 3])
         assert np.array_equal(images_of(plot_features(x, channel_dim=1))[3], x[0, 3])
 
-    def test_a_volume_shows_its_middle(self) -> None:
+    def test_volume_shows_its_middle_slice(self) -> None:
         x = torch.randn(2, 3, 5, 6, 7)
         assert torch.equal(panels(x, 1, 8)[2].image, x[1, 2, 2])
 
-    def test_what_is_not_finite_does_not_take_the_scale(self) -> None:
+    def test_non_finite_values_do_not_affect_the_color_scale(self) -> None:
         x = torch.ones(1, 1, 2, 2)
         x[0, 0, 0, 0], x[0, 0, 0, 1] = float("inf"), 3
         assert all_axes(plot_features(x))[0].images[0].get_clim() == (1, 3)
 
-    def test_in_half_precision_and_with_a_graph(self) -> None:
+    def test_bfloat16_tensor_with_a_graph(self) -> None:
         plot_features(torch.randn(1, 2, 4, 4, dtype=torch.bfloat16, requires_grad=True) * 1)
 
-    def test_mistakes(self) -> None:
+    def test_invalid_arguments_raise(self) -> None:
         with pytest.raises(ShapeError, match="has no sample=4: it has 4"):
             plot_features(torch.ones(4, 3, 5, 5), sample=4)
         with pytest.raises(ShapeError, match=r"got \(\): it can't be shown"):
@@ -190,7 +190,7 @@ class TestFeatures:
             recorded(nn.Identity(), Dropout(0.5), torch.ones(4, 2)).plot_features(layers=[])
 
 
-def injected(**settings: object) -> Injection:
+def injected_model(**settings: object) -> Injection:
     return inject(
         nn.Sequential(*[nn.Identity() for _ in range(3)]),
         Dropout(0.4),
@@ -201,35 +201,35 @@ def injected(**settings: object) -> Injection:
 
 
 class TestSchedules:
-    def test_a_schedule_is_its_multipliers(self) -> None:
+    def test_schedule_plot_shows_its_multipliers(self) -> None:
         line = plot_schedule(LinearSchedule(4), 6).axes[0].lines[0]
         assert list(line.get_xdata()) == list(range(7))
         assert list(line.get_ydata()) == LinearSchedule(4).simulate(7)
 
-    def test_an_injection_is_one_line_for_each_rate(self) -> None:
-        drop = injected(p_scale={"0": 0.5})
+    def test_injection_plot_has_one_line_for_each_rate(self) -> None:
+        drop = injected_model(p_scale={"0": 0.5})
         drop.seek(5)
         axes = plot_schedule(drop, 20).axes[0]
-        assert [line.get_label() for line in axes.lines[:2]] == ["0.4 at the target: 2 sites", "0.2 at the target: 0"]
+        assert [line.get_label() for line in axes.lines[:2]] == ["target rate 0.4: 2 sites", "target rate 0.2: 0"]
         assert list(axes.lines[1].get_ydata())[:3] == pytest.approx([0, 0.02, 0.04])
         assert list(axes.lines[0].get_ydata())[-1] == 0.4
         assert [text.get_text() for text in axes.texts] == ["step 5"]
         assert axes.get_ylabel() == "p"
         assert [child.get_ylabel() for child in axes.child_axes] == ["keep_prob = 1 - p"]
 
-    def test_noise_has_no_keep_prob(self) -> None:
+    def test_noise_plot_has_no_keep_prob_axis(self) -> None:
         drop = inject(nn.Sequential(nn.Identity()), GaussianNoise(0.4), layers="0")
         axes = plot_schedule(drop, 5).axes[0]
         assert (axes.get_ylabel(), axes.child_axes) == ("rate", [])
 
-    def test_a_long_one_is_thinned_out_and_keeps_its_end(self) -> None:
+    def test_long_schedule_is_subsampled_and_keeps_its_last_step(self) -> None:
         line = plot_schedule(LinearSchedule(10**5), 10**5).axes[0].lines[0]
         assert len(line.get_xdata()) <= 2002
         assert line.get_ydata()[-1] == 1.0
 
-    def test_mistakes(self) -> None:
+    def test_invalid_arguments_raise(self) -> None:
         drop = inject(nn.Sequential(nn.Identity()), nn.Softmax(-1), layers="0")
-        with pytest.raises(LayerError, match="'softmax' has no rate that a schedule moves"):
+        with pytest.raises(LayerError, match="'softmax' has no rate that a schedule controls"):
             plot_schedule(drop, 5)
         with pytest.raises(TypeError, match="takes a schedule or an injection, got Dropout"):
             plot_schedule(Dropout(0.1), 5)
@@ -237,7 +237,7 @@ class TestSchedules:
             plot_schedule(ConstantSchedule(), 0)
 
 
-def test_stats_are_lines_from_top_to_bottom(model: Small, images: torch.Tensor) -> None:
+def test_stats_plot_has_one_row_for_each_layer(model: Small, images: torch.Tensor) -> None:
     with stats(model, ["conv1", "layer1", "fc"]) as seen:
         model(images).sum().backward()
     first, second, third = seen.plot().axes
@@ -253,7 +253,7 @@ def test_stats_are_lines_from_top_to_bottom(model: Small, images: torch.Tensor) 
     assert first.get_xscale() == second.get_xscale() == "log"
 
 
-def test_stats_of_layers_that_saturate() -> None:
+def test_stats_plot_of_saturated_layers() -> None:
     model = nn.Sequential(nn.Tanh())
     with stats(model) as seen:
         with pytest.raises(LayerError, match="no layer was called"):
@@ -268,12 +268,12 @@ def test_stats_of_layers_that_saturate() -> None:
 
 
 class TestClassActivationMaps:
-    def test_pictures_above_and_a_row_for_each_model(self) -> None:
+    def test_images_above_one_row_for_each_model(self) -> None:
         x = torch.rand(3, 1, 8, 8)
         before, after = torch.rand(3, 8, 8), torch.ones(3, 8, 8)
         figure = CamComparison(x, [1, 2, 3], before, after).plot(most=2)
         axes = all_axes(figure)
-        assert [a.get_ylabel() for a in axes[::2]] == ["picture", "before", "after"]
+        assert [a.get_ylabel() for a in axes[::2]] == ["image", "before", "after"]
         assert [a.get_title() for a in axes] == [
             "class 1",
             "class 2",
@@ -285,14 +285,14 @@ class TestClassActivationMaps:
         assert axes[3].images[1].get_clim() == (0, 1)
         assert len(all_axes(plot_cam(x, before))) == 6
 
-    def test_a_picture_stands_above_its_maps(self) -> None:
+    def test_images_are_aligned_with_their_maps(self) -> None:
         figure = CamComparison(torch.rand(3, 1, 8, 8), [1, 2, 3], torch.rand(3, 8, 8), torch.rand(3, 8, 8)).plot()
-        pixels(figure)  # only what is drawn is laid out
+        pixels(figure)  # drawing computes the layout
         left = np.array([axes.get_position().x0 for axes in all_axes(figure)]).reshape(3, 3)
         assert np.allclose(left, left[0], atol=1e-3)
         assert left[0, 0] < left[0, 1] < left[0, 2]
 
-    def test_pictures_of_three_channels_are_in_colour_others_grey(self) -> None:
+    def test_three_channel_images_are_in_color_others_in_gray(self) -> None:
         x = torch.randn(2, 3, 4, 4)
         shown = as_pictures(x)
         assert shown.shape == (2, 4, 4, 3)
@@ -302,7 +302,7 @@ class TestClassActivationMaps:
             as_pictures(x[0])
 
     @pytest.mark.parametrize("channels", [1, 3])
-    def test_a_pixel_that_is_not_finite_does_not_take_the_picture(self, channels: int) -> None:
+    def test_non_finite_pixels_do_not_affect_the_image(self, channels: int) -> None:
         x = torch.rand(2, channels, 4, 4)
         x[0, 0, 0, 0], x[0, 0, 3, 3] = 0.0, 1.0
         expected = as_pictures(x)
@@ -315,7 +315,7 @@ class TestClassActivationMaps:
 
 
 class TestFigures:
-    def test_they_are_drawn_into_a_part_of_another_figure(self, model: Small, images: torch.Tensor) -> None:
+    def test_figures_can_be_drawn_into_a_subfigure(self, model: Small, images: torch.Tensor) -> None:
         whole = Figure(layout="constrained")
         left, right = whole.subfigures(1, 2)
         drop = inject(model, Dropout(0.3), layers="layer1")
@@ -326,13 +326,13 @@ class TestFigures:
         assert seen.plot(right.subfigs[1]) is right.subfigs[1]
         whole.draw_without_rendering()
 
-    def test_pixels_are_bytes_for_loggers(self) -> None:
+    def test_pixels_are_uint8_for_loggers(self) -> None:
         image = pixels(plot_schedule(ConstantSchedule(), 5))
         assert image.dtype == np.uint8
         assert image.shape == (320, 550, 3)
         assert image.min() < 100 < image.max()
 
-    def test_without_matplotlib_the_error_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_matplotlib_error_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(HookdropError, match=r"matplotlib is not installed.\n  pip install 'hookdrop\[observe\]'"):
             plot_schedule(ConstantSchedule(), 5)

@@ -1,4 +1,4 @@
-"""`observe.stats`: numbers of every layer, held against PyTorch's own over everything at once."""
+"""`observe.stats`: statistics of every layer, validated against PyTorch over all calls at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hookdrop.observe.layer_statistics import Moments
 from tests.support.nets import Small
 
 
-def deep(activation: type[nn.Module], depth: int, gain: float = 1.0) -> nn.Sequential:
+def deep_network(activation: type[nn.Module], depth: int, gain: float = 1.0) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [module for _ in range(depth) for module in (nn.Linear(32, 32), activation())]
     for linear in layers[::2]:
@@ -30,7 +30,7 @@ def backward(model: nn.Module, x: torch.Tensor) -> None:
 
 
 class TestNumbers:
-    def test_they_are_those_of_all_calls_at_once(self, model: Small) -> None:
+    def test_statistics_match_torch_over_all_calls(self, model: Small) -> None:
         with stats(model) as seen, capture(model, list(model.modules())[1:], gradients=True) as tensors:
             for n in (1, 5, 3):
                 backward(model, 100 + 10 * torch.randn(n, 3, 16, 16))
@@ -46,8 +46,8 @@ class TestNumbers:
         assert (seen["fc"].mean, seen["fc"].variance) == (seen["fc"].activation.mean, seen["fc"].activation.variance)
         assert seen["fc"].gradient_variance == seen["fc"].gradient.variance
 
-    def test_a_small_variance_around_a_large_mean(self) -> None:
-        """Where the mean of squares less the square of the mean has no digit left."""
+    def test_variance_is_stable_around_a_large_mean(self) -> None:
+        """Subtracting the squared mean from the mean of squares would lose all digits."""
         x = 1e8 + torch.arange(12, dtype=torch.float64)
         moments = Moments()
         for part in x.split(5):
@@ -55,7 +55,7 @@ class TestNumbers:
         assert moments.variance == pytest.approx(143 / 12)
         assert moments.mean == pytest.approx(1e8 + 5.5)
 
-    def test_of_nothing_and_of_empty_tensors(self) -> None:
+    def test_moments_without_elements_are_nan(self) -> None:
         moments = Moments()
         moments.add(torch.ones(0, 3))
         assert math.isnan(moments.mean)
@@ -64,9 +64,9 @@ class TestNumbers:
         moments.add(torch.tensor([1.0, 3.0]))
         assert (moments.mean, moments.variance, moments.norm) == (2, 1, pytest.approx(math.sqrt(10)))
 
-    def test_memory_does_not_grow_with_the_calls(self, model: Small, images: torch.Tensor) -> None:
+    def test_memory_does_not_grow_with_calls(self, model: Small, images: torch.Tensor) -> None:
         def held(seen: Stats) -> list[int]:
-            """Elements of all tensors, and hooks on tensors."""
+            """Count the elements of all stored tensors, and the hooks on tensors."""
             parts = [
                 [*vars(one).values(), *vars(one.activation).values(), *vars(one.gradient).values()]
                 for one in seen.values()
@@ -85,8 +85,8 @@ class TestNumbers:
         assert not any(one._handles for one in seen.values())
 
     @pytest.mark.parametrize("reentrant", [True, False])
-    def test_what_a_checkpoint_runs_again_is_counted_once(self, reentrant: bool) -> None:
-        model = deep(nn.Tanh, 2)
+    def test_recomputed_forwards_are_counted_once(self, reentrant: bool) -> None:
+        model = deep_network(nn.Tanh, 2)
         x = torch.randn(4, 32, requires_grad=True)
         with stats(model) as plain:
             backward(model, x)
@@ -98,14 +98,14 @@ class TestNumbers:
 
 
 class MapNorm(nn.LayerNorm):
-    """As ConvNeXt's: the map is turned round, and back."""
+    """Like LayerNorm2d of ConvNeXt: permutes the map to channels last and back."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
 class TestDeadAndSaturated:
-    def test_dead_units_are_found_exactly(self) -> None:
+    def test_fraction_of_dead_units_is_exact(self) -> None:
         model = nn.Sequential(nn.Linear(4, 10), nn.ReLU())
         with torch.no_grad():
             model[0].bias[:3] = -1e3  # 3 of 10 never fire
@@ -115,7 +115,7 @@ class TestDeadAndSaturated:
         assert seen["1"].dead == pytest.approx(0.3)
         assert seen["0"].dead == 0
 
-    def test_a_unit_that_fires_once_is_alive(self) -> None:
+    def test_unit_that_fires_once_is_alive(self) -> None:
         model = nn.Sequential(nn.ReLU())
         x = torch.full((10, 2), -1.0)
         with stats(model) as seen:
@@ -129,7 +129,7 @@ class TestDeadAndSaturated:
     @pytest.mark.parametrize(
         ("shape", "axis"), [((5, 6, 4, 4), 1), ((5, 4, 4, 6), 3), ((5, 9, 6), 2), ((5, 6), 1)], ids=str
     )
-    def test_channels_are_where_the_shape_says(self, shape: tuple[int, ...], axis: int) -> None:
+    def test_channel_axis_follows_the_shape(self, shape: tuple[int, ...], axis: int) -> None:
         x = torch.ones(shape)
         x.select(axis, 2).zero_()
         model = nn.Sequential(nn.Identity())
@@ -137,7 +137,7 @@ class TestDeadAndSaturated:
             model(x)
         assert seen["0"].dead == pytest.approx(1 / 6)
 
-    def test_or_where_they_are_said_to_be(self) -> None:
+    def test_channel_axis_follows_channel_dim(self) -> None:
         x = torch.ones(5, 6, 9)
         x[:, 2] = 0
         model = nn.Sequential(nn.Identity())
@@ -162,7 +162,7 @@ class TestDeadAndSaturated:
         ],
         ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
     )
-    def test_or_where_the_layer_has_them(self, module: nn.Module, shape: tuple[int, ...]) -> None:
+    def test_channel_axis_follows_the_layer_class(self, module: nn.Module, shape: tuple[int, ...]) -> None:
         with torch.no_grad():
             module.weight[2] = 0
             module.bias[2] = 0
@@ -182,10 +182,10 @@ class TestDeadAndSaturated:
         ],
         ids=str,
     )
-    def test_an_activation_has_them_where_the_layer_before_it_has(
+    def test_channel_axis_of_an_activation_follows_the_previous_layer(
         self, layers: list[nn.Module], shape: tuple[int, ...], channels: int
     ) -> None:
-        """Of (2, 64, 64, 8) the shape alone says NHWC. Whether that layer is looked at makes no difference."""
+        """The shape (2, 64, 64, 8) alone suggests NHWC. The previous layer counts even if it is not observed."""
         with torch.no_grad():
             for layer in layers[:-1]:
                 layer.weight[1] = 0
@@ -197,7 +197,7 @@ class TestDeadAndSaturated:
                 model(torch.rand(shape).mul_(1e-3))
             assert seen[str(len(layers) - 1)].dead == pytest.approx(1 / channels)
 
-    def test_what_is_said_wins_over_the_layers(self) -> None:
+    def test_channel_dim_takes_precedence_over_the_layer_class(self) -> None:
         model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
         with torch.no_grad():
             model[0].weight[1] = model[0].bias[1] = 0
@@ -205,7 +205,7 @@ class TestDeadAndSaturated:
             model(torch.randn(2, 3, 5, 6))
         assert [one.dead for one in seen.values()] == [0, 0]
 
-    def test_axes_that_there_are_not(self) -> None:
+    def test_invalid_channel_dim_raises(self) -> None:
         model = nn.Sequential(nn.Linear(3, 4))
         with pytest.raises(TypeError, match="stats: channel_dim must be a whole number, got 'a'"):
             with stats(model, channel_dim="a"):
@@ -214,7 +214,7 @@ class TestDeadAndSaturated:
             with stats(model, channel_dim=3):
                 model(torch.ones(2, 3))
 
-    def test_of_a_changing_number_of_channels_there_is_no_fraction(self) -> None:
+    def test_dead_is_none_if_the_number_of_channels_varies(self) -> None:
         model = nn.Sequential(nn.Identity())
         with stats(model) as seen:
             model(torch.ones(2, 3))
@@ -230,11 +230,11 @@ class TestDeadAndSaturated:
             (nn.Softsign(), [-20.0, 1.0, 0.0, 1.0], 1 / 4),
             (nn.Hardtanh(-2, 2), [-3.0, 1.9, 1.7, 0.0], 2 / 4),
             (nn.Hardsigmoid(), [-9.0, 0.0], 1 / 2),
-            (nn.ReLU6(), [-9.0, 0.0, 5.8, 9.0], 2 / 4),  # its 0 is `dead`, not saturated
+            (nn.ReLU6(), [-9.0, 0.0, 5.8, 9.0], 2 / 4),  # 0 counts as `dead`, not as saturated
         ],
         ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
     )
-    def test_saturated_is_within_a_twentieth_of_an_end(
+    def test_saturated_is_within_5_percent_of_a_bound(
         self, module: nn.Module, values: list[float], fraction: float
     ) -> None:
         model = nn.Sequential(module)
@@ -242,7 +242,7 @@ class TestDeadAndSaturated:
             model(torch.tensor(values))
         assert seen["0"].saturated == pytest.approx(fraction)
 
-    def test_what_has_no_ends_does_not_saturate(self) -> None:
+    def test_saturated_is_none_for_unbounded_layers(self) -> None:
         model = nn.Sequential(nn.ReLU())
         with stats(model) as seen:
             model(torch.randn(4, 4))
@@ -250,48 +250,48 @@ class TestDeadAndSaturated:
 
 
 class TestDoubts:
-    def test_a_deep_sigmoid_network_vanishes(self) -> None:
-        model = deep(nn.Sigmoid, 10)
+    def test_vanishing_gradient(self) -> None:
+        model = deep_network(nn.Sigmoid, 10)
         with stats(model) as seen:
             backward(model, torch.randn(16, 32))
-        told = [doubt for doubt in seen.doubts() if "gradient vanishes" in doubt]
-        assert told[0].startswith("'0': its gradient vanishes (")
-        assert "at '19'" in told[0]
-        assert 3 < len(told) < 20  # those near the loss have not
+        vanished = [doubt for doubt in seen.doubts() if "gradient vanishes" in doubt]
+        assert vanished[0].startswith("'0': gradient vanishes (")
+        assert "at '19'" in vanished[0]
+        assert 3 < len(vanished) < 20  # the gradient near the loss has not vanished
         assert seen["0"].gradient_norm < 1e-3 * seen["19"].gradient_norm
 
-    def test_a_badly_scaled_one_explodes(self) -> None:
-        model = deep(nn.Identity, 8, gain=6.0)
+    def test_exploding_output_and_gradient(self) -> None:
+        model = deep_network(nn.Identity, 8, gain=6.0)
         with stats(model) as seen:
             backward(model, torch.randn(16, 32))
-        assert any(doubt.startswith("'15': its output explodes") for doubt in seen.doubts())
-        assert any(doubt.startswith("'0': its gradient explodes") for doubt in seen.doubts())
+        assert any(doubt.startswith("'15': output explodes") for doubt in seen.doubts())
+        assert any(doubt.startswith("'0': gradient explodes") for doubt in seen.doubts())
         assert not any("'14'" in doubt and "gradient" in doubt for doubt in seen.doubts())
 
-    def test_a_small_one_vanishes_forward(self) -> None:
-        model = deep(nn.Identity, 8, gain=0.1)
+    def test_vanishing_output(self) -> None:
+        model = deep_network(nn.Identity, 8, gain=0.1)
         with stats(model) as seen:
             model(torch.randn(16, 32))
-        assert any("'15': its output vanishes" in doubt for doubt in seen.doubts())
+        assert any("'15': output vanishes" in doubt for doubt in seen.doubts())
 
-    def test_where_nothing_flows(self, model: Small, images: torch.Tensor) -> None:
-        nn.init.zeros_(model.layer2[1].bn2.weight)  # as residual branches are often started
+    def test_zero_output_and_gradient(self, model: Small, images: torch.Tensor) -> None:
+        nn.init.zeros_(model.layer2[1].bn2.weight)  # a common initialization of residual branches
         with stats(model) as seen:
             backward(model, images)
-        assert "'layer2.1.bn2': its output is 0 (expected at step 0 around layers initialized to 0)" in seen.doubts()
-        assert any(doubt.startswith("'layer2.1.conv1': its gradient is 0") for doubt in seen.doubts())
+        assert "'layer2.1.bn2': output is 0 (expected at step 0 around zero-initialized layers)" in seen.doubts()
+        assert any(doubt.startswith("'layer2.1.conv1': gradient is 0") for doubt in seen.doubts())
         assert seen["layer1.0.conv1"].gradient_norm > 0
 
-    def test_a_healthy_one_is_not_doubted(self, model: Small, images: torch.Tensor) -> None:
+    def test_healthy_network_has_no_doubts(self, model: Small, images: torch.Tensor) -> None:
         with stats(model) as seen:
             backward(model, images)
         assert seen.doubts() == []
 
-    def test_what_is_not_finite(self) -> None:
+    def test_non_finite_output(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         with stats(model) as seen:
             model(torch.tensor([[math.inf, 1.0]]))
-        assert seen.doubts() == ["'0': its output is not finite"]
+        assert seen.doubts() == ["'0': output is not finite"]
 
     def test_dead_and_saturated_layers(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU())
@@ -300,13 +300,13 @@ class TestDoubts:
             model[2].bias[:3] = -1e3
         with stats(model) as seen:
             model(torch.randn(64, 4))
-        assert "'3': 75% of its channels are dead (0 in every call)" in seen.doubts()
-        assert any(doubt.startswith("'1': 9") and "is saturated" in doubt for doubt in seen.doubts())
+        assert "'3': 75% of channels are dead (0 in every call)" in seen.doubts()
+        assert any(doubt.startswith("'1': 9") and "are saturated" in doubt for doubt in seen.doubts())
         assert not any("dead" in doubt for doubt in seen.doubts(dead=0.8))
 
 
-class TestWhichLayers:
-    def test_all_without_others_in_them_in_the_order_of_their_calls(self) -> None:
+class TestLayers:
+    def test_default_is_every_leaf_module_in_call_order(self) -> None:
         class Backwards(nn.Sequential):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 for module in reversed(self):
@@ -321,30 +321,28 @@ class TestWhichLayers:
             model[0](torch.randn(5, 3))
         assert list(seen) == ["0"]
 
-    def test_those_that_are_named(self, model: Small, images: torch.Tensor) -> None:
+    def test_named_layers(self, model: Small, images: torch.Tensor) -> None:
         with stats(model, "layer*") as seen:
             model(images)
         assert list(seen) == ["layer1", "layer2"]
 
-    def test_one_that_is_not_called(self, model: Small, images: torch.Tensor) -> None:
+    def test_layer_that_is_never_called(self, model: Small, images: torch.Tensor) -> None:
         model.spare = nn.ModuleList([nn.Linear(2, 2)])
         with stats(model) as seen:
-            model(images)  # nobody named it
+            model(images)  # no warning: the layer was not named
         with pytest.raises(LayerError, match="'spare.0' was not called"):
             seen["spare.0"]
-        with pytest.raises(
-            LayerError, match="'conv2' is not one of the layers of these stats.\n  did you mean: 'conv1'"
-        ):
+        with pytest.raises(LayerError, match="'conv2' is not an observed layer.\n  did you mean: 'conv1'"):
             seen["conv2"]
-        with pytest.warns(HookdropWarning, match="never called inside stats.*'spare.0'"):
+        with pytest.warns(HookdropWarning, match="never ran.*'spare.0'"):
             with stats(model, ["spare.0", "fc"]):
                 model(images)
-        with pytest.warns(HookdropWarning, match="never called"), stats(model) as seen:
+        with pytest.warns(HookdropWarning, match="never ran"), stats(model) as seen:
             pass
         assert repr(seen) == "<no layer was called>"
 
-    def test_torch_func_is_refused(self) -> None:
-        """What a vmap shows is one slice, in a wrapper that ends with it."""
+    def test_torch_func_raises(self) -> None:
+        """Under vmap a hook sees a wrapper of one slice, which becomes invalid after it."""
         model = nn.Sequential(nn.Linear(3, 4))
         with stats(model) as seen:
             with pytest.raises(InjectionError, match="cannot be used inside torch.func"):
@@ -352,7 +350,7 @@ class TestWhichLayers:
             model(torch.ones(2, 3))
         assert seen["0"].calls == 1
 
-    def test_nothing_is_left_and_nothing_changes(self, model: Small, images: torch.Tensor) -> None:
+    def test_stats_leaves_no_hook_and_changes_no_gradient(self, model: Small, images: torch.Tensor) -> None:
         twin = copy.deepcopy(model)
         with stats(model):
             out = model(images)
@@ -368,17 +366,17 @@ class TestWhichLayers:
         assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_it_shows_as_a_table(model: Small, images: torch.Tensor) -> None:
+def test_repr_is_a_table(model: Small, images: torch.Tensor) -> None:
     with stats(model, ["conv1", "fc"]) as seen:
         model(images)
     lines = repr(seen).splitlines()
     assert lines[0].split("  ")[0] == "layer"
     assert lines[2].split()[:3] == ["conv1", "Conv2d", "1"]
-    assert lines[2].split()[5:] == ["-", "-", "-", "0", "-"]  # no backward pass, nothing dead, nothing to saturate
+    assert lines[2].split()[5:] == ["-", "-", "-", "0", "-"]  # no backward pass, no dead channel, no bounds
     assert "<table>" in seen._repr_html_()
 
 
-def test_tensorboard_gets_numbers_and_the_picture(model: Small, images: torch.Tensor) -> None:
+def test_log_tensorboard_writes_scalars_and_the_figure(model: Small, images: torch.Tensor) -> None:
     pytest.importorskip("matplotlib")
 
     class Writer:

@@ -1,4 +1,4 @@
-"""The dropout that models come with: found, changed, given back; and residual dropout for those that have none."""
+"""`report_dropout` finds a model's built-in dropout, `set_dropout` changes and restores its rates."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import dropout as forget
+from torch.nn.functional import dropout as zero_some
 
 import hookdrop
 from hookdrop import HookdropWarning, LayerError
 from hookdrop.recipes import report_dropout, set_dropout
 from tests.support.dropout_models import (
     TOKENS,
-    AnyName,
+    ArbitraryNames,
     Base,
-    Heir,
     Inherited,
-    NotSelf,
-    OfAModule,
+    OverriddenMethod,
+    RenamedSelf,
+    SubmoduleRate,
     TwoRates,
     bert,
     gpt2,
@@ -33,18 +33,19 @@ from tests.support.dropout_models import (
     torchvision,
     transformers,
 )
+from tests.support.tensors import all_equal
 
 timm = pytest.importorskip("timm")
 
 
 class Functional(nn.Module):
-    """Dropout in every way but as a module."""
+    """Functional dropout with rates from an attribute and from a literal."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
         self.dropout_rate = 0.2
-        self.dropped_so_far = 0.5  # a number with "drop" in its name that no forward reads
+        self.dropped_so_far = 0.5  # no forward reads it
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(self.linear(x), self.dropout_rate, self.training)
@@ -66,7 +67,7 @@ class InheritedTwice(Inherited):
 
 
 class TwoDropouts(TwoRates):
-    """By its name it is dropout."""
+    """A class whose name contains Dropout."""
 
 
 def bart() -> nn.Module:
@@ -91,13 +92,13 @@ ROWS = (torch.randn(8, 16),)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "a Dropout whose forward is its parent's": (lambda: nn.Sequential(Inherited(0.3)), ROWS),
-    "a Dropout two classes away": (lambda: InheritedTwice(0.3), ROWS),
-    "a method of a parent": (Heir, ROWS),
-    "rates of any name": (AnyName, ROWS),
-    "the rate of a submodule": (OfAModule, (torch.randn(2, 4, 16),)),
-    "a forward without self": (NotSelf, ROWS),
-    "two rates in one dropout": (TwoDropouts, ROWS),
+    "a Dropout subclass": (lambda: nn.Sequential(Inherited(0.3)), ROWS),
+    "a subclass of a Dropout subclass": (lambda: InheritedTwice(0.3), ROWS),
+    "an overridden method": (OverriddenMethod, ROWS),
+    "rates with arbitrary names": (ArbitraryNames, ROWS),
+    "the rate of a submodule": (SubmoduleRate, (torch.randn(2, 4, 16),)),
+    "a forward that renames self": (RenamedSelf, ROWS),
+    "two rates in one module": (TwoDropouts, ROWS),
     "a stack of LSTMs": (lambda: nn.LSTM(16, 16, 2, dropout=0.3), (torch.randn(4, 2, 16),)),
     "a transformer layer": (lambda: nn.TransformerEncoderLayer(16, 2, 16, 0.2), (torch.randn(2, 4, 16),)),
     "attention": (lambda: nn.MultiheadAttention(16, 2, dropout=0.3), (torch.randn(4, 2, 16),) * 3),
@@ -119,7 +120,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 
 def outputs(model: nn.Module, given: Any, seed: int) -> list[Tensor]:
-    """What a forward in training mode puts out, batch norms as in eval mode."""
+    """Return the outputs of a forward in training mode, with batch norms in eval mode."""
     model.train()
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -128,10 +129,6 @@ def outputs(model: nn.Module, given: Any, seed: int) -> list[Tensor]:
     with torch.no_grad():
         out = model(**given) if isinstance(given, dict) else model(*given)
     return hookdrop.utils.tensor_tree.tensors(out) if not isinstance(out, Tensor) else [out]
-
-
-def alike(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -145,35 +142,37 @@ class TestEveryModel:
     def given(self, name: str) -> Any:
         return MODELS[name][1]
 
-    def test_all_of_it_is_found(self, model: nn.Module, given: Any) -> None:
-        """With every rate that is reported at 0, nothing random is left."""
-        assert not alike(outputs(model, given, 0), outputs(model, given, 1))
+    def test_all_rates_at_0_make_the_forward_deterministic(self, model: nn.Module, given: Any) -> None:
+        """No rate was missed: with all reported rates at 0 the outputs do not depend on the seed."""
+        assert not all_equal(outputs(model, given, 0), outputs(model, given, 1))
         with set_dropout(model, 0.0):
-            assert alike(outputs(model, given, 0), outputs(model, given, 1))
+            assert all_equal(outputs(model, given, 0), outputs(model, given, 1))
 
-    def test_each_rate_is_read_by_the_forward(self, model: nn.Module, given: Any) -> None:
-        """With all others at 0, each one alone makes the outputs random."""
+    def test_each_reported_rate_alone_makes_the_forward_random(self, model: nn.Module, given: Any) -> None:
+        """Each rate is read: with all other rates at 0 the outputs depend on the seed."""
         for rate in report_dropout(model).rates:
             if "layerdrop" in rate.name:
-                continue  # whole layers, of which there is one
+                continue  # the model has only one layer to drop
             with (
                 set_dropout(model, 0.0),
                 set_dropout(model, lambda name, p, rate=rate: 0.6 if name == rate.name else p),
             ):
-                assert any(not alike(outputs(model, given, 0), outputs(model, given, seed)) for seed in (1, 2, 3)), rate
+                assert any(
+                    not all_equal(outputs(model, given, 0), outputs(model, given, seed)) for seed in (1, 2, 3)
+                ), rate
 
-    def test_is_given_back(self, model: nn.Module, given: Any) -> None:
+    def test_remove_restores_rates_and_outputs(self, model: nn.Module, given: Any) -> None:
         before = outputs(model, given, 0)
         rates = [rate.value for rate in report_dropout(model).rates]
         change = set_dropout(model, 0.9)
-        assert not alike(outputs(model, given, 0), before)
+        assert not all_equal(outputs(model, given, 0), before)
         change.remove()
         assert [rate.value for rate in report_dropout(model).rates] == rates
-        assert alike(outputs(model, given, 0), before)
+        assert all_equal(outputs(model, given, 0), before)
 
 
-class TestTheReport:
-    def test_names_modules_and_attributes_with_their_rates(self) -> None:
+class TestReportDropout:
+    def test_lists_modules_and_attributes_with_their_rates(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.LSTM(4, 4, 2, dropout=0.2), nn.AlphaDropout(0.3))
         assert [(rate.name, rate.value) for rate in report_dropout(model).rates] == [
             ("1", 0.1),
@@ -184,24 +183,24 @@ class TestTheReport:
     def test_finds_functional_dropout_whose_rate_is_an_attribute(self) -> None:
         assert [rate.name for rate in report_dropout(Functional()).rates] == ["dropout_rate"]
 
-    def test_says_which_functional_dropout_is_out_of_reach(self) -> None:
+    def test_reports_functional_dropout_that_is_out_of_reach(self) -> None:
         report = report_dropout(nn.Sequential(Functional(), Functional()))
         assert report.out_of_reach == {
             "Functional.forward calls F.dropout(x, 0.25, training=self.training)": ["0", "1"]
         }
         assert "out of reach: Functional.forward calls F.dropout" in str(report)
 
-    def test_finds_hookdrops_own_regularizers_as_layers(self) -> None:
+    def test_lists_hookdrop_regularizers_used_as_layers(self) -> None:
         model = nn.Sequential(nn.Conv2d(3, 3, 3), hookdrop.DropBlock(0.2, 3), hookdrop.GaussianNoise(0.1))
         assert [(rate.name, rate.value) for rate in report_dropout(model).rates] == [("1", 0.2)]
         with set_dropout(model, 0.5):
             assert model[1].p == 0.5
         assert model[1].p == 0.2
 
-    def test_of_a_model_without_any_says_so(self) -> None:
+    def test_model_without_dropout_reports_0_rates(self) -> None:
         report = report_dropout(nn.Linear(2, 2))
         assert (list(report.rates), report.out_of_reach) == ([], {})
-        assert str(report).startswith("0 rates of dropout in Linear")
+        assert str(report).startswith("0 dropout rates in Linear")
 
     def test_lists_a_shared_module_once(self) -> None:
         shared = nn.Dropout(0.1)
@@ -211,7 +210,7 @@ class TestTheReport:
         model = nn.DataParallel(nn.Sequential(nn.Dropout(0.1)))
         assert [rate.name for rate in report_dropout(model).rates] == ["0"]
 
-    def test_is_a_table_in_a_notebook(self) -> None:
+    def test_notebook_repr_is_a_table(self) -> None:
         assert "<td>0.1</td>" in report_dropout(nn.Sequential(nn.Dropout(0.1)))._repr_html_()
 
 
@@ -225,55 +224,55 @@ def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Holder(nn.Module):
-    """What the models below read their rates from."""
+    """Base of the models below: stores its keyword arguments as attributes."""
 
     rates: Any
 
-    def __init__(self, **kept: Any) -> None:
+    def __init__(self, **attributes: Any) -> None:
         super().__init__()
-        for name, value in kept.items():
+        for name, value in attributes.items():
             setattr(self, name, value)
 
 
-class OfSettings(Holder):
+class RateInConfig(Holder):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.cfg.dropout, self.training)
 
 
-class OfSettingsByALocalName(Holder):
+class RateInConfigAlias(Holder):
     def forward(self, x: Tensor) -> Tensor:
         args = self.args
         return F.dropout(x, args.p if self.training else 0.0)
 
 
-class OfADictionary(Holder):
+class RateInDict(Holder):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.rates["first"], self.training)
 
 
-class OfAModuleThatDoesNotDrop(Holder):
+class RateInOtherModule(Holder):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.place.p, self.training)
 
 
-class OfAConstant(Holder):
+class GlobalRate(Holder):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, RATE, self.training)
 
 
-class OfAClosure(Holder):
+class ClassAttributeRate(Holder):
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x, OfAClosure.RATE, self.training)
+        return F.dropout(x, ClassAttributeRate.RATE, self.training)
 
     RATE = 0.3
 
 
-class OfArithmetic(Holder):
+class ArithmeticRate(Holder):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, 1 - self.keep, self.training)
 
 
-class OfADefault(Holder):
+class DefaultArgumentRate(Holder):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x)
 
@@ -281,19 +280,19 @@ class OfADefault(Holder):
         return F.dropout(x, p, self.training)
 
 
-class OfALoop(Holder):
+class LoopRate(Holder):
     def forward(self, x: Tensor) -> Tensor:
         for p in self.rates:
             x = F.dropout(x, p, self.training)
         return x
 
 
-class MadeInForward(Holder):
+class DropoutCreatedInForward(Holder):
     def forward(self, x: Tensor) -> Tensor:
         return nn.Dropout(0.3)(x)
 
 
-class InAClassMethod(Holder):
+class ClassMethodDropout(Holder):
     @classmethod
     def head(cls, x: Tensor) -> Tensor:
         return F.dropout(x, 0.3)
@@ -302,7 +301,7 @@ class InAClassMethod(Holder):
         return self.head(x)
 
 
-class InAProperty(Holder):
+class PropertyDropout(Holder):
     @property
     def weight(self) -> Tensor:
         return F.dropout(self.kept, 0.3)
@@ -311,7 +310,7 @@ class InAProperty(Holder):
         return x @ self.weight
 
 
-class GivenByAnother(Holder):
+class PartialArgumentRate(Holder):
     def forward(self, x: Tensor) -> Tensor:
         return partial(self.head, p=0.3)(x)
 
@@ -319,7 +318,7 @@ class GivenByAnother(Holder):
         return F.dropout(x, p)
 
 
-class InAFunctionInside(Holder):
+class NestedFunctionDropout(Holder):
     def forward(self, x: Tensor) -> Tensor:
         def head(x: Tensor, p: float) -> Tensor:
             return F.dropout(x, p)
@@ -327,46 +326,52 @@ class InAFunctionInside(Holder):
         return head(x, 0.3)
 
 
-class ByAnotherName(Holder):
+class RenamedDropout(Holder):
     def forward(self, x: Tensor) -> Tensor:
-        return forget(x, 0.3)
+        return zero_some(x, 0.3)
 
 
 UNREACHED: dict[str, tuple[nn.Module, str]] = {
-    "an object of settings": (
-        OfSettings(cfg=SimpleNamespace(dropout=0.3)),
-        "OfSettings.forward calls F.dropout(x, self.cfg.dropout, self.training)",
+    "a config object": (
+        RateInConfig(cfg=SimpleNamespace(dropout=0.3)),
+        "RateInConfig.forward calls F.dropout(x, self.cfg.dropout, self.training)",
     ),
-    "an object of settings by a local name": (
-        OfSettingsByALocalName(args=SimpleNamespace(p=0.3)),
-        "OfSettingsByALocalName.forward calls F.dropout(x, args.p if self.training else 0.0)",
+    "a config object through a local variable": (
+        RateInConfigAlias(args=SimpleNamespace(p=0.3)),
+        "RateInConfigAlias.forward calls F.dropout(x, args.p if self.training else 0.0)",
     ),
     "a dictionary": (
-        OfADictionary(rates={"first": 0.3}),
-        "OfADictionary.forward calls F.dropout(x, self.rates['first'], self.training)",
+        RateInDict(rates={"first": 0.3}),
+        "RateInDict.forward calls F.dropout(x, self.rates['first'], self.training)",
     ),
-    "a module that does not read it": (
-        OfAModuleThatDoesNotDrop(place=Holder(p=0.3)),
-        "OfAModuleThatDoesNotDrop.forward calls F.dropout(x, self.place.p, self.training)",
+    "a module that does not drop": (
+        RateInOtherModule(place=Holder(p=0.3)),
+        "RateInOtherModule.forward calls F.dropout(x, self.place.p, self.training)",
     ),
-    "a constant": (OfAConstant(), "OfAConstant.forward calls F.dropout(x, RATE, self.training)"),
-    "a constant of a class": (OfAClosure(), "OfAClosure.forward calls F.dropout(x, OfAClosure.RATE, self.training)"),
-    "arithmetic": (OfArithmetic(keep=0.9), "OfArithmetic.forward calls F.dropout(x, 1 - self.keep, self.training)"),
-    "a default": (OfADefault(), "OfADefault.forward calls F.dropout(x, p, self.training)"),
-    "a loop": (OfALoop(rates=[0.3]), "OfALoop.forward calls F.dropout(x, p, self.training)"),
-    "a module made at each call": (MadeInForward(), "MadeInForward.forward calls nn.Dropout(0.3)"),
-    "a class method": (InAClassMethod(), "InAClassMethod.forward calls F.dropout(x, 0.3)"),
-    "a property": (InAProperty(), "InAProperty.forward calls F.dropout(self.kept, 0.3)"),
-    "an argument that another gives": (GivenByAnother(), "GivenByAnother.forward calls F.dropout(x, p)"),
-    "a function inside": (InAFunctionInside(), "InAFunctionInside.forward calls F.dropout(x, p)"),
-    "dropout by another name": (ByAnotherName(), "ByAnotherName.forward calls forget(x, 0.3)"),
+    "a global constant": (GlobalRate(), "GlobalRate.forward calls F.dropout(x, RATE, self.training)"),
+    "a class attribute": (
+        ClassAttributeRate(),
+        "ClassAttributeRate.forward calls F.dropout(x, ClassAttributeRate.RATE, self.training)",
+    ),
+    "arithmetic": (ArithmeticRate(keep=0.9), "ArithmeticRate.forward calls F.dropout(x, 1 - self.keep, self.training)"),
+    "a default argument": (DefaultArgumentRate(), "DefaultArgumentRate.forward calls F.dropout(x, p, self.training)"),
+    "a loop": (LoopRate(rates=[0.3]), "LoopRate.forward calls F.dropout(x, p, self.training)"),
+    "a module created in each call": (
+        DropoutCreatedInForward(),
+        "DropoutCreatedInForward.forward calls nn.Dropout(0.3)",
+    ),
+    "a class method": (ClassMethodDropout(), "ClassMethodDropout.forward calls F.dropout(x, 0.3)"),
+    "a property": (PropertyDropout(), "PropertyDropout.forward calls F.dropout(self.kept, 0.3)"),
+    "an argument bound by partial": (PartialArgumentRate(), "PartialArgumentRate.forward calls F.dropout(x, p)"),
+    "a nested function": (NestedFunctionDropout(), "NestedFunctionDropout.forward calls F.dropout(x, p)"),
+    "dropout imported under another name": (RenamedDropout(), "RenamedDropout.forward calls zero_some(x, 0.3)"),
     "a tensor": (Base(), "Base.forward reads rate, a Tensor"),
 }
 UNREACHED["a tensor"][0].rate = torch.tensor(0.3)
 
 
 class Flags(Holder):
-    """Numbers that are no rates, though "drop" is in their names."""
+    """Numbers with "drop" in their names that are not rates."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.drop_first + self.num_dropped + self.drop_count + self.drop_rate_id else x * self.training
@@ -378,7 +383,7 @@ class Kept(Holder):
 
 
 class Fixed(nn.Module):
-    """A rate that can be read, not set."""
+    """A read-only rate."""
 
     @property
     def drop_rate(self) -> float:
@@ -395,7 +400,7 @@ class Refusing(Fixed):
 
     @drop_rate.setter
     def drop_rate(self, value: float) -> None:
-        raise KeyError("not today")
+        raise KeyError("read-only")
 
 
 class ManyDropouts(nn.Module):
@@ -413,7 +418,7 @@ LAZY: Any = None
 
 
 class LazyAttributes:
-    """A module that is imported when an attribute is read, and can't be."""
+    """A lazily imported module whose import fails."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"failed to import {name}")
@@ -424,36 +429,36 @@ class LazyEverything(LazyAttributes):
         raise RuntimeError(f"failed to import {name}")
 
 
-class OfALazyImport(Holder):
+class LazyImport(Holder):
     def forward(self, x: Tensor) -> Tensor:
         return LAZY.attend(x) + LAZY.nn.dropped(x)
 
 
-class OfALazyRate(Holder):
+class LazyRate(Holder):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, LAZY.rate, self.training)
 
 
-class TestWhatIsRead:
+class TestSourceAnalysis:
     @pytest.mark.parametrize("name", UNREACHED)
-    def test_a_rate_that_is_kept_elsewhere_is_out_of_reach(self, name: str) -> None:
+    def test_rate_stored_elsewhere_is_out_of_reach(self, name: str) -> None:
         model, line = UNREACHED[name]
         report = report_dropout(nn.Sequential(model))
         assert report.out_of_reach == {line: ["0"]}
         assert [rate.name for rate in report.rates] == []
 
-    def test_the_rate_of_a_submodule_is_the_submodules(self) -> None:
-        assert [rate.name for rate in report_dropout(OfAModule()).rates] == ["attn_drop"]
+    def test_submodule_rate_is_listed_under_the_submodule(self) -> None:
+        assert [rate.name for rate in report_dropout(SubmoduleRate()).rates] == ["attn_drop"]
 
-    def test_a_forward_under_a_decorator_that_hides_it_can_not_be_read(self) -> None:
+    def test_forward_hidden_by_a_decorator_is_out_of_reach(self) -> None:
         class Net(nn.Module):
             @undecorated
             def forward(self, x: Tensor) -> Tensor:
                 return F.dropout(self.head(x), 0.3)
 
-        assert report_dropout(Net()).out_of_reach == {"the source of Net.forward can't be read": [""]}
+        assert report_dropout(Net()).out_of_reach == {"the source of Net.forward is not available": [""]}
 
-    def test_nor_can_a_method_under_one(self) -> None:
+    def test_method_hidden_by_a_decorator_is_out_of_reach(self) -> None:
         class Net(nn.Module):
             def forward(self, x: Tensor) -> Tensor:
                 return self.head(x)
@@ -462,18 +467,18 @@ class TestWhatIsRead:
             def head(self, x: Tensor) -> Tensor:
                 return F.dropout(x, 0.3)
 
-        assert report_dropout(Net()).out_of_reach == {"the source of Net.head can't be read": [""]}
+        assert report_dropout(Net()).out_of_reach == {"the source of Net.head is not available": [""]}
 
-    def test_a_forward_that_one_module_alone_has_is_told(self) -> None:
+    def test_forward_overridden_on_the_instance_is_out_of_reach(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[1].forward = lambda x: F.dropout(x, 0.3)
-        assert report_dropout(model).out_of_reach == {"this Linear has another forward than its class": ["1"]}
+        assert report_dropout(model).out_of_reach == {"this Linear instance overrides forward": ["1"]}
 
-    def test_flags_and_counts_are_no_rates(self) -> None:
+    def test_flags_and_counts_are_not_rates(self) -> None:
         report = report_dropout(Flags(drop_first=1, num_dropped=0, drop_count=0, drop_rate_id=3))
         assert (list(report.rates), report.out_of_reach) == ([], {})
 
-    def test_a_keep_probability_is_no_rate_but_told(self) -> None:
+    def test_keep_probability_is_out_of_reach(self) -> None:
         report = report_dropout(Kept(drop_keep_prob=0.9))
         assert list(report.rates) == []
         assert report.out_of_reach == {"Kept.forward reads drop_keep_prob, which may be a drop rate": [""]}
@@ -495,7 +500,7 @@ class TestWhatIsRead:
             "_drop_prob",
         ],
     )
-    def test_the_names_of_rates_are_known(self, name: str) -> None:
+    def test_common_rate_names_are_recognized(self, name: str) -> None:
         scope: dict[str, Any] = {"Holder": Holder}
         source = f"class Net(Holder):\n    def forward(self, x):\n        return draw(x, self.{name})\n"
         linecache.cache["<net>"] = (len(source), None, source.splitlines(True), "<net>")
@@ -503,38 +508,38 @@ class TestWhatIsRead:
         scope["Net"].__module__ = __name__
         assert [rate.name for rate in report_dropout(scope["Net"](**{name: 0.1})).rates] == [name]
 
-    def test_one_recurrent_layer_has_no_dropout(self) -> None:
+    def test_single_layer_rnn_has_no_dropout(self) -> None:
         with pytest.warns(UserWarning, match="num_layers greater than 1"):
             model = nn.Sequential(nn.LSTM(4, 4, 1, dropout=0.2), nn.GRU(4, 4, 2, dropout=0.2))
         report = report_dropout(model)
         assert ([rate.name for rate in report.rates], report.out_of_reach) == (["1.dropout"], {})
 
-    def test_two_rates_of_one_dropout_have_two_names(self) -> None:
+    def test_two_rates_of_one_module_have_two_names(self) -> None:
         model = nn.Sequential(TwoDropouts())
         assert [rate.name for rate in report_dropout(model).rates] == ["0", "0.rate2"]
         set_dropout(model, {"0.rate2": 0.9})
         assert (model[0].rate, model[0].rate2) == (0.3, 0.9)
 
-    def test_a_property_without_a_setter_is_out_of_reach(self) -> None:
+    def test_property_without_a_setter_is_out_of_reach(self) -> None:
         model = nn.Sequential(nn.Dropout(0.3), Fixed())
         report = report_dropout(model)
         assert [rate.name for rate in report.rates] == ["0"]
         assert report.out_of_reach == {"Fixed.forward reads drop_rate, a property without a setter": ["1"]}
 
-    def test_dropout_modules_in_a_loop_are_in_reach(self) -> None:
+    def test_dropout_modules_called_in_a_loop_are_listed(self) -> None:
         report = report_dropout(ManyDropouts())
         assert [rate.name for rate in report.rates] == ["dropouts.0", "dropouts.1"]
         assert report.out_of_reach == {}
 
     @pytest.mark.parametrize("lazy", [LazyAttributes, LazyEverything])
-    def test_a_lazy_import_that_fails_is_not_raised(self, lazy: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failing_lazy_import_is_ignored(self, lazy: type, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(globals(), "LAZY", lazy())
-        report = report_dropout(nn.Sequential(nn.Dropout(0.1), OfALazyImport(), OfALazyRate()))
+        report = report_dropout(nn.Sequential(nn.Dropout(0.1), LazyImport(), LazyRate()))
         assert [rate.name for rate in report.rates] == ["0"]
-        assert report.out_of_reach == {"OfALazyRate.forward calls F.dropout(x, LAZY.rate, self.training)": ["2"]}
+        assert report.out_of_reach == {"LazyRate.forward calls F.dropout(x, LAZY.rate, self.training)": ["2"]}
 
 
-class TestSetting:
+class TestSetDropout:
     @pytest.fixture
     def model(self) -> Any:
         return nn.Sequential(nn.Dropout(0.1), nn.LSTM(4, 4, 2, dropout=0.2), nn.Sequential(nn.Dropout(0.3)))
@@ -543,84 +548,82 @@ class TestSetting:
     def rates(model: nn.Module) -> list[float]:
         return [rate.value for rate in report_dropout(model).rates]
 
-    def test_one_rate_is_for_all(self, model: Any) -> None:
+    def test_one_rate_applies_to_all(self, model: Any) -> None:
         set_dropout(model, 0.5)
         assert self.rates(model) == [0.5, 0.5, 0.5]
 
-    def test_a_function_gives_each_its_own(self, model: Any) -> None:
+    def test_function_computes_each_rate(self, model: Any) -> None:
         set_dropout(model, lambda name, rate: rate / 2)
         assert self.rates(model) == pytest.approx([0.05, 0.1, 0.15])
 
-    def test_an_exact_name_wins_over_a_glob(self) -> None:
+    def test_exact_name_takes_precedence_over_a_glob(self) -> None:
         model = nn.ModuleDict({"a[1]": nn.Dropout(0.1), "a1": nn.Dropout(0.1)})
         set_dropout(model, {"a[1]": 0.5})
         assert self.rates(model) == [0.5, 0.1]
 
-    def test_a_pattern_that_matches_nothing_says_what_is_there(self, model: Any) -> None:
-        with pytest.raises(LayerError, match=r"'1.dropot' matches none of the 3 rates") as told:
+    def test_unmatched_pattern_raises_and_suggests_names(self, model: Any) -> None:
+        with pytest.raises(LayerError, match=r"'1.dropot' matches none of the 3 dropout rates") as excinfo:
             set_dropout(model, {"0": 0.5, "1.dropot": 0.5})
-        assert "they are: '1.dropout'" in str(told.value)
+        assert "did you mean: '1.dropout'" in str(excinfo.value)
         assert self.rates(model) == [0.1, 0.2, 0.3]
 
-    def test_two_patterns_for_one_rate_are_an_error(self, model: Any) -> None:
+    def test_two_patterns_matching_one_rate_raise(self, model: Any) -> None:
         with pytest.raises(LayerError, match=r"two patterns match '0'"):
             set_dropout(model, {"0": 0.5, "**": 0.4})
 
     @pytest.mark.parametrize("p", [1.5, -0.1, float("nan")])
-    def test_a_rate_out_of_range_changes_nothing(self, model: Any, p: float) -> None:
+    def test_rate_out_of_range_raises_and_changes_nothing(self, model: Any, p: float) -> None:
         with pytest.raises(ValueError, match="set_dropout, '2.0': p must"):
             set_dropout(model, {"0": 0.5, "2.0": p})
         assert self.rates(model) == [0.1, 0.2, 0.3]
 
     @pytest.mark.parametrize("p", ["0.1", None, True, [0.1]])
-    def test_what_is_no_rate_is_an_error(self, model: Any, p: Any) -> None:
+    def test_invalid_rate_type_raises(self, model: Any, p: Any) -> None:
         with pytest.raises(TypeError, match="must be a number"):
             set_dropout(model, p)
 
-    def test_a_model_without_dropout_is_an_error(self) -> None:
-        with pytest.raises(LayerError, match="finds no rate that it can change in Linear"):
+    def test_model_without_dropout_raises(self) -> None:
+        with pytest.raises(LayerError, match="found no rate that it can change in Linear"):
             set_dropout(nn.Linear(2, 2), 0.1)
 
-    def test_a_rate_that_can_not_be_set_changes_nothing(self) -> None:
+    def test_failing_setter_raises_and_changes_nothing(self) -> None:
         model = nn.Sequential(nn.Dropout(0.3), Refusing(), nn.Dropout(0.3))
-        with pytest.raises(
-            LayerError, match=r"'1.drop_rate' can't be set to 0.5: Refusing raised KeyError: 'not today'"
-        ):
+        with pytest.raises(LayerError, match=r"cannot set '1.drop_rate' to 0.5: Refusing raised KeyError: 'read-only'"):
             set_dropout(model, 0.5)
         assert [rate.value for rate in report_dropout(model).rates] == [0.3, 0.3, 0.3]
 
-    def test_what_has_no_setter_is_left_out(self) -> None:
+    def test_property_without_a_setter_is_skipped(self) -> None:
         model = nn.Sequential(nn.Dropout(0.3), Fixed())
         with set_dropout(model, 0.5):
             assert model[0].p == 0.5
         assert model[0].p == 0.3
 
-    def test_an_empty_mapping_is_an_error(self, model: Any) -> None:
-        with pytest.raises(LayerError, match="the mapping is empty") as told:
+    def test_empty_mapping_raises(self, model: Any) -> None:
+        with pytest.raises(LayerError, match="the mapping is empty") as excinfo:
             set_dropout(model, {})
-        assert "'1.dropout'" in str(told.value)
+        assert "'1.dropout'" in str(excinfo.value)
 
-    def test_comes_undone_after_an_exception(self, model: Any) -> None:
+    def test_rates_are_restored_after_an_exception(self, model: Any) -> None:
         with pytest.raises(KeyError), set_dropout(model, 0.5):
             raise KeyError
         assert self.rates(model) == [0.1, 0.2, 0.3]
 
-    def test_nested_changes_come_undone_one_by_one(self, model: Any) -> None:
+    def test_nested_changes_are_restored_in_order(self, model: Any) -> None:
         with set_dropout(model, 0.5):
             with set_dropout(model, {"0": 0.6}):
                 assert self.rates(model) == [0.6, 0.5, 0.5]
             assert self.rates(model) == [0.5, 0.5, 0.5]
         assert self.rates(model) == [0.1, 0.2, 0.3]
 
-    def test_what_somebody_else_changed_since_is_left_and_told(self, model: Any) -> None:
+    def test_rate_changed_afterward_is_not_restored_and_warns(self, model: Any) -> None:
         change = set_dropout(model, 0.5)
         model[0].p = 0.7
-        with pytest.warns(HookdropWarning, match=r"1 rate changed again since, and not restored: '0'"):
+        with pytest.warns(HookdropWarning, match=r"did not restore 1 rate that changed again since: '0'"):
             change.remove()
         assert self.rates(model) == [0.7, 0.2, 0.3]
         change.remove()
 
-    def test_the_handle_shows_before_and_after(self, model: Any) -> None:
+    def test_repr_shows_old_and_new_rates(self, model: Any) -> None:
         change = set_dropout(model, {"0": 0.5})
         assert repr(change) == "<1 rate changed: '0' 0.1 -> 0.5>"
         assert change.rates == {"0": (0.1, 0.5)}
