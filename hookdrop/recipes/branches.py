@@ -22,7 +22,7 @@ Rule = Callable[[nn.Module], Ends | None]
 
 def blocks(model: nn.Module) -> Iterator[tuple[Layer, Ends]]:
     """Yield the residual blocks of a model in `named_modules()` order, with the ends of their branches."""
-    for layer in walk(model):
+    for layer in named_layers(model):
         ends = branch_ends(layer.module)
         if ends is not None:
             yield layer, ends

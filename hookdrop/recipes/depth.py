@@ -65,7 +65,7 @@ def stochastic_depth(
     require_sites("stochastic_depth", model, list(ends), "residual blocks with a known structure")
     _check_no_stochastic_depth(model, ends)
     _check_no_shared_ends(ends)
-    scales = [1.0] * len(found) if p_scale is None else factors([block for block, _ in found], p_scale)
+    scales = [1.0] * len(found) if p_scale is None else rate_factors([block for block, _ in found], p_scale)
     sites = [
         RecipeSite(f"{block.name}.{end}", {"p": p}, scale)
         for (block, ends), scale in zip(found, scales, strict=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import Layer, walk
+from hookdrop.injection.select import Layer, named_layers
 from hookdrop.recipes.branches import has_submodules, norms_follow_convs
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.regularizers import DropBlock
@@ -127,7 +127,7 @@ def _scaled_drop_block(p: float, block_size: int, gamma_scale: float) -> DropBlo
 
 def _timm_sites(model: nn.Module) -> Iterator[tuple[str, int, float]]:
     """Yield (name, block size, gamma scale) of each module that `drop_block_rate` replaces; an Identity without it."""
-    layers = {layer.name: layer.module for layer in walk(model)}
+    layers = {layer.name: layer.module for layer in named_layers(model)}
     for name, block in layers.items():
         stage, _, index = name.rpartition(".")
         settings = _TIMM.get(_stage_from_end(stage, layers)) if index.isdigit() else None
@@ -176,7 +176,7 @@ def _paper_sites_in_block(block: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 def _resnet_blocks(model: nn.Module) -> Iterator[tuple[Layer, str]]:
     """Yield the residual blocks of every ResNet in the model, with the name of their group."""
-    for layer in walk(model):
+    for layer in named_layers(model):
         group, dot, index = layer.name.rpartition(".")
         stage = group.rpartition(".")[2]
         if not (dot and index.isdigit() and stage in _GROUPS and hasattr(layer.module, "downsample")):

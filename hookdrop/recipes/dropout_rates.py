@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.injection.select import walk
+from hookdrop.injection.select import named_layers
 from hookdrop.recipes.source_analysis import DropoutSource, Path, analyze, safe_getattr
 from hookdrop.regularizers import Regularizer
 
@@ -50,7 +50,7 @@ def find_rates(model: nn.Module) -> list[Rate]:
 def find_out_of_reach(model: nn.Module) -> dict[str, list[str]]:
     """Return dropout that cannot be changed: descriptions of the code, with the names of the modules that run it."""
     found: dict[str, list[str]] = {}
-    for layer in walk(model):
+    for layer in named_layers(model):
         for line in dict.fromkeys(_describe_out_of_reach(layer.module)):
             found.setdefault(line, []).append(layer.name)
     return found

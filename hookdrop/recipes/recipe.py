@@ -107,7 +107,7 @@ def _make_regularizer(factory: Factory, settings: Mapping[str, Any]) -> Any:
 
 def require_sites(recipe: str, model: nn.Module, names: Sequence[str], wanted: str) -> None:
     """Raise if the recipe found no site, or if torch.fx traced the part of the model that contains the sites."""
-    for layer in walk(model):
+    for layer in named_layers(model):
         if isinstance(layer.module, GraphModule):
             prefix = f"{layer.name}." if layer.name else ""
             if not names or any(name.startswith(prefix) for name in names):
