@@ -64,7 +64,7 @@ def _fill_in(site: PlannedSite, seen: Seen, doubts: dict[str, list[str]]) -> Non
             "samples would lose the signal with the branch: hook the last layer of the branch (attn, mlp, bn3)."
         )
     for shape in seen.shapes:
-        for doubt in regularizer.doubts(shape):
+        for doubt in regularizer.shape_warnings(shape):
             doubts.setdefault(re.sub(r"\d+", "#", doubt), []).append(f"{where}: {doubt}")
 
 

@@ -1,4 +1,4 @@
-"""Models that come with dropout of their own."""
+"""Models that contain dropout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OFF = 0.0
 
 
 class Inherited(nn.Dropout):
-    """The rate is read in a parent's forward."""
+    """The parent's forward reads the rate."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -44,14 +44,14 @@ class Base(nn.Module):
 
 
 class Heir(Base):
-    """What the parent's forward calls is this class's, which calls the parent's."""
+    """Overrides a method that the parent's forward calls, and calls the parent's method."""
 
     def head(self, x: Tensor) -> Tensor:
         return super().head(x).relu()
 
 
 class AnyName(nn.Module):
-    """Rates with names that say nothing, one by way of a local variable, one of a method's parameter."""
+    """Rates with arbitrary names, one passed through a local variable and one through a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class AnyName(nn.Module):
 
 
 class OfAModule(nn.Module):
-    """The rate of a submodule, which is never called, and a constant that is 0."""
+    """Uses the rate of a submodule that is never called, and a constant of 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class OfAModule(nn.Module):
 
 
 class NotSelf(nn.Module):
-    """The module has another name."""
+    """`forward` has another name for `self`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class NotSelf(nn.Module):
 
 
 class TwoRates(nn.Module):
-    """Drops at two rates, and does nothing else."""
+    """Drops at two rates."""
 
     def __init__(self) -> None:
         super().__init__()

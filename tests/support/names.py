@@ -1,4 +1,4 @@
-"""Names of chosen layers."""
+"""Names of selected layers."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def test_what_is_dropped_of_a_distributed_tensor_is_counted_on_all_ranks(
 def test_dropblock_works_on_local_tensors_and_refuses_distributed_ones(found: list[dict[str, Facts]]) -> None:
     for facts in of(found, "tensor parallel"):
         assert facts["DropBlock True"]["zeroed"] == pytest.approx(0.4, abs=0.1)
-        assert "x is a DTensor, in parts on several ranks" in facts["DropBlock False"]["error"]
+        assert "x is a DTensor, sharded over several ranks" in facts["DropBlock False"]["error"]
         assert "DropBlock at '0'" in facts["DropBlock False"]["error"]
 
 
