@@ -110,9 +110,7 @@ def as_regularizer(given: object) -> Regularizer:
         InjectionError: if `given` has parameters or buffers, or cannot be pickled.
     """
     if isinstance(given, type):
-        raise TypeError(
-            f"the regularizer is the class {given.__name__}, not an instance of it: {_example_call(given)}."
-        )
+        raise TypeError(f"the regularizer must be an instance, got the class {given.__name__}: {_example_call(given)}.")
     found: Regularizer
     if isinstance(given, nn.Module):
         _check_stateless(given)

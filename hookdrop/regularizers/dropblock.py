@@ -72,7 +72,7 @@ def _drop_block(
         return custom_ops.drop_block(x, p, edges, channel, per_channel, gamma, normalize) if x.numel() else x
     if is_tracing():
         raise InjectionError(
-            "drop_block inside torch.jit.trace: the trace would keep one mask for good.\n"
+            "drop_block inside torch.jit.trace: the trace would record a constant mask.\n"
             "  trace in eval mode: model.eval(), or without hooks: with hookdrop.without_hooks(model): ..."
         )
     # Under `make_fx`, sizes may be symbolic.
@@ -133,8 +133,8 @@ def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
         if rank == 3:
             raise ShapeError(
                 f"got {tuple(shape)}: tokens have no map.\n"
-                "  use TokenDropout(p=0.1) or DropPath(p=0.1), or hook a layer with a 4-D output (such as "
-                "'patch_embed.proj').\n  for a sequence, set the channel axis: DropBlock(..., "
+                "  use TokenDropout(p=0.1) or DropPath(p=0.1), hook a layer with a 4-D output (such as "
+                "'patch_embed.proj'),\n  or set the channel axis of a sequence: DropBlock(..., "
                 "channel_dim=1) for (N, C, L), channel_dim=-1 for (N, L, C)."
             )
         return 1

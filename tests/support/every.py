@@ -55,7 +55,7 @@ class Case:
         return getattr(self.regularizer, "in_backward", False)
 
     @property
-    def has_a_rate(self) -> bool:
+    def has_rate(self) -> bool:
         """Whether a schedule can drive it."""
         return getattr(self.regularizer, "rate_name", "p") is not None
 
@@ -96,13 +96,13 @@ EVERY = {name: Case(cls(0.3)) for name, cls in _OTHERS.items()} | _CASES
 FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
 """The cases that change the forward output."""
 
-OF_ONE = {name: case for name, case in FORWARD.items() if not isinstance(case.regularizer, MixStyle)}
+SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not isinstance(case.regularizer, MixStyle)}
 """The forward cases that have an effect on a batch of one."""
 
 DERIVING = {name: case for name, case in EVERY.items() if case.derives}
 """The cases whose gradient is the derivative of the output."""
 
-WITH_A_RATE = {name: case for name, case in EVERY.items() if case.has_a_rate}
+WITH_A_RATE = {name: case for name, case in EVERY.items() if case.has_rate}
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

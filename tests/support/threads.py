@@ -8,7 +8,10 @@ import gc
 import torch
 from torch import nn
 
+from tests.support.measures import zero_fraction
+
 X = torch.ones(64, 8)
+zeroed = zero_fraction
 
 
 def pair() -> nn.Sequential:

@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 from hookdrop import DropBlock, Dropout, InjectionError, LinearSchedule, find, inject, plan
 from hookdrop.functional import drop_block, drop_path, dropout2d
 from hookdrop.regularizers import REGULARIZERS
-from tests.support.every import DERIVING, EVERY, FORWARD, OF_ONE, SITES, WITH_A_RATE, Affine, Case, same
+from tests.support.every import DERIVING, EVERY, FORWARD, SINGLE_SAMPLE, SITES, WITH_A_RATE, Affine, Case, same
 
 
 def cases(some: dict[str, Case]) -> pytest.MarkDecorator:
@@ -89,7 +89,7 @@ def per_sample(model: nn.Module, weights: Weights, x: torch.Tensor, **randomness
     return vmap(grad(loss), (None, 0), **randomness)(weights, x)
 
 
-@cases(OF_ONE)
+@cases(SINGLE_SAMPLE)
 def test_per_sample_gradients_have_different_masks_with_randomness_different(case: Case) -> None:
     model, weights, x = hooked(case)
     equal = x[:1].expand_as(x)
@@ -98,7 +98,7 @@ def test_per_sample_gradients_have_different_masks_with_randomness_different(cas
     assert not all(torch.equal(gradient[0], gradient[i]) for gradient in tries for i in range(1, len(x)))
 
 
-@cases({**OF_ONE, **EDITING})
+@cases({**SINGLE_SAMPLE, **EDITING})
 def test_per_sample_gradients_share_a_mask_with_randomness_same(case: Case) -> None:
     model, weights, x = hooked(case)
     gradients = per_sample(model, weights, x[:1].expand_as(x), randomness="same")["0.weight"]
@@ -106,7 +106,7 @@ def test_per_sample_gradients_share_a_mask_with_randomness_same(case: Case) -> N
         torch.testing.assert_close(gradients[0], gradients[i])
 
 
-@cases(OF_ONE)
+@cases(SINGLE_SAMPLE)
 def test_per_sample_gradients_raise_with_randomness_error(case: Case) -> None:
     """As PyTorch's random functions do."""
     model, weights, x = hooked(case)
@@ -315,7 +315,7 @@ def test_model_on_the_meta_device(case: Case) -> None:
     """Hooked and run on the meta device, then materialized and trained."""
     with torch.device("meta"):
         model, x = case.model(), case.input()
-    schedule = LinearSchedule(4) if case.has_a_rate else None
+    schedule = LinearSchedule(4) if case.has_rate else None
     drop = inject(model, case.regularizer, layers=SITES, schedule=schedule, example_input=x)
     drop.seek(4)
     y = model(x)
@@ -376,7 +376,7 @@ def test_vmap_emits_no_performance_warnings() -> None:
     """PyTorch warns if it falls back to a loop over slices."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for case in (*OF_ONE.values(), *EDITING.values()):
+        for case in (*SINGLE_SAMPLE.values(), *EDITING.values()):
             model, weights, x = hooked(case)
             per_sample(model, weights, x, randomness="different")
     assert not [str(warning.message) for warning in caught if "vmap" in str(warning.message)]
