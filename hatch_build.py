@@ -1,4 +1,4 @@
-"""Compiles `hookdrop/kernels/_blocks.c` where there is a C compiler; without one the package works, only slower."""
+"""Compiles `hookdrop/kernels/_blocks.c` if a C compiler is available. Without one the package works but is slower."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ FLAGS = ["-O3", "-fno-strict-aliasing", "-fPIC", "-shared"]
 
 
 class Kernel(BuildHookInterface):
-    """Puts the shared library beside its source, and the platform into the wheel's name if it was built."""
+    """Builds the shared library next to its source, and tags the wheel with the platform if the build succeeded."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called by hatchling before a wheel, an editable one too, is put together."""
+        """Hatchling calls this before it builds a wheel, including editable ones."""
         source = Path(self.root, "hookdrop", "kernels", "_blocks.c")
         library = source.with_suffix(".native")
         if os.environ.get("HOOKDROP_KERNEL") == "0":
             return
-        said = ""
-        # With OpenMP it runs on PyTorch's own threads; without, on one.
+        error = ""
+        # With OpenMP the library uses PyTorch's threads, otherwise a single thread.
         for openmp in (["-fopenmp"], []):
-            made = library.with_suffix(".new")
-            said = _compile([*FLAGS, *openmp, str(source), "-o", str(made)])
-            if not said:
-                # Only now: what was there before stays if nothing better can be made.
-                made.replace(library)
+            output = library.with_suffix(".new")
+            error = _compile([*FLAGS, *openmp, str(source), "-o", str(output)])
+            if not error:
+                # Replace an existing library only after a successful build.
+                output.replace(library)
                 build_data["artifacts"].append("hookdrop/kernels/_blocks.native")
                 build_data["pure_python"] = False
                 build_data["tag"] = f"py3-none-{_platform()}"
                 return
         self.app.display_warning(
-            "hookdrop: its C loops could not be compiled. All works without them; on a CPU DropBlock and Dropout take "
-            f"up to three times as long.\n{said}"
+            "hookdrop: could not compile its C loops. Everything works without them, but DropBlock and Dropout are up "
+            f"to three times slower on a CPU.\n{error}"
         )
 
 
 def _compile(arguments: list[str]) -> str:
-    """Empty, or why it could not be done."""
+    """Run the compiler. Returns the error message, or an empty string on success."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     try:
-        done = subprocess.run([*compiler, *arguments], capture_output=True, text=True)
+        result = subprocess.run([*compiler, *arguments], capture_output=True, text=True)
     except OSError as error:
         return str(error)
-    return "" if done.returncode == 0 else f"{compiler[0]}: {done.stderr.strip() or done.returncode}"
+    return "" if result.returncode == 0 else f"{compiler[0]}: {result.stderr.strip() or result.returncode}"
 
 
 def _platform() -> str:

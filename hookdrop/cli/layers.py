@@ -76,4 +76,4 @@ def _fits(regularizer: Regularizer, shapes: list[tuple[int, ...]]) -> bool:
             regularizer.check(shape)
     except ShapeError:
         return False
-    return not any(map(regularizer.doubts, shapes))
+    return not any(map(regularizer.shape_warnings, shapes))

@@ -65,8 +65,8 @@ def _inspect_site(site: PlannedSite, seen: Seen, shape_warnings: dict[str, list[
             "drop the skip connection too: hook the last layer of the branch (attn, mlp, bn3)."
         )
     for shape in seen.shapes:
-        for text in regularizer.doubts(shape):
-            shape_warnings.setdefault(re.sub(r"\d+", "#", text), []).append(f"{where}: {text}")
+        for doubt in regularizer.shape_warnings(shape):
+            doubts.setdefault(re.sub(r"\d+", "#", doubt), []).append(f"{where}: {doubt}")
 
 
 def _never_called_warnings(resolved: Resolved) -> list[str]:

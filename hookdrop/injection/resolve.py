@@ -15,7 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.select import Entries, Layer, Selection, as_entries, entry_text, matches, select
-from hookdrop.regularizers import Regularizer, as_regularizer, must_pickle, parse
+from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable, parse
 from hookdrop.schedules import Schedule
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.validation import number
@@ -99,7 +99,7 @@ def resolve(
         chosen = regularizers[indices[0] if len(regularizers) > 1 else 0]
         sites.append(PlannedSite(layer.name, type(layer.module).__name__, layer.module, chosen, at=at))
     if schedule is not None:
-        must_pickle(schedule, "the schedule")
+        check_picklable(schedule, "the schedule")
     if p_scale is not None:
         _scale(sites, rate_factors(selected, p_scale))
     for site in sites:

@@ -1,1 +1,1 @@
-"""Drawing masks and applying them: seed rates, block geometry, native loops and custom operators."""
+"""Drawing and applying masks: seed rates, block geometry, native loops and custom operators."""

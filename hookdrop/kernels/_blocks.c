@@ -1,6 +1,6 @@
-/* The loops over blocks that PyTorch has no one-pass operation for. Optional: hookdrop/kernels/native.py says when
-   it is used, and hookdrop/kernels/blocks.py does the same without it. Nothing here is random. Seeds come sorted and may
-   repeat; were they not sorted some would be passed over, but nothing be written outside of a chunk. */
+/* Loops over blocks for which PyTorch has no one-pass operation. They are optional: hookdrop/kernels/native.py decides
+   when to use them, and hookdrop/kernels/blocks.py does the same without them. Nothing here is random. Seeds are sorted
+   and may repeat. If they were not sorted, some would be skipped, but nothing would be written outside of a chunk. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -16,7 +16,7 @@
 #define EXPORT
 #endif
 
-/* Wider vectors where the processor has them, told when the library is loaded. */
+/* Use wider vectors if the processor supports them, which is detected when the library is loaded. */
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__linux__)
 #define WIDE __attribute__((target_clones("avx2", "default")))
 #else
@@ -25,16 +25,16 @@
 
 #define AXES 4
 
-/* Elements that are scaled, and then cleared while they are at hand. */
+/* Number of elements that are scaled, and then cleared while they are in the cache. */
 #define BATCH 4096
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Changes with the signatures below; native.py asks for it. */
+/* Increment when a signature below changes; native.py checks it. */
 EXPORT int64_t hookdrop_interface(void) { return 3; }
 
-/* Says that memory just allocated is best given in huge pages: a fault for each 4 KiB of a fresh result costs more than
-   to compute it. PyTorch does the same for all memory under THP_MEM_ALLOC_ENABLE=1. */
+/* Request huge pages for memory that was just allocated: a page fault for each 4 KiB of a new result costs more than
+   computing it. PyTorch does the same for all memory if THP_MEM_ALLOC_ENABLE=1. */
 EXPORT void hookdrop_advise(void *memory, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     const uintptr_t page = (uintptr_t)1 << 21;
@@ -46,7 +46,7 @@ EXPORT void hookdrop_advise(void *memory, int64_t bytes) {
 #endif
 }
 
-/* Seeds come as int64_t or, where that is enough, as int32_t. */
+/* Seeds are int64_t, or int32_t where that is sufficient. */
 typedef struct {
     const void *at;
     int64_t count, wide;
@@ -95,7 +95,7 @@ static void zero_run(char *at, int64_t bytes) {
     }
 }
 
-/* The last axis is the one that is contiguous, or as long as one element. */
+/* The last axis is contiguous, or has length 1. */
 static void zero_block(char *at, int64_t item, const int64_t *edges, const int64_t *strides) {
     for (int64_t a = 0; a < edges[0]; a++)
         for (int64_t b = 0; b < edges[1]; b++)
@@ -113,7 +113,7 @@ WIDE static void scale_double(double *y, const double *x, double scale, int64_t 
         y[i] = x[i] * scale;
 }
 
-/* The blocks of the seeds from `low` to `high`, which are numbered from `first`. */
+/* Zero the blocks of seeds `low` to `high` - 1, whose numbers start at `first`. */
 static void zero_blocks(char *at, Seeds seeds, int64_t low, int64_t high, int64_t first, int64_t item,
                         const int64_t *valid, const int64_t *strides, const int64_t *edges, const int64_t *steps) {
     for (int64_t k = low; k < high; k++)
@@ -121,7 +121,7 @@ static void zero_blocks(char *at, Seeds seeds, int64_t low, int64_t high, int64_
             zero_block(at + item * offset_of(seed_at(seeds, k) - first, valid, strides), item, edges, steps);
 }
 
-/* All bits, so that NaN and Inf go, too. */
+/* Clear all bits, so that NaN and Inf also become 0. */
 WIDE static void keep_float(float *y, const float *x, float scale, const uint32_t *kept, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         union {
@@ -144,7 +144,7 @@ WIDE static void keep_double(double *y, const double *x, double scale, const uin
     }
 }
 
-/* All bits, so that NaN and Inf go, too. */
+/* Clear all bits, so that NaN and Inf also become 0. */
 WIDE static void clear_float(uint32_t *y, const uint8_t *dropped, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         y[i] &= (uint32_t)dropped[i] - 1;
@@ -155,11 +155,11 @@ WIDE static void clear_double(uint64_t *y, const uint8_t *dropped, int64_t count
         y[i] &= (uint64_t)dropped[i] - 1;
 }
 
-/* y = x * scale, and 0 in the blocks.
+/* y = x * scale, with zeros in the blocks.
 
-   Memory is cut into `chunks` of `size` elements; `repeat` chunks in a row have the seeds of one group, which are
-   block of `edges` at `steps`. `per_scale` chunks in a row have one scale. x == y, or x == NULL, where y is already
-   scaled. `kind` is 4 for float, 8 for double, and where x is NULL the size of an element. */
+   Memory is divided into `chunks` of `size` elements. `repeat` consecutive chunks share the seeds of one group, whose
+   blocks have `edges` with strides `steps`. `per_scale` consecutive chunks share one scale. x may equal y; it is NULL if
+   y is already scaled. `kind` is 4 for float and 8 for double; if x is NULL it is the size of an element. */
 EXPORT void hookdrop_mask(char *y, const char *x, int64_t kind, const double *scales, int64_t per_scale, int64_t chunks,
                           int64_t size, int64_t repeat, const void *at, int64_t count, int64_t wide, int64_t places,
                           const int64_t *valid, const int64_t *strides, const int64_t *edges, const int64_t *steps,
@@ -169,7 +169,7 @@ EXPORT void hookdrop_mask(char *y, const char *x, int64_t kind, const double *sc
     for (int64_t part = 0; part < threads; part++) {
         int64_t begin = chunks * part / threads, end = chunks * (part + 1) / threads;
         int64_t group = -1, low = 0, high = 0;
-        /* Chunks may be short: some are taken together. A mask that many of them share is written down as often. */
+        /* Process short chunks together, with as many copies of a mask that they share. */
         int64_t together = size < BATCH ? BATCH / size : 1;
         if (together > repeat && repeat > 1)
             together = repeat;
@@ -212,10 +212,10 @@ EXPORT void hookdrop_mask(char *y, const char *x, int64_t kind, const double *sc
     }
 }
 
-/* y = x * scale, and 0 where `dropped`, one byte an element, is 1.
+/* y = x * scale, with zeros where `dropped` (one byte per element) is 1.
 
-   A sample is `channels` maps of `size` elements; its bytes begin `pitch` after those of the sample before, and are
-   those of one map only if `shared`. There is a scale a sample or one for all, as `per_scale` elements say. */
+   A sample has `channels` maps of `size` elements. Its mask bytes start `pitch` bytes after those of the previous
+   sample, and cover only one map if `shared`. `per_scale` consecutive elements share one scale. */
 EXPORT void hookdrop_clear(char *y, const char *x, int64_t kind, const double *scales, int64_t per_scale,
                            int64_t samples, int64_t channels, int64_t size, const uint8_t *dropped, int64_t pitch,
                            int64_t shared, int64_t threads) {
@@ -239,7 +239,7 @@ EXPORT void hookdrop_clear(char *y, const char *x, int64_t kind, const double *s
     }
 }
 
-/* Sets bits [start, start + length) of a row; how many of them were not set. */
+/* Set bits [start, start + length) of a row, and return how many of them were not set before. */
 static int64_t mark(uint64_t *row, int64_t start, int64_t length) {
     int64_t fresh = 0;
     while (length > 0) {
@@ -254,7 +254,7 @@ static int64_t mark(uint64_t *row, int64_t start, int64_t length) {
     return fresh;
 }
 
-/* How much of one map the blocks of its seeds cover; `rows` is clear before and after. */
+/* Return how many elements of one map the blocks of its seeds cover. `rows` is zero before and after. */
 static int64_t cover(uint64_t *rows, int64_t words, Seeds seeds, int64_t low, int64_t high, int64_t first,
                      const int64_t *valid, const int64_t *sizes, const int64_t *edges) {
     if (low == high)
@@ -282,9 +282,10 @@ static int64_t cover(uint64_t *rows, int64_t words, Seeds seeds, int64_t low, in
     return covered;
 }
 
-/* How much the blocks cover, and in `counts`, zeros or NULL, how much of each sample; -1 if there was no memory.
+/* Return how many elements the blocks cover, or -1 if out of memory. Add the count of each sample to `counts`, unless it
+   is NULL.
 
-   A map has sizes[0] * sizes[1] rows of sizes[2]; `places` seeds have place in it, along `valid`. */
+   A map has sizes[0] * sizes[1] rows of sizes[2], and `places` valid seed positions, `valid` along each axis. */
 EXPORT int64_t hookdrop_count(int64_t *counts, int64_t maps, int64_t per_sample, const void *at, int64_t count,
                               int64_t wide, int64_t places, const int64_t *valid, const int64_t *sizes, const int64_t *edges,
                               int64_t threads) {

@@ -1,7 +1,7 @@
-"""Bernoulli trials at a cost of less than one random number each.
+"""Bernoulli trials that need less than one random number each.
 
-Both samplers are exact: their trials are independent and have probability p to the resolution of the uniform numbers
-that they use: 53 bits, or 24 on a device without float64.
+Both samplers are exact: the trials are independent and succeed with probability p, up to the resolution of the uniform
+numbers: 53 bits, or 24 bits on a device without float64.
 """
 
 from __future__ import annotations
@@ -13,41 +13,42 @@ from torch import Tensor
 
 
 def successes(trials: int, p: float, device: torch.device, *, static: bool, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The sorted indices of the successes among `trials` Bernoulli(p) trials.
+    """Return the sorted indices of the successes among `trials` Bernoulli(p) trials.
 
-    The gaps between successes are geometric, and a geometric number is the floor of an exponential one (Devroye,
-    "Non-Uniform Random Variate Generation", 1986, X.2), so this draws only the successes.
+    Only the successes are drawn: the gaps between them are geometric, and a geometric number is the floor of an
+    exponential one (Devroye, "Non-Uniform Random Variate Generation", 1986, X.2).
 
     Args:
-        trials: how many.
-        p: in [0, 1).
-        device: of the result.
-        static: makes the length of the result depend on `trials` and `p` alone, without synchronization: the last
-            success repeats. It requires `trials * p` of at least `ENOUGH`, as it can't return no success at all.
-        dtype: of the result, large enough for `trials`.
+        trials: number of trials.
+        p: probability of a success, in [0, 1).
+        device: device of the result.
+        static: whether the length of the result depends only on `trials` and `p`, which avoids a synchronization. The
+            last success is repeated as padding. `trials * p` must be at least `MIN_EXPECTED_SUCCESSES`, because an
+            empty result is impossible.
+        dtype: integer dtype of the result, large enough for `trials`.
     """
     if p == 0.0 or trials == 0:
         return torch.empty(0, dtype=dtype, device=device)
     batch = int(trials * p + 8.0 * math.sqrt(trials * p) + 16.0)
     if static:
-        at = _gaps(batch, p, device).clamp_(max=_FAR).long().cumsum_(0)
+        at = _gaps(batch, p, device).clamp_(max=_MAX_GAP).long().cumsum_(0)
         good = at <= trials
         return torch.where(good, at, (at * good).amax()).sub_(1).clamp_(min=0).to(dtype)
-    at = _walk(batch, p, device)
-    while (there := int(torch.count_nonzero(at <= trials))) == len(at):
-        at = torch.cat([at, _walk(batch, p, device).add_(at[-1])])
-    return at[:there].sub_(1.0).to(dtype)
+    at = _success_positions(batch, p, device)
+    while (found := int(torch.count_nonzero(at <= trials))) == len(at):
+        at = torch.cat([at, _success_positions(batch, p, device).add_(at[-1])])
+    return at[:found].sub_(1.0).to(dtype)
 
 
-ENOUGH = 40.0
-"""Expected successes from which no success at all has a probability of 1e-17."""
+MIN_EXPECTED_SUCCESSES = 40.0
+"""With this many expected successes, the probability of no success at all is below 1e-17."""
 
 
 def trials(count: int, p: float, device: torch.device, *, static: bool) -> Tensor:
-    """`count` Bernoulli(p) trials: uint8, 1 for a success.
+    """Draw `count` Bernoulli(p) trials as uint8, 1 for a success.
 
-    A random byte below floor(256 p) is a success; one random number provides eight bytes. `successes` draws the
-    rest of p, less than 1/256. If `static`, which forbids synchronization, PyTorch draws all trials.
+    A random byte below floor(256 p) is a success, and one random number provides eight bytes. `successes` draws the
+    remainder of p, which is less than 1/256. With `static`, which forbids synchronization, PyTorch draws all trials.
     """
     if static:
         return torch.empty(count, dtype=torch.bool, device=device).bernoulli_(p).view(torch.uint8)
@@ -57,31 +58,31 @@ def trials(count: int, p: float, device: torch.device, *, static: bool) -> Tenso
     return result.index_fill_(0, successes(count, rest, device, static=False), 1)
 
 
-def finest(device: torch.device) -> torch.dtype:
+def most_precise_dtype(device: torch.device) -> torch.dtype:
     """The most precise floating-point dtype of the device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _walk(steps: int, p: float, device: torch.device) -> Tensor:
-    """The positions, from 1 on, of the first successes in endless trials: whole numbers, or infinity."""
+def _success_positions(steps: int, p: float, device: torch.device) -> Tensor:
+    """The 1-based positions of the first successes in an infinite sequence of trials, as whole floats or inf."""
     return _gaps(steps, p, device).cumsum_(0)
 
 
 def _gaps(steps: int, p: float, device: torch.device) -> Tensor:
-    """Geometric numbers, from 1 on: none is 0, as the logarithm of a uniform number below 1 is below 0."""
-    return torch.rand(steps, dtype=finest(device), device=device).log_().div_(math.log1p(-p)).ceil_()
+    """Geometric numbers, at least 1: the logarithm of a uniform number below 1 is negative, so none is 0."""
+    return torch.rand(steps, dtype=most_precise_dtype(device), device=device).log_().div_(math.log1p(-p)).ceil_()
 
 
-_FAR = 2.0**40
-"""Above the number of trials of any tensor, and small enough that sums of it don't overflow."""
+_MAX_GAP = 2.0**40
+"""Larger than any tensor's number of trials, and small enough that sums do not overflow."""
 
 
 def _bytes_below(level: int, count: int, device: torch.device) -> Tensor:
-    """`count` random bytes: 1 where below `level`, in 0 to 256, else 0."""
+    """Draw `count` random bytes and return 1 where they are below `level` (0 to 256), else 0."""
     if level == 0:
         return torch.zeros(count, dtype=torch.uint8, device=device)
     if level == 256:
         return torch.ones(count, dtype=torch.uint8, device=device)
     words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), device=device)
-    # Comparing bytes takes ten times as long as clamping them.
+    # Comparing bytes takes ten times longer than clamping them.
     return words.view(torch.uint8)[:count].clamp_(level - 1, level).neg_().add_(level)

@@ -1,7 +1,7 @@
-"""Blocks on maps: where their seeds lie, and which elements and how many they cover.
+"""Block geometry: where seeds may lie, and which and how many elements their blocks cover.
 
-One implementation serves any number of spatial axes and any memory format: it regards blocks as windows into the
-memory of a tensor, at the offsets of the seeds.
+One implementation serves any number of spatial axes and any memory format: a block is a strided window into the memory
+of a tensor, at the offset of its seed.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.subclasses import PLAIN
+from hookdrop.kernels.subclasses import PLAIN_TYPES
 from hookdrop.utils.torch_internals import dispatch_modes, functorch_stack, is_tracing
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """`samples` x `channels` masks of `sizes`; a seed is the first corner of a block.
+    """`samples` x `channels` masks of `sizes`. A seed is the first corner of a block.
 
-    Seeds lie where a whole block fits, and are numbered along (samples, channels, *valid), last axis fastest. Caches
-    use the object as their key, which hashes by identity: `blocks_of` returns one object for each geometry.
+    Seeds lie where a whole block fits and are numbered along (samples, channels, *valid), last axis fastest. The object
+    is a cache key that hashes by identity: `blocks_of` returns one object for each geometry.
     """
 
     samples: int
     channels: int
-    """1 if the channels share a mask."""
+    """1 if all channels share a mask."""
     sizes: tuple[int, ...]
     blocks: tuple[int, ...]
     channel: int = 1
@@ -36,50 +36,50 @@ class Blocks:
 
     @cached_property
     def valid(self) -> tuple[int, ...]:
-        """How many places along each spatial axis a block fits at."""
+        """The number of valid seed positions along each spatial axis."""
         return tuple(size - block + 1 for size, block in zip(self.sizes, self.blocks, strict=True))
 
     @cached_property
     def places(self) -> int:
-        """How many places a seed may have."""
+        """The total number of valid seed positions."""
         return self.samples * self.channels * math.prod(self.valid)
 
     @cached_property
-    def index(self) -> torch.dtype:
-        """The smallest dtype that can number the places."""
+    def index_dtype(self) -> torch.dtype:
+        """The smallest integer dtype that can number the seed positions."""
         return torch.int32 if self.places < 2**31 else torch.int64
 
     @cached_property
-    def doublings(self) -> int:
-        """How many passes `grown` takes."""
+    def dilation_passes(self) -> int:
+        """The number of passes of `dilated`."""
         return sum(math.ceil(math.log2(block)) for block in self.blocks)
 
     @cached_property
-    def of_sample(self) -> int:
-        """How many elements the masks of one sample have."""
+    def elements_per_sample(self) -> int:
+        """The number of mask elements of one sample."""
         return self.channels * math.prod(self.sizes)
 
-    def times(self, count: int) -> Blocks:
-        """These blocks for `count` times as many samples."""
+    def repeated(self, count: int) -> Blocks:
+        """The same geometry for `count` times as many samples."""
         return blocks_of(self.samples * count, self.channels, self.sizes, self.blocks, self.channel)
 
     def zero_(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Zero the seeds' blocks in `x`, which is dense and has its channels at axis `channel`."""
+        """Zero the seeds' blocks in `x`, a dense tensor with its channels at axis `channel`."""
         return self._fill_(x, seeds, x.movedim(self.channel, 1).stride(), 0)
 
     def rows(self, seeds: Tensor) -> Tensor:
-        """uint8 (samples, pitch): each row holds the masks of a sample, 1 in the blocks, and is padded with 0."""
+        """uint8 (samples, pitch): each row holds the masks of one sample, 1 inside blocks, padded with zeros."""
         rows = torch.zeros(self.samples, self._pitch, dtype=torch.uint8, device=seeds.device)
         return self._fill_(rows, seeds, (self._pitch, *contiguous_strides((self.channels, *self.sizes))), 1)
 
-    def grown(self, seeds: Tensor) -> Tensor:
-        """`rows` from dense seeds: uint8 for each place, 1 for a seed."""
+    def dilated(self, seeds: Tensor) -> Tensor:
+        """`rows` from dense seeds: one uint8 per seed position, 1 for a seed."""
         rows = torch.zeros(self.samples, self._pitch, dtype=torch.uint8, device=seeds.device)
         corner = self._shaped(rows)
         for axis, valid in enumerate(self.valid, start=2):
             corner = corner.narrow(axis, 0, valid)
         corner.copy_(seeds.view(corner.shape))
-        # A whole block fits at each seed, so a shift in memory never reaches the next line or map.
+        # A whole block fits at each seed, so shifting the memory never reaches the next line or map.
         flat = rows.view(-1)
         for stride, block in zip(contiguous_strides(self.sizes), self.blocks, strict=True):
             covered = 1
@@ -91,45 +91,45 @@ class Blocks:
         return flat.view(rows.shape)
 
     def counts(self, rows: Tensor) -> Tensor:
-        """int64 (samples,): how many elements of each sample are 1 in `rows`."""
-        # This adds eight bytes at a time: the sum of up to 255 words does not overflow a byte.
+        """int64 (samples,): the number of ones of each sample in `rows`."""
+        # Add eight bytes at a time: the sum of up to 255 words does not overflow a byte.
         words = rows.view(torch.int64)
         chunk = _WORDS if words.shape[1] > 255 else words.shape[1]
         return words.view(self.samples, -1, chunk).sum(2).view(torch.uint8).sum(1)
 
     @property
     def packed_size(self) -> tuple[int, int]:
-        """The shape of `packed`: one bit for each element and for the padding of rows."""
+        """The shape of `packed`: one bit for each element, including the padding."""
         return self.samples, self._pitch // 8
 
     def packed(self, rows: Tensor) -> Tensor:
-        """`rows` with eight elements in a byte: uint8 of `packed_size`."""
-        # The product collects the lowest bit of each of a word's eight bytes in its highest byte.
+        """`rows` packed to eight elements per byte: uint8 of shape `packed_size`."""
+        # The multiplication gathers the lowest bits of a word's eight bytes in its highest byte.
         return ((rows.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
 
     def unpacked(self, packed: Tensor) -> Tensor:
         """The inverse of `packed`."""
-        # Of eight copies of the byte, each keeps another bit, which then becomes the lowest.
+        # Copy the byte eight times, select a different bit in each copy, and move it to the lowest position.
         bits = (packed.long() * _EACH_BYTE) & _BIT_OF_EACH
         return (((bits + 0x7F * _EACH_BYTE) >> 7) & _EACH_BYTE).view(torch.uint8)
 
     def mask(self, rows: Tensor) -> Tensor:
-        """`rows` as a bool mask with the axes of the tensors to mask; 1 channel if they share a mask."""
+        """`rows` as a bool mask with the axes of the tensor to mask; it has 1 channel if the channels share a mask."""
         return self._shaped(rows).view(torch.bool).movedim(1, self.channel)
 
     def _shaped(self, rows: Tensor) -> Tensor:
-        return rows[:, : self.of_sample].view(self.samples, self.channels, *self.sizes)
+        return rows[:, : self.elements_per_sample].view(self.samples, self.channels, *self.sizes)
 
     @property
     def _pitch(self) -> int:
-        words = -(-self.of_sample // 8)
+        words = -(-self.elements_per_sample // 8)
         return 8 * (words if words <= 255 else -(-words // _WORDS) * _WORDS)
 
     def _fill_(self, memory: Tensor, seeds: Tensor, strides: Sequence[int], value: int) -> Tensor:
-        """Write `value` to the seeds' blocks; `strides` are those of (samples, channels, *sizes)."""
+        """Write `value` to the seeds' blocks. `strides` are the strides of (samples, channels, *sizes)."""
         offsets = self._offsets(seeds, strides)
         if not _is_memory(memory):
-            # Overlapping windows need real memory. Elsewhere, index each element of each block.
+            # Overlapping windows need real memory; otherwise, index each element of each block.
             for block, stride in zip(self.blocks, strides[2:], strict=True):
                 steps = torch.arange(block, device=offsets.device) * stride
                 offsets = (offsets.unsqueeze(-1) + steps).flatten()
@@ -143,13 +143,13 @@ class Blocks:
         return memory
 
     def _offsets(self, seeds: Tensor, strides: Sequence[int]) -> Tensor:
-        """The seeds' offsets in memory."""
+        """The memory offset of each seed."""
         seeds = seeds.long()
         places, below = (self.samples, self.channels, *self.valid), 1
         offsets = seeds * strides[-1]
         for axis in range(len(places) - 1, 0, -1):
             below *= places[axis]
-            # One step along an axis resets all axes inside it.
+            # A step along an axis resets all faster axes.
             jump = strides[axis - 1] - places[axis] * strides[axis]
             if jump:
                 offsets.add_(seeds.div(below, rounding_mode="floor"), alpha=jump)
@@ -160,9 +160,9 @@ blocks_of = lru_cache(maxsize=1024)(Blocks)
 
 
 def _is_memory(x: Tensor) -> bool:
-    """Whether writes to `x` reach memory at once: it is no subclass, and no compiler or transform rewrites them."""
+    """Whether writes to `x` go directly to memory, i.e. no subclass, compiler or transform intercepts them."""
     rewritten = torch.compiler.is_compiling() or dispatch_modes() > 0 or functorch_stack() is not None
-    return type(x) in PLAIN and not (rewritten or is_tracing())
+    return type(x) in PLAIN_TYPES and not (rewritten or is_tracing())
 
 
 _WORDS = 128
@@ -171,5 +171,5 @@ _BIT_OF_EACH = 0x8040201008040201 - 2**64
 
 
 def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of `sizes`."""
+    """The strides of a contiguous tensor of shape `sizes`."""
     return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))

@@ -1,4 +1,4 @@
-"""Drawing what to drop, and the scale that keeps the mean."""
+"""Drawing masks, and the scale that keeps the mean."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels import native
-from hookdrop.kernels.bernoulli import ENOUGH, finest, successes, trials
+from hookdrop.kernels.bernoulli import MIN_EXPECTED_SUCCESSES, most_precise_dtype, successes, trials
 from hookdrop.kernels.blocks import Blocks
-from hookdrop.kernels.masking import slices_in_front
-from hookdrop.kernels.subclasses import PLAIN
+from hookdrop.kernels.masking import slices_to_front
+from hookdrop.kernels.subclasses import PLAIN_TYPES
 from hookdrop.utils.torch_internals import (
     dispatch_modes,
     functorch_stack,
@@ -27,57 +27,57 @@ NORMALIZE = ("batch", "sample", "expected", None)
 
 
 class Drawing:
-    """A random choice of what to drop of a tensor, with the scale of the rest."""
+    """A random choice of the elements of a tensor to drop, with the scale for the rest."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`(dropped, scale)` for `masking.masked`; in `torch.func.vmap` its `randomness` applies."""
+        """Return `(dropped, scale)` for `masking.apply_mask`, respecting the `randomness` of `torch.func.vmap`."""
         if functorch_stack() is not None:
-            return _Drawn.apply(x, _slice_marker(), self)  # type: ignore[no-any-return]
-        return self.now(x)
+            return _Draw.apply(x, _slice_marker(), self)  # type: ignore[no-any-return]
+        return self.draw(x)
 
-    def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`(dropped, scale)` outside of `torch.func` transforms."""
+    def draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `(dropped, scale)` outside of `torch.func` transforms."""
         raise NotImplementedError
 
-    def of_each(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Independent `(dropped, scale)` for each slice of `x` along axis 0; `dropped` is a bool mask."""
+    def draw_slices(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return independent `(dropped, scale)` for each slice of `x` along axis 0; `dropped` is a bool mask."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Elements(Drawing):
+class ElementDrawing(Drawing):
     """Drops each element independently with probability `p`."""
 
     p: float
 
-    def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        dropped = trials(x.numel(), self.p, x.device, static=must_not_wait(x)).view(torch.bool)
+    def draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        dropped = trials(x.numel(), self.p, x.device, static=must_avoid_sync(x)).view(torch.bool)
         like = torch.empty_like(x, dtype=torch.bool)
-        return dropped.as_strided(like.shape, like.stride()), _of_the_rest(self.p)
+        return dropped.as_strided(like.shape, like.stride()), _keep_scale(self.p)
 
-    def of_each(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def draw_slices(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self(x)
 
 
 @dataclass(frozen=True)
-class Seeded(Drawing):
-    """Drops blocks: a place is a seed with probability `seed_rate`, so that blocks cover `p` in expectation."""
+class BlockDrawing(Drawing):
+    """Drops blocks: each valid position is a seed with probability `seed_rate`, so blocks cover `p` in expectation."""
 
     blocks: Blocks
     seed_rate: float
     p: float
     normalize: str | None
     slices: int = 0
-    """Above 0: the samples belong to that many independent batches, and `dropped` is a mask."""
+    """If positive, the samples belong to this many independent batches, and `dropped` is a mask."""
     rows: bool = False
-    """Whether to return a mask in the form of `Blocks.rows`."""
+    """Whether to return masks in the format of `Blocks.rows`."""
 
-    def now(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        blocks, static = self.blocks, must_not_wait(x)
+    def draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        blocks, static = self.blocks, must_avoid_sync(x)
         if self._sparse(static):
-            dropped = successes(blocks.places, self.seed_rate, x.device, static=static, dtype=blocks.index)
+            dropped = successes(blocks.places, self.seed_rate, x.device, static=static, dtype=blocks.index_dtype)
         else:
-            dropped = blocks.grown(trials(blocks.places, self.seed_rate, x.device, static=static))
+            dropped = blocks.dilated(trials(blocks.places, self.seed_rate, x.device, static=static))
         scale = self._scale(dropped, x)
         if self.slices and dropped.dtype != torch.uint8:
             dropped = blocks.rows(dropped)
@@ -85,78 +85,82 @@ class Seeded(Drawing):
             dropped = blocks.mask(dropped)
         return dropped, scale
 
-    def of_each(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def draw_slices(self, x: Tensor) -> tuple[Tensor, Tensor]:
         slices = x.shape[0]
-        all_of_them = replace(self, blocks=self.blocks.times(slices), slices=max(self.slices, 1) * slices)
-        dropped, scale = all_of_them(x.flatten(0, 1))
-        return unfolded(dropped, slices), unfolded(scale, slices)
+        batched = replace(self, blocks=self.blocks.repeated(slices), slices=max(self.slices, 1) * slices)
+        dropped, scale = batched(x.flatten(0, 1))
+        return split_slices(dropped, slices), split_slices(scale, slices)
 
     def _scale(self, dropped: Tensor, x: Tensor) -> Tensor:
-        """What keeps the mean: element count / kept count of the batch or of each sample, or a constant."""
+        """The scale that keeps the mean: count / kept count of the batch or of each sample, or a constant."""
         if self.normalize not in ("batch", "sample"):
-            return _of_the_rest(self.p if self.normalize == "expected" else 0.0)
+            return _keep_scale(self.p if self.normalize == "expected" else 0.0)
         blocks = self.blocks
         together = blocks.samples // max(self.slices, 1) if self.normalize == "batch" else 1
-        each = together * blocks.of_sample
-        if self.normalize == "batch" and not self.slices and (covered := native.count(dropped, blocks)) is not None:
+        each = together * blocks.elements_per_sample
+        if (
+            self.normalize == "batch"
+            and not self.slices
+            and (covered := native.count_covered(dropped, blocks)) is not None
+        ):
             return as_rate_tensor(each / max(each - covered, 1))
-        kept = each - _counts(dropped, blocks).view(-1, together).sum(1)
-        kept = kept.clamp_(min=1).to(finest(x.device))
-        # PyTorch multiplies a number over a tensor by the reciprocal, which rounds twice.
+        kept = each - _dropped_counts(dropped, blocks).view(-1, together).sum(1)
+        kept = kept.clamp_(min=1).to(most_precise_dtype(x.device))
+        # `number / tensor` multiplies by the reciprocal in PyTorch, which rounds twice.
         scale = torch.full_like(kept, each) / kept
         if self.normalize == "batch" and not self.slices:
             return scale.view(())
         return scale.repeat_interleave(together).view(-1, *[1] * (x.dim() - 1))
 
     def _sparse(self, static: bool) -> bool:
-        """Whether drawing only the seeds is faster than a trial for each place."""
+        """Whether drawing only the seeds is faster than one trial per position."""
         blocks = self.blocks
         seeds = blocks.places * self.seed_rate
-        if self.seed_rate == 1.0 or (static and seeds < ENOUGH):
+        if self.seed_rate == 1.0 or (static and seeds < MIN_EXPECTED_SUCCESSES):
             return False
-        elements = blocks.samples * blocks.of_sample
-        dense = blocks.places * _TRIAL + elements * (_MASK + _DOUBLING * blocks.doublings)
+        elements = blocks.samples * blocks.elements_per_sample
+        dense = blocks.places * _TRIAL + elements * (_MASK + _DOUBLING * blocks.dilation_passes)
         return seeds * (_SEED + _WRITE * math.prod(blocks.blocks)) < dense
 
 
-# Nanoseconds on a CPU: to draw and place a seed, write an element, do a trial, fill an element of a mask, grow it.
+# Nanoseconds on a CPU: draw and place a seed, write an element, do a trial, fill a mask element, dilate it once.
 _SEED, _WRITE, _TRIAL, _MASK, _DOUBLING = 15.0, 0.4, 0.4, 0.3, 0.06
 
 
-def must_not_wait(x: Tensor) -> bool:
-    """Whether reading a value must be avoided: on an accelerator it synchronizes, and in a trace it does not exist.
+def must_avoid_sync(x: Tensor) -> bool:
+    """Whether reading a value must be avoided: an accelerator would synchronize, and a traced tensor has no value.
 
     This must not depend on other dispatch modes, or a profiler would change the masks.
     """
-    if not x.is_cpu or type(x) not in PLAIN:
+    if not x.is_cpu or type(x) not in PLAIN_TYPES:
         return True
     return dispatch_modes() > 0 and is_proxy_tracing()
 
 
-def unfolded(of_all: Tensor, slices: int) -> Tensor:
-    """Axis 0 as (slices, samples of each); a 0-d tensor stays as it is."""
-    return of_all.view(slices, -1, *of_all.shape[1:]) if of_all.dim() else of_all
+def split_slices(x: Tensor, slices: int) -> Tensor:
+    """Split axis 0 into (slices, samples per slice). A 0-d tensor is returned unchanged."""
+    return x.view(slices, -1, *x.shape[1:]) if x.dim() else x
 
 
-def _counts(dropped: Tensor, blocks: Blocks) -> Tensor:
-    """int64 (samples,): how many elements of each sample the seeds or rows drop."""
+def _dropped_counts(dropped: Tensor, blocks: Blocks) -> Tensor:
+    """int64 (samples,): the number of elements of each sample that the seeds or rows drop."""
     if dropped.dtype == torch.uint8:
         return blocks.counts(dropped)
-    of_each = torch.zeros(blocks.samples, dtype=torch.int64, device=dropped.device)
-    return blocks.counts(blocks.rows(dropped)) if native.count(dropped, blocks, of_each) is None else of_each
+    counts = torch.zeros(blocks.samples, dtype=torch.int64, device=dropped.device)
+    return blocks.counts(blocks.rows(dropped)) if native.count_covered(dropped, blocks, counts) is None else counts
 
 
-def _of_the_rest(p: float) -> Tensor:
-    """1 / (1 - p), if anything is kept: 0-d on the CPU, which works as a number on every device."""
+def _keep_scale(p: float) -> Tensor:
+    """1 / (1 - p), or 1 if p is 1, as a 0-d CPU tensor, which acts as a number on every device."""
     return as_rate_tensor(1.0 if p == 1.0 else 1.0 / (1.0 - p))
 
 
-class _Drawn(torch.autograd.Function):
-    """No derivative, but a rule for `torch.func.vmap`, which says whether slices differ."""
+class _Draw(torch.autograd.Function):
+    """Has no derivative, but a `torch.func.vmap` rule, which decides whether slices differ."""
 
     @staticmethod
     def forward(x: Tensor, marker: Tensor | None, drawing: Drawing) -> tuple[Tensor, Tensor]:
-        return drawing.now(x)
+        return drawing.draw(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -174,34 +178,34 @@ class _Drawn(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], x: Tensor, marker: Tensor | None, drawing: Drawing
     ) -> tuple[tuple[Tensor, Tensor], Any]:
-        x = slices_in_front(x, in_dims[0], info.batch_size)
+        x = slices_to_front(x, in_dims[0], info.batch_size)
         if info.randomness == "same":
             return drawing(x[0]), (None, None)
-        dropped, scale = drawing.of_each(x)
+        dropped, scale = drawing.draw_slices(x)
         return (dropped, scale), (0, 0 if scale.dim() else None)
 
 
 def _slice_marker() -> Tensor | None:
-    """A 0 for each slice of every `torch.func.vmap` with `randomness="different"`; None if there is none.
+    """A zero tensor batched over every `torch.func.vmap` with `randomness="different"`, or None if there is none.
 
-    A drawing that takes it differs between slices even if they share the tensor, such as the input of an ensemble.
+    With this argument, draws differ between slices even if all slices share the tensor, such as an ensemble's input.
 
     Raises:
-        RuntimeError: a `vmap` has `randomness="error"`.
+        RuntimeError: if a `vmap` has `randomness="error"`.
     """
     marker = None
     for transform in vmap_levels():
-        refuse_by_accident(transform.randomness())
+        check_vmap_randomness(transform.randomness())
         if transform.randomness() == "different":
             one = torch.zeros((), device="cpu") if marker is None else marker
             marker = mark_vmap_slices(one.expand(transform.batch_size()), transform.level())
     return marker
 
 
-def refuse_by_accident(randomness: str) -> None:
-    """Raise as PyTorch's random functions do in a `torch.func.vmap` with `randomness="error"`."""
+def check_vmap_randomness(randomness: str) -> None:
+    """Raise the error of PyTorch's random functions in a `torch.func.vmap` with `randomness="error"`."""
     if randomness == "error":
         raise RuntimeError(
             "vmap: called a random operation while in randomness error mode.\n"
-            '  a mask of its own for each slice: vmap(..., randomness="different"); one for all: "same".'
+            '  draw one mask per slice with vmap(..., randomness="different"), or one for all with "same".'
         )

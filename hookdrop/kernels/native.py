@@ -1,6 +1,7 @@
-"""The compiled loops of `_blocks.c`, which only make masking faster: PyTorch operations do the same without them.
+"""The compiled loops of `_blocks.c`. They are optional and only affect speed; PyTorch operations give the same results.
 
-Installing hookdrop compiles them if there is a C compiler. The environment variable `HOOKDROP_KERNEL=0` disables them.
+Installing hookdrop compiles them if a C compiler is available. The environment variable `HOOKDROP_KERNEL=0` disables
+them.
 """
 
 from __future__ import annotations
@@ -18,50 +19,50 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels.blocks import Blocks, contiguous_strides
-from hookdrop.kernels.subclasses import PLAIN
+from hookdrop.kernels.subclasses import PLAIN_TYPES
 from hookdrop.utils.torch_internals import dispatch_modes, has_storage, is_tracing, is_zero_tensor
 
 _INTERFACE = 3
-_SIGNATURES = {  # p: a pointer, w: a word of 64 bits
+_SIGNATURES = {  # p: a pointer, w: a 64-bit integer
     "hookdrop_mask": "ppwpwwwwpwwwppppw",
     "hookdrop_clear": "ppwpwwwwpwww",
     "hookdrop_count": "pwwpwwwpppw",
     "hookdrop_advise": "pw",
 }
-_FUSED = (torch.float32, torch.float64)
-_SEEDS = (torch.int32, torch.int64)
-_LARGE = 2**22
-"""Bytes from which huge pages pay off."""
-_PLACES = 2**32
-"""Places for seeds in a chunk that `_blocks.c` can number."""
-_WORTH_A_THREAD = 2**15
-"""Elements below which waking other threads costs more than they save."""
+_FUSED_DTYPES = (torch.float32, torch.float64)
+_SEED_DTYPES = (torch.int32, torch.int64)
+_HUGE_PAGE_BYTES = 2**22
+"""The size from which huge pages pay off."""
+_MAX_PLACES = 2**32
+"""The number of seed positions per chunk that `_blocks.c` can address."""
+_MIN_PARALLEL_ELEMENTS = 2**15
+"""Below this number of elements, waking other threads costs more than it saves."""
 
 _Array: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
 def available() -> bool:
-    """Whether the compiled loops are there and in use."""
+    """Whether the compiled loops are loaded and enabled."""
     return _library is not None
 
 
-def plain(x: Tensor) -> bool:
-    """Whether the memory of `x` holds its values, and no trace or dispatch mode observes operations on it."""
-    observed = dispatch_modes() > 0 or is_tracing()
-    # A negated view has the opposite sign in memory; batched gradients and gradients of 0 have no memory.
-    return type(x) in PLAIN and not (observed or x.is_neg() or is_zero_tensor(x)) and has_storage(x)
+def has_plain_memory(x: Tensor) -> bool:
+    """Whether the memory of `x` holds its values and no trace or dispatch mode intercepts operations on it."""
+    intercepted = dispatch_modes() > 0 or is_tracing()
+    # A negated view has the opposite sign in memory; batched gradients and zero gradients have no memory.
+    return type(x) in PLAIN_TYPES and not (intercepted or x.is_neg() or is_zero_tensor(x)) and has_storage(x)
 
 
-def _serves(x: Tensor) -> bool:
-    return _library is not None and x.is_cpu and x.element_size() > 1 and plain(x)
+def _is_supported(x: Tensor) -> bool:
+    return _library is not None and x.is_cpu and x.element_size() > 1 and has_plain_memory(x)
 
 
-# Each of the functions below returns None (`zero_`: False) for a tensor that the loops were not compiled for.
+# The functions below return None (`zero_`: False) for tensors that the loops do not support.
 
 
-def masked(x: Tensor, seeds: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
-    """`x * scale`, and 0 in the seeds' blocks, in one pass."""
-    if x.dtype not in _FUSED or not _serves(x) or (layout := _layout(blocks, x.shape, x.stride())) is None:
+def mask_blocks(x: Tensor, seeds: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
+    """Return `x * scale` with zeros in the seeds' blocks, in one pass."""
+    if x.dtype not in _FUSED_DTYPES or not _is_supported(x) or (layout := _layout(blocks, x.shape, x.stride())) is None:
         return None
     y = _empty_like(x)
     layout.run(y, x, scale.to(torch.float64).contiguous(), seeds)
@@ -70,37 +71,40 @@ def masked(x: Tensor, seeds: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | 
 
 def zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> bool:
     """Zero the seeds' blocks in `y`."""
-    if not _serves(y) or (layout := _layout(blocks, y.shape, y.stride())) is None:
+    if not _is_supported(y) or (layout := _layout(blocks, y.shape, y.stride())) is None:
         return False
     layout.run(y, None, torch.ones(1, dtype=torch.float64, device="cpu"), seeds)
     return True
 
 
-def count(seeds: Tensor, blocks: Blocks, of_each: Tensor | None = None) -> int | None:
-    """How many elements the seeds' blocks cover; adds each sample's number to `of_each`, int64 zeros of (samples,)."""
-    if seeds.dtype not in _SEEDS or not (_serves(seeds) and seeds.is_contiguous()):
+def count_covered(seeds: Tensor, blocks: Blocks, per_sample: Tensor | None = None) -> int | None:
+    """Count the elements that the seeds' blocks cover.
+
+    Adds the count of each sample to `per_sample`, int64 zeros of shape (samples,).
+    """
+    if seeds.dtype not in _SEED_DTYPES or not (_is_supported(seeds) and seeds.is_contiguous()):
         return None
     maps = blocks.samples * blocks.channels, blocks.channels
     found = seeds.data_ptr(), seeds.numel(), seeds.dtype == torch.int64
     threads = _threads(seeds.numel() * math.prod(blocks.blocks))
-    counts = None if of_each is None else of_each.data_ptr()
-    covered: int = _library.hookdrop_count(counts, *maps, *found, *_map(blocks), threads)
+    counts = None if per_sample is None else per_sample.data_ptr()
+    covered: int = _library.hookdrop_count(counts, *maps, *found, *_map_arguments(blocks), threads)
     return None if covered < 0 else covered
 
 
 @lru_cache(maxsize=1024)
-def _map(blocks: Blocks) -> tuple[int, _Array, _Array, _Array]:
-    valid, sizes, edges = (_array(*_three(values)) for values in (blocks.valid, blocks.sizes, blocks.blocks))
+def _map_arguments(blocks: Blocks) -> tuple[int, _Array, _Array, _Array]:
+    valid, sizes, edges = (_array(*_three_axes(values)) for values in (blocks.valid, blocks.sizes, blocks.blocks))
     return math.prod(blocks.valid), valid, sizes, edges
 
 
-def cleared(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
-    """`x * scale`, and 0 where the bool mask is True.
+def mask_elements(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
+    """Return `x * scale` with zeros where the bool mask `dropped` is True.
 
-    `dropped` has the memory format of `x`, or is (samples, channels or 1, ...) where `x` is contiguous. Its samples may
-    lie apart in memory.
+    `dropped` has the memory format of `x`. If `x` is contiguous, it may also be (samples, channels or 1, ...), with
+    samples that lie apart in memory.
     """
-    if x.dtype not in _FUSED or not _serves(x):
+    if x.dtype not in _FUSED_DTYPES or not _is_supported(x):
         return None
     shared = dropped.shape != x.shape
     if not shared and dropped.stride() == x.stride() and _is_dense(x):
@@ -123,15 +127,15 @@ _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Memory for a result like `x`: huge pages, if it is large and the system has them."""
+    """`torch.empty_like`, with huge pages for large results if the system supports them."""
     y = torch.empty_like(x)
-    if y.nbytes >= _LARGE:
+    if y.nbytes >= _HUGE_PAGE_BYTES:
         _library.hookdrop_advise(y.data_ptr(), y.nbytes)
     return y
 
 
 def _in_memory_order(scale: Tensor, x: Tensor) -> Tensor | None:
-    """One scale for each of equal parts of the memory of `x`; None if the scales do not apply to such parts."""
+    """One scale for each of several equal parts of the memory of `x`; None if the scales do not map to such parts."""
     if scale.numel() == 1:
         return scale.to(torch.float64)
     axes = max(axis for axis, size in enumerate(scale.shape) if size > 1) + 1
@@ -142,7 +146,7 @@ def _in_memory_order(scale: Tensor, x: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where blocks lie in memory, in the terms of `_blocks.c`."""
+    """The memory layout of blocks, in the terms of `_blocks.c`."""
 
     chunks: int
     size: int
@@ -152,7 +156,7 @@ class _Layout:
     """Valid, strides, edges, steps."""
 
     def run(self, y: Tensor, x: Tensor | None, scales: Tensor, seeds: Tensor) -> None:
-        seeds = seeds.contiguous() if seeds.dtype in _SEEDS else seeds.long()
+        seeds = seeds.contiguous() if seeds.dtype in _SEED_DTYPES else seeds.long()
         scaling = y.element_size(), scales.data_ptr(), self.chunks // scales.numel()
         chunks = self.chunks, self.size, self.repeat
         found = seeds.data_ptr(), seeds.numel(), seeds.dtype == torch.int64, self.places, *self.arrays
@@ -162,9 +166,9 @@ class _Layout:
 
 @lru_cache(maxsize=1024)
 def _layout(blocks: Blocks, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Layout | None:
-    """None if neither the maps nor the samples of the tensor are in one piece each."""
-    valid, edges, size = _three(blocks.valid), _three(blocks.blocks), math.prod(blocks.sizes)
-    lines = contiguous_strides(_three(blocks.sizes))
+    """Return None unless each map or each sample of the tensor is contiguous in memory."""
+    valid, edges, size = _three_axes(blocks.valid), _three_axes(blocks.blocks), math.prod(blocks.sizes)
+    lines = contiguous_strides(_three_axes(blocks.sizes))
     channels = shape[blocks.channel]
     shared_by = channels // blocks.channels
     channels_first = torch.empty_strided(shape, strides, device="meta").movedim(blocks.channel, 1)
@@ -178,15 +182,15 @@ def _layout(blocks: Blocks, shape: tuple[int, ...], strides: tuple[int, ...]) ->
     else:
         return None
     places = math.prod(arrays[0])
-    return _Layout(*chunks, places, tuple(_array(*values) for values in arrays)) if places < _PLACES else None
+    return _Layout(*chunks, places, tuple(_array(*values) for values in arrays)) if places < _MAX_PLACES else None
 
 
 def _threads(elements: int) -> int:
-    return torch.get_num_threads() if elements >= _WORTH_A_THREAD else 1
+    return torch.get_num_threads() if elements >= _MIN_PARALLEL_ELEMENTS else 1
 
 
-def _three(values: Sequence[int]) -> tuple[int, ...]:
-    """The same for three axes: missing ones have length 1."""
+def _three_axes(values: Sequence[int]) -> tuple[int, ...]:
+    """Prepend axes of length 1 up to three axes."""
     return (*[1] * (3 - len(values)), *values)
 
 
@@ -195,7 +199,7 @@ def _array(*values: int) -> _Array:
 
 
 def _load() -> ctypes.CDLL | None:
-    """The library, if it was built from these sources."""
+    """Load the library if it was built from these sources."""
     path = Path(__file__).with_name("_blocks.native")
     if os.environ.get("HOOKDROP_KERNEL") == "0" or not path.exists():
         return None
@@ -204,7 +208,7 @@ def _load() -> ctypes.CDLL | None:
         library.hookdrop_interface.restype = ctypes.c_int64
         if library.hookdrop_interface() != _INTERFACE:
             return None
-    except (OSError, AttributeError):  # built for another machine, or not this library
+    except (OSError, AttributeError):  # built for another platform, or another library
         return None
     for name, kinds in _SIGNATURES.items():
         function = getattr(library, name)

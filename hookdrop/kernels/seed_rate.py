@@ -1,6 +1,6 @@
-"""The seed rate at which blocks cover a fraction p of a map in expectation.
+"""The seed rate at which blocks cover an expected fraction p of a map.
 
-The formula of the DropBlock paper (arXiv:1810.12890) ignores that blocks overlap; `gamma_for` is exact.
+The formula of the DropBlock paper (arXiv:1810.12890) ignores overlapping blocks; `gamma_for` is exact.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ GAMMA = ("exact", "paper")
 
 
 def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: str = "exact") -> float:
-    """The probability that a place at which a whole block fits is a seed.
+    """Return the probability that a position where a whole block fits is a seed.
 
     Args:
-        sizes: the map's edges.
-        blocks: the block's edge along each, at most the map's.
+        sizes: the sizes of the map.
+        blocks: the sizes of a block, at most those of the map.
         p: the fraction to drop, in [0, 1].
         how: `"exact"` or `"paper"`.
 
@@ -39,7 +39,7 @@ def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: st
 
 @lru_cache(maxsize=4096)
 def _exact(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> float:
-    """Solve dropped(gamma) = p, from a cached solution nearby, so that each rate of a schedule costs little."""
+    """Solve dropped(gamma) = p starting from a cached solution nearby, so that each rate of a schedule is cheap."""
     cover, nearest = _cover_counts(sizes, blocks), round(p * _ANCHORS) / _ANCHORS
     if not 0.0 < nearest < 1.0:
         return _solve(cover, p, start=p / sum(n * share for n, share in cover))
@@ -48,13 +48,13 @@ def _exact(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> float:
     return _solve(cover, p, start=gamma + by - bend / slope * by * by / 2)
 
 
-# A grid of rates instead of the previous rate: the last bit of gamma must not depend on the order of rates.
+# Start from a fixed grid, not from the previous rate: the last bit of gamma must not depend on the order of rates.
 _ANCHORS = 128
 
 
 @lru_cache(maxsize=4096)
 def _anchor(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> tuple[float, float, float]:
-    """The solution for a rate on the grid, and the first two derivatives of dropped(gamma) there."""
+    """The solution for a rate on the grid, with the first two derivatives of dropped(gamma) there."""
     cover = _cover_counts(sizes, blocks)
     gamma = _solve(cover, p, start=p / sum(n * share for n, share in cover))
     miss = math.log1p(-gamma)
@@ -65,15 +65,15 @@ def _anchor(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> tuple[
 def _solve(cover: tuple[tuple[int, float], ...], p: float, start: float) -> float:
     """Newton's method on dropped(gamma) = p.
 
-    The left side is concave and increasing, so the method converges from below, and its first step from above leads
-    below. It needs no safeguard but the open ends of (0, 1).
+    The left side is concave and increasing, so the method converges from below, and a first step from above lands
+    below. The only safeguard needed is clamping to the open interval (0, 1).
     """
     gamma = min(max(start, math.ulp(0.0)), _BELOW_ONE)
     for _ in range(200):
         dropped, slope = _dropped(cover, gamma)
         step = (p - dropped) / slope
         gamma = min(max(gamma + step, math.ulp(0.0)), _BELOW_ONE)
-        # Each step doubles the correct digits: after so small a step, the next would change none.
+        # Each step doubles the number of correct digits, so after such a small step the next would change nothing.
         if abs(step) <= 1e-8 * gamma:
             break
     return gamma
@@ -95,7 +95,7 @@ def _dropped(cover: tuple[tuple[int, float], ...], gamma: float) -> tuple[float,
 
 @lru_cache(maxsize=1024)
 def _cover_counts(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """How many seeds can cover a position, and the share of positions with that number."""
+    """Pairs of a number of seeds that can cover a position and the share of positions with that number."""
     cover = Counter({1: 1})
     for size, block in zip(sizes, blocks, strict=True):
         valid = size - block + 1

@@ -1,9 +1,9 @@
-"""The regularizers: each as a pure function and as a module that also works as a plain layer."""
+"""The regularizers. Each one is a pure function and a module, which can also be used as an ordinary layer."""
 
 from hookdrop.regularizers.adapters import ForeignFunction as ForeignFunction
 from hookdrop.regularizers.adapters import ForeignModule as ForeignModule
 from hookdrop.regularizers.adapters import as_regularizer as as_regularizer
-from hookdrop.regularizers.adapters import must_pickle as must_pickle
+from hookdrop.regularizers.adapters import check_picklable as check_picklable
 from hookdrop.regularizers.base import Regularizer as Regularizer
 from hookdrop.regularizers.catalog import *
 from hookdrop.regularizers.catalog import REGULARIZERS as REGULARIZERS

@@ -1,4 +1,4 @@
-"""Adapters that let modules and functions from elsewhere work as regularizers."""
+"""Adapters that wrap other libraries' modules and functions as regularizers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from hookdrop.errors import InjectionError
 from hookdrop.regularizers.base import Regularizer
 
-# Which class of ours does the same as another library's, by its name.
-_OURS = {name: name for name in ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath")}
-_OURS |= {"FeatureAlphaDropout": "FeatureAlphaDropout", "StochasticDepth": "DropPath"}
-_OURS |= {"DropBlock2d": "DropBlock", "DropBlock3d": "DropBlock"}
+# Names of other libraries' classes and the equivalent hookdrop classes.
+_EQUIVALENTS = {name: name for name in ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath")}
+_EQUIVALENTS |= {"FeatureAlphaDropout": "FeatureAlphaDropout", "StochasticDepth": "DropPath"}
+_EQUIVALENTS |= {"DropBlock2d": "DropBlock", "DropBlock3d": "DropBlock"}
 RATE_NAMES = ("p", "drop_prob", "drop_rate")
 
 
 class ForeignModule(Regularizer):
-    """A module of tensor -> tensor from elsewhere, such as `nn.Dropout2d(0.1)` or timm's `DropPath`.
+    """Adapter for another library's tensor-to-tensor module, such as `nn.Dropout2d(0.1)` or timm's `DropPath`.
 
     Args:
-        module: a module without parameters and buffers. The adapter uses a copy with `inplace=False`; its rate is the
-            first of `p`, `drop_prob`, `drop_rate` that it has.
+        module: a module without parameters and buffers. The adapter copies it with `inplace=False`. Its rate is the
+            first attribute found among `p`, `drop_prob` and `drop_rate`.
     """
 
     rate_name: ClassVar[str | None] = None
@@ -56,12 +56,12 @@ class ForeignModule(Regularizer):
     def graph_break(self) -> str:
         if self.rate is None:
             return ""
-        instead = "leave out fullgraph=True"
-        if ours := _OURS.get(self.title):
+        instead = "remove fullgraph=True"
+        if ours := _EQUIVALENTS.get(self.title):
             settings = [(name, getattr(self.module, name, None)) for name in ("block_size", "mode")]
             more = "".join(f", {name}={value!r}" for name, value in settings if value is not None)
-            instead = f"hookdrop.{ours}(p={self.rate:g}{more}) goes into the graph"
-        return f"{self!r} has its rate as a Python float, which compiled code would keep for good.\n  {instead}."
+            instead = f"use hookdrop.{ours}(p={self.rate:g}{more}), which compiles without a graph break"
+        return f"{self!r} stores its rate as a Python float, which compiled code treats as a constant.\n  {instead}."
 
     def settings(self) -> dict[str, Any]:
         names = [name for name in inspect.signature(type(self.module).__init__).parameters if name != "self"]
@@ -76,10 +76,10 @@ class ForeignModule(Regularizer):
 
 
 class ForeignFunction(Regularizer):
-    """A function of tensor -> tensor. It has no rate, so a schedule can't drive it.
+    """Adapter for a tensor-to-tensor function. It has no rate, so a schedule cannot drive it.
 
     Args:
-        function: must be picklable with the model, so defined at the top of a module.
+        function: a picklable function, defined at the top level of a module.
     """
 
     rate_name: ClassVar[str | None] = None
@@ -103,50 +103,50 @@ class ForeignFunction(Regularizer):
 
 
 def as_regularizer(given: object) -> Regularizer:
-    """`given` as a regularizer: a regularizer, a module or a function.
+    """Convert a regularizer, a module or a function to a `Regularizer`.
 
     Raises:
-        TypeError: a class instead of an instance, or another object.
-        InjectionError: a module with state, or an object that can't be pickled.
+        TypeError: if `given` is a class, or any other object.
+        InjectionError: if `given` has parameters or buffers, or cannot be pickled.
     """
     if isinstance(given, type):
-        raise TypeError(f"the regularizer is the class {given.__name__}, not an instance of it: {_call(given)}.")
+        raise TypeError(f"the regularizer must be an instance, got the class {given.__name__}: {_example_call(given)}.")
     found: Regularizer
     if isinstance(given, nn.Module):
-        _must_be_stateless(given)
+        _check_stateless(given)
         found = given if isinstance(given, Regularizer) else ForeignModule(given)
     elif callable(given):
         found = ForeignFunction(given)
     else:
         raise TypeError(
-            f"the regularizer must be a module, a function, a text or a mapping, got {given!r} "
+            f"the regularizer must be a module, a function, a string or a mapping, got {given!r} "
             f"({type(given).__name__}).\n  for example: DropBlock(p=0.1, block_size=7)"
         )
     if found.rate_name is not None and not hasattr(found, found.rate_name):
         raise InjectionError(
-            f"{type(found).__name__} has no attribute {found.rate_name!r}, which its rate_name says is its rate."
+            f"{type(found).__name__} has no attribute {found.rate_name!r}, which its rate_name refers to."
         )
-    must_pickle(found, "the regularizer")
+    check_picklable(found, "the regularizer")
     return found
 
 
-def _must_be_stateless(module: nn.Module) -> None:
+def _check_stateless(module: nn.Module) -> None:
     owned = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     if owned:
         raise InjectionError(
-            f"{type(module).__name__} owns parameters or buffers ({', '.join(owned[:3])}): no optimizer and "
-            "no state_dict would see them.\n  make it part of the model, or write it without state."
+            f"{type(module).__name__} owns parameters or buffers ({', '.join(owned[:3])}), which the optimizer "
+            "and the state_dict would miss.\n  make it a layer of the model, or remove its state."
         )
 
 
-def must_pickle(value: object, what: str) -> None:
-    """Raise `InjectionError` if a model with `value` in a hook could not be pickled."""
+def check_picklable(value: object, what: str) -> None:
+    """Raise `InjectionError` if `value`, which a hook will hold, cannot be pickled."""
     try:
         pickle.dumps(value)
     except Exception as error:
         raise InjectionError(
             f"{what} can't be pickled ({error}), so torch.save(model) and worker processes would fail.\n"
-            "  instead of a lambda or a local function, use a function or class at the top of a module."
+            "  instead of a lambda or a local function, use a function or class at the top level of a module."
         ) from error
 
 
@@ -154,8 +154,8 @@ def _is_rate(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _call(cls: type) -> str:
+def _example_call(cls: type) -> str:
     if not callable(cls):
-        return "write it with its settings"
+        return "create an instance of it"
     first = next((n for n in RATE_NAMES if n in inspect.signature(cls).parameters), None)
     return f"write {cls.__name__}({first}=0.1)" if first else f"write {cls.__name__}(...)"

@@ -1,4 +1,4 @@
-"""The table of the regularizers that `hookdrop` exports and that `parse` and configs may name."""
+"""The table of regularizers that `hookdrop` exports and that `parse` and configs can name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, UniformN
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
 from hookdrop.utils.call_syntax import Kind, read_call, signature_of
 
-# A new regularizer is imported above and named here; its function is exported by `hookdrop.functional`.
+# To add a regularizer, import it above and list it here, and export its function in `hookdrop.functional`.
 __all__ = [
     "AlphaDropout",
     "ClampActivationGrad",
@@ -47,14 +47,14 @@ _KIND = Kind("parse", "regularizer", REGULARIZERS, "DropBlock(p=0.1, block_size=
 
 
 def parse(text: str) -> Regularizer:
-    """The regularizer that `text` describes, for flags and sweeps: parsed, never evaluated.
+    """Create a regularizer from a string, for command-line flags and sweeps. The string is never evaluated as code.
 
     Args:
-        text: the name of a hookdrop regularizer with literal settings.
+        text: a call of a hookdrop regularizer with literal settings.
 
     Raises:
-        TypeError: not a text, or settings that the regularizer does not take.
-        ValueError: another form, an unknown name, or a setting that is not a literal.
+        TypeError: if `text` is not a string, or the regularizer does not accept the settings.
+        ValueError: if `text` is not such a call, names an unknown regularizer, or has a setting that is not a literal.
 
     Example:
         >>> parse("DropBlock(p=0.2, block_size=5)")

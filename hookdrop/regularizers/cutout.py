@@ -1,4 +1,4 @@
-"""Cutout: one square of each sample."""
+"""Cutout: zeroing one square of each sample."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from hookdrop.errors import ShapeError
-from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
+from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
 from hookdrop.utils.validation import count, floating, rate_or_tensor
 
 
 def cutout(x: Tensor, size: int | tuple[int, int], p: float | Tensor = 1.0, training: bool = True) -> Tensor:
-    """Zero one rectangle of each sample of (N, C, H, W) in all channels, without rescaling: see `Cutout`."""
-    return _cutout(x, edges(size, "cutout"), rate_or_tensor(p, owner="cutout"), training)
+    """Zero one rectangle per sample of (N, C, H, W), in all channels and without rescaling: see `Cutout`."""
+    return _cutout(x, height_and_width(size, "cutout"), rate_or_tensor(p, owner="cutout"), training)
 
 
 def _cutout(x: Tensor, size: tuple[int, int], p: float | Tensor, training: bool = True) -> Tensor:
@@ -26,14 +26,14 @@ def _cutout(x: Tensor, size: tuple[int, int], p: float | Tensor, training: bool 
     n, _, h, w = x.shape
     # Always float32: bfloat16 has no random numbers between .998 and 1.
     cut_N = torch.rand(n, dtype=torch.float32, device=x.device) < p
-    rows_NH = _covered(n, h, size[0], x.device)
-    columns_NW = _covered(n, w, size[1], x.device)
+    rows_NH = _window_mask(n, h, size[0], x.device)
+    columns_NW = _window_mask(n, w, size[1], x.device)
     cut_N1HW = (cut_N[:, None, None] & rows_NH[:, :, None] & columns_NW[:, None, :])[:, None]
     return x * (~cut_N1HW).to(x.dtype)
 
 
-def edges(size: object, owner: str) -> tuple[int, int]:
-    """`size` as (height, width)."""
+def height_and_width(size: object, owner: str) -> tuple[int, int]:
+    """Return `size` as (height, width)."""
     if not isinstance(size, (tuple, list)):
         return (count(size, "size", owner),) * 2
     if len(size) != 2:
@@ -52,29 +52,29 @@ def check_map(shape: Sequence[int], owner: str, does: str) -> None:
     raise ShapeError(f"got {tuple(shape)}: {owner} {does} of (N, C, H, W).\n  {use}.")
 
 
-def _covered(samples: int, length: int, size: int, device: torch.device) -> Tensor:
-    """(samples, length): which places of an axis lie in a window with a uniformly random center."""
+def _window_mask(samples: int, length: int, size: int, device: torch.device) -> Tensor:
+    """(samples, length): True inside a window with a uniformly random center."""
     first = torch.randint(length, (samples, 1), device=device) - size // 2
-    place = torch.arange(length, device=device)
-    return (place >= first) & (place < first + size)
+    position = torch.arange(length, device=device)
+    return (position >= first) & (position < first + size)
 
 
 class Cutout(Regularizer):
     """Zero one square of each sample in all channels, without rescaling.
 
-    `p` is the probability to cut a sample, not the fraction of zeroed elements. That is in expectation
-    `p * g(height, H) * g(width, W)`, with `g(s, n) = (s * n - s**2 // 4) / n**2` for s up to n: the center may be any
+    `p` is the probability of cutting a sample, not the fraction of zeroed elements. The expected fraction is
+    `p * g(height, H) * g(width, W)`, with `g(s, n) = (s * n - s**2 // 4) / n**2` for s <= n: the center may be any
     pixel, so part of the square may lie outside the map.
 
     Args:
         size: edge of the square in pixels of the hooked map, or (height, width) of a rectangle.
-        p: probability to cut each sample, in [0, 1].
+        p: probability of cutting each sample, in [0, 1].
 
-    Shape: (N, C, H, W). Departs from the paper: it cuts activations if it is hooked on a layer (for images, hook the
-    model's first layer with `at="input"`), and does not reduce an odd `size` by 1 as the paper's code does.
+    Shape: (N, C, H, W). Unlike the paper, it cuts the activations of the hooked layer (to cut images, hook the model's
+    first layer with `at="input"`), and it does not reduce an odd `size` by 1 as the paper's code does.
 
     Raises:
-        ShapeError: in forward, if the input is no map.
+        ShapeError: in forward, if the input is not (N, C, H, W).
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -92,7 +92,7 @@ class Cutout(Regularizer):
 
     def __init__(self, size: int | tuple[int, int], p: float = 1.0) -> None:
         super().__init__()
-        height, width = edges(size, self.title)
+        height, width = height_and_width(size, self.title)
         self.size: int | tuple[int, int] = height if height == width else (height, width)
         self.p = self.valid_rate(p)
 
@@ -100,21 +100,21 @@ class Cutout(Regularizer):
         check_map(shape, self.title, "cuts squares")
 
     def reading(self, shape: Sequence[int]) -> str:
-        return map_reading(shape, 1)
+        return describe_map(shape, 1)
 
-    def doubts(self, shape: Sequence[int]) -> list[str]:
-        found = nhwc_doubt(shape, 1, "it would cut rows and channels; hook a layer that gives NCHW.")
-        (height, width), (h, w) = self._edges, shape[2:]
+    def shape_warnings(self, shape: Sequence[int]) -> list[str]:
+        found = nhwc_warnings(shape, 1, "it would cut rows and channels; hook a layer that returns NCHW.")
+        (height, width), (h, w) = self._height_and_width, shape[2:]
         if h and w and height >= 2 * h - 1 and width >= 2 * w - 1:
             found.append(
-                f"size={self.size} covers the whole {h}x{w} map wherever its center is: each sample that is cut is "
-                "zero, which is DropPath without its scale."
+                f"size={self.size} covers the whole {h}x{w} map wherever the center is: it zeros whole samples, like "
+                "DropPath without rescaling."
             )
         return found
 
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
-        return _cutout(x, self._edges, rate)
+        return _cutout(x, self._height_and_width, rate)
 
     @property
-    def _edges(self) -> tuple[int, int]:
+    def _height_and_width(self) -> tuple[int, int]:
         return self.size if isinstance(self.size, tuple) else (self.size, self.size)

@@ -13,11 +13,11 @@ from torch.compiler import is_compiling
 from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.kernels import custom_ops
 from hookdrop.kernels.blocks import Blocks, blocks_of
-from hookdrop.kernels.drawing import NORMALIZE, Seeded
-from hookdrop.kernels.masking import masked
+from hookdrop.kernels.drawing import NORMALIZE, BlockDrawing
+from hookdrop.kernels.masking import apply_mask
 from hookdrop.kernels.seed_rate import GAMMA, gamma_for
-from hookdrop.kernels.subclasses import PLAIN, on_plain_tensor, wraps_results
-from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
+from hookdrop.kernels.subclasses import PLAIN_TYPES, on_plain_tensor, wraps_results
+from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
 from hookdrop.utils.torch_internals import is_tracing
 from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, one_of, rate_or_tensor
 
@@ -33,11 +33,11 @@ def drop_block(
     channel_dim: int | None = None,
     training: bool = True,
 ) -> Tensor:
-    """Zero blocks of the map, `p` of its elements in expectation: see `DropBlock` for the settings and shapes.
+    """Zero blocks that cover an expected fraction `p` of the map: see `DropBlock` for the settings and shapes.
 
     Raises:
-        ShapeError: the input has no map, or `block_size` names another number of axes.
-        InjectionError: `torch.jit.trace` is recording, which would keep one mask.
+        ShapeError: if the input has no spatial axes, or `block_size` has another number of axes.
+        InjectionError: inside `torch.jit.trace`, which would record a fixed mask.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -48,11 +48,11 @@ def drop_block(
     one_of(normalize, "normalize", "drop_block", NORMALIZE)
     one_of(gamma, "gamma", "drop_block", GAMMA)
     p = rate_or_tensor(p, "p", "drop_block")
-    settings = block_edges(block_size), channel_dim, per_channel
+    settings = check_block_size(block_size), channel_dim, per_channel
     if training:
         return _drop_block(x, p, *settings, gamma, normalize)
     floating(x, "drop_block")
-    _read_map(x.shape, *settings[:2])
+    _map_geometry(x.shape, *settings[:2])
     return x
 
 
@@ -68,73 +68,73 @@ def _drop_block(
     floating(x, "drop_block")
     if isinstance(p, Tensor) or is_compiling():
         p = p if isinstance(p, Tensor) else as_rate_tensor(p)
-        channel, _, edges = _read_map(x.shape, block_size, channel_dim)
+        channel, _, edges = _map_geometry(x.shape, block_size, channel_dim)
         return custom_ops.drop_block(x, p, edges, channel, per_channel, gamma, normalize) if x.numel() else x
     if is_tracing():
         raise InjectionError(
-            "drop_block inside torch.jit.trace: the trace would keep one mask for good.\n"
+            "drop_block inside torch.jit.trace: the trace would record a constant mask.\n"
             "  trace in eval mode: model.eval(), or without hooks: with hookdrop.without_hooks(model): ..."
         )
-    # Sizes may be symbols, in a trace of make_fx.
+    # Under `make_fx`, sizes may be symbolic.
     blocks = _blocks(tuple(map(int, x.shape)), block_size, channel_dim, per_channel)
     if p == 0.0 or x.numel() == 0:
         return x
-    if type(x) not in PLAIN:
+    if type(x) not in PLAIN_TYPES:
         if wraps_results(x):
             return on_plain_tensor(_drop_block, x, p, block_size, channel_dim, per_channel, gamma, normalize)
-        _refuse_parts(x)
-    dropped, scale = _drawing(blocks, p, gamma, normalize)(x)
-    return masked(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
+        _reject_dtensor(x)
+    dropped, scale = _block_drawing(blocks, p, gamma, normalize)(x)
+    return apply_mask(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
 
 
-def _refuse_parts(x: Tensor) -> None:
+def _reject_dtensor(x: Tensor) -> None:
     if hasattr(x, "full_tensor"):
         raise TypeError(
-            "drop_block: x is a DTensor, in parts on several ranks: blocks can't be drawn across them.\n"
-            "  hook a layer whose output is local (use_local_output=True), or use Dropout or DropPath there."
+            "drop_block: x is a DTensor, sharded over several ranks, and blocks cannot be drawn across ranks.\n"
+            "  hook a layer whose output is local (use_local_output=True), or use Dropout or DropPath."
         )
 
 
 @lru_cache(maxsize=1024)
-def _drawing(blocks: Blocks, p: float, gamma: str, normalize: str | None) -> Seeded:
-    return Seeded(blocks, gamma_for(blocks.sizes, blocks.blocks, p, gamma), p, normalize)
+def _block_drawing(blocks: Blocks, p: float, gamma: str, normalize: str | None) -> BlockDrawing:
+    return BlockDrawing(blocks, gamma_for(blocks.sizes, blocks.blocks, p, gamma), p, normalize)
 
 
 @lru_cache(maxsize=1024)
 def _blocks(
     shape: tuple[int, ...], block_size: int | tuple[int, ...], channel_dim: int | None, per_channel: bool
 ) -> Blocks:
-    channel, sizes, edges = _read_map(shape, block_size, channel_dim)
+    channel, sizes, edges = _map_geometry(shape, block_size, channel_dim)
     return blocks_of(shape[0], shape[channel] if per_channel else 1, sizes, edges, channel)
 
 
-def _read_map(
+def _map_geometry(
     shape: Sequence[int], block_size: int | tuple[int, ...], channel_dim: int | None
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """`(channel, sizes, edges)`: the channel axis, the map, and the block clamped to it."""
+    """`(channel, sizes, edges)`: the channel axis, the map's sizes, and the block clamped to the map."""
     channel = channel_axis(shape, channel_dim)
     sizes = tuple(size for axis, size in enumerate(shape) if axis not in (0, channel))
     wanted = (block_size,) * len(sizes) if isinstance(block_size, int) else block_size
     if len(wanted) != len(sizes):
         raise ShapeError(
-            f"block_size={wanted} names {len(wanted)} ax{'is' if len(wanted) == 1 else 'es'}, the map has {len(sizes)} "
-            f"({'x'.join(map(str, sizes))}).\n  give one number, or one for each axis."
+            f"block_size={wanted} has {len(wanted)} ax{'is' if len(wanted) == 1 else 'es'}, but the map has "
+            f"{len(sizes)} ({'x'.join(map(str, sizes))}).\n  pass one number, or one for each axis."
         )
     return channel, sizes, tuple(max(1, min(edge, size)) for edge, size in zip(wanted, sizes, strict=True))
 
 
 def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
-    """The channel axis, or a `ShapeError` if `shape` has no map."""
+    """The channel axis. Raises `ShapeError` if `shape` has no spatial axes."""
     rank = len(shape)
     if rank not in (3, 4, 5):
         use = "use Dropout(p=...)" if rank < 3 else "flatten it to (N, C, D, H, W) first"
-        raise ShapeError(f"got {tuple(shape)}: DropBlock needs a map of 1 to 3 axes.\n  {use}.")
+        raise ShapeError(f"got {tuple(shape)}: DropBlock needs 1 to 3 spatial axes.\n  {use}.")
     if channel_dim is None:
         if rank == 3:
             raise ShapeError(
                 f"got {tuple(shape)}: tokens have no map.\n"
                 "  use TokenDropout(p=0.1) or DropPath(p=0.1), hook a layer with a 4-D output (such as "
-                "'patch_embed.proj'),\n  or say where the channels of a sequence are: DropBlock(..., "
+                "'patch_embed.proj'),\n  or set the channel axis of a sequence: DropBlock(..., "
                 "channel_dim=1) for (N, C, L), channel_dim=-1 for (N, L, C)."
             )
         return 1
@@ -144,36 +144,36 @@ def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
     return channel_dim + rank if channel_dim < 0 else channel_dim
 
 
-def block_edges(block_size: object) -> int | tuple[int, ...]:
-    """A valid `block_size`: one whole number, or several."""
+def check_block_size(block_size: object) -> int | tuple[int, ...]:
+    """Return a valid `block_size`: an integer, or a tuple of integers."""
     if not isinstance(block_size, (tuple, list)):
         return count(block_size, "block_size", "DropBlock")
     if not block_size:
-        raise ValueError("DropBlock: block_size must name at least one edge, got an empty sequence.")
+        raise ValueError("DropBlock: block_size must not be empty.")
     return tuple(count(edge, "block_size", "DropBlock") for edge in block_size)
 
 
 class DropBlock(Regularizer):
-    """Zero blocks of the map: `p` of its elements in expectation, whatever its size.
+    """Zero contiguous blocks that cover an expected fraction `p` of the map, for any map size.
 
-    Departs from the paper, whose formula ignores that blocks overlap, in the default `gamma="exact"`, and clamps
-    blocks to the map along each axis.
+    Differs from the paper in two ways: the default `gamma="exact"` accounts for overlapping blocks, which the paper's
+    formula ignores, and blocks are clamped to the map along each axis.
 
     Args:
-        p: expected fraction of zeroed elements, in [0, 1]; 0.1 if neither it nor `keep_prob` is given.
-        block_size: edge of a block in elements: one for all axes, or one for each.
+        p: expected fraction of zeroed elements, in [0, 1]. The default is 0.1.
+        block_size: edge of a block in elements: one for all axes, or one for each axis.
         keep_prob: 1 - p, instead of `p`.
-        per_channel: a separate mask for every channel (Algorithm 1), or one for all channels of a sample.
-        gamma: `"exact"` solves for the seed rate whose blocks cover p; `"paper"` is the paper's formula, which drops
-            less than p.
-        normalize: what keeps the mean: `"batch"` count / kept count (Algorithm 1), `"sample"` that of each sample,
-            `"expected"` 1 / (1 - p), or None.
-        channel_dim: the channel axis; None means 1 for 4-D and 5-D input. 3-D input requires it.
+        per_channel: whether each channel has its own mask (Algorithm 1), or all channels of a sample share one.
+        gamma: `"exact"` solves for the seed rate at which blocks cover a fraction p; `"paper"` is the paper's formula,
+            which drops less than p.
+        normalize: the scale that keeps the mean: `"batch"` count / kept count (Algorithm 1), `"sample"` the same ratio
+            for each sample, `"expected"` 1 / (1 - p), or None for no scaling.
+        channel_dim: the channel axis. None means 1 for 4-D and 5-D input; 3-D input requires it.
 
     Shape: (N, C, L) with `channel_dim`, (N, C, H, W), (N, C, D, H, W), or with the channels at `channel_dim`.
 
     Raises:
-        ShapeError: in forward, if the input has no map.
+        ShapeError: in forward, if the input has no spatial axes.
 
     Example:
         >>> _ = torch.manual_seed(3)
@@ -201,22 +201,22 @@ class DropBlock(Regularizer):
     ) -> None:
         super().__init__()
         self.p = drop_rate(p, keep_prob, self.title, default=0.1)
-        self.block_size = block_edges(block_size)
+        self.block_size = check_block_size(block_size)
         self.per_channel: bool = one_of(per_channel, "per_channel", self.title, (True, False))
         self.gamma: str = one_of(gamma, "gamma", self.title, GAMMA)
         self.normalize: str | None = one_of(normalize, "normalize", self.title, NORMALIZE)
         self.channel_dim = None if channel_dim is None else count(channel_dim, "channel_dim", self.title, -4)
 
     def check(self, shape: Sequence[int]) -> None:
-        _read_map(shape, self.block_size, self.channel_dim)
+        _map_geometry(shape, self.block_size, self.channel_dim)
 
     def reading(self, shape: Sequence[int]) -> str:
-        return map_reading(shape, channel_axis(shape, self.channel_dim))
+        return describe_map(shape, channel_axis(shape, self.channel_dim))
 
-    def doubts(self, shape: Sequence[int]) -> list[str]:
-        instead = "DropBlock(..., channel_dim=-1) reads it as such."
-        found = [] if self.channel_dim else nhwc_doubt(shape, 1, instead)
-        _, sizes, edges = _read_map(shape, self.block_size, self.channel_dim)
+    def shape_warnings(self, shape: Sequence[int]) -> list[str]:
+        instead = "use DropBlock(..., channel_dim=-1)."
+        found = [] if self.channel_dim else nhwc_warnings(shape, 1, instead)
+        _, sizes, edges = _map_geometry(shape, self.block_size, self.channel_dim)
         if edges == sizes:
             covers = f"Dropout{len(sizes)}d" if self.per_channel else "DropPath"
             found.append(

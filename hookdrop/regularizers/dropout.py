@@ -12,20 +12,20 @@ from torch.compiler import is_compiling
 
 from hookdrop.errors import ShapeError
 from hookdrop.kernels.custom_ops import draw_elements
-from hookdrop.kernels.drawing import Elements
-from hookdrop.kernels.masking import HALF, masked
-from hookdrop.kernels.slices import of_the_rest, slice_dropout
-from hookdrop.kernels.subclasses import PLAIN, on_plain_tensor, wraps_results
-from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
+from hookdrop.kernels.drawing import ElementDrawing
+from hookdrop.kernels.masking import HALF, apply_mask
+from hookdrop.kernels.slices import keep_scale, slice_dropout
+from hookdrop.kernels.subclasses import PLAIN_TYPES, on_plain_tensor, wraps_results
+from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
 from hookdrop.utils.torch_internals import is_tracing
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate_or_tensor
 
-_WORTHWHILE = 2**15
-"""Elements from which our own dropout is faster than PyTorch's."""
+_MIN_NATIVE_ELEMENTS = 2**15
+"""The smallest tensor for which hookdrop's implementation is faster than PyTorch's."""
 
 
 def dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """Zero each element with probability `p`, scale the rest by 1 / (1 - p): see `Dropout`."""
+    """Zero each element with probability `p` and scale the rest by 1 / (1 - p): see `Dropout`."""
     floating(x, "dropout", nested=True)
     p = rate_or_tensor(p, owner="dropout")
     return _dropout(x, p) if training else x
@@ -34,23 +34,23 @@ def dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
 def _dropout(x: Tensor, p: float | Tensor) -> Tensor:
     if isinstance(p, Tensor) or is_compiling():
         p = p if isinstance(p, Tensor) else as_rate_tensor(p)
-        return torch.where(draw_elements(x, p), 0.0, x * of_the_rest(p))
+        return torch.where(draw_elements(x, p), 0.0, x * keep_scale(p))
     if p == 0.0:
         return x
-    # On a CPU PyTorch draws one random number for each element, on one thread, and rounds 1 / (1 - p) to the dtype.
-    small = x.numel() < _WORTHWHILE and x.dtype not in HALF
+    # On the CPU, PyTorch draws one random number per element on one thread, and rounds 1 / (1 - p) to the dtype of x.
+    small = x.numel() < _MIN_NATIVE_ELEMENTS and x.dtype not in HALF
     if small or x.is_nested or not x.is_cpu or is_tracing():
         return F.dropout(x, p, True)
-    if type(x) not in PLAIN and wraps_results(x):
+    if type(x) not in PLAIN_TYPES and wraps_results(x):
         return on_plain_tensor(_dropout, x, p)
-    return masked(x, *Elements(p)(x))
+    return apply_mask(x, *ElementDrawing(p)(x))
 
 
 class Dropout(Regularizer):
-    """Zero each element with probability `p`, scale the rest by 1 / (1 - p).
+    """Zero each element with probability `p` and scale the rest by 1 / (1 - p).
 
     Args:
-        p: probability to drop, in [0, 1].
+        p: probability of dropping an element, in [0, 1].
         keep_prob: 1 - p, instead of `p`.
 
     Shape: any.
@@ -104,7 +104,7 @@ def check_channels(shape: Sequence[int], owner: str, rank: int | None = None) ->
         5: "use Dropout3d(p=...)",
     }.get(len(shape), "use Dropout(p=...)")
     wanted = {3: "(N, C, L)", 4: "(N, C, H, W)", 5: "(N, C, D, H, W)", None: "(N, C, ...)"}[rank]
-    raise ShapeError(f"got {tuple(shape)}: {owner} drops channels of {wanted}.\n  {use} there.")
+    raise ShapeError(f"got {tuple(shape)}: {owner} drops channels of {wanted}.\n  {use}.")
 
 
 class _ChannelDropout(Dropout):
@@ -114,23 +114,23 @@ class _ChannelDropout(Dropout):
         check_channels(shape, self.title, self.rank)
 
     def reading(self, shape: Sequence[int]) -> str:
-        return map_reading(shape, 1)
+        return describe_map(shape, 1)
 
-    def doubts(self, shape: Sequence[int]) -> list[str]:
-        return nhwc_doubt(shape, 1, "it would drop rows of the map, not channels; hook a layer that gives NCHW.")
+    def shape_warnings(self, shape: Sequence[int]) -> list[str]:
+        return nhwc_warnings(shape, 1, "it would drop rows of the map, not channels; hook a layer that returns NCHW.")
 
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
         return _drop_channels(x, rate, self.rank)
 
 
 class Dropout1d(_ChannelDropout):
-    """Zero whole channels with probability `p`, scale the rest by 1 / (1 - p).
+    """Zero whole channels with probability `p` and scale the rest by 1 / (1 - p).
 
     Args:
-        p: probability to drop, in [0, 1].
+        p: probability of dropping a channel, in [0, 1].
         keep_prob: 1 - p, instead of `p`.
 
-    Shape: (N, C, L). Tokens are (N, L, C): this would drop tokens there.
+    Shape: (N, C, L). With tokens (N, L, C) it would drop whole tokens.
 
     Reference: Tompson et al. 2015, "Efficient object localization using convolutional networks",
     arXiv:1411.4280 (SpatialDropout).
@@ -140,7 +140,7 @@ class Dropout1d(_ChannelDropout):
 
 
 class Dropout2d(_ChannelDropout):
-    """`Dropout1d` for (N, C, H, W); it warns about maps in NHWC.
+    """`Dropout1d` for (N, C, H, W). Warns if a map looks like NHWC.
 
     Reference: Tompson et al. 2015, arXiv:1411.4280 (SpatialDropout).
     """

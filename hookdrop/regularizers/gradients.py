@@ -1,4 +1,4 @@
-"""Edits of the gradient of an activation; the forward returns its input unchanged.
+"""Edits of the gradient of an activation. The forward output equals the input.
 
 The edited gradient trains all layers before the hooked one. For the gradients of parameters use
 `torch.nn.utils.clip_grad_norm_` or `clip_grad_value_` before `optimizer.step()`.
@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from hookdrop.kernels.gradient_edits import clamped, edited, noisy, scaled, shortened
-from hookdrop.regularizers.base import Regularizer, needs_samples
+from hookdrop.kernels.gradient_edits import add_noise, clamp, clip_norm, edit_gradient, scale
+from hookdrop.regularizers.base import Regularizer, check_batch_axis
 from hookdrop.utils.validation import floating, number, one_of, positive, rate_or_tensor
 
 
@@ -24,24 +24,24 @@ def clip_activation_grad(
     per_sample: bool = False,
     training: bool = True,
 ) -> Tensor:
-    """`x`, whose gradient is clipped to an L2 norm or to a range: see `ClipActivationGrad`."""
+    """Return `x` and clip its gradient to an L2 norm or to a range: see `ClipActivationGrad`."""
     return _clip(x, *clip_limits(max_norm, max_value, per_sample, "clip_activation_grad"), training)
 
 
 def clamp_activation_grad(
     x: Tensor, min: float | None = None, max: float | None = None, training: bool = True
 ) -> Tensor:
-    """`x`, whose gradient is clamped to [min, max], element by element: see `ClampActivationGrad`."""
+    """Return `x` and clamp its gradient to [min, max] elementwise: see `ClampActivationGrad`."""
     return _clamp(x, *clamp_limits(min, max, "clamp_activation_grad"), training)
 
 
 def scale_activation_grad(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
-    """`x`, whose gradient is multiplied by `factor`; 1 returns `x` itself: see `ScaleActivationGrad`."""
+    """Return `x` and multiply its gradient by `factor`: see `ScaleActivationGrad`."""
     return _scale(x, rate_or_tensor(factor, "factor", "scale_activation_grad", check=number), training)
 
 
 def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
-    """`x`, to whose gradient N(0, std^2) is added in the backward pass: see `NoiseActivationGrad`."""
+    """Return `x` and add N(0, std^2) to its gradient: see `NoiseActivationGrad`."""
     return _noise(x, rate_or_tensor(std, "std", "noise_activation_grad", math.inf), training)
 
 
@@ -52,37 +52,39 @@ def _clip(
     if not training:
         return x
     return (
-        edited(x, shortened, max_norm, per_sample) if max_value is None else edited(x, clamped, -max_value, max_value)
+        edit_gradient(x, clip_norm, max_norm, per_sample)
+        if max_value is None
+        else edit_gradient(x, clamp, -max_value, max_value)
     )
 
 
 def _clamp(x: Tensor, low: float | None, high: float | None, training: bool = True) -> Tensor:
     floating(x, "clamp_activation_grad")
-    return edited(x, clamped, low, high) if training else x
+    return edit_gradient(x, clamp, low, high) if training else x
 
 
 def _scale(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
     floating(x, "scale_activation_grad")
-    return edited(x, scaled, factor) if training and (isinstance(factor, Tensor) or factor != 1.0) else x
+    return edit_gradient(x, scale, factor) if training and (isinstance(factor, Tensor) or factor != 1.0) else x
 
 
 def _noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
     floating(x, "noise_activation_grad")
-    return edited(x, noisy, std) if training and (isinstance(std, Tensor) or std != 0.0) else x
+    return edit_gradient(x, add_noise, std) if training and (isinstance(std, Tensor) or std != 0.0) else x
 
 
 def clip_limits(
     max_norm: object, max_value: object, per_sample: object, owner: str
 ) -> tuple[float | None, float | None, bool]:
-    """Valid limits of a clip: exactly one of the first two is a number."""
+    """Return valid limits for clipping: exactly one of the first two is a number."""
     if (max_norm is None) == (max_value is None):
         given = "neither" if max_norm is None else f"both (max_norm={max_norm!r}, max_value={max_value!r})"
-        raise TypeError(f"{owner}: give max_norm or max_value, got {given}.\n  as in {owner}(max_norm=1.0)")
+        raise TypeError(f"{owner}: pass max_norm or max_value, got {given}.\n  for example: {owner}(max_norm=1.0)")
     one_of(per_sample, "per_sample", owner, (True, False))
     if max_value is not None and per_sample:
         raise ValueError(
-            f"{owner}: per_sample=True says whose norm is clipped, and max_value clips each element.\n"
-            "  leave out per_sample, or give max_norm."
+            f"{owner}: per_sample=True applies to max_norm only; max_value clips each element.\n"
+            "  remove per_sample, or pass max_norm."
         )
     name, value = ("max_value", max_value) if max_norm is None else ("max_norm", max_norm)
     limit = positive(value, name, owner, "\n  to stop the gradient: ScaleActivationGrad(0)")
@@ -90,9 +92,9 @@ def clip_limits(
 
 
 def clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, float | None]:
-    """Valid limits of a clamp: at least one is a number."""
+    """Return valid limits for clamping: at least one is a number."""
     if low is None and high is None:
-        raise TypeError(f"{owner}: give min, max or both, as in {owner}(min=-1.0, max=1.0).")
+        raise TypeError(f"{owner}: pass min, max or both.\n  for example: {owner}(min=-1.0, max=1.0)")
     least = None if low is None else number(low, "min", owner)
     most = None if high is None else number(high, "max", owner)
     if least is not None and most is not None and least > most:
@@ -108,17 +110,17 @@ class _ActivationGrad(Regularizer):
 
 
 class ClipActivationGrad(_ActivationGrad):
-    """Clip the gradient of the activation: to an L2 norm of at most `max_norm`, or to [-max_value, max_value].
+    """Clip the gradient of the activation to an L2 norm of at most `max_norm`, or to [-max_value, max_value].
 
     Args:
-        max_norm: above 0; a longer gradient is scaled down to this norm. Give this or `max_value`.
-        max_value: above 0; each element is clamped.
-        per_sample: clip the norm of each sample (axis 0) instead of that of the whole tensor.
+        max_norm: > 0. A longer gradient is scaled down to this norm. Pass either this or `max_value`.
+        max_value: > 0. Each element is clamped.
+        per_sample: clip the norm of each sample (axis 0) instead of the norm of the whole tensor.
 
     Shape: any; (N, ...) with `per_sample`.
 
-    With a `GradScaler` multiply the limit by the loss scale, as the gradient is. `max_norm` keeps an overflow as NaN,
-    which the scaler detects; `max_value` makes infinities finite.
+    With a `GradScaler`, multiply the limit by the loss scale. `max_norm` turns an overflow into NaN, which the scaler
+    detects; `max_value` makes infinities finite.
 
     Example:
         >>> x = torch.ones(4, requires_grad=True)
@@ -126,8 +128,8 @@ class ClipActivationGrad(_ActivationGrad):
         >>> x.grad
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
 
-    Reference: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", arXiv:1211.5063 (of
-    parameters' gradients, by norm); Graves 2013, arXiv:1308.0850, section 2.1 (at a layer, by value).
+    Reference: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", arXiv:1211.5063
+    (parameter gradients, by norm); Graves 2013, arXiv:1308.0850, section 2.1 (at a layer, by value).
     """
 
     def __init__(self, max_norm: float | None = None, max_value: float | None = None, per_sample: bool = False) -> None:
@@ -136,7 +138,7 @@ class ClipActivationGrad(_ActivationGrad):
 
     def check(self, shape: Sequence[int]) -> None:
         if self.per_sample:
-            needs_samples(shape)
+            check_batch_axis(shape)
 
     def reading(self, shape: Sequence[int]) -> str:
         return f"N={shape[0]}" if self.per_sample else ""
@@ -149,10 +151,10 @@ class ClampActivationGrad(_ActivationGrad):
     """Clamp the gradient of the activation to [min, max], element by element.
 
     Args:
-        min: the least value; None is no limit.
-        max: the largest value; None is no limit. Give at least one; `min=0` sets negative elements to 0.
+        min: the lower limit, or None. `min=0` sets negative elements to 0.
+        max: the upper limit, or None. Pass at least one of the two.
 
-    Shape: any. With a `GradScaler` multiply the limits by the loss scale, as the gradient is.
+    Shape: any. With a `GradScaler`, multiply the limits by the loss scale.
 
     Reference: Graves 2013, "Generating sequences with recurrent neural networks", arXiv:1308.0850, section 2.1.
     """
@@ -168,16 +170,16 @@ class ClampActivationGrad(_ActivationGrad):
 class ScaleActivationGrad(_ActivationGrad):
     """Multiply the gradient of the activation by `factor`: 0 stops it, -1 reverses it, 1 does nothing.
 
-    A schedule multiplies the factor: with `LinearSchedule`, -1 starts at 0 (no gradient) and ends at -1. That ramp is
-    straight; the paper's is 2 / (1 + exp(-10 p)) - 1, p from 0 to 1:
-    `LambdaSchedule(lambda step: 2 / (1 + math.exp(-10 * min(1, step / steps))) - 1)`. While disabled the factor is 1.
-    To scale the gradients of parameters give their group another learning rate.
+    A schedule multiplies the factor: with `LinearSchedule`, -1 ramps linearly from 0 (no gradient) to -1. The paper's
+    ramp is 2 / (1 + exp(-10 p)) - 1, p from 0 to 1:
+    `LambdaSchedule(lambda step: 2 / (1 + math.exp(-10 * min(1, step / steps))) - 1)`. While disabled, the factor is 1.
+    To scale the gradients of parameters, use another learning rate for their parameter group.
 
-    For domain-adversarial training hook the input of the domain head: at its output, the head would get the reversed
-    gradient too.
+    For domain-adversarial training, hook the input of the domain head: a hook at its output would also reverse the
+    gradient of the head.
 
     Args:
-        factor: any number.
+        factor: any finite number.
 
     Shape: any.
 
@@ -187,7 +189,7 @@ class ScaleActivationGrad(_ActivationGrad):
         >>> x.grad
         tensor([-1., -1.])
 
-        The features learn to predict the labels, and unlearn to predict the domains:
+        The features learn to predict the labels and to confuse the domain head:
 
         >>> from torch import nn
         >>> from hookdrop import LinearSchedule, inject
@@ -224,14 +226,14 @@ class ScaleActivationGrad(_ActivationGrad):
 class NoiseActivationGrad(_ActivationGrad):
     """Add N(0, std^2) to the gradient of the activation. A schedule drives `std`.
 
-    Departs from the paper, which adds noise to the gradients of parameters, annealed by the step: this noise reaches
-    all layers before the hooked one.
+    Unlike the paper, which adds annealed noise to the gradients of parameters, this noise reaches all layers before the
+    hooked one.
 
     Args:
         std: standard deviation in the units of the gradient, at least 0. If the loss is a mean over the batch, the
-            gradient falls with the batch size; a `GradScaler` multiplies it by the loss scale.
+            gradient shrinks with the batch size; a `GradScaler` multiplies it by the loss scale.
 
-    Shape: any. The backward pass draws the noise from PyTorch's global generators.
+    Shape: any. The backward pass draws the noise from PyTorch's global RNG.
 
     Reference: Neelakantan et al. 2015, "Adding gradient noise improves learning for very deep networks",
     arXiv:1511.06807.

@@ -1,4 +1,4 @@
-"""MixStyle: mixing the statistics of samples."""
+"""MixStyle: mixing the feature statistics of samples."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from hookdrop.errors import ShapeError
-from hookdrop.kernels.bernoulli import finest
-from hookdrop.regularizers.base import Regularizer, map_reading, nhwc_doubt
+from hookdrop.kernels.bernoulli import most_precise_dtype
+from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
 from hookdrop.regularizers.cutout import check_map
 from hookdrop.utils.validation import floating, positive, rate_or_tensor
 
 _EPSILON = 1e-6
-"""What the paper's code adds to a variance."""
+"""The paper's code adds this to a variance."""
 
 
 def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: bool = True) -> Tensor:
@@ -32,11 +32,11 @@ def _mix_style(x: Tensor, p: float | Tensor, alpha: float, training: bool = True
     n = x.shape[0]
     mixed = torch.rand((), dtype=torch.float32, device=x.device) < p
     own_N111 = symmetric_beta(alpha, (n, 1, 1, 1), x.device)
-    # Not `randperm`: the compiler of PyTorch 2.13 has a pattern for it that fails here.
+    # Not `randperm`: a compiler pattern of PyTorch 2.13 for it fails here.
     partner_N = torch.rand(n, dtype=torch.float32, device=x.device).argsort()
     mean, std = _style(x)
     own = own_N111.to(mean.dtype)
-    # If not mixed, (x - 0) * 1 + 0 is `x` to the last bit, without synchronizing on the value of `mixed`.
+    # If not mixed, (x - 0) * 1 + 0 equals `x` bit for bit, without a synchronization on the value of `mixed`.
     before = torch.where(mixed, mean, 0.0)
     factor = torch.where(mixed, (own * std + (1.0 - own) * std[partner_N]) / std, 1.0)
     after = torch.where(mixed, own * mean + (1.0 - own) * mean[partner_N], 0.0)
@@ -44,13 +44,13 @@ def _mix_style(x: Tensor, p: float | Tensor, alpha: float, training: bool = True
 
 
 def symmetric_beta(alpha: float, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers from Beta(alpha, alpha), each made of two uniform ones, as for Student's t.
+    """Sample Beta(alpha, alpha), each number from two uniform ones, via Student's t.
 
     A ratio of gamma variates would be 0 / 0 for small alpha.
 
     Reference: Devroye 1996, "Random variate generation in one line of code", section 4.
     """
-    dtype = finest(device)
+    dtype = most_precise_dtype(device)
     u = 1.0 - torch.rand(tuple(shape), dtype=dtype, device=device)
     cosine = torch.cos(2.0 * math.pi * torch.rand(tuple(shape), dtype=dtype, device=device))
     odds = torch.expm1(-u.log() / alpha) * cosine.square()
@@ -59,33 +59,33 @@ def symmetric_beta(alpha: float, shape: Sequence[int], device: torch.device) -> 
 
 def check_style(shape: Sequence[int], owner: str) -> None:
     """Raise `ShapeError` unless `shape` is (N, C, H, W) with more than one pixel."""
-    check_map(shape, owner, "mixes the styles of maps")
+    check_map(shape, owner, "mixes the styles of feature maps")
     if shape[2] * shape[3] == 1:
         raise ShapeError(
-            f"got {tuple(shape)}: one pixel has no standard deviation to be mixed.\n  hook a layer with a larger map."
+            f"got {tuple(shape)}: a 1x1 map has no standard deviation to mix.\n  hook a layer with a larger map."
         )
 
 
 def _style(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, (N, C, 1, 1), as constants."""
+    """Mean and standard deviation of each channel, (N, C, 1, 1), detached."""
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     return x.mean((2, 3), keepdim=True), (x.var((2, 3), keepdim=True) + _EPSILON).sqrt()
 
 
 class MixStyle(Regularizer):
-    """With probability `p`, mix each sample's style (mean and deviation of its channels) with another sample's.
+    """With probability `p`, mix each sample's style (channel mean and standard deviation) with another sample's.
 
-    Hook the first blocks of a network, where statistics are style (a ResNet's `layer1`, `layer2`).
+    Hook the first blocks of a network, whose statistics carry style (`layer1` and `layer2` of a ResNet).
 
     Args:
-        p: probability to mix a batch, in [0, 1], with one draw for all its samples.
-        alpha: above 0; the weight of a sample's style is lambda ~ Beta(alpha, alpha), drawn for each sample.
+        p: probability of mixing a batch, in [0, 1]. One draw decides for all its samples.
+        alpha: > 0. The weight of a sample's own style is lambda ~ Beta(alpha, alpha), drawn for each sample.
 
-    Shape: (N, C, H, W), N above 1. The gradient regards the statistics, over H and W, as constants. With
-    DistributedDataParallel, partners are samples of the same rank.
+    Shape: (N, C, H, W), N > 1. The gradient treats the statistics over H and W as constants. With
+    DistributedDataParallel, styles are mixed within each rank.
 
     Raises:
-        ShapeError: in forward, if the input is not a map of more than one pixel.
+        ShapeError: in forward, if the input is not (N, C, H, W) with more than one pixel.
 
     Reference: Zhou et al. 2021, "Domain generalization with MixStyle", arXiv:2104.02008 (the version with random
     shuffling).
@@ -103,12 +103,12 @@ class MixStyle(Regularizer):
         check_style(shape, self.title)
 
     def reading(self, shape: Sequence[int]) -> str:
-        return f"N={shape[0]} {map_reading(shape, 1)}"
+        return f"N={shape[0]} {describe_map(shape, 1)}"
 
-    def doubts(self, shape: Sequence[int]) -> list[str]:
-        found = nhwc_doubt(shape, 1, "it would mix the statistics of rows; hook a layer that gives NCHW.")
+    def shape_warnings(self, shape: Sequence[int]) -> list[str]:
+        found = nhwc_warnings(shape, 1, "it would mix the statistics of rows; hook a layer that returns NCHW.")
         if shape[0] == 1:
-            found.append("a batch of one has no other sample whose style could be mixed in: MixStyle does nothing.")
+            found.append("a batch of one sample has no other style to mix in, so MixStyle does nothing.")
         return found
 
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:

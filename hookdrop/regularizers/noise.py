@@ -1,4 +1,4 @@
-"""Noise, multiplied in or added."""
+"""Multiplicative and additive noise."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def _uniform_noise(x: Tensor, beta: float | Tensor, training: bool = True) -> Te
     floating(x, "uniform_noise")
     if not training or (not isinstance(beta, Tensor) and beta == 0.0):
         return x
-    # In low precision there are few random numbers, whose mean is not 1/2, so round only the product.
+    # In low precision the few possible random numbers do not average 1/2, so round the product only.
     r = torch.rand_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     return (x * (1.0 + (2.0 * r - 1.0) * beta)).to(x.dtype)
 
 
 class GaussianDropout(Regularizer):
-    """Multiply by 1 + e, e ~ N(0, p / (1 - p)): dropout's mean and variance, with nothing zeroed.
+    """Multiply by 1 + e, e ~ N(0, p / (1 - p)): the mean and variance of dropout, without zeros.
 
     Args:
-        p: the drop probability of the matching dropout, in [0, 1).
+        p: the drop probability of the equivalent dropout, in [0, 1).
         keep_prob: 1 - p, instead of `p`.
 
     Shape: any.
@@ -109,11 +109,11 @@ class GaussianNoise(Regularizer):
 class UniformNoise(Regularizer):
     """Multiply by 1 + r, r ~ U[-beta, beta] for each element: Uout. A schedule drives `beta`.
 
-    For networks with batch norm: it keeps the mean, and the variance grows by beta^2 / 3 of the mean square only, where
-    dropout's grows by p / (1 - p) of it.
+    Intended for networks with batch norm: it keeps the mean and adds only beta^2 / 3 of the mean square to the
+    variance, where dropout adds p / (1 - p) of it.
 
     Args:
-        beta: the largest part of an element that it adds or removes, in [0, 1].
+        beta: the largest relative change of an element, in [0, 1].
 
     Shape: any.
 

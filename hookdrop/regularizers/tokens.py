@@ -1,4 +1,4 @@
-"""Dropout of tokens, and of features over all of a sequence."""
+"""Dropout of tokens, and of features with one mask per sequence."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookdrop.errors import ShapeError
-from hookdrop.kernels.slices import of_the_rest, slice_dropout, slice_mask
+from hookdrop.kernels.slices import keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.validation import count, drop_rate, floating, rate_or_tensor
 
 
 def token_dropout(x: Tensor, p: float | Tensor, prefix: int = 1, training: bool = True) -> Tensor:
-    """Zero whole tokens of (N, L, C) after the first `prefix`, scale the rest of them: see `TokenDropout`."""
+    """Zero whole tokens of (N, L, C) after the first `prefix` and scale the kept ones: see `TokenDropout`."""
     prefix = count(prefix, "prefix", "token_dropout", 0)
     return _token_dropout(x, rate_or_tensor(p, owner="token_dropout"), prefix, training)
 
@@ -29,14 +29,14 @@ def _token_dropout(x: Tensor, p: float | Tensor, prefix: int, training: bool = T
     shape = (x.shape[0], x.shape[1] - prefix, 1)
     if not prefix:
         return slice_dropout(x, p, shape)
-    # In low precision, round only the product.
+    # In low precision, round the product only.
     wide = torch.promote_types(x.dtype, torch.float32)
-    factor = slice_mask(x, p, shape).to(wide) * of_the_rest(p)
+    factor = slice_mask(x, p, shape).to(wide) * keep_scale(p)
     return (x * F.pad(factor, (0, 0, prefix, 0), value=1.0)).to(x.dtype)
 
 
 def locked_dropout(x: Tensor, p: float | Tensor, time_dim: int = 1, training: bool = True) -> Tensor:
-    """`dropout` with one mask for all steps of time: see `LockedDropout`."""
+    """`dropout` with one mask for all time steps: see `LockedDropout`."""
     return _locked_dropout(x, rate_or_tensor(p, owner="locked_dropout"), time_dim, training)
 
 
@@ -48,7 +48,7 @@ def _locked_dropout(x: Tensor, p: float | Tensor, time_dim: int, training: bool 
 
 
 def check_tokens(shape: Sequence[int], prefix: int, owner: str) -> None:
-    """Raise `ShapeError` unless `shape` is (N, L, C) with L above `prefix`."""
+    """Raise `ShapeError` unless `shape` is (N, L, C) with L > `prefix`."""
     if len(shape) != 3:
         use = {
             4: "for the channels of a map use Dropout2d(p=...), for its regions DropBlock(p=...)",
@@ -57,18 +57,18 @@ def check_tokens(shape: Sequence[int], prefix: int, owner: str) -> None:
         raise ShapeError(f"got {tuple(shape)}: {owner} drops tokens of (N, L, C).\n  {use}.")
     if 0 < shape[1] <= prefix:
         raise ShapeError(
-            f"got {tuple(shape)}: prefix={prefix} spares all tokens there are, L={shape[1]}.\n"
-            f"  a smaller prefix, such as prefix=0, or a layer that gives more tokens."
+            f"got {tuple(shape)}: prefix={prefix} leaves no token to drop, since L={shape[1]}.\n"
+            f"  use a smaller prefix, such as prefix=0, or hook a layer that returns more tokens."
         )
 
 
 def time_axis(shape: Sequence[int], time_dim: int, owner: str) -> int:
-    """The axis of time, or a `ShapeError` if there is none."""
+    """The time axis. Raises `ShapeError` if there is none."""
     time_dim, rank = count(time_dim, "time_dim", owner, -8), len(shape)
     if rank < 3:
         raise ShapeError(
-            f"got {tuple(shape)}: {owner} needs time, samples and features: (N, T, C), or (T, N, C) with time_dim=0.\n"
-            "  use Dropout(p=...); a packed sequence: torch.nn.utils.rnn.pad_packed_sequence first."
+            f"got {tuple(shape)}: {owner} needs three axes: (N, T, C), or (T, N, C) with time_dim=0.\n"
+            "  use Dropout(p=...); unpack a packed sequence with torch.nn.utils.rnn.pad_packed_sequence."
         )
     if not -rank <= time_dim < rank:
         raise ShapeError(f"got {tuple(shape)}: time_dim={time_dim} is not one of its axes 0 to {rank - 1}.")
@@ -76,20 +76,20 @@ def time_axis(shape: Sequence[int], time_dim: int, owner: str) -> int:
 
 
 class TokenDropout(Regularizer):
-    """Zero whole tokens with probability `p`, scale the rest by 1 / (1 - p); the first ones stay as they are.
+    """Zero whole tokens with probability `p` and scale the kept ones by 1 / (1 - p), except the first `prefix` tokens.
 
-    Departs from the paper, which removes tokens from the sequence: shapes stay, it saves no time, and attention gets
-    tokens that are 0. Hook the first layer of the tokens (after the position embedding).
+    Unlike the paper, which removes tokens from the sequence, this keeps the shape: it saves no time, and attention sees
+    zero tokens. Hook the first layer that returns tokens (after the position embedding).
 
     Args:
-        p: probability to drop, in [0, 1].
-        prefix: how many tokens at the start (class token, registers) stay as they are.
+        p: probability of dropping a token, in [0, 1].
+        prefix: number of leading tokens (class token, registers) to leave unchanged.
         keep_prob: 1 - p, instead of `p`.
 
-    Shape: (N, L, C) with L above `prefix`. (L - prefix) / L * p of the elements are zero in expectation.
+    Shape: (N, L, C) with L > `prefix`. The expected fraction of zeroed elements is (L - prefix) / L * p.
 
     Raises:
-        ShapeError: in forward, if the input is not (N, L, C) with L above `prefix`.
+        ShapeError: in forward, if the input is not (N, L, C) with L > `prefix`.
 
     Example:
         >>> _ = torch.manual_seed(4)
@@ -109,25 +109,25 @@ class TokenDropout(Regularizer):
         check_tokens(shape, self.prefix, self.title)
 
     def reading(self, shape: Sequence[int]) -> str:
-        return f"L={shape[1]} ({self.prefix} spared) C={shape[2]}"
+        return f"L={shape[1]} (prefix {self.prefix}) C={shape[2]}"
 
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
         return _token_dropout(x, rate, self.prefix)
 
 
 class LockedDropout(Regularizer):
-    """Zero elements with probability `p`, the same ones at all steps of time, scale the rest by 1 / (1 - p).
+    """Zero the same elements at all time steps with probability `p`, and scale the rest by 1 / (1 - p).
 
     Args:
-        p: probability to drop, in [0, 1].
-        time_dim: the axis of time: 1 for (N, T, C), 0 for (T, N, C), which `nn.LSTM` gives without `batch_first`.
+        p: probability of dropping an element, in [0, 1].
+        time_dim: the time axis: 1 for (N, T, C), 0 for (T, N, C), which `nn.LSTM` returns without `batch_first`.
         keep_prob: 1 - p, instead of `p`.
 
-    Shape: (N, T, C), or any of three axes or more. Each sequence has one mask at a layer's input or output, as in the
-    papers; a hook can't reach the recurrent state within an `nn.LSTM`.
+    Shape: (N, T, C), or any shape with at least three axes. Each sequence has one mask at a layer's input or output, as
+    in the papers; a hook cannot reach the recurrent state inside an `nn.LSTM`.
 
     Raises:
-        ShapeError: in forward, if there are fewer than three axes, or no such axis.
+        ShapeError: in forward, if the input has fewer than three axes or `time_dim` is out of range.
 
     Example:
         >>> _ = torch.manual_seed(4)
@@ -151,15 +151,11 @@ class LockedDropout(Regularizer):
     def reading(self, shape: Sequence[int]) -> str:
         return f"T={shape[time_axis(shape, self.time_dim, self.title)]}"
 
-    def doubts(self, shape: Sequence[int]) -> list[str]:
+    def shape_warnings(self, shape: Sequence[int]) -> list[str]:
         if time_axis(shape, self.time_dim, self.title) == len(shape) - 1:
-            return [
-                f"reads the last axis of {tuple(shape)} as time, and so drops whole steps; features are the last axis."
-            ]
+            return [f"reads the last axis of {tuple(shape)} as time and drops whole steps; features are usually last."]
         if len(shape) == 4:
-            return [
-                f"reads {tuple(shape)} as {self.reading(shape)}; if that is a map, use Dropout2d: it drops channels."
-            ]
+            return [f"reads {tuple(shape)} as {self.reading(shape)}; for a map use Dropout2d, which drops channels."]
         return []
 
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:

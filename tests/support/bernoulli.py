@@ -1,4 +1,4 @@
-"""Ways to draw successes, and statistics of them."""
+"""Samplers of Bernoulli successes, and statistical tests of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.bernoulli import ENOUGH, successes, trials
+from hookdrop.kernels.bernoulli import MIN_EXPECTED_SUCCESSES, successes, trials
 
 CPU = torch.device("cpu")
-
-
-LEAST = 1e-4
-
-
+MIN_P_VALUE = 1e-4
 Sampler = Callable[[int, float], Tensor]
-"""(count, p) to the places of the successes, ascending."""
+"""A function of (count, p) that returns the sorted indices of the successes."""
 
 
 def by_successes(count: int, p: float) -> Tensor:
@@ -27,7 +23,11 @@ def by_successes(count: int, p: float) -> Tensor:
 
 
 def by_static_successes(count: int, p: float) -> Tensor:
-    return successes(count, p, CPU, static=True).unique() if count * p >= ENOUGH else by_successes(count, p)
+    return (
+        successes(count, p, CPU, static=True).unique()
+        if count * p >= MIN_EXPECTED_SUCCESSES
+        else by_successes(count, p)
+    )
 
 
 def by_trials(count: int, p: float) -> Tensor:
@@ -42,15 +42,15 @@ def by_brute_force(count: int, p: float) -> Tensor:
     return (torch.rand(count, dtype=torch.float64) < p).nonzero().flatten()
 
 
-RIGHT = [by_successes, by_static_successes, by_trials, by_static_trials, by_brute_force]
+SAMPLERS = [by_successes, by_static_successes, by_trials, by_static_trials, by_brute_force]
 
 
 RATES = [0.003, 1 / 256, 0.1, 0.25, 0.5, 0.97, 255 / 256 + 0.002]
-"""0.25 is 64 / 256, which random bytes hit exactly; the last is above all that they can do."""
+"""0.25 is 64 / 256, which random bytes represent exactly; the last rate is beyond their range."""
 
 
 def fit(seen: np.ndarray, probabilities: np.ndarray) -> float:
-    """The p-value of chi-square, neighbours put together until 10 are expected of each."""
+    """The p-value of chi-square. Adjacent bins are merged up to 10 expected counts each."""
     bins, low, expected = [], 0, seen.sum() * probabilities
     for high in range(1, len(seen) + 1):
         if expected[low:high].sum() >= 10 and (expected[high:].sum() >= 10 or high == len(seen)):
@@ -62,7 +62,7 @@ def fit(seen: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 def binomial(found: np.ndarray, count: int, p: float) -> float:
-    """Whether these are numbers of successes in `count` trials."""
+    """The p-value of `found` as numbers of successes in `count` trials."""
     least, most = scipy.stats.binom.ppf([1e-9, 1 - 1e-9], count, p)
     support = np.arange(least, most + 2)
     below = np.concatenate([[0], scipy.stats.binom.cdf(support[:-1], count, p), [1]])
@@ -70,13 +70,13 @@ def binomial(found: np.ndarray, count: int, p: float) -> float:
 
 
 def numbers(sampler: Sampler, p: float, repetitions: int = 1500) -> float:
-    """How many of 400 succeed, or of as many as 60 are expected of: binomial, by chi-square."""
+    """Test that the number of successes is binomial, by chi-square."""
     count = max(400, round(60 / p))
     return binomial(np.array([len(sampler(count, p)) for _ in range(repetitions)]), count, p)
 
 
 def gaps(sampler: Sampler, p: float, wanted: int = 40_000) -> float:
-    """From one success to the next: geometric, by chi-square."""
+    """Test that the gaps between successes are geometric, by chi-square."""
     at = sampler(int((wanted + 8 * math.sqrt(wanted)) / p) + 1, p)[:wanted]
     if len(at) < wanted:  # by more than 7 standard errors
         return 0.0
@@ -88,7 +88,7 @@ def gaps(sampler: Sampler, p: float, wanted: int = 40_000) -> float:
 
 
 def positions(sampler: Sampler, p: float, wanted: int = 40_000) -> float:
-    """The successes in each 64th of the trials: independent binomials, by the sum of their squared deviations."""
+    """Test that the counts in 64 equal parts are independent binomials, by their squared deviations."""
     of_each = int(wanted / p / 64)
     seen = np.bincount(sampler(64 * of_each, p).numpy() // of_each, minlength=64)
     return float(scipy.stats.chi2.sf(((seen - of_each * p) ** 2).sum() / (of_each * p * (1 - p)), 64))

@@ -1,4 +1,4 @@
-"""Scaling of class activation maps."""
+"""Normalization of class activation maps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a copied model."""
+"""Running a model with a fixed seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with built-in dropout."""
+"""Models that contain dropout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OFF = 0.0
 
 
 class Inherited(nn.Dropout):
-    """The forward of the base class reads the rate."""
+    """The parent's forward reads the rate."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -43,15 +43,15 @@ class Base(nn.Module):
         return F.dropout(x, self.rate, self.training)
 
 
-class OverriddenMethod(Base):
-    """The inherited forward calls this method, which calls the method of the base class."""
+class Heir(Base):
+    """Overrides a method that the parent's forward calls, and calls the parent's method."""
 
     def head(self, x: Tensor) -> Tensor:
         return super().head(x).relu()
 
 
-class ArbitraryNames(nn.Module):
-    """Rates with unspecific names, some of them passed through a local variable or an argument."""
+class AnyName(nn.Module):
+    """Rates with arbitrary names, one passed through a local variable and one through a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class ArbitraryNames(nn.Module):
         return torchvision.ops.stochastic_depth(x, q, "row", self.training)
 
 
-class SubmoduleRate(nn.Module):
-    """The rate of a submodule that is never called, and a constant rate of 0."""
+class OfAModule(nn.Module):
+    """Uses the rate of a submodule that is never called, and a constant of 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,8 +81,8 @@ class SubmoduleRate(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=this.attn_drop.p if this.training else 0.0)
 
 
-class RenamedSelf(nn.Module):
-    """The forward uses another name for `self`."""
+class NotSelf(nn.Module):
+    """`forward` has another name for `self`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class RenamedSelf(nn.Module):
 
 
 class TwoRates(nn.Module):
-    """Drops at two rates and does nothing else."""
+    """Drops at two rates."""
 
     def __init__(self) -> None:
         super().__init__()

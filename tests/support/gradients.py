@@ -1,4 +1,4 @@
-"""What the tests of gradient edits share."""
+"""A model, gradients and expected results for the tests of gradient edits."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hookdrop import (
 )
 
 G = torch.tensor([[3.0, 4.0, 0.0], [0.3, -0.4, 0.0], [0.0, 0.0, 0.0]])
-"""A gradient of samples with the norms 5, .5 and 0."""
+"""A gradient whose samples have norms 5, .5 and 0."""
 
 
-SAMPLES = G.norm(dim=1, keepdim=True)
+SAMPLE_NORMS = G.norm(dim=1, keepdim=True)
 
 
 CASES: dict[str, tuple[Regularizer, Tensor]] = {
     "norm": (ClipActivationGrad(max_norm=1.0), G / G.norm()),
-    "norm that is not reached": (ClipActivationGrad(max_norm=6.0), G),
-    "norm of samples": (ClipActivationGrad(max_norm=1.0, per_sample=True), G / SAMPLES.clamp(min=1.0)),
+    "norm below the limit": (ClipActivationGrad(max_norm=6.0), G),
+    "norm per sample": (ClipActivationGrad(max_norm=1.0, per_sample=True), G / SAMPLE_NORMS.clamp(min=1.0)),
     "value": (ClipActivationGrad(max_value=0.35), G.clamp(-0.35, 0.35)),
     "clamp": (ClampActivationGrad(-0.1, 3.5), G.clamp(-0.1, 3.5)),
     "clamp from below": (ClampActivationGrad(min=0), G.clamp(min=0)),
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Regularizer, Tensor]] = {
 
 
 class Net(nn.Module):
-    """x -> act(inner(2 x)), its gradient 2 times that of the hooked tensor."""
+    """x -> act(inner(2 x)). The gradient of x is twice that of the hooked tensor."""
 
     def __init__(self, act: nn.Module | None = None) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class Net(nn.Module):
 
 
 def gradient(call: Callable[[Tensor], Tensor], g: Tensor = G) -> Tensor:
-    """What comes back to `x` if `g` comes back to the output."""
+    """The gradient of the input if `g` is the gradient of the output."""
     x = (torch.rand(g.shape, dtype=torch.float64) + 0.5).to(g.dtype).requires_grad_()
     call(x).backward(g)
     assert x.grad is not None
     return x.grad
 
 
-WILD = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
+NON_FINITE = torch.tensor([math.inf, -math.inf, math.nan, 1.0])

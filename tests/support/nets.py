@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """A small residual network with the names of a ResNet."""
+    """A small residual network with the layer names of a ResNet."""
 
     def __init__(self, channels: int = 8) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model of two pairs of layers."""
+"""A model with two pairs of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every regularizer with an input that it takes."""
+"""Every regularizer with a supported input."""
 
 from __future__ import annotations
 

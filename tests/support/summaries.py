@@ -1,4 +1,4 @@
-"""Summaries of comparisons that never ran, as the report gets them."""
+"""Synthetic summaries of comparisons, as input for the report."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ PER_POINT: dict[Metric, float] = {"accuracy": 1.0, "nll": -0.05, "ece": -0.4}
 
 
 def summary(cells: int = 1, arms: int = 12, seeds: int = 16, *, seed: int = 0, **others: Any) -> Summary:
-    """A comparison in which all went well but one run; keywords replace fields."""
+    """A comparison with one failed run. Keyword arguments replace fields."""
     rng = np.random.default_rng(seed)
-    # The controls come last: they stay when there are fewer arms.
+    # The controls come last, and are kept if there are fewer arms.
     names = (*NAMES[: max(1, arms - 2)], *NAMES[-2:]) if arms > 2 else NAMES[:arms]
     data = ["digits", "digits-noisy", "synthetic-cue"]
     fields: dict[str, Any] = {
@@ -76,7 +76,7 @@ def summary(cells: int = 1, arms: int = 12, seeds: int = 16, *, seed: int = 0, *
 
 
 def cell(title: str, slug: str, names: tuple[str, ...], seeds: int, rng: np.random.Generator) -> Cell:
-    """A cell in which the arms differ as EFFECTS says."""
+    """A cell in which the arms differ by EFFECTS."""
     none = {metric: BASE[metric] + SPREAD[metric] * rng.standard_normal(seeds) for metric in METRICS}
     arms = [arm(name, i, none, seeds, rng) for i, name in enumerate(names)]
     shown = [found for found in arms if found.kind not in ("none", "control")][:6]
@@ -103,7 +103,7 @@ def cell(title: str, slug: str, names: tuple[str, ...], seeds: int, rng: np.rand
 
 
 def difference(values: np.ndarray) -> Difference:
-    """What would be said of such paired differences; its intervals are normal ones."""
+    """A summary of paired differences, with normal intervals."""
     n = len(values)
     mean, error = float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else 0.0
     smallest = min(1.0, 2.0 ** (1 - n))
@@ -127,7 +127,7 @@ def difference(values: np.ndarray) -> Difference:
 
 
 def arm(name: str, i: int, none: dict[Metric, np.ndarray], seeds: int, rng: np.random.Generator) -> ArmFound:
-    """An arm of a cell whose none has these values."""
+    """An arm of a cell, given the values of its arm "none"."""
     kind = KINDS.get(name, "peer" if name.startswith(("torchvision", "timm")) else "regularizer")
     drops = kind not in ("none", "control") and name != "GaussianNoise"
     same = kind == "none" or name.startswith("A/A")
@@ -142,7 +142,7 @@ def arm(name: str, i: int, none: dict[Metric, np.ndarray], seeds: int, rng: np.r
     }
     if name == "none, other seeds":
         values = {
-            metric: none[metric] + 0.1 * SPREAD[metric] + _centred(SPREAD[metric] * rng.standard_normal(seeds))
+            metric: none[metric] + 0.1 * SPREAD[metric] + _centered(SPREAD[metric] * rng.standard_normal(seeds))
             for metric in METRICS
         }
     epochs, steps = np.arange(1, 41), np.linspace(0, STEPS, 41)
@@ -180,18 +180,18 @@ def arm(name: str, i: int, none: dict[Metric, np.ndarray], seeds: int, rng: np.r
     )  # fmt: skip
 
 
-def _centred(values: np.ndarray) -> np.ndarray:
+def _centered(values: np.ndarray) -> np.ndarray:
     return values - values.mean()
 
 
 def band(x: np.ndarray, median: np.ndarray, share: float) -> Band:
-    """A band that is `share` of its median wide on each side."""
+    """A band that extends by `share` of its median on each side."""
     low, high = median * (1 - share), median * (1 + share)
     return Band(x=x.tolist(), low=low.tolist(), median=median.tolist(), high=high.tolist())
 
 
 def tuning(i: int, none: bool) -> Tuning:
-    """A grid of four; every third arm's best value is the last."""
+    """A grid of four values. The last one is best for every third arm."""
     name, space = ("weight_decay", [0.01, 0.05, 0.1, 0.2]) if none else ("p", [0.05, 0.1, 0.2, 0.3])
     best = 3 if i % 3 == 1 else 1
     trials = [
@@ -208,7 +208,7 @@ def tuning(i: int, none: bool) -> Tuning:
 
 
 def mask(name: str, rng: np.random.Generator) -> Mask:
-    """A map with blocks of 3 or with single elements dropped."""
+    """A map with dropped 3x3 blocks or single elements."""
     rows = np.ones((14, 14), dtype=int)
     size = 3 if "Block" in name else 1
     for y, x in rng.integers(0, 15 - size, (3 if size == 3 else 20, 2)):
@@ -217,7 +217,7 @@ def mask(name: str, rng: np.random.Generator) -> Mask:
 
 
 def failure(name: str, seed: int) -> FailureFound:
-    """A run that went to NaN."""
+    """A run whose loss became NaN."""
     message = "the loss was nan at step 211"
     return FailureFound(
         cell="resnet18 on digits, 100 images",
@@ -231,7 +231,7 @@ def failure(name: str, seed: int) -> FailureFound:
 
 
 def environment(revision: str = "8f161cd") -> Environment:
-    """What the runs were made with."""
+    """The software and hardware of the runs."""
     return Environment(
         runs=192,
         details={

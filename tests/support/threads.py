@@ -1,4 +1,4 @@
-"""What the tests of threads and of leaks share."""
+"""Helpers for the tests of threads and of leaks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import gc
 import torch
 from torch import nn
 
+from tests.support.measures import zero_fraction
+
 X = torch.ones(64, 8)
+zeroed = zero_fraction
 
 
 def pair() -> nn.Sequential:
-    """Two layers whose outputs are not 0 by themselves."""
+    """Two layers whose outputs have no zeros of their own."""
     return nn.Sequential(nn.Linear(8, 8), nn.Hardtanh(1.0, 2.0))
 
 
-def zeroed(y: torch.Tensor) -> float:
-    return (y == 0).float().mean().item()
-
-
 def ours() -> collections.Counter[str]:
-    """How many objects of hookdrop's classes were made since `gc.freeze()` and are still there; and handles of hooks."""
+    """Count live hookdrop objects and hook handles that were created since `gc.freeze()`."""
     gc.collect()
     names = [f"{type(thing).__module__}.{type(thing).__name__}" for thing in gc.get_objects()]
     return collections.Counter(name for name in names if name.startswith("hookdrop.") or "RemovableHandle" in name)
 
 
 def entries(model: nn.Module) -> int:
-    """How many entries the hook dictionaries of `model` have."""
+    """The number of entries in the hook dictionaries of `model`."""
     tables = [name for name in vars(nn.Module()) if "hooks" in name]
     return sum(len(getattr(module, name)) for module in model.modules() for name in tables)

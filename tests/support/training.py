@@ -1,4 +1,4 @@
-"""A training of a few steps."""
+"""Short training loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def train(model: nn.Module, x: torch.Tensor, times: int = 1) -> None:
 
 
 def optimize(model: nn.Module, steps: int) -> None:
-    """A training that knows nothing of hookdrop."""
+    """A training loop without hookdrop calls."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     for _ in range(steps):
         model(torch.ones(2)).sum().backward()

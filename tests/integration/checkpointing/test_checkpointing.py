@@ -110,7 +110,7 @@ def test_gradients_are_those_without_to_the_last_bit(case: Case, way: Forward) -
 
 @pytest.mark.parametrize("mode", MODES)
 def test_inputs_are_regularized_again_alike(mode: Forward) -> None:
-    case = EVERY["DropBlock by seeds"]
+    case = EVERY["DropBlock (sparse)"]
     model, x = case.model(), case.input()
     inject(model, case.regularizer, layers=SITES, at="input")
     assert same(run(model, x, mode), run(model, x, plain))
@@ -147,7 +147,7 @@ def test_forwards_that_wait_for_one_backward(mode: Forward) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["Dropout", "DropBlock by seeds", "DropPath", "GaussianDropout"])
+@pytest.mark.parametrize("name", ["Dropout", "DropBlock (sparse)", "DropPath", "GaussianDropout"])
 def test_under_autocast(name: str, dtype: torch.dtype, mode: Forward) -> None:
     model = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 6, 3, padding=1), nn.Sigmoid())
     inject(model, EVERY[name].regularizer, layers=SITES)
@@ -165,7 +165,7 @@ def test_under_autocast(name: str, dtype: torch.dtype, mode: Forward) -> None:
 
 def test_inputs_that_need_no_gradient() -> None:
     """Reentrant, PyTorch itself warns that there will be none; non-reentrant is exact."""
-    case = EVERY["DropBlock by seeds"]
+    case = EVERY["DropBlock (sparse)"]
     model, x = case.model(), case.input()
     inject(model, case.regularizer, layers=SITES)
 
@@ -477,7 +477,7 @@ def test_transformers_gradient_checkpointing(mode: bool) -> None:
 def test_pytorchs_checkpoint_wrapper() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-    case = EVERY["DropBlock by seeds"]
+    case = EVERY["DropBlock (sparse)"]
     model, x = case.model(), case.input()
     drop = inject(model, case.regularizer, layers=SITES)
     expected = run(model, x, plain)

@@ -1,55 +1,23 @@
-"""DropBlock in compiled code: the same masks as eager code under one seed, and what is its own there.
-
-What holds for all regularizers is in test_compiled_regularizers.py.
-"""
+"""DropBlock in compiled code. Tests that apply to all regularizers are in test_compiled_regularizers.py."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.func import grad, vmap
 
 from hookdrop import DropBlock, HookdropWarning, LinearSchedule, ShapeError, inject
 from hookdrop.functional import drop_block
+from tests.support.compiling import Net, graphs
+from tests.support.measures import zero_fraction
 
 X = torch.ones(16, 16, 20, 20)
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
-
-
-class Net(nn.Module):
-    """x -> weight * D(x)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Identity()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.weight
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
-
-
-def zeroed(y: torch.Tensor) -> float:
-    return (y == 0).float().mean().item()
-
-
 @pytest.mark.parametrize("settings", [{}, {"normalize": "expected"}, {"normalize": "sample"}, {"per_channel": False}])
 def test_three_graphs_serve_a_thousand_steps(settings: dict[str, object]) -> None:
-    """Training at rate 0, training above it, eval; with fullgraph, so that a graph break would be an error."""
+    """Training at rate 0, training above it, and eval. With fullgraph, a graph break would be an error."""
     model = Net()
     drop = inject(model, DropBlock(0.4, 3, **settings), layers="inner", schedule=LinearSchedule(1000))
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -65,8 +33,8 @@ def test_three_graphs_serve_a_thousand_steps(settings: dict[str, object]) -> Non
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
 @pytest.mark.parametrize("per_channel", [True, False])
 @pytest.mark.parametrize("p", [0.1, 0.95])
-def test_compiled_is_eager_under_one_seed(normalize: str | None, per_channel: bool, p: float) -> None:
-    """Forward and gradient, where seeds are rare and where they are not."""
+def test_compiled_matches_eager_with_the_same_seed(normalize: str | None, per_channel: bool, p: float) -> None:
+    """Forward and gradient, with sparse and with dense seeds."""
     x = torch.randn(X.shape).requires_grad_()
 
     def both(call: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +49,7 @@ def test_compiled_is_eager_under_one_seed(normalize: str | None, per_channel: bo
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_memory_format_comes_out_as_it_went_in(memory_format: torch.memory_format) -> None:
+def test_memory_format_is_kept(memory_format: torch.memory_format) -> None:
     x = X.contiguous(memory_format=memory_format)
     y = torch.compile(DropBlock(0.2, 3), backend="aot_eager", fullgraph=True)(x)
     assert y.is_contiguous(memory_format=memory_format)
@@ -90,22 +58,22 @@ def test_memory_format_comes_out_as_it_went_in(memory_format: torch.memory_forma
 def test_dynamic_shapes() -> None:
     fast = torch.compile(DropBlock(0.3, 3, normalize=None), backend="aot_eager", fullgraph=True, dynamic=True)
     for batch, size in ((16, 20), (24, 20), (17, 24), (32, 12)):
-        assert zeroed(fast(torch.ones(batch, 16, size, size))) == pytest.approx(0.3, abs=0.02)
+        assert zero_fraction(fast(torch.ones(batch, 16, size, size))) == pytest.approx(0.3, abs=0.02)
 
 
-def test_one_and_three_axes_and_channels_last_by_name() -> None:
+def test_one_and_three_axes_and_channel_dim() -> None:
     for layer, shape in (
         (DropBlock(0.3, 3, channel_dim=1, normalize=None), (64, 8, 40)),
         (DropBlock(0.3, 3, normalize=None), (16, 8, 9, 10, 11)),
         (DropBlock(0.3, 3, channel_dim=-1, normalize=None), (16, 20, 20, 16)),
     ):
         fast = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        assert zeroed(fast(torch.ones(shape))) == pytest.approx(0.3, abs=0.03)
+        assert zero_fraction(fast(torch.ones(shape))) == pytest.approx(0.3, abs=0.03)
 
 
-def test_a_plain_layer_keeps_its_rate() -> None:
+def test_standalone_layer_uses_its_rate() -> None:
     layer = DropBlock(0.3, 3, normalize=None)
-    assert zeroed(torch.compile(layer, backend="aot_eager", fullgraph=True)(X)) == pytest.approx(0.3, abs=0.02)
+    assert zero_fraction(torch.compile(layer, backend="aot_eager", fullgraph=True)(X)) == pytest.approx(0.3, abs=0.02)
 
 
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected"])
@@ -121,25 +89,25 @@ def test_vmap_draws_a_mask_for_each_slice(normalize: str, p: float) -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 and older refuse it")
-@pytest.mark.filterwarnings("ignore")  # dynamo's, of what it does not trace
+@pytest.mark.filterwarnings("ignore")  # raised by dynamo
 @pytest.mark.parametrize("p", [0.3, 0.95])
-def test_gradients_of_slices_drop_whole_blocks(p: float) -> None:
-    """Within `torch.func` transforms PyTorch leaves the graph, and traces what runs then."""
+def test_per_slice_gradients_drop_at_p(p: float) -> None:
+    """PyTorch breaks the graph at `torch.func` transforms and traces what runs inside them."""
     each = vmap(grad(lambda x: drop_block(x, p, 3).sum()), randomness="different")
     y = torch.compile(lambda x: each(x), backend="aot_eager")(torch.ones(5, 4, 8, 20, 20))
-    assert zeroed(y) == pytest.approx(p, abs=0.04)
+    assert zero_fraction(y) == pytest.approx(p, abs=0.04)
     torch.testing.assert_close(y.mean((1, 2, 3, 4)), torch.ones(5))
 
 
-def test_a_shape_that_cannot_be_regularized_is_told() -> None:
+def test_unsupported_shape_raises() -> None:
     model = nn.Sequential(nn.Identity())
     inject(model, DropBlock(0.3, 3), layers="0")
     with pytest.raises(ShapeError, match="DropBlock at '0' got \\(2, 5, 8\\): tokens have no map"):
         torch.compile(model, backend="eager")(torch.ones(2, 5, 8))
 
 
-def test_what_was_probably_not_meant_is_told_at_the_next_step() -> None:
-    """Nothing can be said from within a graph."""
+def test_shape_warnings_are_raised_at_the_next_step() -> None:
+    """Warnings cannot be raised from inside a compiled graph."""
     model = nn.Sequential(nn.Identity())
     drop = inject(model, DropBlock(0.3, 7), layers="0", schedule=LinearSchedule(10))
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -1,11 +1,11 @@
-"""Compiled models: hooks take effect at once, at the right rate; eager is promised, graph breaks are allowed."""
+"""Compiled models: hooks take effect immediately, at the right rate."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,9 @@ from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, InjectionError, LinearSchedule, eject, inject, without_hooks
 from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
+from tests.support.measures import zero_fraction
 
 X = torch.ones(20_000)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def net() -> nn.Module:
@@ -31,14 +25,14 @@ def net() -> nn.Module:
 
 
 def zeroed(call: nn.Module) -> float:
-    return (call(X) == 0).float().mean().item()
+    return zero_fraction(call(X))
 
 
 def compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")
 
 
-def test_the_rate_of_every_step_is_right() -> None:
+def test_every_step_uses_the_scheduled_rate() -> None:
     model = net()
     drop = inject(model, Dropout(0.8), layers="0", schedule=LinearSchedule(20))
     fast = compiled(model)
@@ -48,7 +42,7 @@ def test_the_rate_of_every_step_is_right() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 7])
-def test_a_schedule_that_nobody_drives_is_told(start: int) -> None:
+def test_a_schedule_that_is_not_advancing_warns(start: int) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
     drop.seek(start)
@@ -69,7 +63,7 @@ def test_a_schedule_that_nobody_drives_is_told(start: int) -> None:
 
 
 @pytest.mark.parametrize("theirs", [nn.Dropout(0.8), Dropout(0.8)], ids=repr)
-def test_eval_has_no_graph_break_and_is_the_clean_models(theirs: nn.Module) -> None:
+def test_eval_has_no_graph_break_and_is_the_identity(theirs: nn.Module) -> None:
     model = net().eval()
     inject(model, theirs, layers="0", schedule=LinearSchedule(20))
     fast = torch.compile(model, backend="eager", fullgraph=True)
@@ -96,8 +90,8 @@ def step_function(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize("compile_", [whole, in_place, by_regions, step_function])
-def test_hooks_placed_and_removed_after_the_first_call_are_noticed_at_once(compile_: Callable[..., Any]) -> None:
-    """By PyTorch's own guards, and without a warning."""
+def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(compile_: Callable[..., Any]) -> None:
+    """PyTorch's guards notice them, without a warning."""
     model = net()
     fast = compile_(model)
     assert zeroed(fast) == 0
@@ -115,8 +109,8 @@ def test_hooks_placed_and_removed_after_the_first_call_are_noticed_at_once(compi
     assert zeroed(fast) == 0
 
 
-def test_unrelated_compiled_models_are_not_compiled_again() -> None:
-    """Nor is the clean code of the model itself, which is used again after `remove`."""
+def test_unrelated_compiled_models_are_not_recompiled() -> None:
+    """The clean code of the model itself is also reused after `remove`."""
     compiled_graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
@@ -147,7 +141,7 @@ def run_program(code: str) -> None:
 
 
 def test_the_compiler_is_imported_only_when_something_is_compiled(tmp_path: Path) -> None:
-    """It takes about as long to import as PyTorch itself. (PyTorch's own optimizers import it when they are built.)"""
+    """The import takes about as long as that of PyTorch. (PyTorch's optimizers import it when they are created.)"""
     run_program(f"""
 import sys, torch
 from torch import nn
@@ -165,7 +159,7 @@ assert "torch._dynamo" not in sys.modules
 """)
 
 
-def test_like_models_with_and_without_hooks_do_not_share_code_if_hooks_came_before_the_compiler() -> None:
+def test_hooked_and_clean_models_do_not_share_code_if_hooked_before_importing_the_compiler() -> None:
     run_program("""
 import torch
 from torch import nn
@@ -177,7 +171,7 @@ assert (clean == 0).sum() == 0 and 0.4 < (hooked == 0).float().mean() < 0.6
 """)
 
 
-def test_code_that_was_compiled_before_hookdrop_was_imported_is_compiled_again_once() -> None:
+def test_code_compiled_before_importing_hookdrop_is_recompiled_once() -> None:
     run_program("""
 import warnings, torch
 from torch import nn
@@ -195,7 +189,7 @@ assert ["import hookdrop before the first compiled call" in str(w.message) for w
 """)
 
 
-def test_an_export_is_not_taken_for_a_compiled_model() -> None:
+def test_export_does_not_count_as_a_compiled_model() -> None:
     code = """
 import warnings, torch
 from torch import nn
@@ -207,13 +201,13 @@ inject(nn.Sequential(nn.Linear(2, 2)), Dropout(0.5), layers="0")
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_injecting_before_the_first_call_warns_of_nothing() -> None:
+def test_injecting_before_the_first_call_emits_no_warning() -> None:
     model = compiled(net())
     inject(model, Dropout(0.5), layers="0")
     assert zeroed(model) == pytest.approx(0.5, abs=0.02)
 
 
-def test_contexts_and_switches_are_noticed() -> None:
+def test_contexts_and_enable_take_effect() -> None:
     model = net()
     drop = inject(model, Dropout(0.5), layers="0")
     fast = compiled(model)
@@ -241,14 +235,14 @@ def test_measuring_and_probing_a_compiled_model() -> None:
     assert drop.probe(X).eval_identical
 
 
-def test_inside_a_trace_it_is_an_error() -> None:
+def test_inject_inside_a_trace_raises() -> None:
     model = net()
 
     def step(x: torch.Tensor) -> torch.Tensor:
         inject(model, Dropout(0.5), layers="0")
         return model(x)
 
-    # The compiler wraps what it meets in an error of its own.
+    # The compiler wraps the error.
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Observed exception|skip function nothing_placed"):
         torch.compile(step, backend="eager", fullgraph=True)(X)
     assert not model[0]._forward_hooks
@@ -258,7 +252,9 @@ def test_inside_a_trace_it_is_an_error() -> None:
             torch.jit.trace(step, X)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, at a graph break
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # raised by dynamo at a graph break
 def test_a_compiled_train_step_follows_the_optimizer() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))

@@ -1,4 +1,4 @@
-"""Features together: what each does alone, it does beside the others."""
+"""Rate updates of compiled models."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from hookdrop import DropBlock, HookdropWarning, LinearSchedule, inject
 
 
-def test_a_warning_that_is_an_error_leaves_no_rate_behind() -> None:
-    """All rates are set before anything is said."""
+def test_a_warning_raised_as_an_error_does_not_interrupt_rate_updates() -> None:
+    """All rates are set before any warning is raised."""
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 2, 1))
     drop = inject(model, DropBlock(0.5, 7), layers="*", schedule=LinearSchedule(4))
     torch.compile(model, backend="eager")(torch.ones(1, 1, 4, 4))
@@ -21,4 +21,3 @@ def test_a_warning_that_is_an_error_leaves_no_rate_behind() -> None:
         with pytest.raises(HookdropWarning, match="covers the whole 4x4 map"):
             drop.seek(2)
     assert [site.p for site in drop.sites] == [0.25, 0.25]
-    torch.compiler.reset()

@@ -1,14 +1,12 @@
-"""What edits the gradient of a hooked tensor: exactly that gradient, on this path alone, and nothing forward."""
+"""Gradient edits in compiled code."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import (
@@ -18,21 +16,14 @@ from hookdrop import (
     ScaleActivationGrad,
     inject,
 )
-from tests.support.gradients import CASES, WILD, G, Net, gradient
+from tests.support.compiling import graphs
+from tests.support.gradients import CASES, NON_FINITE, G, Net, gradient
 
 COMPILED = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
-
-
 @COMPILED
-def test_compiled_norms_that_float32_can_not_hold(backend: str, fresh_compiler: None) -> None:
+def test_compiled_norms_that_overflow_float32(backend: str) -> None:
     model = Net()
     inject(model, ClipActivationGrad(max_norm=1.0), layers="inner")
     fast = torch.compile(model, backend=backend, fullgraph=True)
@@ -41,27 +32,27 @@ def test_compiled_norms_that_float32_can_not_hold(backend: str, fresh_compiler: 
 
 
 @COMPILED
-def test_compiled_0_stops_what_is_not_finite_too(backend: str, fresh_compiler: None) -> None:
-    """The first step of a ramp."""
+def test_compiled_factor_0_zeros_non_finite_gradients(backend: str) -> None:
+    """At the first step of a ramp the factor is 0."""
     model = Net()
     drop = inject(model, ScaleActivationGrad(-1), layers="inner", schedule=LinearSchedule(4))
     fast = torch.compile(model, backend=backend, fullgraph=True)
-    assert torch.equal(gradient(fast, WILD), torch.zeros(4))
+    assert torch.equal(gradient(fast, NON_FINITE), torch.zeros(4))
     drop.seek(4)
-    torch.testing.assert_close(gradient(fast, WILD), -2 * WILD, equal_nan=True)
-    assert counters["stats"]["unique_graphs"] == 1
+    torch.testing.assert_close(gradient(fast, NON_FINITE), -2 * NON_FINITE, equal_nan=True)
+    assert graphs() == 1
 
 
-# PyTorch's own: of 2.13 and older, whose compiler makes an instance of each autograd function, and of 2.6's inductor.
+# Warnings of PyTorch itself: the compiler of 2.13 and older instantiates autograd functions; the other is of 2.6.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Function.*should not be instantiated:DeprecationWarning", "ignore:Skipping serialization:UserWarning"
 )
 
 
 @COMPILED
-@pytest.mark.parametrize("name", ["norm", "norm of samples", "value", "clamp", "reversed"])
-def test_compiled_without_a_break(backend: str, name: str, fresh_compiler: None) -> None:
-    """Before an activation that writes in place, too; eval is a graph of its own."""
+@pytest.mark.parametrize("name", ["norm", "norm per sample", "value", "clamp", "reversed"])
+def test_compiles_without_a_graph_break(backend: str, name: str) -> None:
+    """Also before an in-place activation. Eval has a separate graph."""
     regularizer, expected = CASES[name]
     model = Net(nn.ReLU(inplace=True))
     inject(model, regularizer, layers="inner")
@@ -70,12 +61,12 @@ def test_compiled_without_a_break(backend: str, name: str, fresh_compiler: None)
         torch.testing.assert_close(gradient(fast), 2 * expected)
     model.eval()
     torch.testing.assert_close(gradient(fast), 2 * G)
-    assert counters["stats"]["unique_graphs"] == 2
+    assert graphs() == 2
 
 
 @COMPILED
-def test_compiled_it_follows_its_schedule(backend: str, fresh_compiler: None) -> None:
-    """One graph for all factors; that of the forward counts, whatever is set before the backward pass."""
+def test_compiled_scale_follows_its_schedule(backend: str) -> None:
+    """One graph for all factors. Backward uses the factor of the forward, even if it has changed since."""
     model = Net()
     drop = inject(model, ScaleActivationGrad(-1), layers="inner", schedule=LinearSchedule(20))
     fast = torch.compile(model, backend=backend, fullgraph=True)
@@ -85,14 +76,14 @@ def test_compiled_it_follows_its_schedule(backend: str, fresh_compiler: None) ->
         y = fast(x)
         drop.seek(7)
         torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.full((3,), -2 * step / 20))
-    assert counters["stats"]["unique_graphs"] == 1
+    assert graphs() == 1
     drop.target_p = 20.0
-    drop.seek(1)  # a factor of 1: another graph, with nothing in it
+    drop.seek(1)  # a factor of 1 compiles another, empty graph
     torch.testing.assert_close(gradient(fast), 2 * G)
 
 
 @COMPILED
-def test_compiled_noise_follows_its_schedule(backend: str, fresh_compiler: None) -> None:
+def test_compiled_noise_follows_its_schedule(backend: str) -> None:
     """Within 4 standard errors over 100,000 elements."""
     model = Net()
     drop = inject(model, NoiseActivationGrad(1.0), layers="inner", schedule=LinearSchedule(10))
@@ -104,11 +95,11 @@ def test_compiled_noise_follows_its_schedule(backend: str, fresh_compiler: None)
         assert found.std().item() == pytest.approx(step / 10, rel=4 / math.sqrt(2e5))
         draws.append(found)
     assert not torch.equal(draws[0], draws[1])
-    assert counters["stats"]["unique_graphs"] == 1
+    assert graphs() == 1
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_in_compiled_code(use_reentrant: bool, fresh_compiler: None) -> None:
+def test_compiled_checkpointing(use_reentrant: bool) -> None:
     model = Net()
     inject(model, ScaleActivationGrad(-1), layers="inner")
     fast = torch.compile(lambda x: checkpoint(model, x, use_reentrant=use_reentrant), backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Choosing layers: globs, expressions, classes, instances, wrappers, and what is said when nothing matches."""
+"""Selecting layers: regular expressions, wrappers, and suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_expressions_must_match_the_whole_name(model: Small) -> None:
 # --- wrappers, by their type
 
 
-def test_wrappers_are_looked_through(model: Small) -> None:
+def test_wrappers_are_unwrapped(model: Small) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.optim.swa_utils import AveragedModel
 
@@ -48,11 +48,11 @@ def test_wrappers_are_looked_through(model: Small) -> None:
         ("convv2", "'**.conv2'"),
     ],
 )
-def test_a_name_that_is_not_there_gets_the_nearest(model: Small, entry: str, hint: str) -> None:
+def test_unknown_names_get_suggestions(model: Small, entry: str, hint: str) -> None:
     with pytest.raises(LayerError, match=re.escape(hint)):
         names(model, entry)
 
 
-def test_counts_say_what_each_entry_matched(model: Small) -> None:
+def test_counts_of_each_entry(model: Small) -> None:
     drafted = plan(model, Dropout(0.1), layers=["layer1.*", nn.Linear, re.compile("conv1")])
     assert drafted.counts == {"'layer1.*'": 2, "Linear": 1, "re.compile('conv1')": 1}

@@ -1,4 +1,4 @@
-"""Threads, processes, and what a thousand rounds leave behind: nothing."""
+"""Compiled models leak no objects."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hookdrop.hooks.registry import hidden_modules
 from tests.support.threads import X, entries, ours, pair, zeroed
 
 
-class TestRounds:
-    """What is injected and removed leaves nothing behind, whatever happened between."""
+class TestLeaks:
+    """Inject and remove leave no objects behind."""
 
     @pytest.fixture
     def model(self) -> nn.Sequential:
         return pair()
 
     @pytest.fixture(autouse=True)
-    def nothing_is_left(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def no_leaks(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         inject(model, Dropout(0.5), layers="*").remove()
         gc.collect()
         listeners = set(_global_optimizer_post_hooks)
@@ -43,10 +43,9 @@ class TestRounds:
         assert not list(hidden_modules)
 
     @pytest.mark.filterwarnings("ignore:code compiled:hookdrop.HookdropWarning")
-    def test_rounds_of_a_compiled_model(self, model: nn.Sequential) -> None:
+    def test_compiled_model_leaks_nothing(self, model: nn.Sequential) -> None:
         fast = torch.compile(model, backend="eager")
         for _ in range(3):
             with inject(model, DropBlock(0.5, 1, channel_dim=-1), layers="1"):
                 assert zeroed(fast(X.view(8, 8, 8))) > 0.3
         assert zeroed(fast(X.view(8, 8, 8))) == 0.0
-        torch.compiler.reset()

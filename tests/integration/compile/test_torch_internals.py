@@ -1,6 +1,6 @@
-"""The private names of PyTorch that hookdrop uses still mean what it takes them for.
+"""Canaries for the private names of PyTorch that hookdrop uses.
 
-A failing test here says which name changed, and its docstring says what breaks.
+A failing test shows which name changed, and its docstring says what breaks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from hookdrop.utils import torch_internals as internals
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by dynamo
 def test_disable_dynamo() -> None:
-    """Without it the compiler traces into the operations that draw, which read a number from a tensor."""
+    """Without it, the compiler traces into the drawing operations, which read a number from a tensor."""
     seen = []
 
     @internals.disable_dynamo
@@ -27,17 +27,16 @@ def test_disable_dynamo() -> None:
 
     torch.compile(lambda x: outside(x) * 2, backend="eager")(torch.ones(2))
     assert seen == [False]
-    torch.compiler.reset()
 
 
-def run_elsewhere(code: str) -> None:
-    """Run `code` in a new process, where nothing is compiled and the compiler is not imported."""
+def run_in_new_process(code: str) -> None:
+    """Run `code` in a process where nothing is compiled and the compiler is not imported."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.DEVNULL, check=True)
 
 
 def test_disable_dynamo_does_not_import_the_compiler() -> None:
-    """Which takes as long as importing PyTorch: the reason why it is not `torch.compiler.disable`."""
-    run_elsewhere(
+    """Importing it takes as long as importing PyTorch, so this is not `torch.compiler.disable`."""
+    run_in_new_process(
         "import sys; from hookdrop.utils.torch_internals import disable_dynamo;"
         "disable_dynamo(lambda x: x); sys.exit('torch._dynamo' in sys.modules)"
     )
@@ -58,9 +57,9 @@ config, x = torch._dynamo.config, torch.ones(1, 2)
 """
 
 
-def test_guard_hooks_has_compiled_code_notice_hooks() -> None:
-    """Without it a hook that is placed after the first compiled call never runs."""
-    run_elsewhere(
+def test_compiled_code_notices_late_hooks() -> None:
+    """Without it, a hook that is placed after the first compiled call never runs."""
+    run_in_new_process(
         _COMPILER
         + """
 assert not config.skip_nnmodule_hook_guards, "set by hookdrop"
@@ -75,12 +74,12 @@ assert compiled(x).any()
     )
 
 
-def test_guard_hooks() -> None:
-    """Without the names that it reads, code that was compiled before hookdrop was imported goes on without hooks.
+def test_guard_hooks_detects_code_compiled_before() -> None:
+    """Without the names that it reads, code compiled before importing hookdrop keeps running without hooks.
 
-    What `torch.export` traces must not count: it would have the compiler reset for nothing.
+    `torch.export` must not count as compiled code, or the compiler would be reset needlessly.
     """
-    run_elsewhere(
+    run_in_new_process(
         _COMPILER
         + """
 def unguarded():
@@ -98,8 +97,8 @@ assert not guard_hooks(), "hooks are guarded now"
 
 
 def test_compiler_is_imported() -> None:
-    """Without it a probe imports the compiler for nothing, or does not see the hooks of a compiled model."""
-    run_elsewhere("""
+    """Without it, a probe imports the compiler needlessly, or misses the hooks of a compiled model."""
+    run_in_new_process("""
 from hookdrop.utils.torch_internals import compiler_is_imported
 assert not compiler_is_imported()
 import torch._dynamo
@@ -108,8 +107,8 @@ assert compiler_is_imported()
 
 
 def test_when_compiler_is_imported() -> None:
-    """Without `torch._dynamo` as the compiler's name, a function that must stay out of compiled code is compiled."""
-    run_elsewhere(
+    """Without `torch._dynamo` as the compiler's name, functions that must stay eager are compiled."""
+    run_in_new_process(
         """
 import sys
 import torch
@@ -119,8 +118,8 @@ found, finders = [], len(sys.meta_path)
 when_compiler_is_imported(lambda: found.append(callable(torch._dynamo.disable)))
 assert found == []
 torch.compile(torch.sin, backend="eager")(torch.ones(1))
-assert found == [True], "called once, when all of the module is there"
-assert len(sys.meta_path) < finders, "and hookdrop's finders are gone"
+assert found == [True], "called once, after the module is fully imported"
+assert len(sys.meta_path) < finders, "hookdrop's finders were not removed"
 when_compiler_is_imported(lambda: found.append("at once"))
 assert found == [True, "at once"]
 """

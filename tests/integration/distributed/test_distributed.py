@@ -238,7 +238,7 @@ def test_probe_counts_all_shards_of_a_dtensor(results: Results, name: str) -> No
 def test_dropblock_accepts_local_tensors_and_rejects_dtensors(results: Results) -> None:
     for facts in by_rank(results, "tensor parallel"):
         assert facts["DropBlock True"]["zeroed"] == pytest.approx(0.4, abs=0.1)
-        assert "x is a DTensor, in parts on several ranks" in facts["DropBlock False"]["error"]
+        assert "x is a DTensor, sharded over several ranks" in facts["DropBlock False"]["error"]
         assert "DropBlock at '0'" in facts["DropBlock False"]["error"]
 
 

@@ -1,4 +1,4 @@
-"""Export: what a trace, an export or a script of a hooked model holds; nothing is frozen in without a word."""
+"""Traces, exports and scripts of hooked models. Nothing becomes a constant without an error or a warning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,17 +32,11 @@ from hookdrop import (
     inject,
     without_hooks,
 )
+from tests.support.measures import zero_fraction
 from tests.support.nets import Small
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
-
-
-tells_exports = pytest.mark.skipif(
-    not hasattr(torch.compiler, "is_exporting"), reason="this PyTorch does not tell exports from compiled code"
+needs_is_exporting = pytest.mark.skipif(
+    not hasattr(torch.compiler, "is_exporting"), reason="this PyTorch cannot distinguish exports from compiled code"
 )
 
 
@@ -57,7 +51,7 @@ def name_of(regularizer: Any) -> str:
 
 
 def everywhere(model: Small) -> Small:
-    """Hooks of every kind: on containers, on layers, at inputs, on the model itself; ours and others'."""
+    """Place all kinds of hooks: on containers, layers, inputs and the model itself; also foreign modules."""
     inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(4)).seek(2)
     inject(model, Dropout(0.4), layers="layer2.*.bn1")
     inject(model, DropPath(0.4), layers="fc", at="input")
@@ -71,15 +65,15 @@ def nodes(program: torch.export.ExportedProgram) -> list[Any]:
 
 
 def traced_nodes(traced: Any) -> list[str]:
-    """The graph line by line, without the numbers that tell one class of a name from another."""
+    """The lines of the graph, without the numbers that distinguish classes of the same name."""
     return re.sub(r"___torch_mangle_\d+\.", "", str(traced.inlined_graph)).splitlines()
 
 
 class TestEval:
-    @tells_exports
+    @needs_is_exporting
     @pytest.mark.parametrize("strict", [True, False])
-    def test_an_export_is_the_clean_models(self, model: Small, images: torch.Tensor, strict: bool) -> None:
-        """Node by node, and nothing is warned of."""
+    def test_export_equals_that_of_the_clean_model(self, model: Small, images: torch.Tensor, strict: bool) -> None:
+        """Node by node, and without a warning."""
         unhooked = copy.deepcopy(model).eval()
         everywhere(model).eval()
         clean = torch.export.export(unhooked, (images,), strict=strict)
@@ -89,14 +83,14 @@ class TestEval:
         assert torch.equal(hooked.module()(images), model(images))
         assert len(find(model)) == 5
 
-    @tells_exports
+    @needs_is_exporting
     @pytest.mark.parametrize("strict", [True, False])
-    def test_an_export_is_no_call_of_a_layer(self, model: Small, images: torch.Tensor, strict: bool) -> None:
+    def test_export_does_not_count_as_a_call(self, model: Small, images: torch.Tensor, strict: bool) -> None:
         everywhere(model).eval()
         torch.export.export(model, (images,), strict=strict)
         assert not any(site.fired for drop in find(model) for site in drop.sites)
 
-    def test_a_trace_is_the_clean_models(self, model: Small, images: torch.Tensor) -> None:
+    def test_trace_equals_that_of_the_clean_model(self, model: Small, images: torch.Tensor) -> None:
         clean = torch.jit.trace(copy.deepcopy(model).eval(), images)
         hooked = torch.jit.trace(everywhere(model).eval(), images)
         assert traced_nodes(hooked) == traced_nodes(clean)
@@ -104,7 +98,7 @@ class TestEval:
 
     @pytest.mark.filterwarnings("ignore:.*legacy:DeprecationWarning", "ignore:The feature will:DeprecationWarning")
     @pytest.mark.parametrize("dynamo", [True, False])
-    def test_onnx_is_the_clean_models(self, model: Small, images: torch.Tensor, dynamo: bool) -> None:
+    def test_onnx_equals_that_of_the_clean_model(self, model: Small, images: torch.Tensor, dynamo: bool) -> None:
         pytest.importorskip("onnx")
         if dynamo:
             pytest.importorskip("onnxscript")
@@ -119,23 +113,23 @@ class TestEval:
         everywhere(model).eval()
         assert exported(model) == exported(unhooked)
 
-    def test_make_fx_is_the_clean_models(self, model: Small, images: torch.Tensor) -> None:
+    def test_make_fx_equals_that_of_the_clean_model(self, model: Small, images: torch.Tensor) -> None:
         clean = make_fx(copy.deepcopy(model).eval())(images)
         assert make_fx(everywhere(model).eval())(images).code == clean.code
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of batch norms
-class TestTracesOfATraining:
-    """`torch.jit.trace` in train mode would keep the hooks at one rate, in eval mode too."""
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # raised by batch norms
+class TestTraceInTrainMode:
+    """`torch.jit.trace` in train mode would record the hooks at a constant rate, also for eval mode."""
 
     @pytest.mark.parametrize("regularizer", REGULARIZERS, ids=name_of)
-    def test_a_trace_in_train_mode_is_refused(self, model: Small, images: torch.Tensor, regularizer: Any) -> None:
+    def test_jit_trace_in_train_mode_raises(self, model: Small, images: torch.Tensor, regularizer: Any) -> None:
         inject(model, regularizer, layers="layer1.*.bn1")
         with pytest.raises(InjectionError, match=r"inside torch.jit.trace(.|\n)*model.eval\(\)(.|\n)*without_hooks"):
             torch.jit.trace(model, images)
 
     @pytest.mark.parametrize("at", ["output", "input"])
-    def test_the_message_says_where_and_what_to_do(self, model: Small, images: torch.Tensor, at: str) -> None:
+    def test_error_names_the_site_and_the_fix(self, model: Small, images: torch.Tensor, at: str) -> None:
         inject(model, Dropout(0.4), layers="fc", at=at)
         with pytest.raises(InjectionError) as error:
             torch.jit.trace(model, images)
@@ -145,20 +139,20 @@ class TestTracesOfATraining:
             "mode too.\n  trace in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
         )
 
-    def test_a_rate_of_0_would_be_kept_too(self, model: Small, images: torch.Tensor) -> None:
-        """A ramp at its start, which has run before: the trace would never drop."""
+    def test_a_rate_of_0_also_raises(self, model: Small, images: torch.Tensor) -> None:
+        """At the start of a ramp: the trace would never drop."""
         inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(100))
         model(images)
         with pytest.raises(InjectionError, match="inside torch.jit.trace"):
             torch.jit.trace(model, images)
 
-    def test_sampling_would_be_kept_too(self, model: Small, images: torch.Tensor) -> None:
+    def test_sampling_also_raises(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.4), layers="fc")
         model.eval()
         with drop.sampling(), pytest.raises(InjectionError, match="inside torch.jit.trace"):
             torch.jit.trace(model, images)
 
-    def test_other_methods_and_the_model_itself(self, images: torch.Tensor) -> None:
+    def test_trace_module_and_a_hook_on_the_model_raise(self, images: torch.Tensor) -> None:
         class Features(Small):
             def features(self, x: torch.Tensor) -> torch.Tensor:
                 return self.layer1(self.conv1(x))
@@ -171,7 +165,7 @@ class TestTracesOfATraining:
         with pytest.raises(InjectionError, match="inside torch.jit.trace"):
             torch.jit.trace(whole, images)
 
-    def test_after_a_refusal_the_training_goes_on(self, model: Small, images: torch.Tensor) -> None:
+    def test_training_continues_after_the_error(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(4))
         with pytest.raises(InjectionError):
             torch.jit.trace(model, images)
@@ -180,7 +174,7 @@ class TestTracesOfATraining:
         assert model.training
 
     @pytest.mark.parametrize("off", [without_hooks, lambda model: find(model).disabled()], ids=["without_hooks", "off"])
-    def test_without_the_hooks_it_is_the_clean_models(
+    def test_trace_without_hooks_equals_that_of_the_clean_model(
         self, model: Small, images: torch.Tensor, off: Callable[[nn.Module], AbstractContextManager[Any]]
     ) -> None:
         clean = torch.jit.trace(copy.deepcopy(model), images, check_trace=False)
@@ -193,7 +187,7 @@ class TestTracesOfATraining:
 
     @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
     @pytest.mark.parametrize("mode", ["TRAINING", "PRESERVE"])
-    def test_onnx_by_a_trace_is_refused(self, model: Small, images: torch.Tensor, mode: str) -> None:
+    def test_onnx_by_tracing_in_train_mode_raises(self, model: Small, images: torch.Tensor, mode: str) -> None:
         pytest.importorskip("onnx")
         inject(model, Dropout(0.4), layers="fc")
         with pytest.raises(InjectionError, match="inside torch.jit.trace"):
@@ -202,8 +196,8 @@ class TestTracesOfATraining:
             )
 
 
-class Only(nn.Module):
-    """One site, in which no element is 0 by itself."""
+class OneSite(nn.Module):
+    """One site whose output has no zeros of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,19 +210,15 @@ class Only(nn.Module):
 X = torch.ones(64, 16, 12, 12)
 
 
-def zeroed(y: torch.Tensor) -> float:
-    return (y == 0).float().mean().item()
+class TestExportInTrainMode:
+    """`torch.export` in train mode may be intended. The program draws new masks at the rate of the export."""
 
-
-class TestExportsOfATraining:
-    """`torch.export` in train mode may be meant: it draws anew at each call, at the rate that it was exported with."""
-
-    @tells_exports
+    @needs_is_exporting
     @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
     @pytest.mark.parametrize("strict", [True, False])
     @pytest.mark.parametrize("regularizer", [DropBlock(0.4, 3, normalize=None), Dropout(0.4)], ids=name_of)
-    def test_an_export_draws_at_the_rate_of_its_moment_and_it_is_told(self, regularizer: Any, strict: bool) -> None:
-        model = Only()
+    def test_export_keeps_the_current_rate_and_warns(self, regularizer: Any, strict: bool) -> None:
+        model = OneSite()
         drop = inject(model, regularizer, layers="inner", schedule=LinearSchedule(2))
         drop.step()
         with pytest.warns(HookdropWarning) as caught:
@@ -239,16 +229,16 @@ class TestExportsOfATraining:
             "  export in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
         ]
         drop.step()
-        assert zeroed(program(X)) == pytest.approx(0.2, abs=0.03)
+        assert zero_fraction(program(X)) == pytest.approx(0.2, abs=0.03)
         assert not torch.equal(program(X), program(X))
-        assert zeroed(model(X)) == pytest.approx(0.4, abs=0.03)
+        assert zero_fraction(model(X)) == pytest.approx(0.4, abs=0.03)
 
-    @tells_exports
+    @needs_is_exporting
     @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
     @pytest.mark.parametrize("regularizer", [DropBlock(0.4, 3), Dropout(0.4)], ids=name_of)
-    def test_a_model_can_be_copied_after_an_export_of_any_shape(self, regularizer: nn.Module) -> None:
-        """Nothing of the export's symbols stays on a hook."""
-        model = Only()
+    def test_model_can_be_copied_after_an_export_with_dynamic_shapes(self, regularizer: nn.Module) -> None:
+        """Hooks keep no symbolic values of the export."""
+        model = OneSite()
         drop = inject(model, regularizer, layers="inner", schedule=LinearSchedule(2))
         drop.step()
         dims = {"x": {0: torch.export.Dim("b"), 2: torch.export.Dim("h"), 3: torch.export.Dim("w")}}
@@ -258,27 +248,27 @@ class TestExportsOfATraining:
             assert find(twin)[0].p == 0.4
         assert drop.probe(X).dropped == pytest.approx(0.4, abs=0.03)
 
-    def test_make_fx_draws_at_the_rate_of_its_moment(self) -> None:
-        """Of operations alone, as the compiler uses it: nothing is told, and nothing of its symbols stays."""
-        model = Only()
+    def test_make_fx_keeps_the_current_rate(self) -> None:
+        """No warning is raised, because the compiler uses it too, and hooks keep no symbolic values."""
+        model = OneSite()
         drop = inject(model, Dropout2d(0.4), layers="inner", schedule=LinearSchedule(2))
         drop.step()
         graph = make_fx(model, tracing_mode="symbolic")(X)
         drop.step()
-        assert zeroed(graph(X)) == pytest.approx(0.2, abs=0.05)
+        assert zero_fraction(graph(X)) == pytest.approx(0.2, abs=0.05)
         assert not torch.equal(graph(X), graph(X))
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert find(twin)[0].p == 0.4
 
 
 class TestScripts:
-    def test_a_hooked_model_is_not_scripted_and_it_says_how(self, model: Small) -> None:
+    def test_scripting_a_hooked_model_raises_with_the_fix(self, model: Small) -> None:
         inject(model, Dropout(0.4), layers="fc")
         with pytest.raises(AttributeError, match=r"torch.jit.script does not take(.|\n)*without_hooks\(model\)"):
             torch.jit.script(model)
 
     @pytest.mark.parametrize("at", ["output", "input"])
-    def test_a_script_without_hooks_and_after_it_the_hooks_are_back(
+    def test_without_hooks_allows_scripting_and_restores_the_hooks(
         self, model: Small, images: torch.Tensor, at: str
     ) -> None:
         clean = torch.jit.script(copy.deepcopy(model))
@@ -295,7 +285,7 @@ class TestScripts:
             model(images)
         assert m.calls == 3
 
-    def test_a_script_that_fails_leaves_the_hooks(self, model: Small) -> None:
+    def test_failed_scripting_restores_the_hooks(self, model: Small) -> None:
         drop = inject(model, Dropout(0.4), layers="fc")
         model.forward = lambda x: x  # type: ignore[method-assign]
         with pytest.raises(Exception, match="."), without_hooks(model):
@@ -303,7 +293,7 @@ class TestScripts:
         assert find(model) == (drop,)
 
 
-class Names(nn.Module):
+class ReturnsDict(nn.Module):
     """A container that returns a dict."""
 
     def __init__(self) -> None:
@@ -314,15 +304,15 @@ class Names(nn.Module):
         return {"features": [self.layer(x)]}
 
 
-class Unpacks(Names):
-    """A container that takes one."""
+class TakesDict(ReturnsDict):
+    """A container that takes a dict."""
 
     def forward(self, names: dict[str, list[torch.Tensor]]) -> torch.Tensor:
         return self.layer(names["features"][0])
 
 
-class TestSymbolicTraces:
-    """A `GraphModule` has the model's own layers, and their hooks; what is inside a container is all that is left of it."""
+class TestSymbolicTrace:
+    """A `GraphModule` keeps the model's layers with their hooks, but loses containers with their hooks."""
 
     def test_layers_keep_their_hooks(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.4), layers=["**.bn1", "fc"], schedule=LinearSchedule(2))
@@ -336,7 +326,7 @@ class TestSymbolicTraces:
 
     @pytest.mark.parametrize("training", [True, False])
     @pytest.mark.parametrize("at", ["output", "input"])
-    def test_containers_lose_theirs_and_it_is_told(
+    def test_containers_lose_their_hooks_with_a_warning(
         self, model: Small, images: torch.Tensor, at: str, training: bool
     ) -> None:
         clean = torch.fx.symbolic_trace(copy.deepcopy(model))
@@ -355,8 +345,8 @@ class TestSymbolicTraces:
         assert len(drop.sites) == 3
 
     @pytest.mark.parametrize("at", ["output", "input"])
-    def test_containers_of_dicts_lose_theirs_too(self, at: str) -> None:
-        model = nn.Sequential(Names(), Unpacks())
+    def test_containers_with_dict_inputs_or_outputs_lose_their_hooks(self, at: str) -> None:
+        model = nn.Sequential(ReturnsDict(), TakesDict())
         inject(model, Dropout(0.4), layers="0" if at == "output" else "1", at=at)
         with pytest.warns(HookdropWarning, match="is not part of the graph"):
             graph = torch.fx.symbolic_trace(model)
@@ -364,8 +354,8 @@ class TestSymbolicTraces:
         with torch.no_grad():
             assert torch.equal(graph(x), model.eval()(x))
 
-    def test_the_models_own_is_lost_without_a_word(self, model: Small, images: torch.Tensor) -> None:
-        """`symbolic_trace` does not call the model, but its `forward`: nobody is there to tell."""
+    def test_hooks_on_the_model_itself_are_lost_without_a_warning(self, model: Small, images: torch.Tensor) -> None:
+        """`symbolic_trace` calls `forward` instead of the model, so no hook runs that could warn."""
         drop = inject(model, Dropout(0.4), layers=model)
         graph = torch.fx.symbolic_trace(model)
         assert find(graph) == ()

@@ -15,7 +15,7 @@ class TestTokenDropout:
         settings = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
         model = timm.create_model("vit_tiny_patch16_224", **settings).train()
         seen = plan(model, TokenDropout(0.5), layers="norm_pre", example_input=torch.ones(2, 3, 32, 32)).sites
-        assert seen[0].reading == "L=17 (1 spared) C=32"
+        assert seen[0].reading == "L=17 (prefix 1) C=32"
         inject(model, TokenDropout(1.0), layers="norm_pre")
         kept: list[Tensor] = []
         model.norm_pre.register_forward_hook(lambda module, args, output: kept.append(output))

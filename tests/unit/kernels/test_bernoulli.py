@@ -1,7 +1,7 @@
-"""Drawing only the successes, or eight trials to a random number, is the same as drawing every trial.
+"""Drawing only the successes, or eight trials per random number, is equivalent to drawing every trial.
 
-A statistic gives a p-value, and fails under `LEAST`: with the seed of conftest.py the outcome is fixed, and another
-seed would fail one test in ten thousand. Every statistic is held against wrong samplers, too, and rejects them.
+A test fails if the p-value of its statistic is below `MIN_P_VALUE`. The seed in conftest.py fixes the outcome; another
+seed would fail one test in ten thousand. Every statistic is also validated against wrong samplers, which it rejects.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels import bernoulli
-from hookdrop.kernels.bernoulli import ENOUGH, successes, trials
+from hookdrop.kernels.bernoulli import MIN_EXPECTED_SUCCESSES, successes, trials
 from tests.support.bernoulli import (
     CPU,
-    LEAST,
+    MIN_P_VALUE,
     RATES,
-    RIGHT,
+    SAMPLERS,
     Sampler,
     binomial,
     by_static_successes,
@@ -34,22 +34,22 @@ from tests.support.bernoulli import (
 
 
 @pytest.mark.parametrize("sampler", [by_successes, by_static_successes])
-def test_a_rare_success_costs_no_trials(sampler: Sampler) -> None:
-    """10^11 trials at p = 1e-6: gaps, and where the successes are, as chi-square and Kolmogorov-Smirnov see them."""
-    assert gaps(sampler, 1e-6) > LEAST
+def test_rare_successes_among_many_trials(sampler: Sampler) -> None:
+    """10^11 trials at p = 1e-6: chi-square of the gaps, Kolmogorov-Smirnov of the positions."""
+    assert gaps(sampler, 1e-6) > MIN_P_VALUE
     at = sampler(10**11, 1e-6).double() / 1e11
-    assert scipy.stats.kstest(at.numpy(), "uniform").pvalue > LEAST
+    assert scipy.stats.kstest(at.numpy(), "uniform").pvalue > MIN_P_VALUE
 
 
 @pytest.mark.parametrize("sampler", [by_successes, by_static_successes])
-def test_very_many_trials_of_very_small_probability(sampler: Sampler) -> None:
-    """10^9 at 1e-7: 100 of them, give or take, over 1,500 repetitions; places past 2^31 are reached as others are."""
+def test_number_and_position_of_very_rare_successes(sampler: Sampler) -> None:
+    """10^9 trials at p = 1e-7: about 100 successes, in each of 1,500 repetitions."""
     found = [sampler(10**9, 1e-7) for _ in range(1500)]
-    assert binomial(np.array([len(at) for at in found]), 10**9, 1e-7) > LEAST
-    assert scipy.stats.kstest(torch.cat(found).numpy() / 1e9, "uniform").pvalue > LEAST
+    assert binomial(np.array([len(at) for at in found]), 10**9, 1e-7) > MIN_P_VALUE
+    assert scipy.stats.kstest(torch.cat(found).numpy() / 1e9, "uniform").pvalue > MIN_P_VALUE
 
 
-def test_places_beyond_32_bits() -> None:
+def test_indices_beyond_32_bits() -> None:
     at = successes(2**36, 1e-9, CPU, static=False)
     assert at.dtype == torch.int64
     assert 2**35 < at.max() < 2**36
@@ -57,8 +57,8 @@ def test_places_beyond_32_bits() -> None:
 
 @pytest.mark.parametrize("p", [1e-12, 0.003, 0.3, 0.5, 0.97])
 @pytest.mark.parametrize("sampler", [by_successes, by_trials])
-def test_one_trial(sampler: Sampler, p: float) -> None:
-    """It succeeds with probability p, within 4 standard errors of 4,000 repetitions."""
+def test_a_single_trial(sampler: Sampler, p: float) -> None:
+    """It succeeds with probability p, within 4 standard errors over 4,000 repetitions."""
     found = [sampler(1, p).tolist() for _ in range(4000)]
     assert all(at in ([], [0]) for at in found)
     assert abs(sum(map(len, found)) / 4000 - p) < 4 * math.sqrt(p * (1 - p) / 4000) + 1e-9
@@ -81,7 +81,7 @@ def test_no_trials(p: float) -> None:
 
 @pytest.mark.parametrize("p", [*RATES, math.nextafter(1.0, 0.0), 1e-300])
 @pytest.mark.parametrize("count", [1, 7, 100, 12_345])
-def test_successes_are_places_in_order(count: int, p: float) -> None:
+def test_successes_are_sorted_unique_indices(count: int, p: float) -> None:
     at = successes(count, p, CPU, static=False)
     assert at.dtype == torch.int64
     assert at.tolist() == sorted(set(range(count)) & set(at.tolist()))
@@ -99,24 +99,24 @@ def test_trials_are_zeros_and_ones(count: int, p: float) -> None:
 
 @pytest.mark.parametrize("p", [0.003, 0.1, 0.6])
 @pytest.mark.parametrize("steps", [5, 17])
-def test_a_walk_that_ends_early_is_continued(monkeypatch: pytest.MonkeyPatch, steps: int, p: float) -> None:
-    """The first batch nearly always reaches the end; here none does, and the distribution is the same."""
-    walk, walks = bernoulli._walk, []
+def test_a_batch_of_gaps_that_ends_early_is_continued(monkeypatch: pytest.MonkeyPatch, steps: int, p: float) -> None:
+    """Normally the first batch is almost always sufficient. Here it never is, with the same distribution."""
+    original, calls = bernoulli._success_positions, []
 
     def shorter(_: int, p: float, device: torch.device) -> Tensor:
-        walks.append(p)
-        return walk(steps, p, device)
+        calls.append(p)
+        return original(steps, p, device)
 
-    monkeypatch.setattr(bernoulli, "_walk", shorter)
-    assert numbers(by_successes, p, 300) > LEAST
-    assert len(walks) > 3 * 300
-    assert gaps(by_successes, p, 400 * steps) > LEAST
-    assert positions(by_successes, p, 400 * steps) > LEAST
+    monkeypatch.setattr(bernoulli, "_success_positions", shorter)
+    assert numbers(by_successes, p, 300) > MIN_P_VALUE
+    assert len(calls) > 3 * 300
+    assert gaps(by_successes, p, 400 * steps) > MIN_P_VALUE
+    assert positions(by_successes, p, 400 * steps) > MIN_P_VALUE
 
 
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.97])
-def test_what_is_static_are_the_same_successes(p: float) -> None:
-    """Under one seed; the last is repeated, so that they stay in order."""
+def test_static_and_dynamic_draws_give_the_same_successes(p: float) -> None:
+    """With the same seed. The static draw repeats its last success as padding."""
     for seed in range(50):
         torch.manual_seed(seed)
         at = successes(5000, p, CPU, static=False)
@@ -132,16 +132,16 @@ def test_static_length_depends_on_count_and_p_alone(p: float) -> None:
     assert len({len(successes(5000, p, CPU, static=True)) for _ in range(200)}) == 1
 
 
-def test_enough_is_enough() -> None:
-    """Where static drawing is allowed, none at all and more than there is room for are matters of 1e-13."""
-    assert math.exp(-ENOUGH) < 1e-17
-    room = len(successes(10**6, ENOUGH / 10**6, CPU, static=True))
-    assert scipy.stats.binom.sf(room - 1, 10**6, ENOUGH / 10**6) < 1e-13
+def test_static_draws_practically_never_fail() -> None:
+    """No success at all, or more than fit in the result, has a probability below 1e-13."""
+    assert math.exp(-MIN_EXPECTED_SUCCESSES) < 1e-17
+    room = len(successes(10**6, MIN_EXPECTED_SUCCESSES / 10**6, CPU, static=True))
+    assert scipy.stats.binom.sf(room - 1, 10**6, MIN_EXPECTED_SUCCESSES / 10**6) < 1e-13
 
 
 @pytest.mark.parametrize("p", [0.003, 0.3])
-@pytest.mark.parametrize("sampler", RIGHT[:4])
-def test_the_seed_decides_and_no_other_generator_is_used(sampler: Sampler, p: float) -> None:
+@pytest.mark.parametrize("sampler", SAMPLERS[:4])
+def test_torch_seed_determines_the_draws_and_no_other_rng_is_used(sampler: Sampler, p: float) -> None:
     others = random.getstate(), np.random.get_state()[1].tolist()
     torch.manual_seed(5)
     first, after = sampler(20_000, p), torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Blocks in memory: every way to write and to count them, against loops that paint them one by one."""
+"""Writing and counting blocks, validated against plain loops."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from hookdrop.kernels.blocks import Blocks
 
 
-def painted(blocks: Blocks, seeds: Tensor) -> np.ndarray:
-    """(samples, channels, *sizes): what the seeds' blocks cover."""
+def brute_force_mask(blocks: Blocks, seeds: Tensor) -> np.ndarray:
+    """(samples, channels, *sizes): True inside the seeds' blocks."""
     valid = tuple(size - block + 1 for size, block in zip(blocks.sizes, blocks.blocks, strict=True))
     canvas = np.zeros((blocks.samples, blocks.channels, *blocks.sizes), dtype=bool)
     for seed in seeds.tolist():
@@ -28,36 +28,36 @@ def painted(blocks: Blocks, seeds: Tensor) -> np.ndarray:
 
 
 def dense(blocks: Blocks, seeds: Tensor) -> Tensor:
-    """One byte for each place, 1 for a seed."""
+    """One byte per seed position, 1 for a seed."""
     return torch.zeros(blocks.places, dtype=torch.uint8).index_fill_(0, seeds.long(), 1)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Blocks, and seeds of them."""
+    """A geometry with seeds."""
 
     blocks: Blocks
     seeds: Tensor
     channels: int
-    """Those of the tensor, where the blocks may have 1."""
+    """The channels of the tensor. The blocks have 1 if the mask is shared."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a tensor that the masks are for."""
+        """The shape of the tensor to mask."""
         shape = [self.blocks.samples, *self.blocks.sizes]
         shape.insert(self.blocks.channel, self.channels)
         return tuple(shape)
 
     @property
     def dropped(self) -> Tensor:
-        """The brute-force mask, in the axes of such a tensor."""
-        mask = torch.from_numpy(painted(self.blocks, self.seeds)).movedim(1, self.blocks.channel)
+        """The brute-force mask in that shape."""
+        mask = torch.from_numpy(brute_force_mask(self.blocks, self.seeds)).movedim(1, self.blocks.channel)
         return mask.expand(self.shape)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Maps of one to three axes, blocks odd, even, not square and covering, channels first or last, shared or not."""
+    """Maps with one to three axes, any block size, channels first or last, shared masks or not."""
     sizes = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     edges = tuple(draw(st.integers(1, size)) for size in sizes)
     channels, shared = draw(st.integers(1, 5)), draw(st.booleans())
@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
     blocks = Blocks(draw(st.integers(1, 4)), 1 if shared else channels, sizes, edges, channel)
     most = draw(st.sampled_from([0, 1, 3, 20, blocks.places]))
     order = torch.randperm(blocks.places, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
-    return Case(blocks, order[:most].sort().values.to(blocks.index), channels)
+    return Case(blocks, order[:most].sort().values.to(blocks.index_dtype), channels)
 
 
 FIXED = {
@@ -76,13 +76,13 @@ FIXED = {
     "not square": Blocks(2, 3, (6, 11), (2, 5)),
     "covering": Blocks(4, 3, (7, 7), (7, 7)),
     "covering one axis": Blocks(2, 3, (5, 9), (5, 2)),
-    "of one element": Blocks(2, 3, (6, 7), (1, 1)),
+    "one element": Blocks(2, 3, (6, 7), (1, 1)),
     "shared": Blocks(3, 1, (8, 9), (3, 4)),
     "channels last": Blocks(2, 3, (8, 9), (3, 4), channel=3),
     "3-D": Blocks(2, 3, (4, 5, 6), (2, 3, 2)),
     "3-D, channels last": Blocks(2, 3, (4, 5, 6), (2, 3, 2), channel=4),
     "3-D, shared, channels last": Blocks(2, 1, (4, 5, 6), (1, 3, 6), channel=4),
-    "rows that are padded": Blocks(2, 17, (13, 11), (3, 4)),
+    "padded rows": Blocks(2, 17, (13, 11), (3, 4)),
 }
 
 
@@ -100,53 +100,56 @@ def check_mask(case: Case) -> None:
     assert mask.dtype == torch.bool
     assert mask.shape[blocks.channel] == blocks.channels
     assert torch.equal(mask.expand(case.shape), expected)
-    assert torch.equal(blocks.grown(dense(blocks, case.seeds)), rows)
+    assert torch.equal(blocks.dilated(dense(blocks, case.seeds)), rows)
 
 
 def check_counts(case: Case) -> None:
     blocks = case.blocks
     counts = blocks.counts(blocks.rows(case.seeds))
     assert counts.dtype == torch.int64
-    assert counts.tolist() == painted(blocks, case.seeds).sum(axis=tuple(range(1, len(blocks.sizes) + 2))).tolist()
+    assert (
+        counts.tolist()
+        == brute_force_mask(blocks, case.seeds).sum(axis=tuple(range(1, len(blocks.sizes) + 2))).tolist()
+    )
 
 
 def check_zeroed(case: Case, x: Tensor) -> None:
-    """`x` is of the case's shape, with what memory it likes."""
+    """`x` has the case's shape, in any memory format."""
     expected = torch.where(case.dropped, 0, x)
-    around = x.storage_offset(), x.stride()
+    layout = x.storage_offset(), x.stride()
     result = case.blocks.zero_(x, case.seeds)
     assert result is x
     assert torch.equal(x, expected)
-    assert (x.storage_offset(), x.stride()) == around
+    assert (x.storage_offset(), x.stride()) == layout
 
 
-def test_masks_of_seeds(case: Case) -> None:
-    """From the seeds' places and from a byte for each place: one mask, that of the loops."""
+def test_mask_of_fixed_geometries(case: Case) -> None:
+    """Sparse and dense seeds give the same mask as the loops."""
     check_mask(case)
 
 
-def test_counts_of_masks(case: Case) -> None:
+def test_counts_of_fixed_geometries(case: Case) -> None:
     check_counts(case)
 
 
-def test_zeroing_in_place(case: Case) -> None:
+def test_zeroing_of_fixed_geometries(case: Case) -> None:
     if case.blocks.channels == case.channels:
         check_zeroed(case, torch.randn(case.shape))
 
 
 @given(case=cases())
-def test_masks_of_any_geometry(case: Case) -> None:
+def test_mask_of_random_geometries(case: Case) -> None:
     check_mask(case)
 
 
 @given(case=cases())
-def test_counts_of_any_geometry(case: Case) -> None:
+def test_counts_of_random_geometries(case: Case) -> None:
     check_counts(case)
 
 
 @given(case=cases(), order=st.permutations(range(5)), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_zeroing_any_memory_format(case: Case, order: list[int], dtype: torch.dtype) -> None:
-    """Dense tensors whose axes lie in memory in any order, the samples' too; nothing beside them is written."""
+    """Dense tensors with any order of axes in memory. Nothing outside of the tensor is written."""
     if case.blocks.channels != case.channels:
         return
     axes = [axis for axis in order if axis < len(case.shape)]
@@ -180,19 +183,19 @@ def test_zeroing_clears_nan_and_inf() -> None:
 
 
 @pytest.mark.parametrize("channel", [1, 3])
-def test_no_seeds_cover_nothing(channel: int) -> None:
+def test_no_seeds_give_an_empty_mask(channel: int) -> None:
     blocks = Blocks(2, 3, (8, 9), (3, 4), channel)
     none = torch.empty(0, dtype=torch.int64)
     rows = blocks.rows(none)
     assert not rows.any()
-    assert torch.equal(blocks.grown(dense(blocks, none)), rows)
+    assert torch.equal(blocks.dilated(dense(blocks, none)), rows)
     assert blocks.counts(rows).tolist() == [0, 0]
     x = torch.ones(2, 3, 8, 9).movedim(1, channel)
     assert blocks.zero_(x, none).all()
 
 
-def test_seeds_may_repeat() -> None:
-    """As the last of static ones does."""
+def test_repeated_seeds() -> None:
+    """The last one of static seeds is repeated."""
     blocks = Blocks(2, 3, (8, 9), (3, 4))
     seeds = torch.tensor([5, 70, 71, 150])
     mixed = torch.tensor([5, 70, 71, 71, 150, 150])
@@ -201,36 +204,36 @@ def test_seeds_may_repeat() -> None:
     assert torch.equal(blocks.zero_(x, mixed), blocks.zero_(y, seeds))
 
 
-@pytest.mark.parametrize("of_sample", [1, 7, 8, 9, 2039, 2040, 2041, 2048, 2049, 2400, 3072, 3073, 100_000])
+@pytest.mark.parametrize("elements_per_sample", [1, 7, 8, 9, 2039, 2040, 2041, 2048, 2049, 2400, 3072, 3073, 100_000])
 @pytest.mark.parametrize("samples", [1, 3])
-def test_bytes_do_not_overflow_where_all_is_covered(samples: int, of_sample: int) -> None:
-    """Rows of words are summed, and a byte of a sum holds 255; rows end in zeros, never in another sample's bytes."""
-    blocks = Blocks(samples, 1, (of_sample,), (of_sample,))
-    for rows in (blocks.rows(torch.arange(samples)), blocks.grown(torch.ones(samples, dtype=torch.uint8))):
-        assert rows.shape[1] % (8 if of_sample <= 2040 else 1024) == 0
-        assert rows.shape[1] < of_sample + (8 if of_sample <= 2040 else 1024)
-        assert rows[:, :of_sample].all()
-        assert not rows[:, of_sample:].any()
-        assert blocks.counts(rows).tolist() == [of_sample] * samples
+def test_counts_of_full_masks_do_not_overflow_bytes(samples: int, elements_per_sample: int) -> None:
+    """Words are summed in groups, since a byte of a sum holds at most 255. Rows are padded with zeros."""
+    blocks = Blocks(samples, 1, (elements_per_sample,), (elements_per_sample,))
+    for rows in (blocks.rows(torch.arange(samples)), blocks.dilated(torch.ones(samples, dtype=torch.uint8))):
+        assert rows.shape[1] % (8 if elements_per_sample <= 2040 else 1024) == 0
+        assert rows.shape[1] < elements_per_sample + (8 if elements_per_sample <= 2040 else 1024)
+        assert rows[:, :elements_per_sample].all()
+        assert not rows[:, elements_per_sample:].any()
+        assert blocks.counts(rows).tolist() == [elements_per_sample] * samples
 
 
-def test_counts_of_long_rows_that_are_half_covered() -> None:
+def test_counts_of_long_rows() -> None:
     blocks = Blocks(3, 5, (40, 41), (2, 3))
     case = Case(blocks, (torch.rand(blocks.places) < 0.1).nonzero().flatten(), 5)
     check_mask(case)
     check_counts(case)
 
 
-def test_places_are_where_a_whole_block_fits() -> None:
+def test_places_are_positions_where_a_whole_block_fits() -> None:
     blocks = Blocks(2, 3, (4, 9), (4, 2))
     assert blocks.valid == (1, 8)
     assert blocks.places == 2 * 3 * 8
-    assert blocks.of_sample == 3 * 36
-    assert blocks.times(5).places == 5 * blocks.places
+    assert blocks.elements_per_sample == 3 * 36
+    assert blocks.repeated(5).places == 5 * blocks.places
 
 
 @pytest.mark.parametrize(("samples", "dtype"), [(2**31 - 1, torch.int32), (2**31, torch.int64)])
-def test_places_are_numbered_by_the_shortest_integers_that_can(samples: int, dtype: torch.dtype) -> None:
+def test_index_dtype_is_the_smallest_that_fits(samples: int, dtype: torch.dtype) -> None:
     blocks = Blocks(samples, 1, (3,), (3,))
-    assert blocks.index == dtype
-    assert blocks.places - 1 <= torch.iinfo(blocks.index).max
+    assert blocks.index_dtype == dtype
+    assert blocks.places - 1 <= torch.iinfo(blocks.index_dtype).max

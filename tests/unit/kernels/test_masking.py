@@ -1,4 +1,4 @@
-"""Putting a mask on is one linear map: differentiable in every way that PyTorch knows, and blind to what it drops."""
+"""Applying a mask is a linear map: all kinds of derivatives, and no effect of dropped values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hookdrop.kernels import native as kernel
 NORMALIZE = ["batch", "sample", "expected", None]
 
 
-# .2 is drawn by its seeds, .95 as a dense mask.
+# p=0.2 is drawn as sparse seeds, p=0.95 as a dense mask.
 SETTINGS = [
     {"p": p, "block_size": 3, "normalize": normalize, "per_channel": own}
     for p, normalize, own in itertools.product([0.2, 0.95], NORMALIZE, [True, False])
@@ -27,18 +27,18 @@ SETTINGS = [
 
 
 BIG = 2**15
-"""Elements from which on dropout is our own."""
+"""The size from which hookdrop's own dropout is used."""
 
 
 @pytest.fixture(params=["compiled loops", "PyTorch alone"], autouse=True)
-def with_and_without_the_compiled_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_and_without_compiled_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "PyTorch alone":
         monkeypatch.setattr(kernel, "_library", None)
     elif not kernel.available():
         pytest.skip("the compiled loops were not built")
 
 
-def under_one_seed(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def seeded_call(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     def seeded(x: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(5)
         return function(x)
@@ -46,20 +46,20 @@ def under_one_seed(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable
     return seeded
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in its forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's forward mode uses it
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-@pytest.mark.filterwarnings("ignore:Please use `torch.vmap`:FutureWarning")  # PyTorch 2.6 of itself
+@pytest.mark.filterwarnings("ignore:Please use `torch.vmap`:FutureWarning")  # raised by PyTorch 2.6 itself
 def test_gradcheck(settings: dict) -> None:
-    """Backward, forward mode, a batch of gradients at once, and twice."""
-    x = torch.randn(2, 2, 4, 4, dtype=torch.float64, requires_grad=True)
-    drop = under_one_seed(lambda x: drop_block(x, **settings))
+    """Backward, forward mode, batched gradients and double backward."""
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
+    drop = seeded_call(lambda x: drop_block(x, **settings))
     assert torch.autograd.gradcheck(drop, x, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: drop(x) ** 2, x)
 
 
 def test_gradcheck_of_dropout() -> None:
     x = torch.randn(BIG, dtype=torch.float64, requires_grad=True)
-    drop = under_one_seed(lambda x: dropout(x, 0.3))
+    drop = seeded_call(lambda x: dropout(x, 0.3))
     assert torch.autograd.gradcheck(drop, x, fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda x: drop(x) ** 2, x, fast_mode=True)
 
@@ -67,27 +67,27 @@ def test_gradcheck_of_dropout() -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_nan_and_inf_are_zeroed_where_they_are_dropped_and_leak_nowhere(
+def test_dropped_nan_and_inf_become_zero(
     settings: dict, dtype: torch.dtype, memory_format: torch.memory_format
 ) -> None:
-    """Forward and backward: a map of NaN and Inf drops what a map of ones drops."""
-    poison = torch.full((4, 8, 12, 12), float("nan"), dtype=dtype).contiguous(memory_format=memory_format)
-    poison[:, :, ::2] = float("inf")
+    """In forward and backward, a map of NaN and Inf has the same mask as a map of ones."""
+    invalid = torch.full((4, 8, 12, 12), float("nan"), dtype=dtype).contiguous(memory_format=memory_format)
+    invalid[:, :, ::2] = float("inf")
     results = []
-    for values in (torch.ones_like(poison), poison):
+    for values in (torch.ones_like(invalid), invalid):
         torch.manual_seed(1)
         x = values.requires_grad_()
         y = drop_block(x, **settings)
-        (gradient,) = torch.autograd.grad(y, x, poison)
+        (gradient,) = torch.autograd.grad(y, x, invalid)
         assert y.is_contiguous(memory_format=memory_format)
         results.append(y == 0)
         results.append(gradient == 0)
-        assert (y[y != 0].isfinite().all()) == (values is not poison)
+        assert (y[y != 0].isfinite().all()) == (values is not invalid)
     assert results[0].any()
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_nan_is_zeroed_by_dropout() -> None:
+def test_dropout_zeros_nan() -> None:
     x = torch.full((BIG,), float("nan"))
     y = dropout(x, 0.3)
     assert (y == 0).float().mean() == pytest.approx(0.3, abs=0.02)
@@ -95,7 +95,7 @@ def test_nan_is_zeroed_by_dropout() -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-def test_vmap_draws_as_its_randomness_says(settings: dict) -> None:
+def test_vmap_randomness_controls_the_masks(settings: dict) -> None:
     x = torch.ones(5, 4, 8, 12, 12)
 
     def drop(x: torch.Tensor) -> torch.Tensor:
@@ -131,14 +131,14 @@ def test_vmap_over_any_axis(settings: dict, in_dim: int) -> None:
 @pytest.mark.parametrize("outer", ["same", "different"])
 @pytest.mark.parametrize("inner", ["same", "different"])
 @pytest.mark.parametrize("settings", SETTINGS[::2], ids=repr)
-def test_vmap_in_vmap(settings: dict, inner: str, outer: str) -> None:
+def test_nested_vmap(settings: dict, inner: str, outer: str) -> None:
     x = torch.ones(2, 3, 4, 8, 12, 12)
     y = vmap(vmap(lambda x: drop_block(x, **settings), randomness=inner), randomness=outer)(x) == 0
     masks = {tuple(y[i, j].flatten().tolist()) for i in range(2) for j in range(3)}
     assert len(masks) == (3 if inner == "different" else 1) * (2 if outer == "different" else 1)
 
 
-def test_vmap_draws_dropout_as_its_randomness_says() -> None:
+def test_vmap_randomness_controls_dropout() -> None:
     x = torch.ones(4, BIG)
     different = vmap(lambda x: dropout(x, 0.3), randomness="different")(x)
     same = vmap(lambda x: dropout(x, 0.3), randomness="same")(x)
@@ -149,9 +149,9 @@ def test_vmap_draws_dropout_as_its_randomness_says() -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS[::2], ids=repr)
 def test_torch_func_transforms(settings: dict) -> None:
-    """`grad`, `jvp`, `jacrev`, one in another, and per-sample gradients through a hooked model."""
+    """`grad`, `jvp`, `jacrev`, nested `grad`, and per-sample gradients of a hooked model."""
     x = torch.ones(2, 3, 6, 6)
-    drop = under_one_seed(lambda x: drop_block(x, **settings))
+    drop = seeded_call(lambda x: drop_block(x, **settings))
     y, tangent = jvp(drop, (x,), (x,))
     assert torch.equal(y, tangent)
     torch.testing.assert_close(grad(lambda x: drop(x).sum())(x), y)
@@ -184,8 +184,8 @@ def test_inference_mode() -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_what_lies_oddly_in_memory(own: bool) -> None:
-    """Slices, transposes, expanded input and an expanded gradient, as `sum` gives it."""
+def test_non_contiguous_inputs(own: bool) -> None:
+    """Slices, transposes, expanded inputs, and the expanded gradient of `sum`."""
     whole = torch.rand(4, 6, 12, 14) + 1
     for x in (
         whole[:, 1:5],
@@ -201,37 +201,39 @@ def test_what_lies_oddly_in_memory(own: bool) -> None:
         torch.manual_seed(2)
         torch.testing.assert_close(drop_block(x.detach().contiguous(), 0.3, 3, per_channel=own), y)
         torch.testing.assert_close(gradient * x, y)
-        assert x.min() >= 1, "the input is not written to"
+        assert x.min() >= 1, "the input was modified"
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
 @pytest.mark.parametrize("p", [1e-12, 1.0])
-def test_the_ends_of_the_range(settings: dict, p: float) -> None:
+def test_extreme_rates(settings: dict, p: float) -> None:
     x = torch.ones(4, 8, 12, 12)
     y = drop_block(x, **{**settings, "p": p})
     torch.testing.assert_close(y, torch.zeros_like(x) if p == 1.0 else x)
 
 
-def test_what_is_kept_for_backward_is_the_seeds() -> None:
-    """.02 bytes an element, where a float mask would be 4 and a bool mask 1."""
-    kept: dict[int, int] = {}
+def test_backward_saves_only_the_seeds() -> None:
+    """Less than 0.02 bytes per element, where a float mask takes 4 and a bool mask 1."""
+    saved: dict[int, int] = {}
 
-    def note(t: torch.Tensor) -> torch.Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    def record(t: torch.Tensor) -> torch.Tensor:
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     x = torch.ones(8, 64, 28, 28, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
         drop_block(x, 0.1, 7)
-    assert sum(kept.values()) / x.numel() < 0.02
+    assert sum(saved.values()) / x.numel() < 0.02
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize(
     "drop", [lambda x: dropout(x, 0.3), *(lambda x, p=p: drop_block(x, p, 3) for p in (0.1, 0.95))]
 )
-def test_who_watches_changes_no_mask(drop: Callable[[torch.Tensor], torch.Tensor], use_reentrant: bool) -> None:
-    """A profiler around forward alone, and a checkpoint that runs it again in backward."""
+def test_profilers_and_checkpoints_do_not_change_the_mask(
+    drop: Callable[[torch.Tensor], torch.Tensor], use_reentrant: bool
+) -> None:
+    """A profiler around forward only, and a checkpoint that recomputes it in backward."""
     x = torch.randn(8, 16, 32, 32, requires_grad=True)
     with FlopCounterMode(display=False):
         y = checkpoint(lambda x: drop(x) ** 2, x, use_reentrant=use_reentrant)
@@ -242,7 +244,7 @@ def test_who_watches_changes_no_mask(drop: Callable[[torch.Tensor], torch.Tensor
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("normalize", NORMALIZE)
-def test_make_fx_keeps_drawing(mode: str, normalize: str | None) -> None:
+def test_make_fx_graph_draws_new_masks(mode: str, normalize: str | None) -> None:
     graph = make_fx(lambda x: drop_block(x, 0.3, 3, normalize=normalize), tracing_mode=mode)(torch.rand(8, 32, 16, 16))
     first, second = (graph(torch.ones(8, 32, 16, 16)) == 0 for _ in range(2))
     assert not torch.equal(first, second)

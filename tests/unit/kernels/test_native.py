@@ -1,4 +1,4 @@
-"""The compiled loops change nothing but the time: bit for bit what PyTorch's own operations give, or not used at all."""
+"""The compiled loops give bitwise the same results as PyTorch operations, or are not used."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hookdrop.kernels import masking
 from hookdrop.kernels import native as kernel
 from hookdrop.kernels.bernoulli import successes
 from hookdrop.kernels.blocks import Blocks
-from hookdrop.kernels.drawing import Seeded
+from hookdrop.kernels.drawing import BlockDrawing
 
 needs_kernel = pytest.mark.skipif(
-    not kernel.available(), reason="the compiled loops are not built (no C compiler) or left out (HOOKDROP_KERNEL=0)"
+    not kernel.available(), reason="the compiled loops are not built (no C compiler) or disabled (HOOKDROP_KERNEL=0)"
 )
 
 
@@ -43,20 +43,25 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def counts(seeds: Tensor, blocks: Blocks) -> Tensor | None:
-    """What the compiled loop counts of each sample, and that it is the same for both sorts of numbers and in sum."""
+    """The counts of each sample, checked to be the same for int32 and int64 seeds and in total."""
     of_each = torch.zeros(blocks.samples, dtype=torch.int64)
-    covered = kernel.count(seeds, blocks, of_each)
+    covered = kernel.count_covered(seeds, blocks, of_each)
     if covered is None:
         return None
     narrow = torch.zeros_like(of_each)
-    assert covered == of_each.sum() == kernel.count(seeds, blocks) == kernel.count(seeds.int(), blocks, narrow)
+    assert (
+        covered
+        == of_each.sum()
+        == kernel.count_covered(seeds, blocks)
+        == kernel.count_covered(seeds.int(), blocks, narrow)
+    )
     assert torch.equal(narrow, of_each)
     return of_each
 
 
 @contextmanager
-def pure() -> Iterator[None]:
-    """PyTorch's own operations alone."""
+def pytorch_only() -> Iterator[None]:
+    """Disable the compiled loops."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "_library", None)
         assert not kernel.available()
@@ -74,21 +79,21 @@ def threads(count: int) -> Iterator[None]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN and the sign of zero, too, and the same memory format."""
+    """Bitwise equality, including NaN, the sign of zero and the memory format."""
     bits = BITS[a.element_size()]
     return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a.view(bits), b.view(bits))
 
 
 def some_seeds(blocks: Blocks, density: float, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.rand(blocks.places, generator=generator) < density).nonzero().flatten().to(blocks.index)
+    return (torch.rand(blocks.places, generator=generator) < density).nonzero().flatten().to(blocks.index_dtype)
 
 
 def with_nan_and_inf(x: Tensor) -> Tensor:
-    """A few of them, both signs of zero, and the smallest there is."""
+    """Add NaN, infinities, signed zeros, and the smallest and largest number."""
     flat = x.view(-1)
-    odd = [math.nan, math.inf, -math.inf, 0.0, -0.0, torch.finfo(x.dtype).tiny, torch.finfo(x.dtype).max]
-    flat[: len(odd)] = torch.tensor(odd[: len(flat)], dtype=x.dtype)
+    special = [math.nan, math.inf, -math.inf, 0.0, -0.0, torch.finfo(x.dtype).tiny, torch.finfo(x.dtype).max]
+    flat[: len(special)] = torch.tensor(special[: len(flat)], dtype=x.dtype)
     return x.view(-1)[torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))].view(x.shape)
 
 
@@ -97,7 +102,7 @@ MEMORY = ["contiguous", "channels last", "nhwc", "samples inside", "inside of la
 
 @st.composite
 def cases(draw: st.DrawFn, widest: int = 9) -> tuple[Tensor, Blocks, Tensor, Tensor]:
-    """`(x, blocks, seeds, scale)` of any geometry, memory format and float dtype."""
+    """`(x, blocks, seeds, scale)` for any geometry, memory format and float dtype."""
     sizes = (*draw(st.lists(st.integers(1, 9), max_size=2)), draw(st.integers(1, widest)))
     edges = tuple(draw(st.integers(1, size)) for size in sizes)
     samples, channels, shared = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.booleans())
@@ -123,35 +128,35 @@ def cases(draw: st.DrawFn, widest: int = 9) -> tuple[Tensor, Blocks, Tensor, Ten
 
 @needs_kernel
 @given(case=cases(), count=st.sampled_from([1, 2, 8]))
-def test_masks_are_the_same_bits(case: tuple[Tensor, Blocks, Tensor, Tensor], count: int) -> None:
-    """From seeds; with one thread, two, and more than there are maps; NaN and Inf are cleared where dropped."""
+def test_seed_masks_are_bitwise_equal(case: tuple[Tensor, Blocks, Tensor, Tensor], count: int) -> None:
+    """With one thread, two, and more threads than maps. Dropped NaN and Inf become 0."""
     x, blocks, seeds, scale = case
     before = x.clone()
-    with pure():
-        expected = masking.mask(x, seeds, scale, blocks)
+    with pytorch_only():
+        expected = masking.apply_mask_no_grad(x, seeds, scale, blocks)
     with threads(count):
-        assert same_bits(masking.mask(x, seeds, scale, blocks), expected)
+        assert same_bits(masking.apply_mask_no_grad(x, seeds, scale, blocks), expected)
     assert same_bits(x, before)
 
 
 @needs_kernel
 @given(case=cases(), count=st.sampled_from([1, 2, 8]), apart=st.booleans())
-def test_bool_masks_are_the_same_bits(case: tuple[Tensor, Blocks, Tensor, Tensor], count: int, apart: bool) -> None:
-    """From the rows of a mask, which lie apart, and from a mask of the memory format of `x`."""
+def test_bool_masks_are_bitwise_equal(case: tuple[Tensor, Blocks, Tensor, Tensor], count: int, apart: bool) -> None:
+    """With a mask whose samples lie apart, and with one in the memory format of `x`."""
     x, blocks, seeds, scale = case
     dropped = blocks.mask(blocks.rows(seeds))
     if not apart:
         dropped = torch.empty_like(x, dtype=torch.bool).copy_(dropped)
-    with pure():
-        expected = masking.mask(x, dropped, scale)
+    with pytorch_only():
+        expected = masking.apply_mask_no_grad(x, dropped, scale)
     with threads(count):
-        assert same_bits(masking.mask(x, dropped, scale), expected)
+        assert same_bits(masking.apply_mask_no_grad(x, dropped, scale), expected)
 
 
 @needs_kernel
 @given(case=cases(widest=200), count=st.sampled_from([1, 2, 8]))
-def test_counts_are_the_same(case: tuple[Tensor, Blocks, Tensor, Tensor], count: int) -> None:
-    """Up to lines of 200, four words of bits each."""
+def test_counts_are_equal(case: tuple[Tensor, Blocks, Tensor, Tensor], count: int) -> None:
+    """Lines of up to 200 elements take four 64-bit words."""
     _, blocks, seeds, _ = case
     with threads(count):
         of_each = counts(seeds, blocks)
@@ -163,7 +168,7 @@ def test_counts_are_the_same(case: tuple[Tensor, Blocks, Tensor, Tensor], count:
 @pytest.mark.parametrize("width", [63, 64, 65, 127, 128, 129, 300])
 @pytest.mark.parametrize("edge", [1, 5, 63, 64, 65, 128, 300])
 def test_counts_of_wide_maps(width: int, edge: int) -> None:
-    """Blocks that begin, end and go on over the borders of words."""
+    """Blocks that start, end and continue across 64-bit words."""
     blocks = Blocks(2, 3, (3, width), (2, min(edge, width)))
     for density in (0.01, 0.3):
         seeds = some_seeds(blocks, density)
@@ -174,18 +179,22 @@ def test_counts_of_wide_maps(width: int, edge: int) -> None:
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_what_is_compiled_is_used(dtype: torch.dtype, shared: bool, memory_format: torch.memory_format) -> None:
-    """Else the comparisons above would compare nothing."""
+def test_supported_inputs_use_the_compiled_loops(
+    dtype: torch.dtype, shared: bool, memory_format: torch.memory_format
+) -> None:
+    """Otherwise the comparisons above would compare PyTorch with itself."""
     blocks = Blocks(2, 1 if shared else 4, (9, 9), (3, 3))
     seeds, one = some_seeds(blocks, 0.1), torch.tensor(1.0, dtype=torch.float64)
     x = torch.randn(2, 4, 9, 9).to(dtype).contiguous(memory_format=memory_format)
     expected = x.clone()
     expected[blocks.mask(blocks.rows(seeds)).expand_as(x)] = 0
     if dtype in FUSED:
-        assert same_bits(kernel.masked(x, seeds, one, blocks), expected)
-        assert same_bits(kernel.cleared(x, torch.empty_like(x, dtype=torch.bool).copy_(expected == 0), one), expected)
+        assert same_bits(kernel.mask_blocks(x, seeds, one, blocks), expected)
+        assert same_bits(
+            kernel.mask_elements(x, torch.empty_like(x, dtype=torch.bool).copy_(expected == 0), one), expected
+        )
     else:
-        assert kernel.masked(x, seeds, one, blocks) is None
+        assert kernel.mask_blocks(x, seeds, one, blocks) is None
     assert kernel.zero_(x, seeds, blocks)
     assert same_bits(x, expected)
 
@@ -197,7 +206,7 @@ def test_what_is_compiled_is_used(dtype: torch.dtype, shared: bool, memory_forma
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_drop_block_is_the_same_bits(
+def test_drop_block_is_bitwise_equal(
     monkeypatch: pytest.MonkeyPatch,
     memory_format: torch.memory_format,
     dtype: torch.dtype,
@@ -206,17 +215,17 @@ def test_drop_block_is_the_same_bits(
     sparse: bool,
     count: int,
 ) -> None:
-    """Under one seed, forward and gradient; the gradient of the gradient's sum is the same linear map."""
-    monkeypatch.setattr(Seeded, "_sparse", lambda *_: sparse)
+    """Forward and gradient, with the same seed."""
+    monkeypatch.setattr(BlockDrawing, "_sparse", lambda *_: sparse)
     x = torch.randn(4, 6, 12, 13).to(dtype).contiguous(memory_format=memory_format).requires_grad_()
-    above = torch.randn(x.shape).to(x)  # none of it 0, as a random number of 16 bits may be
+    above = torch.randn(x.shape).to(x)  # cast from float32: a 16-bit random number may be 0
 
     def run() -> tuple[Tensor, Tensor]:
         torch.manual_seed(3)
         y = drop_block(x, 0.3, 3, normalize=normalize, per_channel=per_channel)
         return y.detach(), *torch.autograd.grad(y, x, above)
 
-    with pure():
+    with pytorch_only():
         expected = run()
     with threads(count):
         found = run()
@@ -229,8 +238,8 @@ def test_drop_block_is_the_same_bits(
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_dropout_is_the_same_bits(memory_format: torch.memory_format, dtype: torch.dtype, count: int) -> None:
-    """More elements than a batch of them has, and a number that no thread's part divides."""
+def test_dropout_is_bitwise_equal(memory_format: torch.memory_format, dtype: torch.dtype, count: int) -> None:
+    """More elements than one batch of the loop, and a number that the threads do not divide evenly."""
     x = torch.randn(5, 7, 31, 37).to(dtype).contiguous(memory_format=memory_format).requires_grad_()
 
     def run() -> tuple[Tensor, Tensor]:
@@ -238,7 +247,7 @@ def test_dropout_is_the_same_bits(memory_format: torch.memory_format, dtype: tor
         y = functional.dropout(x, 0.3)
         return y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y))
 
-    with pure():
+    with pytorch_only():
         expected = run()
     with threads(count):
         found = run()
@@ -247,44 +256,44 @@ def test_dropout_is_the_same_bits(memory_format: torch.memory_format, dtype: tor
 
 
 @needs_kernel
-def test_scales_of_samples_are_refused_where_samples_are_not_in_one_piece() -> None:
+def test_per_sample_scales_of_non_contiguous_samples() -> None:
     x = torch.randn(3, 4, 5, 5).transpose(0, 1)
     dropped = torch.empty_like(x, dtype=torch.bool).copy_(torch.rand(x.shape) < 0.3)
     assert dropped.stride() == x.stride()
     scale = torch.arange(1.0, 5.0).view(4, 1, 1, 1)
-    assert torch.equal(masking.mask(x, dropped, scale), torch.where(dropped, 0, x * scale))
+    assert torch.equal(masking.apply_mask_no_grad(x, dropped, scale), torch.where(dropped, 0, x * scale))
 
 
-class Renamed(Tensor):
-    """A subclass that does nothing."""
+class TrivialSubclass(Tensor):
+    """A subclass that adds nothing."""
 
 
-class Watched(TorchDispatchMode):
-    """Sees every operation."""
+class PassThroughMode(TorchDispatchMode):
+    """Intercepts every operation and runs it."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         return func(*args, **(kwargs or {}))
 
 
-REFUSED = {
+UNSUPPORTED = {
     "expanded": lambda: torch.randn(2, 4, 1, 9).expand(2, 4, 9, 9),
     "sliced": lambda: torch.randn(2, 4, 9, 18)[..., ::2],
     "cropped": lambda: torch.randn(2, 4, 11, 11)[..., 1:-1, 1:-1],
     "transposed": lambda: torch.randn(2, 4, 9, 9).transpose(2, 3),
     "samples inside": lambda: torch.randn(4, 2, 9, 9).transpose(0, 1),
-    "a subclass": lambda: torch.randn(2, 4, 9, 9).as_subclass(Renamed),
+    "a subclass": lambda: torch.randn(2, 4, 9, 9).as_subclass(TrivialSubclass),
 }
 
 
 @needs_kernel
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_compiled_is_left_to_pytorch(name: str) -> None:
-    x, blocks = REFUSED[name](), Blocks(2, 4, (9, 9), (3, 3))
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_layouts_fall_back_to_pytorch(name: str) -> None:
+    x, blocks = UNSUPPORTED[name](), Blocks(2, 4, (9, 9), (3, 3))
     seeds, scale = some_seeds(blocks, 0.1), torch.tensor(1.5, dtype=torch.float64)
-    assert kernel.masked(x, seeds, scale, blocks) is None
+    assert kernel.mask_blocks(x, seeds, scale, blocks) is None
     expected = torch.where(blocks.mask(blocks.rows(seeds)), 0, x * 1.5)
-    assert torch.equal(masking.mask(x, seeds, scale, blocks), expected)
-    assert torch.equal(masking.mask(x, blocks.mask(blocks.rows(seeds)), scale), expected)
+    assert torch.equal(masking.apply_mask_no_grad(x, seeds, scale, blocks), expected)
+    assert torch.equal(masking.apply_mask_no_grad(x, blocks.mask(blocks.rows(seeds)), scale), expected)
     y = drop_block(x, 0.3, 3, normalize=None)
     assert 0 < (y == 0).sum() < y.numel()
     assert torch.equal(y[y != 0], x[y != 0])
@@ -294,68 +303,68 @@ def test_what_is_not_compiled_is_left_to_pytorch(name: str) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 )
-def test_what_is_no_float_is_refused(dtype: torch.dtype) -> None:
+def test_unsupported_dtypes_fall_back_to_pytorch(dtype: torch.dtype) -> None:
     x, blocks = torch.ones(2, 4, 9, 9).to(dtype), Blocks(2, 4, (9, 9), (3, 3))
     one, seeds = torch.tensor(1.0), some_seeds(blocks, 0.1)
-    assert kernel.masked(x, seeds, one, blocks) is None
-    assert kernel.cleared(x, torch.ones(x.shape, dtype=torch.bool), one) is None
+    assert kernel.mask_blocks(x, seeds, one, blocks) is None
+    assert kernel.mask_elements(x, torch.ones(x.shape, dtype=torch.bool), one) is None
     if x.element_size() == 1:
         assert not kernel.zero_(x, seeds, blocks)
 
 
 @needs_kernel
-def test_a_mask_of_another_shape_is_refused() -> None:
+def test_masks_of_other_shapes_fall_back_to_pytorch() -> None:
     x, one = torch.randn(4, 3, 5, 5), torch.tensor(1.0)
     for shape in [(4, 3, 1, 1), (1, 3, 5, 5), (5, 5), (4, 3, 5, 1)]:
         dropped = torch.rand(shape) < 0.5
-        assert kernel.cleared(x, dropped, one) is None
-        assert torch.equal(masking.mask(x, dropped, one), torch.where(dropped, 0, x))
+        assert kernel.mask_elements(x, dropped, one) is None
+        assert torch.equal(masking.apply_mask_no_grad(x, dropped, one), torch.where(dropped, 0, x))
 
 
 @needs_kernel
-def test_nobody_who_watches_operations_misses_one() -> None:
-    """Fake tensors have no memory, and what is not dispatched can't be traced."""
+def test_dispatch_modes_disable_the_compiled_loops() -> None:
+    """Fake tensors have no memory, and a mode must see every operation."""
     blocks, one = Blocks(2, 4, (9, 9), (3, 3)), torch.tensor(1.0)
     seeds, x = some_seeds(blocks, 0.1), torch.randn(2, 4, 9, 9)
-    assert kernel.plain(x)
-    with Watched():
-        assert not kernel.plain(x)
-        assert kernel.masked(x, seeds, one, blocks) is None
+    assert kernel.has_plain_memory(x)
+    with PassThroughMode():
+        assert not kernel.has_plain_memory(x)
+        assert kernel.mask_blocks(x, seeds, one, blocks) is None
         assert counts(seeds, blocks) is None
         assert not kernel.zero_(x.clone(), seeds, blocks)
         y = drop_block(x, 0.3, 3)
     assert 0 < (y == 0).sum() < y.numel()
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
-        assert not kernel.plain(fake)
+        assert not kernel.has_plain_memory(fake)
         assert drop_block(fake, 0.3, 3).shape == x.shape
         assert functional.dropout(mode.from_tensor(torch.ones(2**16)), 0.3).shape == (2**16,)
-    assert not kernel.plain(fake)
-    assert kernel.plain(x)
+    assert not kernel.has_plain_memory(fake)
+    assert kernel.has_plain_memory(x)
 
 
 @needs_kernel
-def test_a_trace_sees_every_operation() -> None:
-    """Inside `torch.jit.trace` tensors are of the ordinary type; what a loop wrote would be a constant."""
+def test_jit_trace_disables_the_compiled_loops() -> None:
+    """`torch.jit.trace` uses ordinary tensors, so the result of a loop would become a constant."""
     blocks, x = Blocks(2, 4, (9, 9), (3, 3)), torch.randn(2, 4, 9, 9)
     seeds, one = some_seeds(blocks, 0.1), torch.tensor(1.0)
     dropped = blocks.mask(blocks.rows(seeds))
 
     def function(x: Tensor) -> Tensor:
-        assert not kernel.plain(x)
-        assert kernel.cleared(x, dropped, one) is None
-        assert kernel.masked(x, seeds, one, blocks) is None
+        assert not kernel.has_plain_memory(x)
+        assert kernel.mask_elements(x, dropped, one) is None
+        assert kernel.mask_blocks(x, seeds, one, blocks) is None
         assert counts(seeds, blocks) is None
         assert not kernel.zero_(x.clone(), seeds, blocks)
         return x * 2
 
     torch.jit.trace(function, x, check_trace=False)
-    assert kernel.plain(x)
+    assert kernel.has_plain_memory(x)
 
 
-def test_all_works_without_it() -> None:
-    """The rest of the tests run with it where it is built; here is a run of each function without."""
-    with pure():
+def test_works_without_the_compiled_loops() -> None:
+    """The other tests use the compiled loops if they are built."""
+    with pytorch_only():
         x = torch.randn(4, 6, 12, 12, requires_grad=True)
         for memory_format in (torch.contiguous_format, torch.channels_last):
             for per_channel in (True, False):
@@ -367,35 +376,37 @@ def test_all_works_without_it() -> None:
 
 
 @pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where the library is looked for."""
+def library_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The path from which the library is loaded."""
     monkeypatch.setattr(kernel, "__file__", str(tmp_path / "kernel.py"))
     monkeypatch.delenv("HOOKDROP_KERNEL", raising=False)
     return tmp_path / "_blocks.native"
 
 
-def test_no_library_is_no_error(beside: Path) -> None:
+def test_missing_library_is_not_an_error(library_path: Path) -> None:
     assert kernel._load() is None
 
 
 @pytest.mark.parametrize("content", [b"", b"not a library", b"\x7fELF" + bytes(200)], ids=["empty", "text", "a header"])
-def test_a_file_that_is_no_library_is_ignored(beside: Path, content: bytes) -> None:
-    beside.write_bytes(content)
+def test_invalid_library_file_is_ignored(library_path: Path, content: bytes) -> None:
+    library_path.write_bytes(content)
     assert kernel._load() is None
 
 
 @needs_kernel
-def test_the_library_itself_is_found(beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(LIBRARY, beside)
+def test_library_is_loaded_unless_disabled(library_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(LIBRARY, library_path)
     assert isinstance(kernel._load(), ctypes.CDLL)
     monkeypatch.setenv("HOOKDROP_KERNEL", "0")
     assert kernel._load() is None
 
 
 @needs_kernel
-@pytest.mark.parametrize("wrap", [nn.Parameter, lambda x: x.as_subclass(Renamed)], ids=["parameter", "subclass"])
-def test_what_is_dropped_of_a_subclass_is_dropped_of_its_gradient(wrap: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Its seeds are drawn as a device's are, and its gradient may be an ordinary tensor."""
+@pytest.mark.parametrize(
+    "wrap", [nn.Parameter, lambda x: x.as_subclass(TrivialSubclass)], ids=["parameter", "subclass"]
+)
+def test_subclass_and_its_gradient_have_the_same_mask(wrap: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A subclass uses static seeds, and its gradient may be an ordinary tensor."""
     x = wrap(torch.ones(32, 64, 28, 28)).requires_grad_()
     y = drop_block(x, 0.1, 7)
     (gradient,) = torch.autograd.grad(y, x, torch.ones(x.shape))
@@ -403,7 +414,7 @@ def test_what_is_dropped_of_a_subclass_is_dropped_of_its_gradient(wrap: Callable
 
 
 @needs_kernel
-def test_seeds_drawn_while_somebody_watches_serve_the_backward_pass_too() -> None:
+def test_backward_works_after_a_forward_under_a_dispatch_mode() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     x = torch.ones(32, 64, 28, 28, requires_grad=True)
@@ -415,7 +426,7 @@ def test_seeds_drawn_while_somebody_watches_serve_the_backward_pass_too() -> Non
 
 
 @needs_kernel
-def test_static_seeds_are_counted_as_they_are_painted() -> None:
+def test_counts_of_static_seeds() -> None:
     blocks = Blocks(4, 8, (28, 28), (7, 7))
     for _ in range(20):
         seeds = successes(blocks.places, 0.01, torch.device("cpu"), static=True)
@@ -423,20 +434,20 @@ def test_static_seeds_are_counted_as_they_are_painted() -> None:
 
 
 @needs_kernel
-def test_seeds_that_are_not_in_order_write_nothing_outside() -> None:
-    """They come in order; this is the second lock on the door to other people's memory."""
+def test_unsorted_seeds_write_nothing_out_of_bounds() -> None:
+    """Seeds are always sorted; this tests the memory safety of the loops."""
     blocks = Blocks(4, 8, (28, 28), (7, 7))
     seeds = torch.randint(-(10**6), 10**6, (2000,))
     memory = torch.ones(6, 8, 28, 28)
-    y = kernel.masked(memory[1:5], seeds, torch.tensor(1.0, dtype=torch.float64), blocks)
+    y = kernel.mask_blocks(memory[1:5], seeds, torch.tensor(1.0, dtype=torch.float64), blocks)
     assert y is not None
     assert kernel.zero_(memory[1:5], seeds, blocks)
     assert (memory[[0, 5]] == 1).all()
-    assert (counts(seeds, blocks) <= blocks.of_sample).all()
+    assert (counts(seeds, blocks) <= blocks.elements_per_sample).all()
 
 
-def test_signs_and_zeros_that_are_not_in_memory() -> None:
-    """A negated view holds the other sign in memory; a zero gradient holds nothing there."""
+def test_negated_views_and_zero_tensors() -> None:
+    """A negated view has the opposite sign in memory; a zero tensor has no memory."""
     negated = torch.complex(torch.zeros(8, 8, 32, 32), -torch.ones(8, 8, 32, 32)).conj().imag
     assert negated.is_neg()
     for drop in (lambda x: drop_block(x, 0.2, 3, normalize=None), lambda x: drop_block(x, 0.95, 3, normalize=None)):
@@ -446,6 +457,6 @@ def test_signs_and_zeros_that_are_not_in_memory() -> None:
     assert not dropout(torch._efficientzerotensor((8, 8, 32, 32)), 0.2).any()
 
 
-def test_a_trace_would_keep_one_mask_for_good() -> None:
+def test_jit_trace_raises() -> None:
     with pytest.raises(InjectionError, match="trace in eval mode"):
         torch.jit.trace(lambda x: drop_block(x, 0.3, 3), torch.ones(4, 8, 14, 14), check_trace=False)

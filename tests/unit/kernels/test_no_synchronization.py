@@ -1,4 +1,4 @@
-"""On a CUDA device nothing waits for a result: run as it is on fake CUDA tensors, which have no result to wait for."""
+"""Nothing synchronizes on a CUDA device. Fake CUDA tensors, which have no values, raise at a synchronization."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from hookdrop.functional import drop_block, dropout
 from hookdrop.kernels import bernoulli, drawing
 from hookdrop.kernels.blocks import Blocks
-from hookdrop.kernels.masking import mask
+from hookdrop.kernels.masking import apply_mask_no_grad
 from tests.support.every import EVERY, Case
 
-fake_cuda = pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 wants a device for fake CUDA tensors")
+fake_cuda = pytest.mark.skipif(
+    torch.__version__ < (2, 14), reason="PyTorch 2.13 needs a CUDA device for fake CUDA tensors"
+)
 
 
-WAITS = (DataDependentOutputException, DynamicOutputShapeException)
+SYNC_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 SHAPES = [((8, 64, 28, 28), None), ((2, 4, 6, 5, 7), None), ((16, 32, 70), -1), ((8, 28, 28, 64), -1)]
 
 
 @fake_cuda
-def test_waiting_would_be_noticed() -> None:
-    """The CPU's way asks how many seeds there are: on a fake CUDA tensor that is an error."""
-    with FakeTensorMode(), pytest.raises(WAITS):
+def test_a_synchronization_is_detected() -> None:
+    """The dynamic draw of the CPU reads the number of seeds, which raises for a fake CUDA tensor."""
+    with FakeTensorMode(), pytest.raises(SYNC_ERRORS):
         bernoulli.successes(10_000, 0.01, torch.device("cuda"), static=False)
-    with FakeTensorMode(), pytest.raises(WAITS):
+    with FakeTensorMode(), pytest.raises(SYNC_ERRORS):
         bernoulli.trials(10_000, 0.01, torch.device("cuda"), static=False)
 
 
@@ -37,7 +39,7 @@ def test_waiting_would_be_noticed() -> None:
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
 @pytest.mark.parametrize("per_channel", [True, False])
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.95, 1.0])
-def test_nothing_waits_forward(
+def test_drop_block_forward_does_not_synchronize(
     shape: tuple[int, ...], channel_dim: int | None, normalize: str | None, per_channel: bool, p: float
 ) -> None:
     for dtype, device in itertools.product((torch.float32, torch.bfloat16), ("cuda", "cpu")):
@@ -52,21 +54,23 @@ def test_nothing_waits_forward(
 @pytest.mark.parametrize("per_channel", [True, False])
 @pytest.mark.parametrize("seed_rate", [0.003, 0.9])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_nothing_waits_backward(
+def test_drop_block_backward_does_not_synchronize(
     normalize: str, per_channel: bool, seed_rate: float, memory_format: torch.memory_format
 ) -> None:
-    """Backward is the operation of forward on the gradient; a backward pass needs a device, the operation does not."""
+    """Backward applies the operation of forward to the gradient. An actual backward pass would need a device."""
     blocks = Blocks(8, 64 if per_channel else 1, (28, 28), (7, 7))
     with FakeTensorMode(allow_non_fake_inputs=False):
         x = torch.empty(8, 64, 28, 28, device="cuda").contiguous(memory_format=memory_format)
-        dropped, scale = drawing.Seeded(blocks, seed_rate, 0.1, normalize)(x)
-        gradient = mask(torch.empty_like(x), dropped, scale, None if dropped.dtype == torch.bool else blocks)
+        dropped, scale = drawing.BlockDrawing(blocks, seed_rate, 0.1, normalize)(x)
+        gradient = apply_mask_no_grad(
+            torch.empty_like(x), dropped, scale, None if dropped.dtype == torch.bool else blocks
+        )
         assert gradient.device.type == "cuda"
         assert gradient.stride() == x.stride()
 
 
 @fake_cuda
-def test_dropout_does_not_wait() -> None:
+def test_dropout_does_not_synchronize() -> None:
     for device in ("cuda", "cpu"):
         with FakeTensorMode(allow_non_fake_inputs=False):
             x = torch.empty(64, 1024, device=device)
@@ -77,7 +81,7 @@ def test_dropout_does_not_wait() -> None:
 @fake_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-def test_no_regularizer_waits(case: Case, dtype: torch.dtype) -> None:
+def test_no_regularizer_synchronizes(case: Case, dtype: torch.dtype) -> None:
     for device in ("cuda", "cpu"):
         with FakeTensorMode(allow_non_fake_inputs=False):
             x = torch.empty(case.shape, dtype=dtype, device=device)
@@ -88,7 +92,7 @@ def test_no_regularizer_waits(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected"])
 @pytest.mark.parametrize("p", [1e-4, 0.1, 0.95])
-def test_on_a_cuda_device(normalize: str, p: float) -> None:
+def test_drop_block_on_cuda_does_not_synchronize(normalize: str, p: float) -> None:
     torch.manual_seed(0)
     x = torch.ones(64, 64, 28, 28, device="cuda", requires_grad=True)
     mode = torch.cuda.get_sync_debug_mode()
@@ -103,8 +107,8 @@ def test_on_a_cuda_device(normalize: str, p: float) -> None:
     torch.testing.assert_close(x.grad, y.detach())
 
 
-def test_the_default_device_may_be_another() -> None:
-    """What is made on the way lies where the input lies, whatever `torch.set_default_device` says."""
+def test_default_device_has_no_effect() -> None:
+    """Intermediate tensors are on the device of the input."""
     x = torch.ones(8, 16, 14, 14)
     with torch.device("meta"):
         for p in (0.1, 0.95):

@@ -1,4 +1,4 @@
-"""The handle: rates, on and off, sampling, proof, and that contexts end where they began."""
+"""Foreign modules, functions and user-defined regularizers in a model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hookdrop import (
 from tests.support.nets import Small
 
 
-class TestForeign:
-    """Modules that hookdrop did not write."""
+class TestForeignModules:
+    """Modules and functions that are not part of hookdrop."""
 
-    def test_inplace_is_switched_off_on_the_copy(self) -> None:
+    def test_inplace_is_disabled_on_the_copy(self) -> None:
         given_module = nn.Dropout(0.5, inplace=True)
         model = nn.Sequential(nn.Sigmoid())
         inject(model, given_module, layers="0")
@@ -40,7 +40,7 @@ class TestForeign:
         with pytest.raises(InjectionError, match="no rate"), drop.sampling(p=0.1):
             pass
 
-    def test_a_regularizer_of_ones_own(self, images: torch.Tensor, model: Small) -> None:
+    def test_a_user_defined_regularizer_with_a_schedule(self, images: torch.Tensor, model: Small) -> None:
         drop = inject(model, Shrink(0.5), layers="fc", schedule=LinearSchedule(2))
         drop.step(2)
         assert drop.metrics()["hookdrop/shrink/p"] == 0.5
@@ -63,7 +63,7 @@ class Shrink(Regularizer):
 
 
 class TensorRate(Regularizer):
-    """Keeps its rate as a tensor."""
+    """Stores its rate as a tensor."""
 
     def __init__(self, p: float = 0.1) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class TensorRate(Regularizer):
         return x * (1 - self.p)
 
 
-def test_a_custom_regularizer_may_keep_its_rate_as_a_tensor() -> None:
+def test_a_user_defined_regularizer_may_store_its_rate_as_a_tensor() -> None:
     model = nn.Sequential(nn.Identity())
     drop = inject(model, TensorRate(0.5), layers="0", schedule=LinearSchedule(10))
     drop.seek(5)

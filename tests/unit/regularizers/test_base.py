@@ -1,4 +1,4 @@
-"""The regularizers as layers: what they drop, what they keep, what they refuse."""
+"""The base class: rates as arguments, and classes defined by users."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.regularizers import ALL, IN_BACKWARD, example
 
 
 class OnlyRegularize(Regularizer):
-    """Reads its rate from its attribute, and counts its calls."""
+    """Reads its rate from an attribute and counts its calls."""
 
     rate_name = "amount"
 
@@ -36,7 +36,7 @@ class OnlyRegularize(Regularizer):
 
 
 class Counting(nn.Module):
-    """Another library's module that has state of its own."""
+    """A foreign module with its own state."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class Counting(nn.Module):
         return x * (1 - self.p)
 
 
-def halved(x: torch.Tensor) -> torch.Tensor:
+def halve(x: torch.Tensor) -> torch.Tensor:
     return x / 2
 
 
-class TestTheRateIsAnArgument:
+class TestRegularizeAt:
     @pytest.mark.parametrize("regularizer", [*ALL, *IN_BACKWARD], ids=repr)
-    def test_it_draws_as_a_regularizer_that_was_set_to_it(self, regularizer: Regularizer) -> None:
+    def test_matches_a_regularizer_with_that_rate(self, regularizer: Regularizer) -> None:
         x = example(regularizer).requires_grad_()
         before = regularizer.rate
         other = None if before is None else before / 2
@@ -70,27 +70,27 @@ class TestTheRateIsAnArgument:
             twin.set_rate(other)
         assert all(map(torch.equal, found, results(twin.regularize)))
 
-    def test_a_class_with_regularize_alone_runs_itself_at_its_own_rate(self) -> None:
+    def test_a_class_with_only_regularize_runs_at_its_own_rate(self) -> None:
         layer, x = OnlyRegularize(0.5), torch.ones(2)
         assert layer.regularize_at(x, 0.5).tolist() == [0.5, 0.5]
         assert layer.calls == 1
 
-    def test_at_another_rate_a_copy_runs_and_nothing_shared_is_written(self) -> None:
+    def test_another_rate_runs_a_copy_and_leaves_the_original_unchanged(self) -> None:
         layer, x = OnlyRegularize(0.5), torch.ones(2)
         for rate in (0.25, torch.tensor(0.25, dtype=torch.float64)):
             assert layer.regularize_at(x, rate).tolist() == [0.75, 0.75]
         assert (layer.amount, layer.calls) == (0.5, 0)
 
-    def test_another_librarys_module_and_a_function(self) -> None:
+    def test_foreign_module_and_function(self) -> None:
         foreign, x = as_regularizer(Counting(0.5)), torch.ones(2)
         assert foreign.regularize_at(x, 0.5).tolist() == [0.5, 0.5]
         assert foreign.module.calls == 1
         assert foreign.regularize_at(x, 0.25).tolist() == [0.75, 0.75]
         assert (foreign.rate, foreign.module.calls) == (0.5, 1)
-        assert as_regularizer(halved).regularize_at(x, None).tolist() == [0.5, 0.5]
+        assert as_regularizer(halve).regularize_at(x, None).tolist() == [0.5, 0.5]
 
-    def test_a_class_that_changes_regularize_alone_means_that(self) -> None:
-        """It inherits a `regularize_at` that does something else, which `super().regularize` still reaches."""
+    def test_overriding_only_regularize_takes_precedence(self) -> None:
+        """The inherited `regularize_at` is not used, but `super().regularize` still reaches it."""
 
         class Negated(Dropout):
             def regularize(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class TestTheRateIsAnArgument:
             assert set(cls(0.5).regularize_at(torch.ones(100), 0.75).tolist()) == {0.0, -4.0}
             assert "as a Python float" in cls(0.5).graph_break
 
-    def test_a_class_with_neither_is_told(self) -> None:
+    def test_a_class_with_neither_method_raises(self) -> None:
         class Nothing(Regularizer):
             rate_name = None
 
@@ -114,23 +114,27 @@ class TestTheRateIsAnArgument:
             Nothing()(torch.ones(2))
 
 
-# --- classes of a user's own
+# --- user-defined classes
 
 
 @pytest.mark.parametrize("name", ["rate", "settings", "title", "drops", "check", "graph_break", "max_rate", "forward"])
-def test_a_rate_name_that_every_regularizer_has_is_refused_where_the_class_is_defined(name: str) -> None:
-    with pytest.raises(TypeError, match=f"Own: rate_name is '{name}', which means something else(.|\n)*choose another"):
+def test_a_reserved_rate_name_raises_at_class_definition(name: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"Own: rate_name is '{name}', which is a reserved name(.|\n)*rename the attribute"
+    ):
         type("Own", (Regularizer,), {"rate_name": name})
 
 
 @pytest.mark.parametrize("name", ["settings", "title", "drops", "check", "rate_name"])
-def test_so_is_a_setting(name: str) -> None:
+def test_a_reserved_setting_name_raises_at_class_definition(name: str) -> None:
     scope: dict[str, type] = {}
-    with pytest.raises(TypeError, match=f"Own: an argument of __init__ is '{name}', which means something else"):
+    with pytest.raises(
+        TypeError, match=f"Own: an argument of __init__ is '{name}', which is a reserved name of Regularizer"
+    ):
         exec(f"class Own(Base):\n  def __init__(self, p, {name}=1): pass", {"Base": Regularizer}, scope)
 
 
-def test_a_rate_with_a_property_of_the_class_is_not() -> None:
+def test_a_rate_defined_by_a_property_is_allowed() -> None:
     class Own(Regularizer):
         rate_name = "rate"
 
@@ -148,8 +152,8 @@ def test_a_rate_with_a_property_of_the_class_is_not() -> None:
     assert layer(torch.ones(1)).item() == 0.5
 
 
-class Forgetful(Regularizer):
-    """Does not keep its second setting."""
+class DropsASetting(Regularizer):
+    """Does not store its second setting."""
 
     def __init__(self, p: float = 0.1, scale: float = 2.0) -> None:
         super().__init__()
@@ -159,11 +163,11 @@ class Forgetful(Regularizer):
         return x * 1.0
 
 
-def test_what_is_kept_is_printed_and_the_rest_is_not() -> None:
-    assert repr(Forgetful(0.2)) == "Forgetful(p=0.2)"
+def test_repr_shows_only_stored_settings() -> None:
+    assert repr(DropsASetting(0.2)) == "DropsASetting(p=0.2)"
     model = nn.Sequential(nn.Identity())
-    assert "Forgetful(p=0.2)" in str(hookdrop.plan(model, Forgetful(0.2), layers="0"))
+    assert "DropsASetting(p=0.2)" in str(hookdrop.plan(model, DropsASetting(0.2), layers="0"))
     with pytest.raises(
-        hookdrop.StateError, match="does not store its settings: 'Forgetful' object has no attribute 'scale'"
+        hookdrop.StateError, match="does not keep its settings: 'DropsASetting' object has no attribute 'scale'"
     ):
-        _ = hookdrop.inject(model, Forgetful(0.2), layers="0").config
+        _ = hookdrop.inject(model, DropsASetting(0.2), layers="0").config

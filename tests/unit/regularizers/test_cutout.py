@@ -1,4 +1,4 @@
-"""What is drawn, against the formula of each paper: UniformNoise, Cutout, TokenDropout, LockedDropout, MixStyle."""
+"""The distribution of Cutout's squares."""
 
 from __future__ import annotations
 
@@ -18,31 +18,26 @@ from hookdrop import (
 from tests.support.mixstyle import within
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def expected_fraction(size: int, length: int) -> float:
-    """Of one axis, place by place: how much a window lies within, its centre on each place in turn."""
-    lengths = [min(centre - size // 2 + size, length) - max(centre - size // 2, 0) for centre in range(length)]
+    """Along one axis: the mean part of the axis that a window covers, over all centers."""
+    lengths = [min(center - size // 2 + size, length) - max(center - size // 2, 0) for center in range(length)]
     return sum(lengths) / length**2
 
 
 class TestCutout:
     @pytest.mark.parametrize(("size", "length"), list(itertools.product([1, 2, 3, 6, 7], [7, 8])))
-    def test_the_formula_in_the_docstring(self, size: int, length: int) -> None:
+    def test_docstring_formula_for_the_expected_fraction(self, size: int, length: int) -> None:
         assert (size * length - size**2 // 4) / length**2 == pytest.approx(expected_fraction(size, length))
 
     @pytest.mark.parametrize("p", [1.0, 0.3])
     @pytest.mark.parametrize("size", [1, 4, 5, 12, (3, 6)])
-    def test_the_expected_fraction_is_zeroed(self, size: int | tuple[int, int], p: float) -> None:
+    def test_zeroed_fraction_matches_the_formula(self, size: int | tuple[int, int], p: float) -> None:
         height, width = (size, size) if isinstance(size, int) else size
         fraction = (Cutout(size, p)(torch.ones(40_000, 1, 8, 10)) == 0).double().mean((1, 2, 3))
         expected = p * expected_fraction(height, 8) * expected_fraction(width, 10)
         assert within(fraction.mean(), expected, fraction.std().item(), 40_000)
 
-    def test_it_is_one_whole_square_in_all_channels_and_nothing_is_scaled(self) -> None:
+    def test_zeros_one_square_in_all_channels_without_rescaling(self) -> None:
         y = Cutout(3)(torch.full((500, 4, 9, 9), 2.0))
         assert set(y.unique().tolist()) == {0.0, 2.0}
         assert torch.equal(y, y[:, :1].expand_as(y))
@@ -50,23 +45,23 @@ class TestCutout:
         assert torch.equal(y[:, 0] == 0, rows[:, :, None] & columns[:, None, :])
         for hit in (rows, columns):
             runs = ["".join("01"[cut] for cut in one).strip("0") for one in hit.tolist()]
-            assert set(runs) == {"11", "111"}  # at the border one row of three is lost
+            assert set(runs) == {"11", "111"}  # at the border one of three rows is cut off
 
-    def test_every_pixel_is_a_centre_alike(self) -> None:
-        """Of size 1 the zeroed pixel is the centre: each of 30 within 5 standard errors."""
+    def test_centers_are_uniform(self) -> None:
+        """With size 1 the zeroed pixel is the center: each of the 30 pixels within 5 standard errors."""
         hit = (Cutout(1)(torch.ones(60_000, 1, 5, 6)) == 0)[:, 0].double()
         assert (hit.sum((1, 2)) == 1).all()
         assert (hit.mean(0) - 1 / 30).abs().max() < 5 * math.sqrt(1 / 30 / 60_000)
 
-    def test_samples_are_cut_in_different_places(self) -> None:
+    def test_samples_have_different_squares(self) -> None:
         places = {tuple((one == 0).flatten().tolist()) for one in Cutout(2)(torch.ones(200, 1, 8, 8))}
         assert len(places) > 50
 
-    def test_p_is_how_many_samples_are_cut(self) -> None:
+    def test_p_is_the_fraction_of_cut_samples(self) -> None:
         cut = (Cutout(2, p=0.2)(torch.ones(40_000, 1, 4, 4)) == 0).any(3).any(2).any(1).double()
         assert within(cut.mean(), 0.2, 0.4, 40_000)
 
-    def test_a_schedule_drives_it(self) -> None:
+    def test_schedule_drives_p(self) -> None:
         model = nn.Sequential(nn.Identity())
         drop = inject(model, Cutout(2), layers="0", schedule=LinearSchedule(4))
         drop.seek(1)
@@ -74,7 +69,7 @@ class TestCutout:
         assert within(cut.mean(), 0.25, math.sqrt(0.25 * 0.75), 40_000)
 
     @pytest.mark.parametrize("size", [0, -1, 2.5, "3", (3,), (1, 2, 3), (2, 0), None])
-    def test_sizes_that_are_none(self, size: object) -> None:
+    def test_invalid_size_raises(self, size: object) -> None:
         with pytest.raises((ValueError, TypeError), match="Cutout: size must"):
             Cutout(size)
 
@@ -82,16 +77,17 @@ class TestCutout:
         ("shape", "instead"),
         [((8, 197, 384), "TokenDropout"), ((8, 4, 5, 6, 7), "Dropout3d"), ((8, 10), r"Dropout\(p")],
     )
-    def test_other_shapes_are_told_what_to_use(self, shape: tuple[int, ...], instead: str) -> None:
+    def test_unsupported_shapes_suggest_an_alternative(self, shape: tuple[int, ...], instead: str) -> None:
         with pytest.raises(ShapeError, match=rf"Cutout cuts squares of \(N, C, H, W\).\n  .*use .*{instead}"):
             Cutout(3).check(shape)
 
-    def test_doubts(self) -> None:
-        assert "looks like NHWC" in Cutout(3).doubts((2, 7, 7, 96))[0]
+    def test_shape_warnings(self) -> None:
+        assert "looks like NHWC" in Cutout(3).shape_warnings((2, 7, 7, 96))[0]
         for size, length in ((13, 7), (12, 7), (14, 8), (15, 8)):
             covers = bool((Cutout(size)(torch.ones(500, 1, length, length)) == 0).all())
-            doubts = Cutout(size).doubts((2, 96, length, length))
-            assert covers == (size >= 2 * length - 1) == bool(doubts)
+            warnings = Cutout(size).shape_warnings((2, 96, length, length))
+            assert covers == (size >= 2 * length - 1) == bool(warnings)
             assert (
-                not covers or f"size={size} covers the whole {length}x{length} map wherever its center is" in doubts[0]
+                not covers
+                or f"size={size} covers the whole {length}x{length} map wherever the center is" in warnings[0]
             )

@@ -1,4 +1,4 @@
-"""p means p: DropBlock drops what it is asked for, on every map."""
+"""DropBlock: the zeroed fraction, the seed rate, normalization, shapes and invalid arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hookdrop.functional import drop_block
 from hookdrop.kernels.seed_rate import gamma_for
 
 
-def realised(maps: torch.Tensor) -> tuple[float, float]:
+def mean_and_error(maps: torch.Tensor) -> tuple[float, float]:
     """Mean zeroed fraction over independent maps (rows), and its standard error."""
     fractions = (maps == 0).double().flatten(1).mean(1)
     return fractions.mean().item(), (fractions.std() / math.sqrt(len(fractions))).item()
@@ -41,11 +41,11 @@ SHAPES_AND_BLOCKS = [
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize(("size", "block"), SHAPES_AND_BLOCKS)
-def test_realised_fraction_is_p(size: tuple[int, ...], block: int | tuple[int, ...], p: float) -> None:
+def test_zeroed_fraction_is_p(size: tuple[int, ...], block: int | tuple[int, ...], p: float) -> None:
     """Within 4 standard errors, over 4,000 independent maps."""
     x = torch.ones(40, 100, *size)
     y = drop_block(x, p, block, normalize=None, channel_dim=1)
-    mean, error = realised(y.flatten(0, 1))
+    mean, error = mean_and_error(y.flatten(0, 1))
     assert abs(mean - p) < 4 * error
     assert error < 0.01
 
@@ -56,19 +56,19 @@ def test_realised_fraction_is_p(size: tuple[int, ...], block: int | tuple[int, .
     p=st.floats(0.01, 0.99),
     per_channel=st.booleans(),
 )
-def test_realised_fraction_is_p_for_any_map(size: list[int], block: int, p: float, per_channel: bool) -> None:
+def test_zeroed_fraction_is_p_for_any_map(size: list[int], block: int, p: float, per_channel: bool) -> None:
     torch.manual_seed(1)
     lead = (10, 300) if per_channel else (3000, 1)
     y = drop_block(torch.ones(*lead, *size), p, block, normalize=None, channel_dim=1, per_channel=per_channel)
-    mean, error = realised(y.flatten(0, 1))
+    mean, error = mean_and_error(y.flatten(0, 1))
     assert abs(mean - p) < 4.5 * max(error, math.sqrt(p * (1 - p) / 3000) / math.prod(size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.003, 0.1])
-def test_realised_fraction_is_p_in_every_dtype(dtype: torch.dtype, p: float) -> None:
+def test_zeroed_fraction_is_p_in_every_dtype(dtype: torch.dtype, p: float) -> None:
     y = drop_block(torch.ones(100, 100, 14, 14, dtype=dtype), p, 3, normalize=None)
-    mean, error = realised(y.flatten(0, 1))
+    mean, error = mean_and_error(y.flatten(0, 1))
     assert y.dtype == dtype
     assert abs(mean - p) < 4 * error
     assert mean > 0
@@ -76,8 +76,8 @@ def test_realised_fraction_is_p_in_every_dtype(dtype: torch.dtype, p: float) -> 
 
 @pytest.mark.parametrize(("size", "block"), [((4,), (2,)), ((5,), (3,)), ((3, 3), (2, 2)), ((3, 4), (2, 3))])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_exact_gamma_against_every_seed_pattern(size: tuple[int, ...], block: tuple[int, ...], p: float) -> None:
-    """Brute force: sum over all patterns of seeds, by their probability, of the fraction that they drop."""
+def test_exact_gamma_against_all_seed_patterns(size: tuple[int, ...], block: tuple[int, ...], p: float) -> None:
+    """Brute force: the expected dropped fraction over all patterns of seeds."""
     gamma = gamma_for(size, block, p)
     places = list(itertools.product(*(range(s - b + 1) for s, b in zip(size, block, strict=True))))
     expected = 0.0
@@ -97,7 +97,7 @@ def test_exact_gamma_against_every_seed_pattern(size: tuple[int, ...], block: tu
     p=st.floats(1e-6, 1 - 1e-6),
 )
 def test_exact_gamma_solves_its_equation(size: tuple[int, ...], block: int, p: float) -> None:
-    """Against the plain sum over positions that the equation is."""
+    """The dropped fraction, as a plain sum over positions, equals p."""
     blocks = tuple(min(block, s) for s in size)
     gamma = gamma_for(size, blocks, p)
     along = [
@@ -112,25 +112,25 @@ def test_exact_gamma_solves_its_equation(size: tuple[int, ...], block: int, p: f
     assert dropped == pytest.approx(p, rel=1e-9)
 
 
-def test_the_papers_gamma_is_the_papers() -> None:
+def test_paper_gamma_matches_the_paper() -> None:
     assert gamma_for((14, 14), (7, 7), 0.1, "paper") == pytest.approx(0.1 / 49 * 196 / 64)
 
 
 @pytest.mark.parametrize(("p", "ratio"), [(0.1, 1.08), (0.25, 1.24), (0.5, 1.68)])
-def test_the_papers_gamma_drops_too_little(p: float, ratio: float) -> None:
+def test_paper_gamma_drops_less_than_p(p: float, ratio: float) -> None:
     assert gamma_for((14, 14), (7, 7), p) / gamma_for((14, 14), (7, 7), p, "paper") == pytest.approx(ratio, abs=0.005)
 
 
-def test_what_is_dropped_is_a_union_of_whole_blocks() -> None:
+def test_dropped_elements_form_whole_blocks() -> None:
     y = drop_block(torch.ones(50, 20, 11, 13), 0.2, (3, 4), normalize=None)
     dropped = (y == 0).float().flatten(0, 1).unsqueeze(1)
     fits = nn.functional.avg_pool2d(dropped, (3, 4), stride=1) == 1
-    grown = nn.functional.conv_transpose2d(fits.float(), torch.ones(1, 1, 3, 4)) > 0
-    assert torch.equal(grown, dropped.bool())
+    blocks = nn.functional.conv_transpose2d(fits.float(), torch.ones(1, 1, 3, 4)) > 0
+    assert torch.equal(blocks, dropped.bool())
     assert dropped.any()
 
 
-def test_per_channel_masks_differ_and_shared_masks_do_not() -> None:
+def test_per_channel_masks_differ_and_shared_masks_are_equal() -> None:
     x = torch.ones(4, 8, 14, 14)
     own = drop_block(x, 0.3, 5, normalize=None) == 0
     shared = drop_block(x, 0.3, 5, normalize=None, per_channel=False) == 0
@@ -140,27 +140,27 @@ def test_per_channel_masks_differ_and_shared_masks_do_not() -> None:
 
 
 @pytest.mark.parametrize("normalize", ["batch", "sample"])
-def test_batch_and_sample_normalisation_keep_the_sum_exactly(normalize: str) -> None:
-    """On ones, count / kept count gives back the sum that came in."""
+def test_batch_and_sample_normalization_keep_the_mean_exactly(normalize: str) -> None:
+    """For a tensor of ones, count / kept count restores the sum."""
     y = drop_block(torch.ones(6, 5, 12, 12, dtype=torch.float64), 0.4, 5, normalize=normalize)
     over = (0, 1, 2, 3) if normalize == "batch" else (1, 2, 3)
     ratio = y.mean(over)
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-6, atol=0)
 
 
-def test_expected_normalisation_scales_by_the_constant() -> None:
+def test_expected_normalization_scales_by_a_constant() -> None:
     y = drop_block(torch.ones(6, 5, 12, 12, dtype=torch.float64), 0.2, 5, normalize="expected")
     assert set(y.unique().tolist()) == {0.0, 1.25}
 
 
-def test_no_normalisation_leaves_what_is_kept() -> None:
+def test_without_normalization_kept_elements_are_unchanged() -> None:
     assert drop_block(torch.ones(6, 5, 12, 12), 0.2, 5, normalize=None).unique().tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_neither_overflows_nor_rounds_the_scale(normalize: str, dtype: torch.dtype) -> None:
-    """More kept elements than float16 can count; the mean is that of float32 within the dtype's own rounding."""
+    """The number of kept elements exceeds the float16 range; the mean is right up to rounding."""
     x = (1 + torch.rand(8, 64, 28, 28)).to(dtype)
     y = drop_block(x, 0.01, 3, normalize=normalize)
     assert y.dtype == dtype
@@ -168,19 +168,19 @@ def test_low_precision_neither_overflows_nor_rounds_the_scale(normalize: str, dt
 
 
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
-def test_all_dropped_gives_zeros_not_nan(normalize: str | None) -> None:
+def test_p_1_gives_zeros_not_nan(normalize: str | None) -> None:
     y = drop_block(torch.ones(2, 3, 7, 7), 1.0, 7, normalize=normalize)
     assert torch.equal(y, torch.zeros_like(y))
 
 
-def test_a_sample_that_is_dropped_whole_gives_zeros_not_nan() -> None:
+def test_a_fully_dropped_sample_gives_zeros_not_nan() -> None:
     y = drop_block(torch.ones(64, 1, 3, 3), 0.9, 3, normalize="sample")
     assert y.isfinite().all()
     assert (y.flatten(1).sum(1) == 0).any()
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 7, 7), (2, 0, 7, 7), (2, 3, 0, 7)])
-def test_an_empty_batch_stays_empty(shape: tuple[int, ...]) -> None:
+def test_empty_input_stays_empty(shape: tuple[int, ...]) -> None:
     assert drop_block(torch.ones(shape), 0.5, 3).shape == shape
 
 
@@ -191,15 +191,15 @@ def test_p_zero_and_eval_return_the_input_itself() -> None:
     assert DropBlock(0.5, 3).eval()(x) is x
 
 
-def test_channels_last_stays_channels_last() -> None:
+def test_channels_last_is_kept() -> None:
     x = torch.randn(2, 8, 9, 9).contiguous(memory_format=torch.channels_last)
     for normalize in ("batch", "sample", "expected", None):
         y = drop_block(x, 0.3, 3, normalize=normalize)
         assert y.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_channel_dim_reads_nhwc() -> None:
-    """The same masks as for NCHW under one seed, moved."""
+def test_channel_dim_supports_nhwc() -> None:
+    """The masks equal those for NCHW with the same seed."""
     x = torch.randn(4, 6, 9, 11)
     torch.manual_seed(3)
     first = drop_block(x, 0.3, 3)
@@ -208,8 +208,8 @@ def test_channel_dim_reads_nhwc() -> None:
     assert torch.equal(last.permute(0, 3, 1, 2), first)
 
 
-def test_one_algorithm_for_one_two_and_three_axes() -> None:
-    """A 2-D map with an edge of 1 is the 1-D map, under one seed."""
+def test_one_two_and_three_axes_give_the_same_masks() -> None:
+    """Axes of length 1 do not change the masks drawn with the same seed."""
     x = torch.ones(4, 6, 20)
     torch.manual_seed(3)
     one = drop_block(x, 0.3, 5, channel_dim=1)
@@ -229,22 +229,22 @@ def test_gradient_is_the_mask_times_the_scale() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 5), (2, 3, 4, 5, 6, 7)])
-def test_input_without_a_map_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ShapeError, match="needs a map"):
+def test_input_without_spatial_axes_raises(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match="needs 1 to 3 spatial axes"):
         drop_block(torch.ones(shape), 0.1)
 
 
-def test_tokens_are_not_maps() -> None:
+def test_tokens_raise_with_alternatives() -> None:
     with pytest.raises(ShapeError, match=r"tokens have no map(.|\n)*DropPath(.|\n)*channel_dim=-1"):
         DropBlock()(torch.ones(8, 197, 384))
 
 
-def test_block_size_of_another_rank_is_refused() -> None:
-    with pytest.raises(ShapeError, match="names 3 axes, the map has 2"):
+def test_block_size_of_another_rank_raises() -> None:
+    with pytest.raises(ShapeError, match="has 3 axes, but the map has 2"):
         DropBlock(block_size=(3, 3, 3))(torch.ones(1, 1, 8, 8))
 
 
-def test_channel_dim_out_of_range_is_refused() -> None:
+def test_channel_dim_out_of_range_raises() -> None:
     with pytest.raises(ShapeError, match="channel_dim=4 is not one of its axes"):
         DropBlock(channel_dim=4)(torch.ones(1, 1, 8, 8))
 
@@ -261,34 +261,45 @@ def test_channel_dim_out_of_range_is_refused() -> None:
     ],
     ids=["int", "bool", "complex", "sparse", "list", "None"],
 )
-def test_what_is_no_real_dense_tensor_is_refused(x: object, fix: str) -> None:
+def test_input_that_is_not_a_dense_float_tensor_raises(x: object, fix: str) -> None:
     with pytest.raises(TypeError, match=f"drop_block: x must be (.|\n)*{fix}" if isinstance(x, torch.Tensor) else fix):
         drop_block(x, 0.1, 3)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_refused() -> None:
+def test_nested_tensor_raises() -> None:
     x = torch.nested.nested_tensor([torch.ones(3, 4, 4), torch.ones(3, 5, 5)])
     with pytest.raises(TypeError, match="got nested (.|\n)*to_padded_tensor"):
         drop_block(x, 0.1, 3)
 
 
 @pytest.mark.parametrize("p", [torch.tensor([0.1, 0.2]), "0.1", None, True, 1 + 0j])
-def test_a_rate_that_is_not_one_number_is_refused(p: object) -> None:
+def test_rate_that_is_not_a_number_raises(p: object) -> None:
     with pytest.raises(TypeError, match="drop_block: p must be (a|one) number, got"):
         drop_block(torch.ones(2, 3, 8, 8), p, 3)
 
 
 @pytest.mark.parametrize(
     ("block_size", "error"),
-    [(0, ValueError), ((0, 3), ValueError), ((), ValueError), (3.0, TypeError), ("3", TypeError), (True, TypeError)],
+    [
+        (0, ValueError),
+        (-3, ValueError),
+        ((0, 3), ValueError),
+        ((), ValueError),
+        (3.0, TypeError),
+        ("3", TypeError),
+        (True, TypeError),
+        (None, TypeError),
+    ],
 )
-def test_a_block_size_that_is_none_is_refused(block_size: object, error: type[Exception]) -> None:
+def test_invalid_block_size_raises(block_size: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="DropBlock: block_size must"):
         drop_block(torch.ones(2, 3, 8, 8), 0.1, block_size)
+    with pytest.raises(error, match="DropBlock: block_size must"):
+        DropBlock(0.1, block_size)
 
 
-def test_a_block_size_may_be_a_numpy_or_a_torch_integer() -> None:
+def test_block_size_may_be_a_numpy_or_torch_integer() -> None:
     import numpy as np
 
     for size in (np.int64(3), torch.tensor(3), [3, 3], (np.int32(3), 3)):
@@ -296,11 +307,11 @@ def test_a_block_size_may_be_a_numpy_or_a_torch_integer() -> None:
 
 
 @pytest.mark.parametrize("channel_dim", [1.0, "1", True])
-def test_a_channel_dim_that_is_none_is_refused(channel_dim: object) -> None:
+def test_invalid_channel_dim_raises(channel_dim: object) -> None:
     with pytest.raises(TypeError, match="DropBlock: channel_dim must be a whole number"):
         drop_block(torch.ones(2, 3, 8, 8), 0.1, 3, channel_dim=channel_dim)
 
 
-def test_too_few_bits_are_refused() -> None:
+def test_float8_raises() -> None:
     with pytest.raises(TypeError, match="torch.float8_e4m3fn(.|\n)*pass x.to\\(torch.bfloat16\\)"):
         drop_block(torch.ones(2, 3, 8, 8).to(torch.float8_e4m3fn), 0.1, 3)

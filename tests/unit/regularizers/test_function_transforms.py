@@ -1,4 +1,4 @@
-"""`torch.func`, double backward, and the modes and contexts that a model is built, hooked and run in."""
+"""`torch.func`, double backward, tensor subclasses, and the contexts in which a model is built, hooked and run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 from hookdrop import DropBlock, Dropout, InjectionError, LinearSchedule, find, inject, plan
 from hookdrop.functional import drop_block, drop_path, dropout2d
 from hookdrop.regularizers import REGULARIZERS
-from tests.support.every import DERIVING, EVERY, FORWARD, OF_ONE, SITES, WITH_A_RATE, Affine, Case, same
+from tests.support.every import DERIVING, EVERY, FORWARD, SINGLE_SAMPLE, SITES, WITH_A_RATE, Affine, Case, same
 
 
 def cases(some: dict[str, Case]) -> pytest.MarkDecorator:
@@ -33,13 +33,13 @@ EDITING = {name: case for name, case in EVERY.items() if case.in_backward}
 Weights = dict[str, torch.Tensor]
 
 
-def test_every_regularizer_is_gone_through() -> None:
-    """In these tests, those of checkpointing and those of precision."""
+def test_cases_cover_every_regularizer() -> None:
+    """Also of the tests of checkpointing and of precision."""
     assert set(REGULARIZERS.values()) <= {type(case.regularizer) for case in EVERY.values()}
 
 
 def seeded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the same masks in each call."""
+    """Make `function` draw the same masks in each call."""
 
     def call(*args: Any) -> Any:
         torch.manual_seed(3)
@@ -58,7 +58,7 @@ def hooked(case: Case) -> tuple[nn.Sequential, Weights, torch.Tensor]:
 
 
 @ALL
-def test_grad_of_a_functional_call_is_backward(case: Case) -> None:
+def test_grad_of_functional_call_equals_backward(case: Case) -> None:
     model, weights, x = hooked(case)
     found = seeded(grad(lambda weights: functional_call(model, weights, (x,)).square().sum()))(weights)
     seeded(model)(x).square().sum().backward()
@@ -66,8 +66,8 @@ def test_grad_of_a_functional_call_is_backward(case: Case) -> None:
 
 
 @cases({**DERIVING, **EDITING})
-def test_jvp_is_the_derivative(case: Case) -> None:
-    """Against finite differences, at one mask."""
+def test_jvp_matches_finite_differences(case: Case) -> None:
+    """For a fixed mask."""
     model, weights, x = hooked(case)
     tangents = {name: torch.randn_like(weight) for name, weight in weights.items()}
 
@@ -89,26 +89,26 @@ def per_sample(model: nn.Module, weights: Weights, x: torch.Tensor, **randomness
     return vmap(grad(loss), (None, 0), **randomness)(weights, x)
 
 
-@cases(OF_ONE)
-def test_gradients_of_samples_have_masks_of_their_own_if_told_so(case: Case) -> None:
+@cases(SINGLE_SAMPLE)
+def test_per_sample_gradients_have_different_masks_with_randomness_different(case: Case) -> None:
     model, weights, x = hooked(case)
-    alike = x[:1].expand_as(x)
-    # DropPath has one number for a sample: some of twenty differ.
-    tries = [per_sample(model, weights, alike, randomness="different")["0.weight"] for _ in range(5)]
+    equal = x[:1].expand_as(x)
+    # DropPath has only two outcomes per sample, so try five times.
+    tries = [per_sample(model, weights, equal, randomness="different")["0.weight"] for _ in range(5)]
     assert not all(torch.equal(gradient[0], gradient[i]) for gradient in tries for i in range(1, len(x)))
 
 
-@cases({**OF_ONE, **EDITING})
-def test_gradients_of_samples_share_a_mask_if_told_so(case: Case) -> None:
+@cases({**SINGLE_SAMPLE, **EDITING})
+def test_per_sample_gradients_share_a_mask_with_randomness_same(case: Case) -> None:
     model, weights, x = hooked(case)
     gradients = per_sample(model, weights, x[:1].expand_as(x), randomness="same")["0.weight"]
     for i in range(1, len(x)):
         torch.testing.assert_close(gradients[0], gradients[i])
 
 
-@cases(OF_ONE)
-def test_gradients_of_samples_want_to_be_told(case: Case) -> None:
-    """As by PyTorch's own random functions."""
+@cases(SINGLE_SAMPLE)
+def test_per_sample_gradients_raise_with_randomness_error(case: Case) -> None:
+    """As PyTorch's random functions do."""
     model, weights, x = hooked(case)
     with pytest.raises(RuntimeError, match="vmap: called (a )?random operation while in randomness error mode"):
         per_sample(model, weights, x)
@@ -116,8 +116,8 @@ def test_gradients_of_samples_want_to_be_told(case: Case) -> None:
 
 @cases(FORWARD)
 @pytest.mark.parametrize("randomness", ["different", "same"])
-def test_an_ensemble_shares_its_input_and_not_its_masks(case: Case, randomness: str) -> None:
-    """The slices of a `vmap` over weights have one input: what is hooked there is no batch, and must become one."""
+def test_ensemble_members_have_different_masks_for_a_shared_input(case: Case, randomness: str) -> None:
+    """In a `vmap` over weights the input is not batched, but its masks must be."""
     members = [nn.Sequential(Affine(case.shape[1:])) for _ in range(8)]
     weights, _ = stack_module_state(members)
     weights = {name: weight[:1].expand_as(weight).detach() for name, weight in weights.items()}
@@ -129,12 +129,12 @@ def test_an_ensemble_shares_its_input_and_not_its_masks(case: Case, randomness: 
     differing = [len(set(outputs[i : i + 8])) for i in range(0, 24, 8)]
     if randomness == "same":
         assert differing == [1, 1, 1]
-    else:  # a DropPath of whole batches has but two of them
+    else:  # DropPath(mode="batch") has only two outcomes
         assert max(differing) > 1
 
 
 @cases(FORWARD)
-def test_an_ensemble_wants_to_be_told(case: Case) -> None:
+def test_ensemble_raises_with_randomness_error(case: Case) -> None:
     base = nn.Sequential(Affine(case.shape[1:]))
     inject(base, case.regularizer, layers="0", at="input")
     with pytest.raises(RuntimeError, match="vmap: called (a )?random operation while in randomness error mode"):
@@ -144,11 +144,9 @@ def test_an_ensemble_wants_to_be_told(case: Case) -> None:
 @pytest.mark.parametrize(
     ("outer", "inner", "masks"), [("different", "same", 2), ("same", "different", 3), ("different", "different", 6)]
 )
-@pytest.mark.parametrize("name", ["DropBlock by seeds", "DropBlock by masks", "Dropout", "Dropout2d", "DropPath"])
-def test_nested_vmaps_each_say_for_themselves_whether_what_they_share_differs(
-    name: str, outer: str, inner: str, masks: int
-) -> None:
-    """PyTorch crashes where one of two random functions that write in place is told `"same"`."""
+@pytest.mark.parametrize("name", ["DropBlock (sparse)", "DropBlock (dense)", "Dropout", "Dropout2d", "DropPath"])
+def test_nested_vmaps_respect_each_randomness(name: str, outer: str, inner: str, masks: int) -> None:
+    """PyTorch crashes if one of two nested in-place random functions has `randomness="same"`."""
     drop, x = EVERY[name].regularizer, torch.ones(50, 4, 8, 8)
     each = vmap(lambda a: vmap(lambda b: a * b * drop(x), randomness=inner)(torch.ones(3)), randomness=outer)
     found = {tuple((y == 0).flatten().tolist()) for y in each(torch.ones(2)).flatten(0, 1)}
@@ -156,7 +154,7 @@ def test_nested_vmaps_each_say_for_themselves_whether_what_they_share_differs(
 
 
 @pytest.mark.parametrize("function", [dropout2d, drop_path])
-def test_what_is_shared_and_differs_is_dropped_at_p(function: Callable[..., torch.Tensor]) -> None:
+def test_shared_input_with_randomness_different_is_dropped_at_p(function: Callable[..., torch.Tensor]) -> None:
     y = vmap(lambda a: a * function(torch.ones(50, 40, 1, 1), 0.3), randomness="different")(torch.ones(100))
     units = (y == 0).double().flatten(1)[:, :: 40 if function is drop_path else 1]
     assert units.mean() == pytest.approx(0.3, abs=4 * (0.21 / units.numel()) ** 0.5)
@@ -164,16 +162,16 @@ def test_what_is_shared_and_differs_is_dropped_at_p(function: Callable[..., torc
 
 
 def small(case: Case) -> Case:
-    """As many numbers as a Jacobian of all by all can have."""
+    """The case with an input small enough for a full Jacobian."""
     return Case(case.regularizer, tuple(min(size, 4) for size in case.shape))
 
 
-SMALL = cases({name: small(case) for name, case in DERIVING.items() if name != "Dropout of many"})
+SMALL = cases({name: small(case) for name, case in DERIVING.items() if name != "Dropout (native)"})
 
 
 @SMALL
-def test_jacobians_agree(case: Case) -> None:
-    """Reverse, forward, and PyTorch's older one with and without its vmap."""
+def test_jacobians_agree_in_all_modes(case: Case) -> None:
+    """Reverse mode, forward mode, and `torch.autograd.functional` with and without vmap."""
     model, _, x = hooked(case)
 
     def sums(x: torch.Tensor) -> torch.Tensor:
@@ -188,8 +186,8 @@ def test_jacobians_agree(case: Case) -> None:
 
 
 @SMALL
-def test_hessian(case: Case) -> None:
-    """Forward over reverse is reverse over reverse; `hessian` itself can't be told of randomness, and says so."""
+def test_hessian_in_both_modes(case: Case) -> None:
+    """Forward over reverse equals reverse over reverse. `hessian` has no `randomness` argument and raises."""
     model, _, x = hooked(case)
     x = x[:2]
 
@@ -206,14 +204,14 @@ def test_hessian(case: Case) -> None:
 
 
 @SMALL
-def test_double_backward(case: Case) -> None:
+def test_double_backward_gradgradcheck(case: Case) -> None:
     """A gradient penalty: the gradient of the gradient's norm."""
     model, _, x = hooked(case)
     assert torch.autograd.gradgradcheck(seeded(model), x[:2].requires_grad_(), fast_mode=True)
 
 
 @ALL
-def test_a_gradient_penalty_trains(case: Case) -> None:
+def test_gradient_penalty_has_finite_gradients(case: Case) -> None:
     model, _, x = hooked(case)
     (gradient,) = torch.autograd.grad(model(x.requires_grad_()).sum(), x, create_graph=True)
     (gradient.norm() - 1).square().backward()
@@ -254,7 +252,7 @@ def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @IN_CONTEXT
 @cases(WITH_A_RATE)
-def test_injected_and_stepped_in_a_context_and_trained_outside(
+def test_inject_and_step_inside_a_context_train_outside(
     case: Case, context: Callable[[], AbstractContextManager[Any]]
 ) -> None:
     model, x = case.model(), case.input()
@@ -276,8 +274,8 @@ def test_injected_and_stepped_in_a_context_and_trained_outside(
 
 @pytest.mark.parametrize("name", ["torch.device", "set_default_device"])
 @ALL
-def test_trained_while_the_default_device_is_another(case: Case, name: str) -> None:
-    """What is made on the way lies where the input lies."""
+def test_default_device_does_not_affect_training(case: Case, name: str) -> None:
+    """Intermediate tensors are on the device of the input."""
     model, x = case.model(), case.input()
     inject(model, case.regularizer, layers=SITES)
     expected = trained(model, x)
@@ -286,10 +284,10 @@ def test_trained_while_the_default_device_is_another(case: Case, name: str) -> N
 
 
 @IN_CONTEXT
-def test_what_compiled_code_reads_is_a_number_wherever_it_was_set(
+def test_rate_tensor_is_an_ordinary_tensor_in_every_context(
     context: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    """Neither a tensor of inference, which has no place in a graph that trains, nor a fake one, which has no value."""
+    """Not an inference tensor, which autograd cannot use, nor a fake tensor, which has no value."""
     model = nn.Sequential(nn.Identity())
     with context():
         drop = inject(model, DropBlock(0.3, 3), layers="0", schedule=LinearSchedule(4))
@@ -301,8 +299,8 @@ def test_what_compiled_code_reads_is_a_number_wherever_it_was_set(
 
 
 @pytest.mark.parametrize("name", ["inference_mode", "no_grad", "torch.device", "set_default_device", "FakeTensorMode"])
-def test_an_example_in_a_context(name: str) -> None:
-    """The example was made outside."""
+def test_example_input_in_a_context(name: str) -> None:
+    """The example input is created outside of the context."""
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 8, 8)
     with CONTEXTS[name]():
         drop = inject(model, DropBlock(0.1, 3), layers="*", example_input=x)
@@ -313,11 +311,11 @@ def test_an_example_in_a_context(name: str) -> None:
 
 
 @ALL
-def test_a_model_on_the_meta_device(case: Case) -> None:
-    """Hooked and run before it has any values; then it gets them, and trains."""
+def test_model_on_the_meta_device(case: Case) -> None:
+    """Hooked and run on the meta device, then materialized and trained."""
     with torch.device("meta"):
         model, x = case.model(), case.input()
-    schedule = LinearSchedule(4) if case.has_a_rate else None
+    schedule = LinearSchedule(4) if case.has_rate else None
     drop = inject(model, case.regularizer, layers=SITES, schedule=schedule, example_input=x)
     drop.seek(4)
     y = model(x)
@@ -332,7 +330,7 @@ def test_a_model_on_the_meta_device(case: Case) -> None:
     assert case.in_backward or not all(torch.equal(model(x), model(x)) for _ in range(20))
 
 
-def test_measuring_where_there_are_no_values_is_told() -> None:
+def test_measuring_on_the_meta_device_raises() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4))
     drop = inject(model, Dropout(0.3), layers="0")
@@ -343,8 +341,8 @@ def test_measuring_where_there_are_no_values_is_told() -> None:
 
 
 @ALL
-def test_a_model_of_fake_tensors(case: Case) -> None:
-    """As for an estimate of memory: made, hooked and run without values."""
+def test_model_of_fake_tensors(case: Case) -> None:
+    """Built, hooked and run without values, as for a memory estimate."""
     with FakeTensorMode():
         model, x = case.model(), case.input()
         inject(model, case.regularizer, layers=SITES, example_input=x)
@@ -354,8 +352,8 @@ def test_a_model_of_fake_tensors(case: Case) -> None:
         assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
-def test_a_model_made_in_inference_mode() -> None:
-    """Its weights can't be trained, but sampled; a copy made outside can be."""
+def test_model_created_in_inference_mode() -> None:
+    """It supports sampling but not training; a copy made outside can be trained."""
     with torch.inference_mode():
         model = nn.Sequential(nn.Linear(8, 8))
         drop = inject(model, Dropout(0.5), layers="0", example_input=torch.ones(2, 8))
@@ -368,17 +366,17 @@ def test_a_model_made_in_inference_mode() -> None:
     assert find(twin)[0].p == 0.5
 
 
-def test_a_plan_of_a_model_without_values() -> None:
+def test_plan_on_the_meta_device() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Conv2d(3, 4, 3)), torch.empty(2, 3, 8, 8)
     assert plan(model, DropBlock(0.3, 3), layers="0", example_input=x).sites[0].shape == (2, 4, 6, 6)
 
 
-def test_regularizers_warn_of_nothing_under_transforms() -> None:
-    """PyTorch warns where it falls back to a loop over slices."""
+def test_vmap_emits_no_performance_warnings() -> None:
+    """PyTorch warns if it falls back to a loop over slices."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for case in (*OF_ONE.values(), *EDITING.values()):
+        for case in (*SINGLE_SAMPLE.values(), *EDITING.values()):
             model, weights, x = hooked(case)
             per_sample(model, weights, x, randomness="different")
     assert not [str(warning.message) for warning in caught if "vmap" in str(warning.message)]
@@ -386,8 +384,8 @@ def test_regularizers_warn_of_nothing_under_transforms() -> None:
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
 @pytest.mark.parametrize("regularizer", [Dropout(0.3), DropBlock(0.3, 3), nn.Dropout2d(0.3)], ids=repr)
-class TestObservedUnderVmap:
-    """Measuring and recording see the values of all slices, and change no result."""
+class TestMeasuringAndRecordingUnderVmap:
+    """Measuring and recording see the values of all slices and do not change results."""
 
     def test_measuring(self, regularizer: nn.Module, randomness: str) -> None:
         model = nn.Sequential(nn.Identity())
@@ -401,7 +399,7 @@ class TestObservedUnderVmap:
         assert (m.calls, m.asked) == (1, 0.3)
         assert m.dropped == pytest.approx((y == 0).float().mean().item())
 
-    def test_recording_inside_of_grad(self, regularizer: nn.Module, randomness: str) -> None:
+    def test_recording_inside_grad(self, regularizer: nn.Module, randomness: str) -> None:
         model = nn.Sequential(nn.Conv2d(3, 4, 3))
         drop = inject(model, regularizer, layers="0")
         weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -443,8 +441,8 @@ def with_meta(x: torch.Tensor) -> MetaTensor:
 
 @ALL
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_tensor_subclass_is_kept_and_may_be_written_to_after(case: Case, shared: bool) -> None:
-    """Bit for bit what a plain tensor gives under one seed: output, gradient, and both after `relu_`."""
+def test_tensor_subclass_is_kept_and_allows_inplace_operations(case: Case, shared: bool) -> None:
+    """Bitwise equal to a plain tensor with the same seed: output and gradient, also after `relu_`."""
     model = nn.Sequential(nn.Identity())
     inject(model, case.regularizer, layers="0")
     plain = case.input()
@@ -464,8 +462,8 @@ def test_a_tensor_subclass_is_kept_and_may_be_written_to_after(case: Case, share
 
 
 @pytest.mark.parametrize("regularizer", [Dropout(0.3), DropBlock(0.3, 3)], ids=repr)
-def test_a_subclass_that_is_a_parameter_gets_its_gradient(regularizer: nn.Module) -> None:
-    """It has no operation before it: the gradient reaches the leaf itself."""
+def test_leaf_subclass_receives_its_gradient(regularizer: nn.Module) -> None:
+    """No operation precedes it, so the gradient reaches the leaf itself."""
     leaf = with_meta(torch.ones(4, 16, 32, 32)).requires_grad_()
     y = regularizer(leaf)
     y.sum().backward()
@@ -473,6 +471,6 @@ def test_a_subclass_that_is_a_parameter_gets_its_gradient(regularizer: nn.Module
     assert torch.equal(leaf.grad.as_subclass(torch.Tensor), y.detach().as_subclass(torch.Tensor))
 
 
-def test_nothing_to_drop_gives_the_subclass_itself_back() -> None:
+def test_subclass_is_returned_unchanged_if_nothing_is_dropped() -> None:
     for x in (with_meta(torch.ones(2, 3, 8, 8)), with_meta(torch.ones(0, 3, 8, 8))):
         assert drop_block(x, 0.0 if len(x) else 0.5, 3) is x

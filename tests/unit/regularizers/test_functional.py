@@ -1,4 +1,4 @@
-"""Under one seed: PyTorch's and torchvision's own functions, mask for mask."""
+"""hookdrop's dropout gives the same masks as PyTorch's functions with the same seed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ THEIRS: dict[str, tuple[Callable[[float], Regularizer], Callable[[Tensor, float]
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("name", THEIRS)
-def test_of_pytorch(name: str, p: float) -> None:
-    """The same is dropped, and the rest is equal but for the last bit of 1 / (1 - p)."""
+def test_matches_torch_functional_with_the_same_seed(name: str, p: float) -> None:
+    """The masks are equal, and the rest is equal up to the last bit of 1 / (1 - p)."""
     ours, theirs, shape = THEIRS[name]
     x = torch.randn(shape) + 4.0
     torch.manual_seed(3)

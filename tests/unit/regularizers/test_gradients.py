@@ -1,4 +1,4 @@
-"""What edits the gradient of a hooked tensor: exactly that gradient, on this path alone, and nothing forward."""
+"""Gradient edits change only the gradient of the hooked tensor, and leave the forward pass unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hookdrop import (
     inject,
     plan,
 )
-from tests.support.gradients import CASES, WILD, G, Net, gradient
+from tests.support.gradients import CASES, NON_FINITE, G, Net, gradient
 
 ALL = pytest.mark.parametrize(("regularizer", "expected"), CASES.values(), ids=CASES)
 
@@ -37,17 +37,17 @@ EDITS = [case[0] for case in CASES.values()] + [NoiseActivationGrad(0.5)]
 EVERY = pytest.mark.parametrize("regularizer", EDITS, ids=repr)
 
 
-# --- what they do
+# --- the edits
 
 
 @ALL
-def test_the_gradient_is_what_the_formula_says(regularizer: Regularizer, expected: Tensor) -> None:
+def test_gradient_matches_the_formula(regularizer: Regularizer, expected: Tensor) -> None:
     torch.testing.assert_close(gradient(regularizer), expected)
 
 
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_forward_nothing_changes(regularizer: Regularizer, dtype: torch.dtype) -> None:
+def test_forward_returns_an_equal_copy(regularizer: Regularizer, dtype: torch.dtype) -> None:
     x = torch.randn(5, 4, dtype=dtype, requires_grad=True)
     y = regularizer(x)
     assert y is not x
@@ -55,7 +55,7 @@ def test_forward_nothing_changes(regularizer: Regularizer, dtype: torch.dtype) -
 
 
 @EVERY
-def test_without_a_gradient_the_tensor_itself_comes_back(regularizer: Regularizer) -> None:
+def test_returns_the_input_itself_if_no_gradient_is_needed(regularizer: Regularizer) -> None:
     x = torch.randn(5, 4)
     assert regularizer(x) is x
     x.requires_grad_()
@@ -68,16 +68,18 @@ def test_without_a_gradient_the_tensor_itself_comes_back(regularizer: Regularize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_noise_has_its_std_and_no_mean(dtype: torch.dtype) -> None:
-    """Within 4 standard errors over a million elements; low precision rounds them."""
+def test_noise_has_the_given_std_and_zero_mean(dtype: torch.dtype) -> None:
+    """Within 4 standard errors over a million elements, plus rounding in low precision."""
     noise = (gradient(NoiseActivationGrad(0.5), torch.ones(1000, 1000, dtype=dtype)).double() - 1) / 0.5
     assert abs(noise.mean()) < 4 / 1000
     assert noise.std().item() == pytest.approx(1, abs=4 / math.sqrt(2e6) if dtype == torch.float32 else 0.01)
-    assert abs((noise.clamp(-1, 1) == noise).double().mean() - 0.6827) < 0.005  # a normal one's share within 1
+    assert (
+        abs((noise.clamp(-1, 1) == noise).double().mean() - 0.6827) < 0.005
+    )  # the probability within one standard deviation
     assert abs((noise[1:] * noise[:-1]).mean()) < 4 / 1000
 
 
-def test_noise_is_drawn_for_each_backward_from_the_global_generator() -> None:
+def test_noise_is_drawn_in_each_backward_from_the_global_rng() -> None:
     x = torch.ones(100, requires_grad=True)
     torch.manual_seed(1)
     y = NoiseActivationGrad(0.5)(x)
@@ -92,19 +94,19 @@ def test_noise_is_drawn_for_each_backward_from_the_global_generator() -> None:
 
 @pytest.mark.parametrize("per_sample", [True, False])
 @pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 3, 4, 5)])
-def test_a_clipped_norm_is_the_limit(shape: tuple[int, ...], per_sample: bool) -> None:
+def test_norm_is_clipped_to_the_limit(shape: tuple[int, ...], per_sample: bool) -> None:
     g = torch.randn(shape) * torch.logspace(-3, 3, 6).view(-1, *[1] * (len(shape) - 1))
     found = gradient(ClipActivationGrad(max_norm=0.5, per_sample=per_sample), g)
     flat, before = (t.reshape(6, -1) if per_sample else t.reshape(1, -1) for t in (found, g))
     torch.testing.assert_close(flat.norm(dim=1), before.norm(dim=1).clamp(max=0.5))
     small = before.norm(dim=1) <= 0.5
-    assert torch.equal(flat[small], before[small])  # to the last bit
+    assert torch.equal(flat[small], before[small])  # bitwise
     torch.testing.assert_close(nn.functional.cosine_similarity(flat, before), torch.ones(len(flat)))
 
 
 @pytest.mark.parametrize("per_sample", [True, False])
-def test_norms_that_float16_can_not_hold(per_sample: bool) -> None:
-    """A sum of squares past 65,504, and a factor below its smallest number."""
+def test_norms_that_overflow_float16(per_sample: bool) -> None:
+    """The sum of squares exceeds 65,504, and the factor is below the smallest float16."""
     g = torch.full((2, 10_000), 1000.0, dtype=torch.float16)
     found = gradient(ClipActivationGrad(max_norm=1.0, per_sample=per_sample), g).double()
     expected = 1 / math.sqrt(10_000 if per_sample else 20_000)
@@ -113,8 +115,8 @@ def test_norms_that_float16_can_not_hold(per_sample: bool) -> None:
 
 @pytest.mark.parametrize("per_sample", [True, False])
 @pytest.mark.parametrize("size", [3e30, 3e38, 1e-30], ids=repr)
-def test_norms_that_float32_can_not_hold(size: float, per_sample: bool) -> None:
-    """Squares that overflow or vanish, and at 3e38 the norm itself."""
+def test_norms_that_overflow_float32(size: float, per_sample: bool) -> None:
+    """The squares overflow or underflow; at 3e38 the norm itself overflows."""
     g = torch.randn(4, 100).clamp(-1, 1) * size
     limit = size / 100 if size < 1 else 1.0
     found = gradient(ClipActivationGrad(max_norm=limit, per_sample=per_sample), g).double()
@@ -123,30 +125,28 @@ def test_norms_that_float32_can_not_hold(size: float, per_sample: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
-def test_a_gradient_of_nothing_is_clipped_to_nothing() -> None:
+def test_empty_gradient_can_be_clipped() -> None:
     assert gradient(ClipActivationGrad(max_norm=1.0), torch.ones(0, 3)).shape == (0, 3)
 
 
 @pytest.mark.parametrize("factor", [0.0, -0.0], ids=repr)
-def test_0_stops_what_is_not_finite_too(factor: float) -> None:
-    assert torch.equal(gradient(ScaleActivationGrad(factor), WILD), torch.zeros(4))
-    assert gradient(ScaleActivationGrad(-1), WILD).isfinite().tolist() == [False, False, False, True]
-    found = vmap(grad(lambda x, g: (ScaleActivationGrad(factor)(x * 2) * g).sum()))(torch.ones(1, 4), WILD[None])
+def test_factor_0_zeros_non_finite_gradients(factor: float) -> None:
+    assert torch.equal(gradient(ScaleActivationGrad(factor), NON_FINITE), torch.zeros(4))
+    assert gradient(ScaleActivationGrad(-1), NON_FINITE).isfinite().tolist() == [False, False, False, True]
+    found = vmap(grad(lambda x, g: (ScaleActivationGrad(factor)(x * 2) * g).sum()))(torch.ones(1, 4), NON_FINITE[None])
     assert torch.equal(found, torch.zeros(1, 4))
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_an_overflow_stays_visible_to_a_grad_scaler(value: float) -> None:
+def test_overflow_is_visible_to_a_grad_scaler(value: float) -> None:
     g = torch.ones(4)
     g[1] = value
     assert not gradient(ClipActivationGrad(max_norm=1.0), g).isfinite().all()
     assert not gradient(ScaleActivationGrad(-1), g).isfinite().all()
-    assert gradient(ClipActivationGrad(max_value=2.0), g).isfinite().all() == (
-        value == math.inf
-    )  # as its docstring says
+    assert gradient(ClipActivationGrad(max_value=2.0), g).isfinite().all() == (value == math.inf)  # as documented
 
 
-# --- on this path alone
+# --- other paths are not edited
 
 
 class Skip(nn.Module):
@@ -161,14 +161,14 @@ class Skip(nn.Module):
 
 
 @pytest.mark.parametrize("at", ["output", "input"])
-def test_a_layer_that_returns_its_own_input(at: str) -> None:
-    """The skip carries the same tensor, whose gradient there is left alone."""
+def test_identity_branch_leaves_the_skip_gradient_unedited(at: str) -> None:
+    """The skip connection carries the same tensor."""
     model = Skip()
     inject(model, ScaleActivationGrad(0), layers="branch", at=at)
     assert torch.equal(gradient(model), G)
 
 
-def test_an_input_that_others_consume_too() -> None:
+def test_other_consumers_of_the_input_are_unaffected() -> None:
     model = nn.ModuleDict({"a": nn.Tanh(), "b": nn.Tanh()})
     inject(model, ScaleActivationGrad(-1), layers="b", at="input")
     x = torch.randn(3, 3, requires_grad=True)
@@ -178,15 +178,15 @@ def test_an_input_that_others_consume_too() -> None:
     torch.testing.assert_close(x.grad, expected * 0)
 
 
-def test_two_edits_are_made_from_the_loss_on() -> None:
+def test_edits_apply_in_backward_order() -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
     inject(model, ScaleActivationGrad(10.0), layers="0")
     inject(model, ClipActivationGrad(max_value=1.0), layers="1")
     assert torch.equal(gradient(model), G.clamp(-1, 1) * 10)
 
 
-def test_all_that_lies_before_is_trained_by_it_and_what_is_after_is_not() -> None:
-    """Gradient reversal: the head as ever, the features against it."""
+def test_gradient_reversal_affects_only_layers_before_the_hook() -> None:
+    """Gradient reversal: the head keeps its gradient, the features get the negative one."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(5, 4)
 
@@ -205,8 +205,8 @@ def test_all_that_lies_before_is_trained_by_it_and_what_is_after_is_not() -> Non
 
 @ALL
 @pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.Hardswish], ids=lambda cls: cls.__name__)
-def test_what_follows_may_write_in_place(act: type[nn.Module], regularizer: Regularizer, expected: Tensor) -> None:
-    """pytorch#61519: a function that returns its input as a view of itself breaks there."""
+def test_an_inplace_activation_may_follow(act: type[nn.Module], regularizer: Regularizer, expected: Tensor) -> None:
+    """An autograd function that returns a view of its input would fail (pytorch#61519)."""
 
     def plain(x: Tensor) -> Tensor:
         return act()(functional.scale_activation_grad(x * 2.0, 1.0))
@@ -217,13 +217,13 @@ def test_what_follows_may_write_in_place(act: type[nn.Module], regularizer: Regu
     x = (torch.rand(3, 3) + 0.5).requires_grad_()
     (before,) = torch.autograd.grad(plain(x), x, G)
     (found,) = torch.autograd.grad(model(x), x, G)
-    at_site = before / 2  # what arrives at the site, which is edited there, and doubled after
+    at_site = before / 2  # the gradient at the site, which is edited and then doubled
     mid = at_site.clone().requires_grad_()
     (edited,) = torch.autograd.grad(regularizer(mid), mid, at_site)
     torch.testing.assert_close(found, edited * 2)
 
 
-def test_and_so_may_what_came_before_keep_its_output() -> None:
+def test_an_inplace_activation_does_not_corrupt_saved_outputs() -> None:
     model = nn.Sequential(nn.Sigmoid(), nn.ReLU(inplace=True))
     inject(model, ScaleActivationGrad(0.5), layers="0")
     x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
@@ -234,8 +234,8 @@ def test_and_so_may_what_came_before_keep_its_output() -> None:
 # --- the rate
 
 
-class TestFactor:
-    def test_a_ramp_to_minus_one_is_danns(self) -> None:
+class TestScaleActivationGradFactor:
+    def test_linear_schedule_ramps_the_factor_to_minus_one(self) -> None:
         model = Net()
         drop = inject(model, ScaleActivationGrad(-1), layers="inner", schedule=LinearSchedule(4))
         for step, factor in enumerate([0.0, -0.25, -0.5, -0.75, -1.0, -1.0]):
@@ -249,7 +249,7 @@ class TestFactor:
             torch.testing.assert_close(gradient(model), 2 * factor * G)
         assert drop.keep_prob is None
 
-    def test_off_it_is_one(self) -> None:
+    def test_disabled_means_factor_1(self) -> None:
         model = Net()
         drop = inject(model, ScaleActivationGrad(0), layers="inner")
         with drop.disabled():
@@ -258,7 +258,7 @@ class TestFactor:
         assert drop.p == 0.0
         assert not gradient(model).any()
 
-    def test_at_one_the_layers_own_output_comes_back(self) -> None:
+    def test_factor_1_returns_the_layers_output_itself(self) -> None:
         model = Net()
         drop = inject(model, ScaleActivationGrad(-1), layers="inner")
         x = torch.ones(3, requires_grad=True)
@@ -268,7 +268,7 @@ class TestFactor:
         drop.target_p = 0
         assert model.inner(x) is not x
 
-    def test_the_largest_is_the_one_farthest_from_0(self) -> None:
+    def test_target_p_is_the_factor_with_the_largest_magnitude(self) -> None:
         model = nn.Sequential(nn.Identity(), nn.Identity())
         drop = inject(model, {"0": ScaleActivationGrad(-1), "1": ScaleActivationGrad(-0.25)})
         assert drop.target_p == -1
@@ -286,7 +286,7 @@ class TestFactor:
         assert [site.p for site in planned.apply().sites] == [-0.5, -1.0]
 
     @pytest.mark.parametrize("factor", [0.0, -1.0, 3.0])
-    def test_state_and_config_carry_it(self, factor: float) -> None:
+    def test_state_dict_and_config_keep_the_factor(self, factor: float) -> None:
         model = Net()
         drop = inject(model, ScaleActivationGrad(factor), layers="inner", schedule=LinearSchedule(4))
         drop.seek(2)
@@ -297,12 +297,12 @@ class TestFactor:
         assert drop.config["sites"][0]["regularizer"] == {"type": "ScaleActivationGrad", "factor": factor}
 
     @pytest.mark.parametrize("factor", [math.inf, math.nan])
-    def test_any_number_but_these(self, factor: float) -> None:
+    def test_non_finite_factor_raises(self, factor: float) -> None:
         with pytest.raises(ValueError, match="ScaleActivationGrad: factor must be finite"):
             ScaleActivationGrad(factor)
 
-    def test_sampling_at_a_rate_of_its_own(self) -> None:
-        """On in eval mode, as for a saliency map; at 1 there would be nothing to it."""
+    def test_sampling_with_another_factor(self) -> None:
+        """Active in eval mode, e.g. for a saliency map. A factor of 1 raises."""
         model = Net().eval()
         drop = inject(model, ScaleActivationGrad(0), layers="inner")
         with drop.sampling():
@@ -313,18 +313,18 @@ class TestFactor:
             pass
         assert torch.equal(gradient(model), 2 * G)
 
-    def test_sites_in_sites_are_not_added_up(self) -> None:
-        """As drop rates are."""
+    def test_nested_sites_report_no_combined_rate(self) -> None:
+        """Unlike drop rates, these cannot be combined into one rate."""
         model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
         for text in ("ScaleActivationGrad(-1)", "GaussianNoise(0.5)"):
-            (told,) = plan(model, text, layers="**").warnings
-            assert "nested inside other sites" in told
-            assert "effective rate" not in told
+            (warning,) = plan(model, text, layers="**").warnings
+            assert "lie inside other sites" in warning
+            assert "comes to a rate" not in warning
 
 
-class TestSeeing:
+class TestProbeAndMetrics:
     @pytest.mark.parametrize("factor", [-1.0, 0.0])
-    def test_a_probe_says_that_forwards_show_nothing(self, factor: float) -> None:
+    def test_probe_says_that_forwards_are_unchanged(self, factor: float) -> None:
         model = Net()
         drop = inject(model, ScaleActivationGrad(factor), layers="inner")
         result = drop.probe(torch.randn(4, 4))
@@ -333,26 +333,26 @@ class TestSeeing:
         assert result.eval_identical
         assert "edits gradients, in the backward pass: in these forwards it changes nothing" in str(result)
 
-    def test_what_has_no_rate_is_asked_for_none(self) -> None:
+    def test_clip_reports_no_rate(self) -> None:
         model = Net()
         drop = inject(model, ClipActivationGrad(1.0), layers="inner")
         assert drop.probe(torch.randn(4, 4)).rows()[0] == ("inner", "-", "-", "1.000", 3)
         assert (drop.p, drop.keep_prob, drop.target_p) == (None, None, None)
         assert set(drop.metrics()) == {"hookdrop/clipactivationgrad/step", "hookdrop/clipactivationgrad/enabled"}
 
-    def test_a_probe_at_one_says_that_there_is_nothing_to_do(self) -> None:
+    def test_probe_at_factor_1_says_that_nothing_happens(self) -> None:
         model = Net()
         drop = inject(model, ScaleActivationGrad(1), layers="inner")
         assert "the rate is 1" in str(drop.probe(torch.randn(4, 4)))
 
-    def test_with_others_that_drop_only_theirs_is_counted(self) -> None:
+    def test_probe_counts_only_sites_that_drop(self) -> None:
         model = nn.Sequential(nn.Identity(), nn.Identity())
         drop = inject(model, {"0": ScaleActivationGrad(0), "1": Dropout(0.5)})
         result = drop.probe(torch.ones(100, 100))
         assert result.dropped == pytest.approx(0.25, abs=0.01)
         assert "edits gradients" not in str(result)
 
-    def test_measuring_changes_neither_gradients_nor_draws(self) -> None:
+    def test_measuring_changes_neither_gradients_nor_noise(self) -> None:
         found = []
         for measured in (False, True):
             model = Net()
@@ -366,7 +366,7 @@ class TestSeeing:
                 found.append(gradient(model))
         assert torch.equal(*found)
 
-    def test_noise_is_told_by_its_std(self) -> None:
+    def test_noise_metrics_report_std(self) -> None:
         model = Net()
         drop = inject(model, NoiseActivationGrad(0.5), layers="inner", schedule=LinearSchedule(2))
         drop.seek(1)
@@ -375,8 +375,8 @@ class TestSeeing:
 
 
 @pytest.mark.parametrize("regularizer", [ClipActivationGrad(1.0), ClampActivationGrad(max=1.0)], ids=repr)
-def test_what_has_no_rate_takes_no_schedule(regularizer: Regularizer) -> None:
-    with pytest.raises(InjectionError, match=r"the schedule has no rate to drive: Cl\w+\((.|\n)*omit schedule"):
+def test_schedule_without_a_rate_raises(regularizer: Regularizer) -> None:
+    with pytest.raises(InjectionError, match=r"the schedule has no rate to drive: Cl\w+\((.|\n)*leave out schedule"):
         inject(Net(), regularizer, layers="inner", schedule=LinearSchedule(4))
     with pytest.raises(InjectionError, match="has no rate to scale"):
         inject(Net(), regularizer, layers="inner", p_scale="depth")
@@ -385,31 +385,31 @@ def test_what_has_no_rate_takes_no_schedule(regularizer: Regularizer) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: ClipActivationGrad(), r"give max_norm or max_value, got neither.\n  as in ClipActivationGrad\(max_norm=1.0\)"),
+        (lambda: ClipActivationGrad(), r"pass max_norm or max_value, got neither.\n  for example: ClipActivationGrad\(max_norm=1.0\)"),
         (lambda: ClipActivationGrad(1.0, 2.0), r"got both \(max_norm=1.0, max_value=2.0\)"),
         (lambda: ClipActivationGrad(0), r"max_norm must be above 0, got 0.\n  to stop the gradient: ScaleActivationGrad\(0\)"),
         (lambda: ClipActivationGrad(max_value=-1), "max_value must be above 0, got -1"),
         (lambda: ClipActivationGrad("1"), "max_norm must be a number"),
         (lambda: ClipActivationGrad(1.0, per_sample=1), "per_sample must be one of True, False"),
         (lambda: ClipActivationGrad(max_value=1.0, per_sample=True), "max_value clips each element"),
-        (lambda: ClampActivationGrad(), r"give min, max or both, as in ClampActivationGrad\(min=-1.0, max=1.0\)"),
+        (lambda: ClampActivationGrad(), r"pass min, max or both.\n  for example: ClampActivationGrad\(min=-1.0, max=1.0\)"),
         (lambda: ClampActivationGrad(1, -1), "min must not be above max, got min=1 and max=-1"),
         (lambda: ClampActivationGrad(min=math.nan), "min must be finite"),
         (lambda: NoiseActivationGrad(-1), r"std must lie in \[0, inf\)"),
         (lambda: ScaleActivationGrad("x"), "factor must be a number"),
     ],
 )  # fmt: skip
-def test_wrong_settings_are_told(make: Callable[[], Regularizer], says: str) -> None:
+def test_invalid_settings_raise(make: Callable[[], Regularizer], says: str) -> None:
     with pytest.raises((ValueError, TypeError), match=says):
         make()
 
 
-# --- with the rest of PyTorch
+# --- with other PyTorch features
 
 
 @ALL
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_under_a_checkpoint(use_reentrant: bool, regularizer: Regularizer, expected: Tensor) -> None:
+def test_gradient_under_checkpointing(use_reentrant: bool, regularizer: Regularizer, expected: Tensor) -> None:
     model = Net()
     inject(model, regularizer, layers="inner")
     found = gradient(lambda x: checkpoint(model, x, use_reentrant=use_reentrant))
@@ -418,8 +418,8 @@ def test_under_a_checkpoint(use_reentrant: bool, regularizer: Regularizer, expec
 
 @pytest.mark.parametrize("use_reentrant", [True, False, None])
 @pytest.mark.parametrize("cls", [ScaleActivationGrad, NoiseActivationGrad])
-def test_the_factor_is_that_of_the_forward(cls: type[Regularizer], use_reentrant: bool | None) -> None:
-    """`loss = model(x); drop.step(); loss.backward()`, checkpointed or not."""
+def test_backward_uses_the_rate_of_the_forward(cls: type[Regularizer], use_reentrant: bool | None) -> None:
+    """`loss = model(x); drop.step(); loss.backward()`, with and without checkpointing."""
     model = Net()
     drop = inject(model, cls(1e3), layers="inner", schedule=LinearSchedule(4))
     drop.seek(1)
@@ -431,14 +431,14 @@ def test_the_factor_is_that_of_the_forward(cls: type[Regularizer], use_reentrant
     assert size.item() == pytest.approx(500, rel=0.1)
 
 
-# PyTorch's own: of 2.13 and older, whose compiler makes an instance of each autograd function, and of 2.6's inductor.
+# Warnings of PyTorch itself: the compiler of 2.13 and older instantiates autograd functions; the other is of 2.6.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Function.*should not be instantiated:DeprecationWarning", "ignore:Skipping serialization:UserWarning"
 )
 
 
 @ALL
-def test_functional_gradients(regularizer: Regularizer, expected: Tensor) -> None:
+def test_torch_func_grad(regularizer: Regularizer, expected: Tensor) -> None:
     model = Net()
     inject(model, regularizer, layers="inner")
     torch.testing.assert_close(grad(lambda x: (model(x) * G).sum())(torch.ones(3, 3)), 2 * expected)
@@ -446,10 +446,8 @@ def test_functional_gradients(regularizer: Regularizer, expected: Tensor) -> Non
 
 @ALL
 @pytest.mark.parametrize("outside", [True, False], ids=["grad of vmap", "vmap of grad"])
-def test_each_slice_of_a_vmap_has_a_gradient_of_its_own(
-    outside: bool, regularizer: Regularizer, expected: Tensor
-) -> None:
-    """A norm is that of the slice; a tensor hook would not see that a slice needs a gradient at all."""
+def test_vmap_edits_the_gradient_of_each_slice(outside: bool, regularizer: Regularizer, expected: Tensor) -> None:
+    """Norms are per slice. A tensor hook would not be called for a slice."""
     stack = torch.stack([G, 10 * G, G.flip(0)])
     slices = torch.stack([gradient(regularizer, g) for g in stack])
 
@@ -461,7 +459,7 @@ def test_each_slice_of_a_vmap_has_a_gradient_of_its_own(
     torch.testing.assert_close(found, 2 * slices)
 
 
-def test_noise_of_slices_differs_if_told_so() -> None:
+def test_vmap_randomness_controls_the_noise() -> None:
     each = grad(lambda x: NoiseActivationGrad(0.5)(x * 1.0).sum())
     different, same = (vmap(each, randomness=how)(torch.ones(4, 50)) for how in ("different", "same"))
     assert len({tuple(row.tolist()) for row in different}) == 4
@@ -471,16 +469,16 @@ def test_noise_of_slices_differs_if_told_so() -> None:
 
 
 @EVERY
-def test_forward_mode_derivatives_are_those_of_the_identity(regularizer: Regularizer) -> None:
-    """There is no backward pass there to be edited."""
+def test_forward_mode_derivative_is_the_identity(regularizer: Regularizer) -> None:
+    """Forward mode has no backward pass to edit."""
     y, tangent = jvp(lambda x: regularizer(x * 2.0), (torch.ones(3, 3),), (G,))
     assert torch.equal(y, torch.full((3, 3), 2.0))
     assert torch.equal(tangent, 2 * G)
 
 
 @pytest.mark.parametrize("regularizer", [case for case in EDITS if not isinstance(case, NoiseActivationGrad)], ids=repr)
-def test_derivatives_of_derivatives(regularizer: Regularizer) -> None:
-    """Finite, also of a gradient that is 0, and through `torch.func`."""
+def test_second_derivatives_are_finite(regularizer: Regularizer) -> None:
+    """Also for a gradient of 0, and through `torch.func`."""
     x = torch.tensor([[0.0, 1.0], [2.0, -3.0]], requires_grad=True)
     (first,) = torch.autograd.grad(regularizer(x * x).square().sum(), x, create_graph=True)
     first.square().sum().backward()
@@ -489,8 +487,8 @@ def test_derivatives_of_derivatives(regularizer: Regularizer) -> None:
         assert outer(jacrev(lambda x: regularizer(x.sin()).sum()))(torch.ones(3)).isfinite().all()
 
 
-def test_the_derivative_of_a_scaled_gradient() -> None:
-    """Of y = s(x^2) with factor f: the gradient of y^2 is 4 f x^3, and edited again on the way back of the second."""
+def test_double_backward_through_a_scaled_gradient() -> None:
+    """For y = s(x^2) with factor f, the gradient of y^2 is 4 f x^3. The second backward is edited again."""
     x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     y = ScaleActivationGrad(0.5)(x * x)
     (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -513,8 +511,8 @@ def test_autocast_and_memory_formats(regularizer: Regularizer) -> None:
     assert x.grad.isfinite().all()
 
 
-def test_a_gradient_that_nobody_wants_is_not_edited() -> None:
-    """Frozen layers before the site: nothing to do, and the layer's own output comes back."""
+def test_frozen_layers_before_the_hook_need_no_edit() -> None:
+    """There is nothing to edit, so the layer's output itself is returned."""
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
     drop = inject(model, ScaleActivationGrad(0), layers="0")
     model(torch.randn(3, 4)).sum().backward()

@@ -1,4 +1,4 @@
-"""What is drawn, against the formula of each paper: UniformNoise, Cutout, TokenDropout, LockedDropout, MixStyle."""
+"""MixStyle against the code and the formulas of its paper."""
 
 from __future__ import annotations
 
@@ -18,13 +18,8 @@ from hookdrop.regularizers.mixstyle import symmetric_beta
 from tests.support.mixstyle import styled, within
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def papers_mix_style(x: Tensor, mixed: bool, lmda: Tensor, perm: Tensor, eps: float = 1e-6) -> Tensor:
-    """The code of the paper's repository, given what it draws."""
+    """The code of the paper's repository for given random draws."""
     if not mixed:
         return x
     mu, var = x.mean(dim=[2, 3], keepdim=True), x.var(dim=[2, 3], keepdim=True)
@@ -39,7 +34,7 @@ def papers_mix_style(x: Tensor, mixed: bool, lmda: Tensor, perm: Tensor, eps: fl
 
 class TestMixStyle:
     @pytest.mark.parametrize("seed", range(8))
-    def test_is_the_papers_code_under_the_same_draws(self, seed: int) -> None:
+    def test_matches_the_papers_code_with_the_same_draws(self, seed: int) -> None:
         """Output and gradient."""
         x = styled(dtype=torch.float64).requires_grad_()
         torch.manual_seed(seed)
@@ -55,23 +50,23 @@ class TestMixStyle:
         assert mixed or torch.equal(found, x)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_in_low_precision_only_the_result_is_rounded(self, dtype: torch.dtype) -> None:
-        """Of statistics in float16, a variance of 1e-6 would be lost, and a mean off by a part in 2,000."""
+    def test_low_precision_rounds_only_the_result(self, dtype: torch.dtype) -> None:
+        """Statistics in float16 would lose a variance of 1e-6, and have a relative error of 1/2,000 in the mean."""
         x = styled(dtype=dtype)
         torch.manual_seed(3)
         found = MixStyle(1.0)(x)
         torch.manual_seed(3)
         torch.testing.assert_close(found, MixStyle(1.0)(x.float()).to(dtype), rtol=0, atol=0)
 
-    def test_a_batch_is_mixed_with_probability_p_and_whole(self) -> None:
+    def test_whole_batches_are_mixed_with_probability_p(self) -> None:
         x = styled()
         changed = torch.tensor([(MixStyle(0.3, alpha=5.0)(x) != x).flatten(1).any(1).sum() for _ in range(3000)])
         assert within((changed > 0).double().mean(), 0.3 * (1 - 1 / math.factorial(6)), math.sqrt(0.21), 3000)
         assert (changed >= 4).sum() > 0.7 * (changed > 0).sum()  # one of six is its own partner, on average
 
     @pytest.mark.parametrize("alpha", [0.01, 0.1, 0.5, 1.0, 3.0])
-    def test_lambda_has_its_beta_distribution(self, alpha: float) -> None:
-        """Kolmogorov-Smirnov at a thousandth over 200,000 draws, but for what a number cannot tell from 0 or 1."""
+    def test_lambda_follows_the_beta_distribution(self, alpha: float) -> None:
+        """Kolmogorov-Smirnov test at 0.001 over 200,000 draws, except very close to 0 and 1."""
         stats = pytest.importorskip("scipy.stats")
         drawn = symmetric_beta(alpha, (200_000, 1), torch.device("cpu")).flatten()
         assert ((drawn >= 0) & (drawn <= 1)).all()
@@ -81,7 +76,7 @@ class TestMixStyle:
         assert within(drawn.mean(), 0.5, 1 / math.sqrt(4 * (2 * alpha + 1)), 200_000)
         assert drawn.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.02)
 
-    def test_the_style_of_the_output_lies_between_two_samples(self) -> None:
+    def test_output_style_interpolates_between_two_samples(self) -> None:
         x = styled(4, 2, 30)
         y = MixStyle(1.0, alpha=1.0)(x)
         means, mixed = x.mean((2, 3)), y.mean((2, 3))
@@ -90,8 +85,8 @@ class TestMixStyle:
             own = torch.allclose(mixed[i], means[i], atol=1e-4)
             assert own or any(abs(c[0] - c[1]) < 1e-3 and 0 <= c[0] <= 1 for c in candidates)
 
-    def test_content_stays(self) -> None:
-        """What is left after a map's own mean and deviation are taken out is what was there."""
+    def test_normalized_content_is_unchanged(self) -> None:
+        """Only the mean and the standard deviation of a map change."""
         x = styled(dtype=torch.float64)
 
         def normed(x: Tensor) -> Tensor:
@@ -99,44 +94,44 @@ class TestMixStyle:
 
         torch.testing.assert_close(normed(MixStyle(1.0)(x)), normed(x), rtol=1e-4, atol=1e-4)
 
-    def test_what_is_not_mixed_is_bit_for_bit_the_input(self) -> None:
+    def test_unmixed_batches_are_bitwise_unchanged(self) -> None:
         x = styled() * 1e4 + 0.1
         outputs = [MixStyle(0.2)(x) for _ in range(50)]
         assert sum(torch.equal(y, x) for y in outputs) > 25
 
-    def test_a_batch_of_one_is_told_of(self) -> None:
+    def test_a_batch_of_one_warns(self) -> None:
         model, x = nn.Sequential(nn.Identity()), styled(1)
         inject(model, MixStyle(1.0), layers="0")
-        with pytest.warns(HookdropWarning, match="a batch of one has no other sample"):
+        with pytest.warns(HookdropWarning, match="a batch of one sample has no other style"):
             y = model(x)
         torch.testing.assert_close(y, x)
 
     @pytest.mark.parametrize(
         ("shape", "says"),
         [
-            ((8, 4, 1, 1), "one pixel has no standard deviation"),
+            ((8, 4, 1, 1), "a 1x1 map has no standard deviation"),
             ((8, 197, 384), "TokenDropout"),
             ((8, 4), r"Dropout\(p"),
         ],
     )
-    def test_shapes_without_a_style(self, shape: tuple[int, ...], says: str) -> None:
+    def test_unsupported_shapes_raise(self, shape: tuple[int, ...], says: str) -> None:
         with pytest.raises(ShapeError, match=says):
             MixStyle()(torch.ones(shape))
 
     @pytest.mark.parametrize("alpha", [0, -1, float("nan"), float("inf"), "a", None])
-    def test_bad_alphas(self, alpha: object) -> None:
+    def test_invalid_alpha_raises(self, alpha: object) -> None:
         with pytest.raises((ValueError, TypeError), match="MixStyle: alpha must be"):
             MixStyle(0.5, alpha)
 
-    def test_maps_without_any_spread_stay_finite(self) -> None:
+    def test_constant_maps_stay_finite(self) -> None:
         x = torch.full((4, 2, 3, 3), 7.0, requires_grad=True)
         y = MixStyle(1.0)(x)
         y.sum().backward()
         torch.testing.assert_close(y, x)
         assert x.grad.isfinite().all()
 
-    def test_it_draws_nothing_but_from_the_global_generators(self) -> None:
-        """Of which Python's own is none: the paper's code asks that."""
+    def test_uses_only_the_global_torch_rng(self) -> None:
+        """The paper's code also uses Python's RNG."""
         import random
 
         x, state = styled(), random.getstate()

@@ -1,4 +1,4 @@
-"""What is drawn, against the formula of each paper: UniformNoise, Cutout, TokenDropout, LockedDropout, MixStyle."""
+"""The distribution of UniformNoise, and how noise is reported."""
 
 from __future__ import annotations
 
@@ -17,16 +17,11 @@ from hookdrop import (
 from tests.support.pairs import ROWS, pair
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 class TestUniformNoise:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("beta", [0.05, 0.3, 1.0])
-    def test_is_uniform_between_its_bounds(self, beta: float, dtype: torch.dtype) -> None:
-        """Mean, variance and every tenth of the range, over a million draws; low precision rounds by 2**-8 at most."""
+    def test_is_uniform_within_plus_minus_beta(self, beta: float, dtype: torch.dtype) -> None:
+        """Mean, variance and deciles over a million draws. Low precision rounds by at most 2**-8."""
         r = (UniformNoise(beta)(torch.ones(1_000_000, dtype=dtype)).double() - 1) / beta
         rounding = torch.finfo(dtype).eps / beta
         assert r.abs().max() <= 1 + rounding
@@ -37,25 +32,25 @@ class TestUniformNoise:
             assert (tenths - 0.1).abs().max() < 4 * math.sqrt(0.09 / 1e6)
 
     def test_elements_are_independent(self) -> None:
-        """Of neighbours in every axis, within 4 standard errors."""
+        """The correlation of neighbors along every axis is 0 within 4 standard errors."""
         r = UniformNoise(0.5)(torch.ones(100, 100, 100)).double() - 1
         for axis in range(3):
             left, right = r.narrow(axis, 0, 99), r.narrow(axis, 1, 99)
             assert abs((left * right).mean() / r.var()) < 4 / math.sqrt(left.numel())
 
-    def test_the_variance_before_a_batch_norm_hardly_grows(self) -> None:
-        """The paper's point: by beta^2 / 3 of the mean square."""
+    def test_variance_grows_by_beta_squared_over_3(self) -> None:
+        """The paper's claim: by beta^2 / 3 of the mean square."""
         x = torch.randn(1_000_000)
         assert UniformNoise(0.3)(x).var() / x.var() == pytest.approx(1 + 0.3**2 / 3, abs=0.005)
 
-    def test_the_gradient_is_what_x_was_multiplied_by(self) -> None:
+    def test_gradient_equals_the_multiplier(self) -> None:
         x = torch.randn(50, dtype=torch.float64, requires_grad=True)
         y = UniformNoise(0.3)(x)
         torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0] * x, y)
 
 
-class TestNoise:
-    def test_noise_speaks_of_std(self) -> None:
+class TestNoiseReporting:
+    def test_metrics_repr_and_probe_report_std(self) -> None:
         drop = inject(model := pair(), GaussianNoise(2.0), layers="*.0", schedule=LinearSchedule(2))
         drop.step()
         assert drop.metrics() == {
@@ -67,7 +62,7 @@ class TestNoise:
         assert row[:3] == ["0.0", "1.000", "-"]
         assert model is not None
 
-    def test_a_function_is_asked_nothing(self) -> None:
+    def test_probe_of_a_function_shows_no_rate(self) -> None:
         drop = inject(model := pair(), nn.functional.dropout, layers="*.0")
         row = str(drop.probe(ROWS)).splitlines()[2].split()
         assert row[:2] == ["0.0", "-"]

@@ -1,4 +1,4 @@
-"""Low precision, autocast and memory formats: what comes out is as the layer gave it, and p is p."""
+"""Low precision, autocast and memory formats: outputs keep dtype and format, and p is exact."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def conv_net(case: Case) -> nn.Sequential:
     )
 
 
-class Dtypes:
-    """The dtypes that layers give, seen after all other hooks."""
+class DtypeRecorder:
+    """Records the output dtype of each layer, after all other hooks."""
 
     def __init__(self, model: nn.Sequential) -> None:
         self.seen: list[torch.dtype] = []
@@ -54,8 +54,8 @@ class Dtypes:
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-def test_under_autocast_the_dtype_is_the_layers(case: Case, dtype: torch.dtype) -> None:
-    """A mask in float32 would make all that follows float32. Gradients are finite, and those of a mask."""
+def test_autocast_keeps_the_dtype_of_the_layer(case: Case, dtype: torch.dtype) -> None:
+    """A float32 mask would promote everything after it to float32."""
     results = []
     for hooked in (False, True):
         torch.manual_seed(0)
@@ -63,7 +63,7 @@ def test_under_autocast_the_dtype_is_the_layers(case: Case, dtype: torch.dtype) 
         model(x)
         if hooked:
             inject(model, case.regularizer, layers=["0", "1"])
-        dtypes = Dtypes(model)
+        dtypes = DtypeRecorder(model)
         with torch.autocast("cpu", dtype):
             y = model(x)
         y.float().square().sum().backward()
@@ -74,10 +74,10 @@ def test_under_autocast_the_dtype_is_the_layers(case: Case, dtype: torch.dtype) 
     assert dtype in results[0][0]
 
 
-def test_a_regularizer_that_changes_the_dtype_is_told() -> None:
-    """As one that multiplies matrices, in somebody else's hands, under autocast."""
+def test_a_regularizer_that_changes_the_dtype_raises() -> None:
+    """For example a user's function that multiplies matrices under autocast."""
     model = nn.Sequential(nn.Identity())
-    inject(model, mixes, layers="0")
+    inject(model, matmul_with_itself, layers="0")
     model(torch.randn(4, 4))
     with (
         torch.autocast("cpu", torch.bfloat16),
@@ -86,11 +86,11 @@ def test_a_regularizer_that_changes_the_dtype_is_told() -> None:
         model(torch.randn(4, 4))
 
 
-def mixes(x: torch.Tensor) -> torch.Tensor:
+def matmul_with_itself(x: torch.Tensor) -> torch.Tensor:
     return x @ x
 
 
-# shapes of a million units that are dropped one by one
+# Shapes with a million independently dropped units.
 UNITS = {
     Dropout: (100, 10_000),
     Dropout1d: (1000, 1000, 1),
@@ -105,19 +105,19 @@ UNITS = {
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("cls", UNITS, ids=lambda cls: f"{cls.__module__.split('.')[0]} {cls.__name__}")
-def test_a_thousandth_is_dropped_where_bfloat16_can_not_say_999_thousandths(cls: type, dtype: torch.dtype) -> None:
-    """`rand < .999` in bfloat16 drops nothing at all. Within 4 standard errors over a million draws."""
+def test_p_0001_is_exact_in_low_precision(cls: type, dtype: torch.dtype) -> None:
+    """Within 4 standard errors over a million draws. `rand < .999` in bfloat16 would drop nothing."""
     model = nn.Sequential(nn.Identity())
     inject(model, cls(0.001), layers="0")
     with torch.autocast("cpu", dtype):
         y = model(torch.ones(UNITS[cls], dtype=dtype))
-    kept = y.float().unique(return_counts=True)[1].max().item()  # what is dropped need not be 0
+    kept = y.float().unique(return_counts=True)[1].max().item()  # dropped elements are not 0 in AlphaDropout
     assert abs(1 - kept / 1e6 - 0.001) < 4 * math.sqrt(0.001 / 1e6)
 
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("block_size", [1, 3])
-def test_a_thousandth_of_a_map_is_dropped(dtype: torch.dtype, block_size: int) -> None:
+def test_dropblock_p_0001_is_exact_in_low_precision(dtype: torch.dtype, block_size: int) -> None:
     """Within 4 standard errors over 10,000 maps."""
     model = nn.Sequential(nn.Identity())
     inject(model, DropBlock(0.001, block_size, normalize=None), layers="0")
@@ -127,7 +127,7 @@ def test_a_thousandth_of_a_map_is_dropped(dtype: torch.dtype, block_size: int) -
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_noise_in_low_precision_is_as_large_as_asked(dtype: torch.dtype) -> None:
+def test_noise_has_the_requested_std_in_low_precision(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Identity())
     with inject(model, GaussianNoise(0.1), layers="0"):
         assert model(torch.zeros(1000, 1000, dtype=dtype)).double().std() == pytest.approx(0.1, rel=0.01)
@@ -145,8 +145,8 @@ MAPS = {name: case for name, case in EVERY.items() if len(case.shape) in FORMATS
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", MAPS.values(), ids=MAPS)
-def test_channels_last_stays_so_forward_and_backward(case: Case, dtype: torch.dtype) -> None:
-    """A mask put in front of the tensor, `where` and `reshape` lose it: the convolutions after it get slow."""
+def test_channels_last_is_kept_in_forward_and_backward(case: Case, dtype: torch.dtype) -> None:
+    """Otherwise the following convolutions would be slow."""
     memory = FORMATS[len(case.shape)]
     model = nn.Sequential(nn.Identity())
     inject(model, case.regularizer, layers="0")
@@ -160,7 +160,7 @@ def test_channels_last_stays_so_forward_and_backward(case: Case, dtype: torch.dt
 
 
 @pytest.mark.parametrize("case", MAPS.values(), ids=MAPS)
-def test_channels_last_through_a_network_under_autocast(case: Case) -> None:
+def test_channels_last_is_kept_through_a_network_under_autocast(case: Case) -> None:
     memory = FORMATS[len(case.shape)]
     model, x = conv_net(case)[:2], case.input().contiguous(memory_format=memory)
     inject(model, case.regularizer, layers=["0", "1"])
@@ -170,8 +170,8 @@ def test_channels_last_through_a_network_under_autocast(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", MAPS.values(), ids=MAPS)
-def test_dense_views_keep_the_order_of_their_axes(case: Case) -> None:
-    """A permuted view, as of patches: dense, in an order of its own."""
+def test_permuted_dense_views_keep_their_strides(case: Case) -> None:
+    """For example the view of image patches."""
     model = nn.Sequential(nn.Identity())
     inject(model, case.regularizer, layers="0")
     order = [1, 0, *range(2, len(case.shape))]
@@ -181,8 +181,8 @@ def test_dense_views_keep_the_order_of_their_axes(case: Case) -> None:
 
 @pytest.mark.parametrize("default", [torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-def test_the_default_dtype_changes_nothing(case: Case, default: torch.dtype) -> None:
-    """`torch.set_default_dtype(torch.float16)` at injection and in training: the masks are those of float32."""
+def test_default_dtype_has_no_effect(case: Case, default: torch.dtype) -> None:
+    """With another default dtype at injection and in training, the masks equal those of float32."""
     results = []
     for dtype in (torch.float32, default):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What is drawn, against the formula of each paper: UniformNoise, Cutout, TokenDropout, LockedDropout, MixStyle."""
+"""TokenDropout and LockedDropout against the formulas of their papers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,10 @@ from hookdrop import (
 from tests.support.mixstyle import within
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 class TestTokenDropout:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     @pytest.mark.parametrize(("p", "prefix"), [(0.003, 1), (0.3, 0), (0.5, 4)])
-    def test_whole_tokens_at_rate_p_and_the_rest_scaled(self, p: float, prefix: int, dtype: torch.dtype) -> None:
+    def test_drops_whole_tokens_at_rate_p_and_scales_the_rest(self, p: float, prefix: int, dtype: torch.dtype) -> None:
         """Within 4 standard errors over a million tokens."""
         y = TokenDropout(p, prefix=prefix)(torch.ones(1000, 1000 + prefix, 2, dtype=dtype))
         assert torch.equal(y[:, :prefix], torch.ones(1000, prefix, 2, dtype=dtype))
@@ -36,15 +31,15 @@ class TestTokenDropout:
         rest = y[:, prefix:][~zero].unique()
         assert torch.equal(rest, torch.tensor([1 / (1 - p)]).to(dtype))
 
-    def test_low_precision_rounds_the_product_alone(self) -> None:
-        """1 / (1 - .003) is 1 in bfloat16: multiplied by that, the mean would be off by .3 %."""
+    def test_low_precision_rounds_only_the_product(self) -> None:
+        """1 / (1 - .003) rounds to 1 in bfloat16, which would shift the mean by 0.3%."""
         x = 1 + torch.rand(500, 200, 4).bfloat16()
         y = TokenDropout(0.003, prefix=1)(x)
         kept = y != 0
         kept[:, 0] = False
         assert torch.equal(y[kept], (x.float() * (1 / (1 - 0.003))).bfloat16()[kept])
 
-    def test_all_are_dropped_but_the_prefix(self) -> None:
+    def test_p_1_drops_all_but_the_prefix(self) -> None:
         x = torch.randn(3, 5, 4, requires_grad=True)
         y = TokenDropout(1.0, prefix=2)(x)
         assert torch.equal(y[:, :2], x[:, :2])
@@ -55,24 +50,24 @@ class TestTokenDropout:
     @pytest.mark.parametrize(
         ("shape", "instead"),
         [((8, 64, 14, 14), r"Dropout2d\(p=...\), for its regions DropBlock"), ((8, 10), r"Dropout\(p"),
-         ((8, 1, 10), r"prefix=1 spares all tokens there are, L=1.\n  a smaller prefix, such as prefix=0"),
+         ((8, 1, 10), r"prefix=1 leaves no token to drop, since L=1.\n  use a smaller prefix, such as prefix=0"),
          ((8, 4, 2, 5, 5), "Dropout3d")],
     )  # fmt: skip
-    def test_other_shapes_are_told_what_to_use(self, shape: tuple[int, ...], instead: str) -> None:
+    def test_unsupported_shapes_suggest_an_alternative(self, shape: tuple[int, ...], instead: str) -> None:
         model = nn.Sequential(nn.Identity())
         with pytest.raises(ShapeError, match=instead):
             inject(model, TokenDropout(0.1), layers="0", example_input=torch.ones(shape))
         assert not model[0]._forward_hooks
 
     @pytest.mark.parametrize("prefix", [-1, 1.0, None, "1", True])
-    def test_prefixes_that_are_none(self, prefix: object) -> None:
+    def test_invalid_prefix_raises(self, prefix: object) -> None:
         with pytest.raises((TypeError, ValueError), match="TokenDropout: prefix must"):
             TokenDropout(0.1, prefix)
 
 
 class TestLockedDropout:
     @pytest.mark.parametrize("time_dim", [0, 1, 2, -2])
-    def test_one_mask_over_time(self, time_dim: int) -> None:
+    def test_mask_is_constant_over_time(self, time_dim: int) -> None:
         """Within 4 standard errors over 250,000 draws."""
         shape = [500, 500, 500]
         shape[time_dim] = 3
@@ -81,14 +76,14 @@ class TestLockedDropout:
         assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
         assert within((y == 0).double().mean(), 0.3, math.sqrt(0.21), 250_000)
 
-    def test_samples_and_features_have_masks_of_their_own(self) -> None:
+    def test_masks_are_independent_across_samples_and_features(self) -> None:
         dropped = (LockedDropout(0.5)(torch.ones(400, 2, 400))[:, 0] == 0).double() - 0.5
         for axis in (0, 1):
             left, right = dropped.narrow(axis, 0, 399), dropped.narrow(axis, 1, 399)
             assert abs((left * right).mean()) < 4 * 0.25 / math.sqrt(left.numel())
 
-    def test_the_same_as_dropout_of_a_sequence_of_one_step(self) -> None:
-        """The mask is that of Dropout1d on (N, C, 1), moved: the layers differ in what they call time."""
+    def test_matches_dropout1d_on_transposed_input(self) -> None:
+        """The mask equals that of Dropout1d on (N, C, T)."""
         x = torch.randn(64, 5, 32)
         torch.manual_seed(1)
         expected = nn.functional.dropout1d(x.transpose(1, 2), 0.4).transpose(1, 2)
@@ -96,7 +91,7 @@ class TestLockedDropout:
         torch.testing.assert_close(LockedDropout(0.4)(x), expected)
 
     @pytest.mark.parametrize("batch_first", [True, False])
-    def test_an_lstms_output_is_locked_and_its_state_left_alone(self, batch_first: bool) -> None:
+    def test_lstm_output_is_masked_and_its_state_is_not(self, batch_first: bool) -> None:
         model = nn.ModuleDict({"lstm": nn.LSTM(4, 6, batch_first=batch_first)})
         x = torch.randn(3, 3, 4)
         (site,) = plan(
@@ -117,13 +112,13 @@ class TestLockedDropout:
         [(1, (8, 10), "pad_packed_sequence"), (3, (2, 3, 4), "time_dim=3 is not one of its axes 0 to 2"),
          (-4, (2, 3, 4), "time_dim=-4 is not one")],
     )  # fmt: skip
-    def test_where_there_is_no_time_it_is_told(self, time_dim: int, shape: tuple[int, ...], says: str) -> None:
+    def test_missing_time_axis_raises(self, time_dim: int, shape: tuple[int, ...], says: str) -> None:
         with pytest.raises(ShapeError, match=says):
             LockedDropout(0.1, time_dim)(torch.ones(shape))
 
-    def test_a_packed_sequence_is_told(self) -> None:
+    def test_packed_sequence_raises(self) -> None:
         model = nn.ModuleDict({"lstm": nn.LSTM(4, 6, batch_first=True)})
         inject(model, LockedDropout(0.5), layers="lstm")
         packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 5, 4), torch.tensor([5, 3]), batch_first=True)
-        with pytest.raises(ShapeError, match=r"got \(8, 6\)(.|\n)*pad_packed_sequence first"):
+        with pytest.raises(ShapeError, match=r"got \(8, 6\)(.|\n)*pad_packed_sequence"):
             model["lstm"](packed)

@@ -1,0 +1,3 @@
+"""Fixtures of the tests that export models."""
+
+from tests.integration.compile.conftest import fresh_compiler as fresh_compiler
