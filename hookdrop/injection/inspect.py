@@ -65,8 +65,8 @@ def _inspect_site(site: PlannedSite, seen: Seen, shape_warnings: dict[str, list[
             "drop the skip connection too: hook the last layer of the branch (attn, mlp, bn3)."
         )
     for shape in seen.shapes:
-        for doubt in regularizer.shape_warnings(shape):
-            doubts.setdefault(re.sub(r"\d+", "#", doubt), []).append(f"{where}: {doubt}")
+        for warning in regularizer.shape_warnings(shape):
+            shape_warnings.setdefault(re.sub(r"\d+", "#", warning), []).append(f"{where}: {warning}")
 
 
 def _never_called_warnings(resolved: Resolved) -> list[str]:
