@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookdrop.diagnostics import watchdog
-from hookdrop.diagnostics.checks import MOVES_TO_JUDGE, problems
+from hookdrop.diagnostics.checks import STEPS_BEFORE_WARNING, find_problems
 from hookdrop.diagnostics.first_call import warn_about_shape
 from hookdrop.errors import InjectionError, warn
 from hookdrop.hooks import compiling
@@ -51,7 +51,7 @@ class Controller:
     @property
     def _hooks(self) -> list[SiteHook]:
         state = self._state
-        if self._found is None and state.live.hidden:
+        if self._found is None and state.live.hidden_count:
             # Hidden hooks cannot be found on the model: this list must not be kept.
             placed = {hook.site: hook for hook in state.live.members if hook.placed}
             return [placed[site] for site in state.sites if site in placed]
@@ -79,7 +79,7 @@ class Controller:
     def _must_be_there(self, what: str) -> None:
         if self._state.removed:
             raise InjectionError(f"{what}: {self._state.name!r} was removed from its model.\n  inject again.")
-        compiling.not_while_tracing(what)
+        compiling.raise_if_tracing(what)
 
     # --- units: rates of one unit can be compared and set together
 
@@ -137,11 +137,11 @@ class Controller:
                 state.step_count = before
                 self._update_rates()
                 raise
-        live.driven = True
+        live.was_stepped = True
         self._warn_about_shapes()
         if step != before:
             live.moves += 1
-            if live.moves % MOVES_TO_JUDGE == 0:
+            if live.moves % STEPS_BEFORE_WARNING == 0:
                 self._warn_about_problems()
 
     @contextmanager
@@ -240,14 +240,14 @@ class Controller:
 
     def _warn_about_problems(self) -> None:
         model = self._model()
-        found = {} if model is None else problems(model, self._state, self._hooks)
+        found = {} if model is None else find_problems(model, self._state, self._hooks)
         for kind, text in found.items():
             self._state.warn_once(kind, text)
 
     def _warn_about_restart(self, steps: int) -> None:
         """Called with the steps that a followed optimizer has taken, before the first of them is counted."""
         state = self._state
-        if state.scheduled and not state.live.driven and steps > state.step_count + 1:
+        if state.scheduled and not state.live.was_stepped and steps > state.step_count + 1:
             state.warn_once(
                 "restarted",
                 f"{state.name!r} is at step {state.step_count} of {state.schedule}, but the optimizer that it follows "
@@ -269,7 +269,7 @@ class Controller:
                 live.follower.detach()
             live.follower = None
             state.removed = True
-            watchdog.forget(state)
+            watchdog.unwatch(state)
         for hook in gone:
             hook.train_rate = hook.eval_rate = None
             if left:  # their targets no longer count

@@ -17,7 +17,7 @@ from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.handle import Injection
 from hookdrop.utils.tables import html_table
-from hookdrop.utils.tensor_copies import Place
+from hookdrop.utils.tensor_copies import CopyDevice
 
 _HEADER = ("name", "sites", "p", "step", "schedule")
 
@@ -136,7 +136,7 @@ class Injections(tuple[Injection, ...]):
             yield self
 
     @contextmanager
-    def recording(self, last: int = 1, to: Place = None) -> Iterator[dict[str, Recording]]:
+    def recording(self, last: int = 1, to: CopyDevice = None) -> Iterator[dict[str, Recording]]:
         """All recorded inside, by the injection's name."""
         with ExitStack() as stack:
             named = self._by_name().items()

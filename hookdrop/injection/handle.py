@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hookdrop.diagnostics.checks import discarded_text, problems
+from hookdrop.diagnostics.checks import discarded_text, find_problems
 from hookdrop.diagnostics.measurement import Measurement, measured_into
 from hookdrop.diagnostics.probe import empty_measurement, probe
 from hookdrop.diagnostics.recording import Recording, recorded
@@ -22,9 +22,9 @@ from hookdrop.hooks.state import Override
 from hookdrop.injection import config, state_dict
 from hookdrop.injection.controller import Controller, largest_target
 from hookdrop.schedules import Schedule
-from hookdrop.utils.context import within
+from hookdrop.utils.context import requires_with
 from hookdrop.utils.tables import counted, html_table, text_table
-from hookdrop.utils.tensor_copies import Place
+from hookdrop.utils.tensor_copies import CopyDevice
 from hookdrop.utils.validation import count, number
 
 
@@ -169,7 +169,7 @@ class Injection(Controller):
         if optimizer is None:
             if current is not None:
                 current.detach()
-            self._state.live.follower, self._state.live.driven = None, False
+            self._state.live.follower, self._state.live.was_stepped = None, False
             return self
         inner = innermost(optimizer)
         if current is not None and current.follows(inner):
@@ -195,7 +195,7 @@ class Injection(Controller):
     def _set(self, enabled: bool) -> None:
         self._must_be_there("enable()" if enabled else "disable()")
         with self._changing():
-            self._state.switch(enabled)
+            self._state.set_enabled(enabled)
 
     @contextmanager
     def disabled(self) -> Iterator[Injection]:
@@ -256,8 +256,8 @@ class Injection(Controller):
         with measured_into(self._state, empty_measurement(self._hooks)) as measurement:
             yield measurement
 
-    @within("with drop.recording() as r: model(x)   then r[site], r.plot_features()")
-    def recording(self, last: int = 1, to: Place = None) -> Iterator[Recording]:
+    @requires_with("with drop.recording() as r: model(x)   then r[site], r.plot_features()")
+    def recording(self, last: int = 1, to: CopyDevice = None) -> Iterator[Recording]:
         """Keep what the real forwards inside do: `r["layer4.0"].before`, `.mask`, `.after`, and pictures of them.
 
         Each regularizer runs twice; masks and results do not change. Compiled code leaves its graph for it, which under
@@ -284,7 +284,7 @@ class Injection(Controller):
         model, state = self._model(), self._state
         if model is None:
             return [discarded_text(state.name) if not state.live.trained else str(self._gone())]
-        return list(problems(model, state, self._hooks, asked=True).values())
+        return list(find_problems(model, state, self._hooks, requested=True).values())
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers for any logger: rate and step under `hookdrop/<name>/`."""
@@ -346,7 +346,7 @@ class Injection(Controller):
         """Remove the hooks: the model is what it was before. A second time does nothing."""
         if self._state.removed:
             return
-        compiling.not_while_tracing("remove()")
+        compiling.raise_if_tracing("remove()")
         try:
             self._warn_about_problems()
         finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.diagnostics.dry_run import Seen, dry_run
+from hookdrop.diagnostics.dry_run import LayerCalls, dry_run
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.injection.resolve import PlannedSite, Resolved
 from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout
@@ -42,23 +42,23 @@ def inspect_forward(
     return set(doubts), [*warnings, *_never_called(resolved), *_frozen(sites), *_into_norms(sites, seen)]
 
 
-def _fill_in(site: PlannedSite, seen: Seen, doubts: dict[str, list[str]]) -> None:
+def _fill_in(site: PlannedSite, seen: LayerCalls, doubts: dict[str, list[str]]) -> None:
     site.calls, site.shape, regularizer = seen.calls, seen.shape, site.regularizer
     if regularizer is None:
         return
     where = f"{regularizer.title} at {site.name!r}"
     try:
-        if seen.misfit:
-            raise ShapeError(seen.misfit)
+        if seen.mismatch:
+            raise ShapeError(seen.mismatch)
         for shape in seen.shapes:
             regularizer.check(shape)
     except ShapeError as error:
         raise ShapeError(f"{where} {error}") from None
     if seen.shape is None:
         return
-    several = f" (1 of {seen.of_several} tensors)" if seen.of_several else ""
+    several = f" (1 of {seen.tensor_count} tensors)" if seen.tensor_count else ""
     site.reading = regularizer.reading(seen.shape) + several
-    if seen.keeps_input and isinstance(regularizer, DropPath):
+    if seen.resembles_input and isinstance(regularizer, DropPath):
         doubts.setdefault("block", []).append(
             f"{where}: the output still holds the input, as that of a whole residual block does; "
             "samples would lose the signal with the branch: hook the last layer of the branch (attn, mlp, bn3)."
@@ -96,7 +96,7 @@ def _frozen(sites: list[PlannedSite]) -> list[str]:
     return [f"{counted(len(frozen), 'site')} on frozen layers, whose output is still regularized: {some(frozen)}."]
 
 
-def _into_norms(sites: list[PlannedSite], seen: list[Seen]) -> list[str]:
+def _into_norms(sites: list[PlannedSite], seen: list[LayerCalls]) -> list[str]:
     high = [
         site.name
         for site, what in zip(sites, seen, strict=True)

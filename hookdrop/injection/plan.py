@@ -130,12 +130,12 @@ class Plan:
                 inside a trace.
         """
         with nothing_placed():
-            compiling.not_while_tracing("inject()")
+            compiling.raise_if_tracing("inject()")
             self._must_be_placeable()
             replaced = self._to_replace()
             for text in self.warnings:
                 warn(text)
-            compiling.notice_changed_hooks()
+            compiling.reset_stale_compiler()
             state = InjectionState(self.name, tuple([s.name for s in self.sites]), self.schedule or _CONSTANT)
             # What was warned about above is not to be repeated by the first forward.
             state.warned_kinds |= self.warned_kinds

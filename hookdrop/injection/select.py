@@ -18,7 +18,7 @@ from hookdrop.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted
 from hookdrop.utils.torch_internals import children_of
-from hookdrop.utils.wrappers import SEGMENTS, attribute_of
+from hookdrop.utils.wrappers import WRAPPER_ATTRIBUTES, wrapped_attribute
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate
@@ -76,7 +76,7 @@ def walk(model: nn.Module) -> list[Layer]:
         if id(module) in owners:
             continue
         owners = (*owners, id(module))
-        attribute = attribute_of(type(module))
+        attribute = wrapped_attribute(type(module))
         inner = getattr(module, attribute, None) if attribute else None
         if attribute and isinstance(inner, nn.Module):
             longer = tuple(_join(s, attribute) for s in (name, *spellings))
@@ -207,7 +207,7 @@ def _glob_matches(pattern: str, layer: Layer) -> bool:
     # A wrapper's segment is met only where the pattern spells it out: `*` never stands for one.
     spelt = set(pattern.split("."))
     return any(
-        fullmatch(name) and set(name.split(".")) & SEGMENTS <= spelt for name in layer.spellings - {""}
+        fullmatch(name) and set(name.split(".")) & WRAPPER_ATTRIBUTES <= spelt for name in layer.spellings - {""}
     ) and bool(layer.name)
 
 

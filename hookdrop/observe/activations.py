@@ -18,21 +18,21 @@ from hookdrop.errors import LayerError, ShapeError, nearest, warn
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.select import Entries, Layer
 from hookdrop.observe.read_only_hooks import LayerObserver, chosen_layers, chosen_tensor, first_tensor, observed
-from hookdrop.utils.context import within
+from hookdrop.utils.context import requires_with
 from hookdrop.utils.tables import counted, some
-from hookdrop.utils.tensor_copies import NotKept, Place, copied, place
+from hookdrop.utils.tensor_copies import CopyDevice, NotRecordedError, detached_copy, valid_device
 from hookdrop.utils.tensor_tree import TensorKey, describe
 from hookdrop.utils.validation import count
 
 
-@within("with capture(model, layers) as seen: model(x)   then seen[name]")
+@requires_with("with capture(model, layers) as seen: model(x)   then seen[name]")
 def capture(
     model: nn.Module,
     layers: Entries,
     inputs: bool = False,
     gradients: bool = False,
     *,
-    to: Place = None,
+    to: CopyDevice = None,
     last: int | None = None,
     tensor: TensorKey = None,
     exclude: Entries = (),
@@ -73,7 +73,7 @@ def capture(
     """
     if last is not None:
         last = count(last, "last", "capture")
-    to = place(to, "capture")
+    to = valid_device(to, "capture")
     if tensor == "all":
         raise LayerError('capture keeps one tensor of a call: tensor= is an index, a key or None, not "all".')
     chosen = chosen_layers(model, layers, exclude, "capture()")
@@ -101,7 +101,7 @@ class _Call:
 class _Recorder(LayerObserver):
     """The hooks of one layer, and its calls."""
 
-    def __init__(self, layer: Layer, gradients: bool, to: Place, last: int | None, tensor: TensorKey) -> None:
+    def __init__(self, layer: Layer, gradients: bool, to: CopyDevice, last: int | None, tensor: TensorKey) -> None:
         super().__init__(layer)
         self.calls: deque[_Call] = deque()
         self._gradients, self._to, self._last, self._tensor = gradients, to, last, tensor
@@ -114,7 +114,7 @@ class _Recorder(LayerObserver):
         x = first_tensor((args, kwargs))
         if x is None:
             raise ShapeError(f"{self.name!r} was called without a tensor.\n  skip it: exclude=...")
-        self._inputs.setdefault(threading.get_ident(), []).append(copied(x, self._to))
+        self._inputs.setdefault(threading.get_ident(), []).append(detached_copy(x, self._to))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         again = is_recomputing()
@@ -123,7 +123,7 @@ class _Recorder(LayerObserver):
         if output is None and sys.exc_info()[0] is not None:  # the forward raised
             return
         x = chosen_tensor(output, self._tensor, repr(self.name))
-        call = self._first_run(x) if again else _Call(copied(x, self._to), input)
+        call = self._first_run(x) if again else _Call(detached_copy(x, self._to), input)
         if call is not None and self._gradients and x.requires_grad:
             call.handle = self.on_gradient(x, partial(self._add_gradient, call))
         if not again and call is not None:
@@ -132,7 +132,7 @@ class _Recorder(LayerObserver):
             self.calls.append(call)
 
     def _add_gradient(self, call: _Call, gradient: Tensor) -> None:
-        new = copied(gradient, self._to)
+        new = detached_copy(gradient, self._to)
         call.gradient = new if call.gradient is None else call.gradient + new
 
     def _first_run(self, x: Tensor) -> _Call | None:
@@ -157,9 +157,11 @@ class _View(Mapping[str, list[Any]]):
         found = next((one for one in self._recorders if name in one.names), None)
         if found is None:
             known = [one.name for one in self._recorders]
-            raise NotKept(f"{name!r} is not captured.\n  captured: {some(nearest(name, known) or known)}")
+            raise NotRecordedError(f"{name!r} is not captured.\n  captured: {some(nearest(name, known) or known)}")
         if not found.calls:
-            raise NotKept(f"{name!r} was not called, so nothing was captured.\n  called: {some(list(self)) or 'none'}")
+            raise NotRecordedError(
+                f"{name!r} was not called, so nothing was captured.\n  called: {some(list(self)) or 'none'}"
+            )
         return [getattr(call, self._part) for call in found.calls]
 
     def __iter__(self) -> Iterator[str]:
@@ -196,7 +198,7 @@ class Captured(_View):
 
     def _view(self, name: str, part: str) -> _View:
         if not self._requested[name]:
-            raise NotKept(f"the {name} were not captured.\n  write: capture(..., {name}=True)")
+            raise NotRecordedError(f"the {name} were not captured.\n  write: capture(..., {name}=True)")
         return _View(self._recorders, part)
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.diagnostics.first_call import without_bookkeeping
-from hookdrop.diagnostics.isolation import preserved, uncompiled
+from hookdrop.diagnostics.isolation import restored_after, uncompiled
 from hookdrop.errors import LayerError, ShapeError, did_you_mean, warn
 from hookdrop.hooks import compiling
 from hookdrop.injection.select import Entries, select
 from hookdrop.observe.cam_methods import METHODS, Logits, WatchedLayer, library_class
 from hookdrop.utils.tables import counted, some
-from hookdrop.utils.tensor_copies import copied
+from hookdrop.utils.tensor_copies import detached_copy
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count, floating
 from hookdrop.utils.wrappers import unwrapped
@@ -68,7 +68,7 @@ def grad_cam(
         >>> grad_cam(model, images, layer="layer4", target=281).shape  # doctest: +SKIP
         torch.Size([8, 224, 224])
     """
-    compiling.not_while_tracing("grad_cam()")
+    compiling.raise_if_tracing("grad_cam()")
     must_be_model(model, "grad_cam", "model, x, layer")
     if not isinstance(method, str) or method not in METHODS:
         hint = did_you_mean(method, METHODS, 1) if isinstance(method, str) else ""
@@ -150,7 +150,13 @@ def _isolated(model: nn.Module) -> Iterator[nn.Module]:
     """The model without wrappers, to be run with gradients but with frozen parameters."""
     inner = unwrapped(model)
     trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad(), without_bookkeeping(inner), preserved(inner), uncompiled():
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        without_bookkeeping(inner),
+        restored_after(inner),
+        uncompiled(),
+    ):
         try:
             inner.requires_grad_(False)
             yield inner
@@ -166,7 +172,7 @@ def _run(method_class: Any, model: nn.Module, watched: WatchedLayer, x: Tensor, 
     try:
         cam = method_class(Logits(model), [watched.tensor], reshape_transform=watched.as_map)
         # Some models modify their input in place, which a leaf that requires gradients does not allow.
-        maps = cam(input_tensor=copied(x, place).requires_grad_().clone(), targets=targets)
+        maps = cam(input_tensor=detached_copy(x, place).requires_grad_().clone(), targets=targets)
     finally:
         handle.remove()
         if cam is not None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.figures import SCALE, as_pictures, blank
-from hookdrop.diagnostics.isolation import call, preserved, set_eval
+from hookdrop.diagnostics.figures import SCALE, as_images, get_figure
+from hookdrop.diagnostics.isolation import call, restored_after, set_eval
 from hookdrop.errors import LayerError
 from hookdrop.injection.select import Entries
 from hookdrop.observe.cam import Target, grad_cam, must_be_model
@@ -55,7 +55,7 @@ def compare_cam(
     for model in (before, after):
         must_be_model(model, "compare_cam", "before, after, x, layer")
     if target is None:
-        with preserved(after), torch.no_grad():
+        with restored_after(after), torch.no_grad():
             set_eval(after)
             logits = first_tensor(call(after, x))
         target = None if logits is None else logits.argmax(-1)
@@ -137,9 +137,9 @@ def plot_cam(x: Tensor, cam: Tensor, figure: Any = None) -> Figure:
 
 def cams_figure(x: Tensor, targets: list[Any] | None, rows: dict[str, Tensor], figure: Any) -> Figure:
     """The images in the first row, with their targets if given, then a row for each set of maps, over the images."""
-    pictures = as_pictures(x)
+    pictures = as_images(x)
     grey = pictures.mean(-1) if pictures.dim() == 4 else pictures  # only the map has colors
-    figure = blank(figure, 1.4 + 1.35 * max(2, len(x)), 0.5 + 1.45 * (1 + len(rows)))
+    figure = get_figure(figure, 1.4 + 1.35 * max(2, len(x)), 0.5 + 1.45 * (1 + len(rows)))
     table = figure.subplots(1 + len(rows), len(x), squeeze=False)
     for column, picture in enumerate(pictures):
         table[0, column].imshow(picture.numpy(), cmap="gray")

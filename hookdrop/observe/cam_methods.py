@@ -13,7 +13,7 @@ from hookdrop.injection.select import Layer
 from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.utils.axes import as_map
 from hookdrop.utils.optional_dependencies import needs
-from hookdrop.utils.tensor_tree import change, describe
+from hookdrop.utils.tensor_tree import describe, map_tensor
 
 METHODS = {
     "gradcam": "GradCAM",
@@ -59,7 +59,7 @@ class WatchedLayer:
         if is_recomputing():
             return None
         self.calls += 1
-        return change(output, None, self.tensor)
+        return map_tensor(output, None, self.tensor)
 
     def as_map(self, x: Tensor) -> Tensor:
         """An output, or its gradient, as (N, C, h, w), safe from in-place edits."""

@@ -83,7 +83,7 @@ def edit_parameter_gradients(model: nn.Module, params: Pattern | Iterable[Patter
         >>> model[1].bias.grad
         tensor([0., 0.])
     """
-    compiling.not_while_tracing("edit_parameter_gradients()")
+    compiling.raise_if_tracing("edit_parameter_gradients()")
     maker: Any = fn
     if not callable(fn) or maker in (clamp, scale):
         got, hint = f", got {fn!r}", "observe.zero, clamp, scale"

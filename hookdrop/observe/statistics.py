@@ -14,9 +14,9 @@ from hookdrop.injection.select import Entries, walk
 from hookdrop.observe.layer_statistics import ChannelAxes, LayerStats
 from hookdrop.observe.plots import stats_figure
 from hookdrop.observe.read_only_hooks import chosen_layers, observed
-from hookdrop.utils.context import within
+from hookdrop.utils.context import requires_with
 from hookdrop.utils.tables import html_table, some, text_table
-from hookdrop.utils.tensor_copies import NotKept
+from hookdrop.utils.tensor_copies import NotRecordedError
 from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ LOWEST_AXIS = -8
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
 
-@within("with stats(model) as seen: model(x)   then seen[name]")
+@requires_with("with stats(model) as seen: model(x)   then seen[name]")
 def stats(
     model: nn.Module, layers: Entries | None = None, *, channel_dim: int | None = None, exclude: Entries = ()
 ) -> Iterator[Stats]:
@@ -86,9 +86,9 @@ class Stats(Mapping[str, LayerStats]):
                 return one
         called = f"\n  called: {some([one.name for one in self._called]) or 'none'}"
         if any(name in one.names for one in self._chosen):
-            raise NotKept(f"{name!r} was not called, or returned no floating-point tensor.{called}")
+            raise NotRecordedError(f"{name!r} was not called, or returned no floating-point tensor.{called}")
         hint = did_you_mean(name, [one.name for one in self._chosen])
-        raise NotKept(f"{name!r} is not one of the layers of these stats.{hint}{called}")
+        raise NotRecordedError(f"{name!r} is not one of the layers of these stats.{hint}{called}")
 
     def __iter__(self) -> Iterator[str]:
         return (one.name for one in self._called)

@@ -46,7 +46,7 @@ class Recipe(Generic[P]):
         """What calling the recipe with the same arguments would do; the model is not changed."""
         name, signature = self._make.__name__, inspect.signature(self)
         with nothing_placed():
-            compiling.not_while_tracing(f"recipes.{name}()")
+            compiling.raise_if_tracing(f"recipes.{name}()")
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, InjectionError, LinearSchedule, eject, inject, without_hooks
-from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
+from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
 
 X = torch.ones(20_000)
 
@@ -63,7 +63,7 @@ def test_a_schedule_that_nobody_drives_is_told(start: int) -> None:
     with pytest.warns(
         HookdropWarning, match=f"still at step {start} of LinearSchedule.*its schedule is not advancing"
     ) as caught:
-        update(3 * UPDATES_TO_JUDGE)
+        update(3 * UPDATES_BEFORE_WARNING)
     assert len(caught) == 1
     assert any("its schedule is not advancing" in problem for problem in drop.check())
 

@@ -479,7 +479,7 @@ def test_a_plain_layer_that_is_given_another_rate_drops_at_it(text: str) -> None
 def test_measuring_under_fullgraph_says_what_to_do() -> None:
     model = Net()
     drop = inject(model, Dropout(0.4), layers="inner")
-    with drop.measuring(), pytest.raises(torch._dynamo.exc.Unsupported, match="measure the model uncompiled"):
+    with drop.measuring(), pytest.raises(torch._dynamo.exc.Unsupported, match="measure the uncompiled model"):
         compiled(model)(X)
 
 

@@ -52,7 +52,7 @@ import torch.export
 from torch import nn
 
 import hookdrop
-from hookdrop.utils.torch_internals import guard_hooks
+from hookdrop.utils.torch_internals import enable_hook_guards
 
 config, x = torch._dynamo.config, torch.ones(1, 2)
 """
@@ -75,7 +75,7 @@ assert compiled(x).any()
     )
 
 
-def test_guard_hooks() -> None:
+def test_enable_hook_guards() -> None:
     """Without the names that it reads, code that was compiled before hookdrop was imported goes on without hooks.
 
     What `torch.export` traces must not count: it would have the compiler reset for nothing.
@@ -85,14 +85,14 @@ def test_guard_hooks() -> None:
         + """
 def unguarded():
     config.skip_nnmodule_hook_guards = True  # as it is by default
-    return guard_hooks()
+    return enable_hook_guards()
 
 assert not unguarded()
 torch.export.export(nn.Linear(2, 2), (x,), strict=True)
 assert not unguarded()
 torch.compile(nn.Linear(2, 2), backend="eager")(x)
 assert unguarded()
-assert not guard_hooks(), "hooks are guarded now"
+assert not enable_hook_guards(), "hooks are guarded now"
 """
     )
 

@@ -349,7 +349,7 @@ def test_hooks_hold_no_model_and_handles_hold_it_weakly(images: torch.Tensor) ->
     gc.collect()
     assert gone() is None
     assert "whose model is gone" in repr(drop)
-    with pytest.warns(HookdropWarning, match="is gone, and never ran in training mode"):
+    with pytest.warns(HookdropWarning, match="is gone and never ran in training mode"):
         optimizer.step()
     drop.remove()
 

@@ -113,7 +113,7 @@ class TestLost:
         surgery(model)
         model(images)
         assert drop.check() == [
-            f"'dropout': {len(lost)} of 4 sites carry no hook any more: {', '.join(map(repr, lost))}.\n"
+            f"'dropout': {len(lost)} of 4 sites no longer have a hook: {', '.join(map(repr, lost))}.\n"
             "  something replaced these modules after inject (reset_classifier, convert_sync_batchnorm, ...): "
             'inject again with on_existing="replace".'
         ]
@@ -132,7 +132,7 @@ class TestLost:
     @pytest.mark.parametrize("how", LOSE)
     def test_lost_hooks_are_told_without_being_asked(self, model: Small, drop: Injection, how: str, ask: str) -> None:
         LOSE[how][0](model)
-        with pytest.warns(HookdropWarning, match="of 4 sites carry no hook any more"):
+        with pytest.warns(HookdropWarning, match="of 4 sites no longer have a hook"):
             getattr(drop, ask)()
         drop.remove()
         assert places(model) == []
@@ -144,14 +144,14 @@ class TestLost:
         model.reset_classifier(3)
         model(images)
         (problem,) = drop.check()
-        assert problem.startswith("'dropout': 1 of 2 sites carry no hook any more: 'fc'.")
+        assert problem.startswith("'dropout': 1 of 2 sites no longer have a hook: 'fc'.")
 
     def test_all_hooks_lost(self, model: Small, images: torch.Tensor) -> None:
         """Nothing of hookdrop is on the model then: the handle alone knows."""
         drop = inject(model, Dropout(0.5), layers="fc")
         quantize_(model)
         assert find(model) == ()
-        with pytest.warns(HookdropWarning, match="1 of 1 sites carry no hook any more: 'fc'"):
+        with pytest.warns(HookdropWarning, match="1 of 1 sites no longer have a hook: 'fc'"):
             drop.remove()
         model(images)
 
@@ -176,7 +176,7 @@ class TestLost:
 
         steps(before)
         model[1] = nn.Linear(2, 2)
-        with pytest.warns(HookdropWarning, match="1 of 2 sites carry no hook any more: '1'"):
+        with pytest.warns(HookdropWarning, match="1 of 2 sites no longer have a hook: '1'"):
             steps(10)
         steps(20)
 
@@ -197,7 +197,7 @@ class TestLost:
         wrapped = nn.DataParallel(model)
         for handle in (drop, *find(model), *find(wrapped)):
             (problem,) = handle.check()
-            assert "1 of 4 sites carry no hook any more: 'fc'" in problem
+            assert "1 of 4 sites no longer have a hook: 'fc'" in problem
         assert find(model.layer1).check() == []
         assert old._forward_hooks
 
@@ -370,7 +370,7 @@ class TestMoved:
         model = sequence()
         drop = inject(model, Dropout(0.5), layers=["1", "3"])
         fused(model)(images)
-        assert "1 of 2 sites carry no hook any more: '1'" in drop.check()[0]
+        assert "1 of 2 sites no longer have a hook: '1'" in drop.check()[0]
         assert places(model) == ["3"]
 
     def test_what_is_fused_in_training_loses_its_inner_hooks_when_it_is_prepared(self, images: torch.Tensor) -> None:
@@ -381,8 +381,8 @@ class TestMoved:
         torch.ao.quantization.prepare_qat(model, inplace=True)
         assert calls(drop, model, images) == {"0": 0, "2": 1, "3": 1}
         for handle in (drop, *find(model)):
-            assert "1 of 3 sites carry no hook any more: '0'" in handle.check()[0]
-        with pytest.warns(HookdropWarning, match="carry no hook any more"):
+            assert "1 of 3 sites no longer have a hook: '0'" in handle.check()[0]
+        with pytest.warns(HookdropWarning, match="no longer have a hook"):
             drop.remove()
         assert places(model) == []
 
@@ -396,9 +396,9 @@ class TestMoved:
         assert places(model) == (["0.0", "3"] if at == "output" else ["0", "0.0", "3"])
         (problem,) = [text for text in drop.check() if "copies" in text]
         assert problem == (
-            "'dropout': copies of its hooks sit on this model too, at '0'.\n"
-            "  fuse_modules, peft's modules_to_save or a copied layer made them. This handle neither steps nor removes "
-            'them: use find(model) for all, or inject again with on_existing="replace", then drop.seek(2).'
+            "'dropout': this model also has copies of its hooks, at '0'.\n"
+            "  fuse_modules, PEFT's modules_to_save or a copied layer created them. This handle neither steps nor removes "
+            'them: use find(model) for all hooks, or inject again with on_existing="replace", then drop.seek(2).'
         )
         with pytest.warns(HookdropWarning) as caught:
             drop.summary()
@@ -420,8 +420,8 @@ class TestCopied:
         peft = pytest.importorskip("peft")
         wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["conv1"], modules_to_save=["fc"], r=2))
         wrapped(images)
-        assert "copies of its hooks sit on this model too, at 'fc'" in drop.check()[0]
-        with pytest.warns(HookdropWarning, match="copies of its hooks sit on this model too"):
+        assert "this model also has copies of its hooks, at 'fc'" in drop.check()[0]
+        with pytest.warns(HookdropWarning, match="this model also has copies of its hooks"):
             drop.remove()
         assert len(places(model)) == 1
         assert eject(wrapped) == 1
@@ -430,7 +430,7 @@ class TestCopied:
     def test_a_copied_layer(self, model: Small, drop: Injection, images: torch.Tensor) -> None:
         model.layer2[0] = copy.deepcopy(model.layer1[0])
         model(images)
-        assert "copies of its hooks sit on this model too, at 'layer1.0.bn1'" in drop.check()[0]
+        assert "this model also has copies of its hooks, at 'layer1.0.bn1'" in drop.check()[0]
         assert [len(handle.check()) for handle in find(model)] == [1, 1]
         assert find(model.layer1).check() == []
         with pytest.warns(HookdropWarning, match="copies of its hooks"):
@@ -446,7 +446,7 @@ class TestCopied:
         part = copy.deepcopy(model.layer1)
         part[0].bn1 = nn.BatchNorm2d(8)
         part(torch.randn(2, 8, 8, 8))
-        assert "1 of 2 sites carry no hook any more: 'layer1.0.bn1'" in find(part)[0].check()[0]
+        assert "1 of 2 sites no longer have a hook: 'layer1.0.bn1'" in find(part)[0].check()[0]
 
     def test_a_copy_of_the_model_beside_it_is_no_copy_within(self, model: Small, drop: Injection) -> None:
         """A teacher, an EMA."""
@@ -491,7 +491,7 @@ def test_surgery_leaves_no_hook_alive(model: Small) -> None:
     model.fc = nn.Linear(8, 10)
     gc.collect()
     assert re.match("'dropout': 1 of 4 sites carry no hook", drop.check()[0])
-    with pytest.warns(HookdropWarning, match="carry no hook any more"):
+    with pytest.warns(HookdropWarning, match="no longer have a hook"):
         drop.remove()
     del drop
     gc.collect()
@@ -519,7 +519,7 @@ class TestDiscarded:
         assert len(caught) == 1
         (problem,) = drop.check()
         assert problem == str(caught[0].message)
-        assert "is gone, and never ran in training mode" in problem
+        assert "is gone and never ran in training mode" in problem
 
     def test_a_model_that_was_trained_may_go(self) -> None:
         model = self.layers()

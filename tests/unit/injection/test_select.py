@@ -21,7 +21,7 @@ from hookdrop import (
     inject,
     plan,
 )
-from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
+from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
 from hookdrop.injection.select import walk
 from tests.support.names import names
 from tests.support.nets import Small
@@ -362,7 +362,7 @@ class TestSelection:
         model = Iterates()
         drop = inject(model, Dropout(0.1), layers="blocks")
         drop.state_dict()
-        for _ in range(UPDATES_TO_JUDGE):
+        for _ in range(UPDATES_BEFORE_WARNING):
             model(torch.ones(2, 8)).sum().backward()
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -64,7 +64,7 @@ def test_a_state_of_other_sites_lists_the_differences_and_changes_nothing(kwargs
     [
         ({"version": 2}, "version 2, this hookdrop reads 1"),
         ({"step_count": -1}, "step_count must be at least 0"),
-        ({"step_count": "3"}, "step_count must be a whole number"),
+        ({"step_count": "3"}, "step_count must be an integer"),
         ({"enabled": 1}, "enabled is 1, not a bool"),
         ({"target_p": [0.4]}, "differ in length"),
         ({"sites": "ab"}, "are not lists"),

@@ -360,12 +360,16 @@ class TestMistakes:
 
     def test_a_with_that_was_forgotten(self, model: Small) -> None:
         drop = inject(model, Dropout(0.5), layers="fc")
-        with pytest.raises(TypeError, match="nothing before a forward.\n  write: with capture") as told:
+        with pytest.raises(
+            TypeError, match="enter this context manager before the forward.\n  write: with capture"
+        ) as told:
             capture(model, "fc")["fc"]
         assert "as seen: model(x)" in str(told.value)
-        with pytest.raises(AttributeError, match="no 'doubts' yet: .*\n  write: with stats"):
+        with pytest.raises(AttributeError, match="no attribute 'doubts': .*\n  write: with stats"):
             stats(model).doubts()
-        with pytest.raises(AttributeError, match=r"no 'plot_features' yet: .*\n  write: with drop.recording\(\) as r"):
+        with pytest.raises(
+            AttributeError, match=r"no attribute 'plot_features': .*\n  write: with drop.recording\(\) as r"
+        ):
             drop.recording().plot_features()
         assert not hasattr(capture(model, "fc"), "__len__")
 

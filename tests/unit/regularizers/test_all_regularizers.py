@@ -230,7 +230,7 @@ class TestBadRates:
             cls(10)
 
     def test_p_and_keep_prob_together(self, cls: type[Regularizer]) -> None:
-        with pytest.raises(ValueError, match="give p or keep_prob, not both"):
+        with pytest.raises(ValueError, match="pass p or keep_prob, not both"):
             cls(p=0.1, keep_prob=0.9)
 
     def test_keep_prob_instead(self, cls: type[Regularizer]) -> None:

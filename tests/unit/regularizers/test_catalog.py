@@ -64,12 +64,12 @@ class TestParse:
     def test_a_bare_name_is_told_its_settings(self) -> None:
         with pytest.raises(
             ValueError,
-            match=r"has no settings: write 'DropPath\(...\)'.\n  it takes: DropPath\(p=None, mode='row', \*, keep_prob=None\)$",
+            match=r"has no arguments: write 'DropPath\(...\)'.\n  signature: DropPath\(p=None, mode='row', \*, keep_prob=None\)$",
         ):
             parse("DropPath")
 
     def test_an_unknown_setting_is_told_the_known_ones(self) -> None:
-        with pytest.raises(TypeError, match=r"blocksize(.|\n)*it takes: DropBlock\(p"):
+        with pytest.raises(TypeError, match=r"blocksize(.|\n)*signature: DropBlock\(p"):
             parse("DropBlock(p=0.1, blocksize=7)")
 
     def test_a_bad_rate_is_told_as_by_the_class(self) -> None:

@@ -297,7 +297,7 @@ def test_a_block_size_may_be_a_numpy_or_a_torch_integer() -> None:
 
 @pytest.mark.parametrize("channel_dim", [1.0, "1", True])
 def test_a_channel_dim_that_is_none_is_refused(channel_dim: object) -> None:
-    with pytest.raises(TypeError, match="DropBlock: channel_dim must be a whole number"):
+    with pytest.raises(TypeError, match="DropBlock: channel_dim must be an integer"):
         drop_block(torch.ones(2, 3, 8, 8), 0.1, 3, channel_dim=channel_dim)
 
 

@@ -331,7 +331,7 @@ class TestSeeing:
         assert result.rows()[0] == ("inner", f"{factor:.3f}", "-", "1.000", 3)
         assert result.dropped == 0.0
         assert result.eval_identical
-        assert "edits gradients, in the backward pass: in these forwards it changes nothing" in str(result)
+        assert "edits gradients in the backward pass, so it changes nothing in these forwards" in str(result)
 
     def test_what_has_no_rate_is_asked_for_none(self) -> None:
         model = Net()

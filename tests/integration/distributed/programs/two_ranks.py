@@ -38,7 +38,7 @@ from hookdrop import (
     inject,
     seed_per_rank,
 )
-from hookdrop.diagnostics.checks import MOVES_TO_JUDGE
+from hookdrop.diagnostics.checks import STEPS_BEFORE_WARNING
 
 Facts = dict[str, Any]
 
@@ -345,11 +345,11 @@ def told_once_while_training() -> Facts:
     with hookdrop_warnings() as before:
         drop.summary()  # nothing has been drawn yet: there is nothing to say
     told = []
-    for step in range(2 * MOVES_TO_JUDGE):
+    for step in range(2 * STEPS_BEFORE_WARNING):
         with hookdrop_warnings() as texts:
             train(net, optimizer, 1)
             dist.barrier()
-            if rank() == 1 and step == MOVES_TO_JUDGE + 3:
+            if rank() == 1 and step == STEPS_BEFORE_WARNING + 3:
                 drop.metrics()
         told += [(step + 1, text) for text in texts]
     with hookdrop_warnings() as texts:
