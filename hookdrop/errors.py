@@ -1,4 +1,4 @@
-"""What hookdrop raises and warns with."""
+"""Errors and warnings raised by hookdrop."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ UNCHANGED = "No hook was placed; the model is unchanged."
 
 
 class HookdropError(Exception):
-    """The base of hookdrop's own errors."""
+    """Base class of all hookdrop errors."""
 
 
 class LayerError(HookdropError, ValueError):
-    """A layer was asked for that the model does not have, or that can't carry a hook."""
+    """A requested layer does not exist in the model or cannot carry a hook."""
 
 
 class ShapeError(HookdropError, ValueError):
-    """A tensor has a shape that the regularizer would misread."""
+    """A tensor has a shape that the regularizer would misinterpret."""
 
 
 class InjectionError(HookdropError, RuntimeError):
-    """An injection can't be made or used in the state that the model or the handle is in."""
+    """The current state of the model or the handle does not allow the operation."""
 
 
 class StateError(HookdropError, ValueError):
-    """A saved state does not fit, or a setting can't be saved."""
+    """A saved state does not match the injection, or a setting cannot be saved."""
 
 
 class HookdropWarning(UserWarning):
-    """Something that works but is probably not what was meant."""
+    """The code runs but probably does not do what was intended."""
 
 
-# People read and catch `hookdrop.LayerError`: that is the name that tracebacks show.
+# Tracebacks show `hookdrop.LayerError`, the name that users import and catch.
 for _class in (HookdropError, LayerError, ShapeError, InjectionError, StateError, HookdropWarning):
     _class.__module__ = "hookdrop"
 
 
 def nearest(text: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like `text`, best first."""
+    """Return the known names closest to `text`, best match first."""
     return difflib.get_close_matches(text, list(known), n=count, cutoff=0.5)
 
 
 def did_you_mean(text: str, known: Iterable[str], count: int = 3) -> str:
-    """A line of a message with the known names most like `text`; empty if there are none."""
+    """Return a message line that suggests the known names closest to `text`, or an empty string."""
     near = nearest(text, known, count)
     return f"\n  did you mean: {', '.join(map(repr, near))}" if near else ""
 
 
 def warn(message: str) -> None:
-    """A `HookdropWarning` that points at the line of the caller outside of hookdrop."""
+    """Issue a `HookdropWarning` attributed to the calling line outside hookdrop."""
     frame, depth = sys._getframe(1), 2
-    # A warning from a hook comes through torch's frames too.
+    # Warnings from a hook pass through torch's frames too.
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("hookdrop", "contextlib", "torch"):
         frame, depth = frame.f_back, depth + 1
     warnings.warn(message, HookdropWarning, stacklevel=depth)
@@ -62,7 +62,7 @@ def warn(message: str) -> None:
 
 @contextmanager
 def nothing_placed() -> Iterator[None]:
-    """Errors that leave this block say that the model is as it was."""
+    """Append "No hook was placed" to errors that leave this block."""
     try:
         yield
     except (HookdropError, TypeError, ValueError) as error:

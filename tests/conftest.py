@@ -1,4 +1,4 @@
-"""Fixtures of all tests, which start from the same random state."""
+"""Shared fixtures. Every test starts from the same RNG state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, m
 hypothesis.settings.load_profile("fixed")
 
 
-# PyTorch is all that hookdrop needs: without these the tests of the core run, and the others say what they lack.
+# hookdrop only requires PyTorch: tests that import one of these are skipped if it is not installed.
 OPTIONAL = ("timm", "torchvision", "transformers", "accelerate", "lightning", "peft", "rich", "IPython")
 
 
@@ -57,8 +57,8 @@ def images() -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def watches_end_with_their_test() -> Generator[None]:
-    """A handle that outlives its test must not warn, in another one, that its model is gone."""
+def unwatch_injections() -> Generator[None]:
+    """Prevent handles that outlive their test from warning in another test that their model is gone."""
     yield
-    for state in watchdog._watched.listed():
-        watchdog.forget(state)
+    for state in watchdog._watched.snapshot():
+        watchdog.unwatch(state)

@@ -19,7 +19,7 @@ from hookdrop.injection.verbs import plan as make_plan
 from hookdrop.recipes import Recipe
 from hookdrop.regularizers import parse
 from hookdrop.schedules import LinearSchedule
-from hookdrop.utils.call_syntax import Call, Kind, read_call, signature_of
+from hookdrop.utils.call_syntax import Call, CallSyntax, parse_call, signature_of
 from hookdrop.utils.tables import counted, shape_text
 
 RECIPES: dict[str, Recipe[...]] = {
@@ -72,7 +72,7 @@ def _by_layers(args: argparse.Namespace) -> _Planned:
 
 
 def _by_recipe(args: argparse.Namespace) -> _Planned:
-    call = read_call(args.recipe, _KIND)
+    call = parse_call(args.recipe, _SYNTAX)
     recipe, settings = RECIPES[call.name], _settings(args, call)
     found = models.load(args.model, args.input_size)
     plan = recipe.plan(found.model, *call.args, example_input=found.example_input, **settings)
@@ -88,7 +88,7 @@ def _settings(args: argparse.Namespace, call: Call) -> dict[str, Any]:
     try:
         given = signature.bind(None, *call.args, **settings).arguments
     except TypeError as error:
-        raise TypeError(f"{text}: {error}{signature_of(call.name, _KIND)}") from None
+        raise TypeError(f"{text}: {error}{signature_of(call.name, _SYNTAX)}") from None
     if "example_input" in given:
         raise ValueError(f"{text}: the command line creates example_input; remove it.\n  its size: --input-size 224")
     if not isinstance(given.get("name", ""), str):

@@ -1,1 +1,1 @@
-"""What watches the hooks: checks, measurements, recordings and dry runs. The hooks never import it."""
+"""Checks, measurements, recordings and dry runs. They observe the hooks, which never import them."""

@@ -1,4 +1,4 @@
-"""Tensors in, a matplotlib `Figure` out; without pyplot, which would keep figures open and show them twice."""
+"""Draw tensors into a matplotlib `Figure`, without pyplot, which keeps figures open and displays them twice."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 Rows: TypeAlias = Mapping[str, Tensor]
-"""The tensors of one layer by their labels: numbers, or masks that are True where an element was kept."""
+"""The tensors of one layer by label: values, or masks that are True where an element was kept."""
 
 KEPT, DROPPED = "#d5dde8", "#b2182b"
 SCALE = "viridis"
-MOST_BLOCKS = 6
-"""Layers in one figure, unless more are named."""
+MAX_BLOCKS = 6
+"""The number of layers in one figure, unless more are named."""
 
 
-def spread(names: Sequence[str]) -> list[str]:
-    """At most `MOST_BLOCKS` of the names, evenly from the first to the last."""
-    if len(names) <= MOST_BLOCKS:
+def evenly_spaced(names: Sequence[str]) -> list[str]:
+    """Select at most `MAX_BLOCKS` names, evenly spaced from the first to the last."""
+    if len(names) <= MAX_BLOCKS:
         return list(names)
-    return [names[round(i * (len(names) - 1) / (MOST_BLOCKS - 1))] for i in range(MOST_BLOCKS)]
+    return [names[round(i * (len(names) - 1) / (MAX_BLOCKS - 1))] for i in range(MAX_BLOCKS)]
 
 
 class Panel(NamedTuple):
@@ -40,32 +40,32 @@ class Panel(NamedTuple):
     title: str
     image: Tensor
     axes: tuple[str, str] | None = None
-    """Names of its columns and rows, unless it is a map."""
+    """The names of its columns and rows; None for a feature map."""
 
 
-def blank(figure: Any, width: float, height: float) -> Any:
-    """`figure`, or a new one of this size in inches."""
+def get_figure(figure: Any, width: float, height: float) -> Any:
+    """Return `figure`, or a new figure of this size in inches."""
     with needs("observe"):
         from matplotlib.figure import Figure
     return figure if figure is not None else Figure(figsize=(width, height), layout="constrained")
 
 
 def panels(x: Tensor, sample: int, channels: int, channel_dim: int | None = None) -> list[Panel]:
-    """One sample as images.
+    """Convert one sample to images.
 
-    Of maps (N, C, H, W) or (N, H, W, C) the first `channels`; of volumes (N, C, D, H, W) their middle slices; of tokens
-    (N, L, C) one image of tokens by channels; of features (N, C) or (N,) one image of all samples.
+    Maps (N, C, H, W) or (N, H, W, C) give their first `channels`, volumes (N, C, D, H, W) the middle slices of these,
+    tokens (N, L, C) one image of tokens x channels, and features (N, C) or (N,) one image of all samples.
     """
     x = _on_cpu(x)
     if not x.dim() or x.dim() > 5 or not x.numel():
-        raise ShapeError(f"got {tuple(x.shape)}: it can't be shown as images.")
+        raise ShapeError(f"got {tuple(x.shape)}: it cannot be shown as images.")
     if x.dim() < 3:
         return [Panel("", x.reshape(len(x), -1), ("unit", "sample"))]
     if not -len(x) <= sample < len(x):
-        raise ShapeError(f"got {tuple(x.shape)}, which has no sample={sample}: it has {len(x)}.")
+        raise ShapeError(f"got {tuple(x.shape)}, which has no sample={sample}: the batch size is {len(x)}.")
     if x.dim() == 3:
         return [Panel("", x[sample], ("channel", "token"))]
-    axis = channel_axis(x.shape) if channel_dim is None else count(channel_dim, "channel_dim", "pictures", -5)
+    axis = channel_axis(x.shape) if channel_dim is None else count(channel_dim, "channel_dim", "plot", -5)
     if not -x.dim() <= axis < x.dim():
         raise ShapeError(f"got {tuple(x.shape)}: channel_dim={axis} is not one of its axes 1 to {x.dim() - 1}.")
     maps = x.movedim(axis, 1)[sample]
@@ -81,23 +81,25 @@ def blocks_figure(
     channels: int = 8,
     channel_dim: int | None = None,
     figure: Any = None,
-    there_are: int = 0,
+    total: int = 0,
 ) -> Figure:
-    """Blocks by title from top to bottom, each a grid with a row for each tensor and a column for each channel.
+    """Draw blocks from top to bottom, each with a row per tensor and a column per channel.
 
-    `there_are` says how many blocks exist, for the title.
+    `total` is the number of existing blocks, for the title.
     """
-    channels, sample = count(channels, "channels", "pictures"), count(sample, "sample", "pictures", -sys.maxsize)
+    channels, sample = count(channels, "channels", "plot"), count(sample, "sample", "plot", -sys.maxsize)
     if not blocks:
-        raise LayerError("no layer is named, so there is nothing to show.\n  leave out `layers` for all, or name some")
+        raise LayerError(
+            "`layers` is empty, so there is nothing to plot.\n  omit `layers` to plot all layers, or name some."
+        )
     shown = [[panels(x, sample, channels, channel_dim) for x in rows.values()] for rows in blocks.values()]
     widths, heights = zip(*map(_size, shown), strict=True)
-    figure = blank(figure, max(5.0, *widths), sum(heights))
+    figure = get_figure(figure, max(5.0, *widths), sum(heights))
     parts = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, (title, rows), images in zip(parts, blocks.items(), shown, strict=True):
         _draw_block(part, title, list(rows), images)
-    if there_are > len(blocks):
-        parts[0].suptitle(f"{len(blocks)} of {there_are} layers\n{next(iter(blocks))}", fontsize=10)
+    if total > len(blocks):
+        parts[0].suptitle(f"{len(blocks)} of {total} layers\n{next(iter(blocks))}", fontsize=10)
     masked = [part for part, images in zip(parts, shown, strict=True) if any(_is_mask(row[0]) for row in images)]
     if masked:
         _add_legend(masked[-1])
@@ -105,13 +107,13 @@ def blocks_figure(
 
 
 def _size(rows: list[list[Panel]]) -> tuple[float, float]:
-    """Width and height of a block, in inches."""
+    """Return the width and height of a block in inches."""
     columns = len(rows[0])
     return (1.6 + 3.0 * len(rows), 2.6) if columns == 1 else (1.6 + 1.05 * max(2, columns), 0.75 + 1.05 * len(rows))
 
 
 def _draw_block(part: SubFigure, title: str, labels: list[str], rows: list[list[Panel]]) -> None:
-    """A row for each tensor; tensors of one image each are side by side."""
+    """Draw one row per tensor, or one row in total if each tensor is a single image."""
     from matplotlib.colors import ListedColormap
 
     part.suptitle(title, fontsize=10)
@@ -156,23 +158,23 @@ def _add_legend(part: SubFigure) -> None:
 
 
 def limits(values: Sequence[Tensor]) -> tuple[float, float]:
-    """The smallest and the largest finite number."""
+    """Return the smallest and the largest finite value."""
     finite = torch.cat([torch.empty(0), *(v[v.isfinite()] for v in values)])
     if not finite.numel():
         return 0.0, 1.0
     low, high = float(finite.min()), float(finite.max())
-    # For a range of one number matplotlib would give each image another scale.
+    # For an empty range, matplotlib would scale each image differently.
     return (low, high) if low < high else (low - 0.5, high + 0.5)
 
 
-def as_pictures(x: Tensor) -> Tensor:
-    """Images (N, C, H, W) for `imshow`: (N, H, W, 3) in [0, 1] of three channels, otherwise (N, H, W), their mean.
+def as_images(x: Tensor) -> Tensor:
+    """Convert (N, C, H, W) for `imshow`: to (N, H, W, 3) in [0, 1] for 3 channels, else to the channel mean (N, H, W).
 
-    Values that are not finite become the smallest finite value.
+    Non-finite values are replaced by the smallest finite value.
     """
     x = _on_cpu(x)
     if x.dim() != 4:
-        raise ShapeError(f"got {tuple(x.shape)}: pictures are (N, C, H, W).")
+        raise ShapeError(f"got {tuple(x.shape)}: expected images (N, C, H, W).")
     low = x.where(x.isfinite(), torch.inf).amin((1, 2, 3), keepdim=True).nan_to_num(0.0, 0.0)
     x = x.where(x.isfinite(), low)
     if x.shape[1] != 3:
@@ -182,7 +184,7 @@ def as_pictures(x: Tensor) -> Tensor:
 
 
 def pixels(figure: Figure) -> Any:
-    """The figure as an array (height, width, 3) of bytes, for loggers."""
+    """Render the figure to a uint8 array (height, width, 3), for loggers."""
     with needs("observe"):
         import numpy
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,4 +1,4 @@
-"""What the first calls of a hook show: that its layer runs, in which mode, and with what shape."""
+"""Listeners for the first calls of a hook: whether its layer runs, in which mode, and with which shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hookdrop.hooks.registry import hooks_of
 
 
 def note_call(hook: SiteHook, module: nn.Module, value: Any) -> None:
-    """Note that a layer ran; once it has run in training mode there is nothing left to note."""
+    """Record that a layer ran. Unsubscribes once the layer has run in training mode."""
     hook.called = True
     if module.training:
         hook.trained = hook.state.live.trained = True
@@ -24,15 +24,15 @@ def note_call(hook: SiteHook, module: nn.Module, value: Any) -> None:
 
 
 def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
-    """Check the shape of the first tensor at any rate: better now than at step 1,000 of a ramp."""
+    """Check the shape of the first tensor, even if the rate is still 0: a ramp would otherwise fail much later."""
 
     def check(x: Tensor) -> Tensor:
         hook.regularizer.check(x.shape)
-        # A symbol (make_fx) holds the trace that it belongs to, which can be neither copied nor pickled.
+        # A symbolic size (make_fx) references its trace, which can be neither copied nor pickled.
         if all(type(size) is int for size in x.shape):
             hook.last_shape = x.shape
             warn_about_shape(hook)
-        # From the first mask on, the ranks of a job know one another's seeds.
+        # Ranks announce their seeds when they draw their first masks.
         announce(x.device)
         return x
 
@@ -41,29 +41,29 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
 
 
 def warn_about_shape(hook: SiteHook) -> None:
-    """Warn about the last shape, once. A compiled graph cannot raise warnings, so its shapes wait for the next step."""
+    """Warn about the last shape, once. Compiled graphs cannot raise warnings, so their shapes are checked in `step`."""
     hook.unsubscribe(check_first_shape)
     for kind, text in shape_warnings(hook).items():
         hook.state.warn_once(kind, text)
 
 
 def shape_warnings(hook: SiteHook) -> dict[str, str]:
-    """What is probably not meant of the last shape, by kind: fifty blocks of one kind say the same."""
-    found = [] if hook.last_shape is None else hook.regularizer.shape_warnings(hook.last_shape)
+    """Return the warnings about the last shape, by kind, so that similar blocks warn only once."""
+    found = [] if hook.last_shape is None else hook.regularizer.doubts(hook.last_shape)
     see_all = "\n  all sites: print(plan(..., example_input=x))"
     return {re.sub(r"\d+", "#", text): f"{hook.where}: {text}{see_all}" for text in found}
 
 
 def is_unchecked(hook: SiteHook) -> bool:
-    """Whether no warning about a shape was given yet."""
+    """Whether the shape has not been checked yet."""
     return check_first_shape in hook.listeners
 
 
 @contextmanager
 def without_bookkeeping(model: nn.Module) -> Iterator[None]:
-    """The forwards inside leave no mark on any hook: not that it ran, nor in which mode."""
+    """Restore the bookkeeping of all hooks afterwards: whether they ran, in which mode and with which shape."""
     hooks = [hook for _, hook in hooks_of(model)]
-    before = [(hook.called, hook.trained, hook.last_shape, hook.listeners) for hook in hooks]
+    marks = [(hook.called, hook.trained, hook.last_shape, hook.listeners) for hook in hooks]
     lives = {hook.state.live: (hook.state.live.checkpointed, hook.state.live.trained) for hook in hooks}
     for hook in hooks:
         hook.called = hook.trained = False
@@ -73,10 +73,10 @@ def without_bookkeeping(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for hook, mark in zip(hooks, before, strict=True):
+        for hook, mark in zip(hooks, marks, strict=True):
             hook.called, hook.trained, hook.last_shape, hook.listeners = mark
-        for live, kept in lives.items():
-            live.checkpointed, live.trained = kept
+        for live, saved in lives.items():
+            live.checkpointed, live.trained = saved
 
 
 first_listeners += [note_call, check_first_shape]

@@ -1,4 +1,4 @@
-"""Running a model without leaving a trace."""
+"""Run a model without side effects."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _SMALL = 2**20  # bytes
 
 
 @contextmanager
-def preserved(model: nn.Module, *, trains: bool = True) -> Iterator[None]:
-    """Training flags, buffers (batch-norm statistics) and the random state are put back at the end.
+def restored_after(model: nn.Module, *, trains: bool = True) -> Iterator[None]:
+    """Restore training flags, buffers (batch-norm statistics) and RNG states on exit.
 
-    The forwards inside write to copies of the buffers, because writing the old values back would be an in-place change
-    under a live graph. Large buffers that no layer is known to write to are not copied: those of a quantized language
-    model are its weights. If a forward writes to one all the same, a warning names it.
+    Forwards inside write to copies of the buffers, because writing old values back would be an in-place change under a
+    live graph. Large buffers that no known layer writes to are not copied: in a quantized language model, these are the
+    weights. If a forward modifies one nevertheless, a warning names it.
 
     Args:
-        model: what is run inside.
-        trains: whether it may run in training mode, in which layers update statistics, queues and code books: then
-            floating-point buffers of any size are copied.
+        model: the model that runs inside.
+        trains: whether it may run in training mode, in which layers update statistics, queues and codebooks.
+            Floating-point buffers of any size are then copied.
 
     Raises:
-        InjectionError: the model has lazy parameters, which its first forward would create.
+        InjectionError: the model has lazy parameters, which its first forward would initialize.
     """
-    _must_have_shapes(model)
+    _require_no_lazy_parameters(model)
     flags = [(module, module.training) for module in model.modules()]
     with forked_rng(model), _copied_buffers(model, trains):
         try:
@@ -47,7 +47,7 @@ def preserved(model: nn.Module, *, trains: bool = True) -> Iterator[None]:
 
 
 def set_eval(model: nn.Module) -> None:
-    """Put a model in eval mode by its flags alone: `eval()` may do more, such as merging LoRA's weights."""
+    """Set only the training flags to eval mode: `eval()` may have side effects, such as merging LoRA weights."""
     for module in model.modules():
         module.training = False
 
@@ -61,9 +61,9 @@ def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
         for buffer in buffers_of(module).values()
         if buffer is not None and _may_be_written_to(module, buffer, trains)
     }
-    # One copy for each buffer, so that shared buffers stay shared.
+    # One copy per buffer, so that shared buffers stay shared.
     copies = {key: buffer.detach().clone() for key, buffer in copied.items()}
-    kept = [(buffer, version_of(buffer)) for buffer in model.buffers() if id(buffer) not in copies]
+    uncopied = [(buffer, version_of(buffer)) for buffer in model.buffers() if id(buffer) not in copies]
     try:
         for table, originals in tables:
             table.update({name: copies.get(id(buffer), buffer) for name, buffer in originals.items()})
@@ -72,14 +72,14 @@ def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
         for table, originals in tables:
             table.clear()
             table.update(originals)
-        _warn_of_changed(model, [buffer for buffer, version in kept if version_of(buffer) != version])
+        _warn_of_modified(model, [buffer for buffer, version in uncopied if version_of(buffer) != version])
 
 
-def _must_have_shapes(model: nn.Module) -> None:
+def _require_no_lazy_parameters(model: nn.Module) -> None:
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise InjectionError(
-            f"the model has lazy parameters ({some(lazy)}): a forward would create them, and change the model.\n"
+            f"the model has lazy parameters ({some(lazy)}): a forward would initialize them, which changes the model.\n"
             "  run one forward first: model(x)"
         )
 
@@ -87,53 +87,53 @@ def _must_have_shapes(model: nn.Module) -> None:
 def _may_be_written_to(module: nn.Module, buffer: Tensor, trains: bool) -> bool:
     if isinstance(module, BatchNorm) or buffer.numel() * buffer.element_size() <= _SMALL:
         return True
-    # Inference tensors count no versions, so a change would not be noticed.
+    # Inference tensors have no version counter, so a change would go unnoticed.
     return buffer.is_inference() or (trains and buffer.is_floating_point() and buffer.element_size() > 1)
 
 
-def _warn_of_changed(model: nn.Module, buffers: list[Tensor]) -> None:
+def _warn_of_modified(model: nn.Module, buffers: list[Tensor]) -> None:
     names = [name for name, buffer in model.named_buffers() if any(buffer is other for other in buffers)]
     if names:
         warn(
-            f"this forward wrote to {some(names)}, which {'is' if len(names) == 1 else 'are'} too large to be copied "
-            "first: the model keeps what was written.\n"
-            "  load its state again; without example_input= inject runs no forward."
+            f"this forward modified {some(names)}, which {'is' if len(names) == 1 else 'are'} too large to be copied "
+            "first, so the model keeps the new values.\n"
+            "  reload the model's state. Without example_input=, inject runs no forward."
         )
 
 
 @contextmanager
 def forked_rng(*where: nn.Module | Tensor) -> Iterator[None]:
-    """Python's, NumPy's and PyTorch's generators and those of the accelerators in use are put back at the end."""
+    """Restore the RNG states of Python, NumPy, PyTorch and the accelerators in use on exit."""
     tensors = [t for w in where for t in ([w] if isinstance(w, Tensor) else [*w.parameters(), *w.buffers()])]
     devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
     kinds = {device.type for device in devices}
     if len(kinds) > 1:
-        raise InjectionError(f"the model is on devices of several kinds ({', '.join(sorted(kinds))}).")
+        raise InjectionError(f"the model is on several types of accelerators ({', '.join(sorted(kinds))}).")
     indices = sorted({device.index or 0 for device in devices})
-    others = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    states = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:
         with torch.random.fork_rng(indices, device_type=next(iter(kinds), "cuda")):
             yield
     finally:
-        random.setstate(others[0])
-        if others[1] is not None:
-            sys.modules["numpy"].random.set_state(others[1])
+        random.setstate(states[0])
+        if states[1] is not None:
+            sys.modules["numpy"].random.set_state(states[1])
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Compiled code runs uncompiled inside, so that hooks are seen. What is not loaded has compiled nothing."""
+    """Run compiled code uncompiled inside, so that no hook is ignored. Does nothing if the compiler is not imported."""
     loaded = compiler_is_imported()
     stance: Any = torch.compiler.set_stance
     return stance("force_eager") if loaded else nullcontext()
 
 
 def call(model: nn.Module, example: Any) -> Any:
-    """`model` on a tensor (or any one argument), a tuple of arguments, or a mapping of keyword arguments.
+    """Call `model` with a tensor (or any single argument), a tuple of arguments, or a mapping of keyword arguments.
 
-    A compiled model runs uncompiled, so that hooks are seen.
+    A compiled model runs uncompiled, so that no hook is ignored.
 
     Raises:
-        InjectionError: the model does not take it.
+        InjectionError: the model does not accept the example.
     """
     try:
         with uncompiled():
@@ -146,12 +146,12 @@ def call(model: nn.Module, example: Any) -> Any:
         raise
     except Exception as error:
         raise InjectionError(
-            f"the model does not take this example, {describe(example)}:\n  {type(error).__name__}: {error}\n"
+            f"the model does not accept this example, {describe(example)}:\n  {type(error).__name__}: {error}\n"
             f"  {_advice(example)}, on the model's device."
         ) from error
 
 
 def _advice(example: Any) -> str:
     if isinstance(example, tuple | list) and example and all(isinstance(size, int) for size in example):
-        return f"give a tensor, not its shape: torch.randn({', '.join(map(str, example))})"
-    return "give a tensor, a tuple of arguments or a dict of keyword arguments, as the model is called with"
+        return f"pass a tensor, not its shape: torch.randn({', '.join(map(str, example))})"
+    return "pass a tensor, a tuple of arguments or a dict of keyword arguments"

@@ -1,4 +1,4 @@
-"""Measuring what a regularizer does to the tensors that pass."""
+"""Measure the effect of regularizers on real tensors."""
 
 from __future__ import annotations
 
@@ -24,62 +24,62 @@ HEADER = ("site", "asked", "dropped", "mean ratio", "calls")
 
 
 class Meter(Protocol):
-    """Receives every tensor that a regularizer works on."""
+    """Receives every tensor that a regularizer processes."""
 
     def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
-        """Note one call.
+        """Record one call.
 
         Args:
             hook: the hook of the site.
-            rate: that of the call; None if the regularizer has none.
-            x: what came in.
-            y: what went on.
-            dropped: bool, of the shape of `x`: where `y` does not depend on it.
+            rate: the rate of the call; None if the regularizer has none.
+            x: the input.
+            y: the output.
+            dropped: bool with the shape of `x`; True where `y` does not depend on `x`.
         """
 
 
 @dataclass
 class SiteMeasurement:
-    """What happened at one site."""
+    """The measurement of one site."""
 
     calls: int = 0
-    """How often the regularizer worked on a tensor."""
+    """The number of tensors that the regularizer processed."""
     elements: int = 0
     zeroed: float = 0.0
-    """Elements that the output does not depend on any more."""
+    """The number of input elements that the output does not depend on."""
     asked_sum: float | None = 0.0
     """None if the regularizer has no rate."""
     drops: bool = True
-    """Whether dropping is what the regularizer does."""
+    """Whether the regularizer drops elements."""
     magnitude_in: float = 0.0
     magnitude_out: float = 0.0
 
     @property
     def asked(self) -> float:
-        """The rate in force, averaged over the calls; 0 where there is none."""
+        """The current rate, averaged over the calls; 0 if there is none."""
         return self.asked_sum / self.calls if self.calls and self.asked_sum is not None else 0.0
 
     @property
     def dropped(self) -> float:
-        """The fraction of elements that was dropped."""
+        """The fraction of dropped elements."""
         return self.zeroed / self.elements if self.elements else 0.0
 
     @property
     def mean_ratio(self) -> float:
-        """Mean |output| / mean |input|: 1 where a regularizer keeps the mean."""
+        """Mean |output| / mean |input|; 1 if the regularizer preserves the mean magnitude."""
         return self.magnitude_out / self.magnitude_in if self.magnitude_in else 1.0
 
 
 @dataclass
 class Measurement:
-    """What the regularizers did, by site; `print` it.
+    """The effect of the regularizers, by site. `print` it for a table.
 
-    `asked`, `dropped` and `mean_ratio` are over all sites, weighted by their elements.
+    `asked`, `dropped` and `mean_ratio` cover all sites, weighted by their numbers of elements.
     """
 
     sites: dict[str, SiteMeasurement] = field(default_factory=dict)
     eval_identical: bool | None = None
-    """Whether eval output with hooks was bit-identical to that without; None if it was not looked at."""
+    """Whether eval output was bit-identical with and without hooks; None if it was not compared."""
     note: str = ""
 
     @property
@@ -88,13 +88,13 @@ class Measurement:
 
     @property
     def asked(self) -> float:
-        """The rate in force, averaged over the elements."""
+        """The current rate, averaged over the elements."""
         elements = sum(site.elements for site in self.sites.values())
         return sum(site.asked * site.elements for site in self.sites.values()) / elements if elements else 0.0
 
     @property
     def dropped(self) -> float:
-        """The fraction of all elements that was dropped."""
+        """The fraction of dropped elements over all sites."""
         elements = sum(site.elements for site in self.sites.values())
         return sum(site.zeroed for site in self.sites.values()) / elements if elements else 0.0
 
@@ -105,22 +105,22 @@ class Measurement:
         return sum(site.magnitude_out for site in self.sites.values()) / before if before else 1.0
 
     def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
-        """Add one call, as `Meter` says."""
+        """Record one call. See `Meter.record`."""
         site, regularizer = self.sites[hook.site], hook.regularizer
         site.calls += 1
         site.elements += x.numel()
         site.drops = regularizer.drops
-        # A gradient that is stopped is no element that was dropped.
+        # A stopped gradient does not count as a dropped element.
         site.zeroed += _total(dropped.sum()) if site.drops else 0.0
         if site.asked_sum is not None:
-            # Of `Cutout` the fraction that was dropped is not what its p asks for.
+            # The p of `Cutout`, for example, is not the fraction of dropped elements.
             asks = rate is not None and (regularizer.probability or not regularizer.drops)
             site.asked_sum = None if not asks else site.asked_sum + (rate or 0.0)
         site.magnitude_in += _total(x.detach().abs().sum(dtype=torch.float64))
         site.magnitude_out += _total(y.detach().abs().sum(dtype=torch.float64))
 
     def rows(self) -> list[tuple[str, str, str, str, int]]:
-        """One row a site, then all; a dash where a number would mean nothing."""
+        """Return one row per site and a row for all sites; a dash marks numbers that do not apply."""
         return [*(_row(name, site) for name, site in self.sites.items()), _row("all", self)]
 
     @property
@@ -130,7 +130,7 @@ class Measurement:
 
     @property
     def drops(self) -> bool:
-        """Whether any of the regularizers drops."""
+        """Whether any regularizer drops elements."""
         return any(site.drops for site in self.sites.values())
 
     def __str__(self) -> str:
@@ -140,11 +140,11 @@ class Measurement:
         return "\n".join([*lines, self.note] if self.note else lines)
 
     def _repr_html_(self) -> str:
-        return html_table(HEADER, self.rows(), "what the regularizers did")
+        return html_table(HEADER, self.rows(), "effect of the regularizers")
 
 
 def _total(number: Tensor) -> float:
-    """Of all ranks: the sum over a `DTensor` is a part of it on each."""
+    """Convert to a float, summed over all ranks: a sum over a `DTensor` is partial on each rank."""
     return float(number.full_tensor() if hasattr(number, "full_tensor") else number)
 
 
@@ -160,7 +160,7 @@ M = TypeVar("M", bound=Meter)
 
 @contextmanager
 def measured_into(state: InjectionState, meter: M) -> Iterator[M]:
-    """The forwards inside are recorded in `meter`."""
+    """Record the forwards inside in `meter`."""
     live = state.live
     meters: list[Meter] = [*_meters(live.observe), meter]
     live.observe = partial(_observe, meters)
@@ -176,18 +176,18 @@ def _meters(observe: Any) -> list[Meter]:
 
 
 def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: Rate) -> Tensor:
-    """`x` regularized and recorded.
+    """Regularize and record `x`.
 
-    What is dropped is read from the derivative, which is zero just there, whatever the values are and whoever wrote
-    the regularizer. It is taken of a second run from the same random state, so that the first run has the mask that
-    it would have had, and leaves the random state behind that it would have left.
+    Dropped elements are those with a zero derivative, whatever their values and whichever library the regularizer is
+    from. The derivative is computed in an extra run from the same RNG state, so that the actual run has the same mask
+    and leaves the same RNG state as without measuring.
     """
-    must_have_values(x)
+    require_values(x)
 
     def regularized(x: Tensor) -> Tensor:
         return require_same_shape_and_dtype(x, regularizer.regularize_at(x, rate.value))
 
-    # A copy of the regularizer, as it may count its calls.
+    # A copy, because the regularizer may be stateful.
     regularizer = copy.deepcopy(hook.regularizer)
     with forked_rng(x):
         dropped = _derivative(regularized, x) == 0
@@ -206,7 +206,7 @@ def _derivative(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if functorch_stack() is not None:
         computed: Any = torch.func.vjp(fn, x)
         return computed[1](torch.ones_like(computed[0]))[0]  # type: ignore[no-any-return]
-    # An activation checkpoint counts the tensors that are saved inside of it: these are none of them.
+    # Hide these saved tensors from a surrounding activation checkpoint, which counts them.
     uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with torch.inference_mode(False), torch.enable_grad(), uncounted:
         twin = x.detach().clone().requires_grad_()
@@ -216,7 +216,7 @@ def _derivative(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _for_each_slice(record: Callable[..., Any], *tensors: Tensor) -> None:
-    """Call `record` with tensors that have values: under `torch.func.vmap`, with those of all slices together."""
+    """Call `record` with concrete tensors; under `torch.func.vmap`, with all slices stacked."""
     if functorch_stack() is None:
         record(*tensors)
     else:
@@ -224,7 +224,7 @@ def _for_each_slice(record: Callable[..., Any], *tensors: Tensor) -> None:
 
 
 class _Record(torch.autograd.Function):
-    """Nothing to differentiate; PyTorch takes the tensors out of its transforms one by one."""
+    """A non-differentiable function, through which PyTorch unwraps the tensors from its transforms one by one."""
 
     @staticmethod
     def forward(record: Callable[..., Any], *tensors: Tensor) -> Tensor:
@@ -252,10 +252,10 @@ class _Record(torch.autograd.Function):
         return _Record.apply(record, *slices), None
 
 
-def must_have_values(x: Tensor) -> None:
-    """Raise `InjectionError` for a tensor on the meta device."""
+def require_values(x: Tensor) -> None:
+    """Raise `InjectionError` if a tensor is on the meta device."""
     if x.is_meta:
         raise InjectionError(
-            "on the meta device there are no values, so nothing can be measured.\n"
-            '  first give the model some: model.to_empty(device="cpu"), then its weights'
+            "tensors on the meta device have no values, so nothing can be measured.\n"
+            '  first materialize the model: model.to_empty(device="cpu"), then load its weights'
         )

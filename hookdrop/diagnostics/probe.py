@@ -1,4 +1,4 @@
-"""Proof that an injection is active: a few forwards that leave no trace."""
+"""Verify that an injection is active, by a few forwards without side effects."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.diagnostics.first_call import without_bookkeeping
-from hookdrop.diagnostics.isolation import call, preserved, set_eval
-from hookdrop.diagnostics.measurement import Measurement, SiteMeasurement, measured_into, must_have_values
+from hookdrop.diagnostics.isolation import call, restored_after, set_eval
+from hookdrop.diagnostics.measurement import Measurement, SiteMeasurement, measured_into, require_values
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
@@ -21,14 +21,14 @@ from hookdrop.utils.wrappers import unwrapped
 
 
 def probe(model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:
-    """Measure `forwards` train-mode forwards on `x`, and compare eval output with hooks and without."""
+    """Measure `forwards` training-mode forwards on `x`, and compare eval output with and without hooks."""
     forwards = count(forwards, "forwards", "probe")
     inner = unwrapped(model)
     for parameter in inner.parameters():
-        must_have_values(parameter)
+        require_values(parameter)
     result = empty_measurement(hooks)
     note_on_modes = _note_on_modes(inner)
-    with without_bookkeeping(model), preserved(model), torch.no_grad():
+    with without_bookkeeping(model), restored_after(model), torch.no_grad():
         modes = _training_modes(inner)
         set_eval(inner)
         result.eval_identical = _eval_identical(inner, x)
@@ -42,15 +42,15 @@ def probe(model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook], x:
 
 
 def empty_measurement(hooks: Sequence[SiteHook]) -> Measurement:
-    """A measurement with a row for each site."""
+    """Return an empty measurement with a row per site."""
     return Measurement({hook.site: SiteMeasurement() for hook in hooks})
 
 
 def _training_modes(model: nn.Module) -> list[bool]:
-    """The flags as they are if the model is training; else those that `train()` would set.
+    """Return the current flags if the model is in training mode, or else those that `train()` would set.
 
-    `train()` is not called, because some classes merge weights in it (LoRA). Others keep batch norm in eval: inside a
-    module that defines `train()`, frozen batch norm stays in eval.
+    `train()` is not called, because some classes merge weights in it (LoRA). Others keep batch norm in eval mode:
+    inside a module that overrides `train()`, frozen batch norm stays in eval mode.
     """
     if model.training:
         return [module.training for module in model.modules()]
@@ -73,15 +73,15 @@ def _note_on_modes(model: nn.Module) -> str:
     if not own:
         return ""
     return (
-        f"the model was in eval mode, and {type(own[0]).__name__} defines train(), which a probe does not call: "
-        "call model.train() first to probe the modes that it sets"
+        f"the model was in eval mode, and {type(own[0]).__name__} overrides train(), which probe() does not call: "
+        "call model.train() first to probe in the modes that it sets"
     )
 
 
 def _eval_identical(model: nn.Module, x: Any) -> bool | None:
-    with preserved(model, trains=False):
+    with restored_after(model, trains=False):
         regularized = tensors(call(model, x))
-    with preserved(model, trains=False), hooks_removed(model):
+    with restored_after(model, trains=False), hooks_removed(model):
         clean = tensors(call(model, x))
     if not clean:
         return None
@@ -89,7 +89,7 @@ def _eval_identical(model: nn.Module, x: Any) -> bool | None:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    # Of a DTensor each rank compares its own part.
+    # Each rank compares its own shard of a DTensor.
     a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -98,15 +98,15 @@ def _note(state: InjectionState, hooks: Sequence[SiteHook], result: Measurement)
     if not state.on:
         return f"{state.name!r} is disabled: drop.enable()"
     if result.calls and all(hook.regularizer.in_backward for hook in hooks):
-        return f"{state.name!r} edits gradients, in the backward pass: in these forwards it changes nothing"
+        return f"{state.name!r} edits gradients in the backward pass, so it changes nothing in these forwards"
     if result.calls:
         return ""
     if state.multiplier == 0.0 and any(hook.train_rate is not None and hook.train_rate.neutral for hook in hooks):
         return (
             f"nothing was dropped: the rate is 0 at step {state.step_count} of {state.schedule}; "
-            "probe(x, step=...) looks further along"
+            "measure a later step with probe(x, step=...)"
         )
     if not any(hook.trained for hook in hooks):
-        return "nothing was dropped: no site was called in training mode (never called, or kept in eval)"
+        return "nothing was dropped: no site was called in training mode (never called, or kept in eval mode)"
     neutral = {f"{hook.regularizer.neutral:g}" for hook in hooks}
     return f"nothing was dropped: the rate is {' or '.join(sorted(neutral))}"

@@ -1,6 +1,6 @@
-"""The ranks of a distributed job: seeding each differently, and noticing where that was forgotten.
+"""Seed the ranks of a distributed job differently, and detect ranks that share a seed.
 
-Masks come from PyTorch's global generators. Ranks with the same seed drop the same places of their batches.
+Masks are drawn from PyTorch's global generators, so ranks with equal seeds drop the same positions of their batches.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ if TYPE_CHECKING:
 
 
 class _Seeded(NamedTuple):
-    """What `seed_per_rank` did last in this process."""
+    """The last call of `seed_per_rank` in this process."""
 
     job: int
     own: int
     shared: bool
-    """Whether ranks outside of the group are meant to have the same seed."""
+    """Whether equal seeds on ranks outside the group are intended."""
 
 
 _last: _Seeded | None = None
 
 
 def seed_per_rank(seed: int | None = None, *, rank: int | None = None, group: dist.ProcessGroup | None = None) -> int:
-    """Seed PyTorch's generators, on the CPU and on accelerators, differently on each rank.
+    """Seed PyTorch's CPU and accelerator generators differently on each rank.
 
-    Call it on every rank once model and data sets are built: `fully_shard` keeps the weights that each rank made (DDP
-    takes those of rank 0), and random splits must be the same everywhere. The seed is a hash of `seed` and the rank, so
-    that the jobs of seeds 0 and 1 have no rank in common. Nothing is communicated. Python's and NumPy's generators are
-    left alone: no mask comes from them. A second call (a re-run cell) gives the same seeds again.
+    Call it on every rank after building the model and the data sets: `fully_shard` keeps the weights that each rank
+    initialized (DDP broadcasts those of rank 0), and random splits must agree between ranks. The seed is a hash of
+    `seed` and the rank, so that jobs with the seeds 0 and 1 have no rank seeds in common. Nothing is communicated. The
+    generators of Python and NumPy are not seeded, because masks do not use them. The function is idempotent.
 
     Args:
-        seed: the job's, any whole number; None is the one that PyTorch was last seeded with (`torch.initial_seed()`),
-            or if that was done by this function, the job's seed that it used.
-        rank: which of the ranks that draw different masks this is, from 0 up. If neither this nor `group` is given:
-            the rank in the job, from `torch.distributed`, or before that is initialized from `RANK`, or 0.
-        group: the process group whose rank counts: that of data parallelism where tensor parallel ranks work on the
-            same samples and so must draw the same masks. `check()` then takes equal seeds for meant.
+        seed: the seed of the job, any integer. None uses `torch.initial_seed()`, or the same job seed as before if
+            this function was the last to seed PyTorch.
+        rank: the index of this rank among those that draw different masks, from 0. By default the rank in `group`, or
+            else in the job: from `torch.distributed` if it is initialized, from the environment variable `RANK`, or 0.
+        group: the process group that defines the rank. Pass the data-parallel group if tensor-parallel ranks process
+            the same samples and must draw equal masks. `check()` then accepts equal seeds.
 
     Returns:
-        The seed of this rank, in [0, 2**63), for the generators of other libraries.
+        The seed of this rank, in [0, 2**63), which can also seed the generators of other libraries.
 
     Raises:
-        TypeError, ValueError: a number is none or out of range, both `rank` and `group` are given, or this process is
-            not in `group`. Nothing was seeded.
+        TypeError, ValueError: an argument is not an integer or is out of range, both `rank` and `group` are given, or
+            this process is not in `group`. Nothing was seeded.
 
     Example:
         >>> seed_per_rank(0, rank=0) == seed_per_rank(0, rank=0) != seed_per_rank(0, rank=1) == torch.initial_seed()
@@ -77,15 +77,15 @@ def _job_seed() -> int:
 
 
 def _mixed(seed: int, rank: int) -> int:
-    """63 bits, of which every one depends on all of both."""
-    # As torch does it, a negative seed is its 64 bits without the sign.
+    """Hash both numbers to 63 bits."""
+    # Like torch, reinterpret a negative seed as unsigned 64 bits.
     digest = hashlib.sha256(f"{seed % 2**64} {rank}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _own_rank(rank: int | None, group: dist.ProcessGroup | None) -> int:
     if rank is not None and group is not None:
-        raise ValueError("seed_per_rank: give rank or group, not both; nothing was seeded.")
+        raise ValueError("seed_per_rank: pass rank or group, not both; nothing was seeded.")
     if rank is not None:
         return count(rank, "rank", "seed_per_rank", 0)
     if group is not None:
@@ -97,7 +97,7 @@ def _own_rank(rank: int | None, group: dist.ProcessGroup | None) -> int:
         return dist.get_rank()
     text = os.environ.get("RANK", "0")
     if not text.isdecimal():
-        raise ValueError(f"seed_per_rank: the environment has RANK={text!r}, which is no rank; nothing was seeded.")
+        raise ValueError(f"seed_per_rank: the environment variable RANK={text!r} is not a rank; nothing was seeded.")
     return int(text)
 
 
@@ -105,24 +105,24 @@ def _initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-# --- noticing equal seeds
+# --- detecting equal seeds
 #
-# Each rank writes its seed into the job's store, and its number into the first free slot of that seed: two requests for
-# each rank and seed. No rank ever waits for another. Who asks reads the slots.
+# Each rank writes its seed to the job's store, and its rank to the first free slot of that seed: two requests per rank
+# and seed. No rank waits for another. A check reads the slots.
 
 _announced: tuple[weakref.ref[Store], dict[str, tuple[int, str]]] | None = None
-"""A store, and the seed and the slot there that this process wrote last, by the kind of generator."""
+"""A store, and the seed and slot that this process last wrote there, by device type."""
 
 _ABSENT = "-"
 
 
 class _Job(NamedTuple):
-    """A rank in its job, and the seed that its masks come from."""
+    """A rank of the job and the seed of its masks."""
 
     store: Store
     rank: int
     kind: str
-    """The generator's device type: a seed gives other masks on another type."""
+    """The device type of the generator: equal seeds give different masks on different types."""
     seed: int
 
     def key(self, what: str, of: int) -> str:
@@ -130,7 +130,7 @@ class _Job(NamedTuple):
 
 
 def announce(device: torch.device) -> None:
-    """Let the other ranks of the job know the seed that masks on `device` come from: once for each seed."""
+    """Publish the seed of the masks on `device` to the other ranks of the job, once per seed."""
     job = _job(device)
     if job is not None and _written(job.store).get(job.kind, (None,))[0] != job.seed:
         with suppress(RuntimeError):
@@ -138,9 +138,9 @@ def announce(device: torch.device) -> None:
 
 
 def find_rank_with_same_seed(where: nn.Module | torch.device) -> tuple[int, int, int] | None:
-    """The number of this rank, that of another which draws masks there from the same seed, and that seed.
+    """Return this rank, another rank that draws masks from the same seed, and the seed.
 
-    None if none is known: another is known once it has announced its seed. Without `torch.distributed` nothing is done.
+    Returns None if no such rank has announced its seed yet, or if `torch.distributed` is not initialized.
     """
     job = _job(where if isinstance(where, torch.device) else _device_of(where))
     if job is None:
@@ -150,13 +150,13 @@ def find_rank_with_same_seed(where: nn.Module | torch.device) -> tuple[int, int,
         other = first if first != job.rank else _read(job.store, job.key("second with seed", job.seed))
         if other in (None, job.rank) or _read(job.store, job.key("seed of", other)) != job.seed:
             return None
-    except RuntimeError:  # the store is gone with the rank that had it, or is one that can't be asked
+    except RuntimeError:  # the rank that hosted the store is gone, or the store is not readable
         return None
     return job.rank, other, job.seed
 
 
 def _job(device: torch.device) -> _Job | None:
-    """None where no other rank could draw the same masks, or where this is intended."""
+    """Return None if no other rank can draw the same masks, or if equal masks are intended."""
     if not _initialized() or dist.get_world_size() < 2:
         return None
     kind, seed = _seed_in_use(device)
@@ -167,7 +167,7 @@ def _job(device: torch.device) -> _Job | None:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """The accelerator, if some of the model is on one."""
+    """Return the accelerator, if any parameter is on one, or else the CPU."""
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "meta"}
     return max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
 
@@ -175,14 +175,14 @@ def _device_of(model: nn.Module) -> torch.device:
 def _seed_in_use(device: torch.device) -> tuple[str, int]:
     if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
-        # Fake tensors may be on a device that this machine has not got.
+        # Fake tensors may be on a device that does not exist here.
         if getattr(module, "is_initialized", lambda: True)():
             return device.type, int(module.initial_seed())
     return "cpu", torch.initial_seed()
 
 
 def _claim(job: _Job) -> int:
-    """Write down the seed, once, and take a slot of it; the rank that is first with this seed."""
+    """Publish the seed once and claim one of its slots. Returns the first rank with this seed."""
     store, written = job.store, _written(job.store)
     seed, before = written.get(job.kind, (None, ""))
     if seed != job.seed:
@@ -192,11 +192,11 @@ def _claim(job: _Job) -> int:
     if first != job.rank and _read(store, job.key("seed of", first)) == job.seed:
         slot = job.key("second with seed", job.seed)
         store.set(slot, str(job.rank))
-    elif first != job.rank:  # that rank was seeded anew
+    elif first != job.rank:  # that rank was reseeded
         store.set(slot, str(job.rank))
         first = job.rank
     written[job.kind] = job.seed, slot
-    # Or the slots of a job that is seeded at every step would fill the store.
+    # Without this, a job that reseeds at every step would fill the store.
     if before not in ("", slot) and _read(store, before) == job.rank:
         store.delete_key(before)
     return first
@@ -210,6 +210,6 @@ def _written(store: Store) -> dict[str, tuple[int, str]]:
 
 
 def _read(store: Store, key: str) -> int | None:
-    """What is there now; `store.get` would wait for a key that is not."""
+    """Read a key without blocking: `store.get` would wait for a missing key."""
     text = store.compare_set(key, _ABSENT, _ABSENT).decode()
     return None if text == _ABSENT else int(text)

@@ -1,4 +1,4 @@
-"""What a regularizer did to real tensors: what came in, what was kept, what went on."""
+"""Record the inputs, masks and outputs of regularizers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hookdrop.diagnostics.figures import Rows, blocks_figure, pixels, spread
+from hookdrop.diagnostics.figures import Rows, blocks_figure, evenly_spaced, pixels
 from hookdrop.diagnostics.measurement import measured_into
 from hookdrop.errors import did_you_mean
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import html_table, shape_text, some, text_table
-from hookdrop.utils.tensor_copies import NotKept, Place, copied, place
+from hookdrop.utils.tensor_copies import CopyDevice, NotRecordedError, detached_copy, valid_device
 from hookdrop.utils.torch_internals import graph_task
 from hookdrop.utils.validation import count
 
@@ -30,23 +30,23 @@ HEADER = ("site", "calls", "shape", "p", "dropped")
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One call of one site: copies without a graph, all of one shape."""
+    """One call of one site: detached copies, all of the same shape."""
 
     before: Tensor
-    """What came in."""
+    """The input."""
     mask: Tensor
-    """bool: True where the output depends on the input. All True for what drops nothing, such as noise."""
+    """bool; True where the output depends on the input. All True for regularizers that drop nothing, such as noise."""
     after: Tensor
-    """What went on."""
+    """The output."""
     p: float | None
-    """The rate in force; None for a regularizer without a rate."""
+    """The rate of the call; None if the regularizer has none."""
     regularizer: str
     drops: bool = True
-    """Whether dropping is what the regularizer does."""
+    """Whether the regularizer drops elements."""
 
     @property
     def dropped(self) -> float:
-        """The fraction that was dropped; 0 of what drops nothing."""
+        """The fraction of dropped elements; 0 for regularizers that drop nothing."""
         mask = self.mask.full_tensor() if hasattr(self.mask, "full_tensor") else self.mask
         return 1.0 - float(mask.float().mean()) if mask.numel() else 0.0
 
@@ -56,34 +56,35 @@ class Record:
 
 
 class Recording(Mapping[str, Record]):
-    """The last call of each site by the site's name; `calls(name)` has all that were kept."""
+    """Maps site names to the last recorded call; `calls(name)` returns all recorded calls."""
 
-    def __init__(self, name: str, sites: Sequence[str], last: int = 1, to: Place = None) -> None:
+    def __init__(self, name: str, sites: Sequence[str], last: int = 1, to: CopyDevice = None) -> None:
         self.name = name
         self.reasons: dict[str, str] = {}
-        """Why nothing was recorded, by site; known when the recording is over."""
-        self._last, self._to = count(last, "last", "recording"), place(to, "recording")
+        """Why nothing was recorded, by site. Filled when the recording ends."""
+        self._last, self._to = count(last, "last", "recording"), valid_device(to, "recording")
         self._records: dict[str, deque[Record]] = {site: deque(maxlen=self._last) for site in sites}
         self._counts = dict.fromkeys(sites, 0)
 
     def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
-        """Add one call; what an activation checkpoint recomputes is no other call."""
+        """Add one call, unless an activation checkpoint recomputes it."""
         if graph_task() != -1:
             return
         regularizer = hook.regularizer
-        mask = ~copied(dropped, self._to) if regularizer.drops else torch.ones_like(copied(dropped, self._to))
-        record = Record(copied(x, self._to), mask, copied(y, self._to), rate, hook.describe(rate), regularizer.drops)
+        before, after, dropped = (detached_copy(tensor, self._to) for tensor in (x, y, dropped))
+        mask = ~dropped if regularizer.drops else torch.ones_like(dropped)
+        record = Record(before, mask, after, rate, hook.describe(rate), regularizer.drops)
         self._records[hook.site].append(record)
         self._counts[hook.site] += 1
 
     def __getitem__(self, name: str) -> Record:
-        """The last call of a site; `LayerError` if there is none."""
+        """Return the last call of a site. Raises `LayerError` if there is none."""
         return self.calls(name)[-1]
 
     def calls(self, name: str) -> list[Record]:
-        """Every call that was kept, in order."""
+        """Return all recorded calls of a site, in order."""
         if not self._records.get(name):
-            raise NotKept(self._missing(name))
+            raise NotRecordedError(self._missing(name))
         return list(self._records[name])
 
     def __iter__(self) -> Iterator[str]:
@@ -95,54 +96,54 @@ class Recording(Mapping[str, Record]):
     def _missing(self, name: str) -> str:
         recorded = f"\n  recorded: {some(list(self)) or 'nothing'}"
         if name in self._records:
-            why = self.reasons.get(name, "so far it was not called in training mode at a rate above 0")
+            why = self.reasons.get(name, "it has not been called in training mode at a rate above 0 yet")
             return f"nothing was recorded at {name!r}: {why}.{recorded}"
         return f"{self.name!r} has no site {name!r}.{did_you_mean(name, self._records)}{recorded}"
 
-    # --- pictures
+    # --- plots
 
     def plot_features(
         self, layers: str | Sequence[str] | None = None, sample: int = 0, channels: int = 8, figure: Any = None
     ) -> Figure:
-        """Before, mask and after of the last call of each site, one colour scale a site.
+        """Plot input, mask and output of the last call of each site, with one color scale per site.
 
-        Of what drops nothing, such as noise, the change is shown instead of a mask.
+        For regularizers that drop nothing, such as noise, the change is plotted instead of a mask.
 
         Args:
-            layers: which sites, by name or glob; None is all that were recorded, or 6 of them from first to last.
-            sample: which of the batch.
-            channels: how many channels of a map at most. Tokens are one image (tokens x channels), features another
-                (samples x units).
-            figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
+            layers: the sites, by name or glob; None plots all recorded sites, or 6 of them from first to last.
+            sample: the index in the batch.
+            channels: the maximum number of channels of a map. Tokens are one image (tokens x channels), and so are
+                features (samples x units).
+            figure: a matplotlib `Figure` or `SubFigure` to draw into, instead of a new one.
 
         Returns:
-            The figure; `figure.savefig("seen.png")` writes it, and a notebook shows it.
+            The figure. `figure.savefig("features.png")` saves it, and notebooks display it.
 
         Raises:
             HookdropError: matplotlib is not installed.
-            LayerError: a site that was not recorded, or nothing was.
+            LayerError: a site was not recorded, or nothing was recorded.
         """
         blocks: dict[str, Rows] = {}
-        for name, r in self._chosen(layers).items():
+        for name, r in self._select(layers).items():
             mask = {"mask": r.mask} if r.drops else {}
             blocks[self._title(name)] = {"before": r.before, **mask, "after": r.after}
             if not r.drops:
-                blocks[f"{name or 'the model'}: what was added"] = {"after - before": r.after - r.before}
-        return self._drawn(blocks, layers, sample, channels, figure)
+                blocks[f"{name or 'the model'}: change"] = {"after - before": r.after - r.before}
+        return self._draw(blocks, layers, sample, channels, figure)
 
     def plot_masks(
         self, layers: str | Sequence[str] | None = None, sample: int = 0, channels: int = 8, figure: Any = None
     ) -> Figure:
-        """The mask of the last call of each site; the arguments are those of `plot_features`."""
-        blocks = {self._title(name): {"mask": r.mask} for name, r in self._chosen(layers).items()}
-        return self._drawn(blocks, layers, sample, channels, figure)
+        """Plot the mask of the last call of each site. See `plot_features` for the arguments."""
+        blocks = {self._title(name): {"mask": r.mask} for name, r in self._select(layers).items()}
+        return self._draw(blocks, layers, sample, channels, figure)
 
     def log_tensorboard(self, writer: Any, step: int, sample: int = 0, channels: int = 8) -> None:
-        """Write the picture of every site, and the fraction that was dropped there.
+        """Log a plot and the dropped fraction of every site.
 
         Args:
-            writer: a `torch.utils.tensorboard.SummaryWriter`, or what has its `add_image` and `add_scalar`.
-            step: the step to write them at.
+            writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with `add_image` and `add_scalar`.
+            step: the global step.
             sample, channels: as in `plot_features`.
         """
         for name, record in self.items():
@@ -151,14 +152,14 @@ class Recording(Mapping[str, Record]):
             writer.add_image(f"{tag}/features", image, step, dataformats="HWC")
             writer.add_scalar(f"{tag}/dropped", record.dropped, step)
 
-    def _drawn(self, blocks: Mapping[str, Rows], layers: Any, sample: int, channels: int, figure: Any) -> Figure:
-        there_are = len(self) if layers is None else 0
-        return blocks_figure(blocks, sample=sample, channels=channels, figure=figure, there_are=there_are)
+    def _draw(self, blocks: Mapping[str, Rows], layers: Any, sample: int, channels: int, figure: Any) -> Figure:
+        total = len(self) if layers is None else 0
+        return blocks_figure(blocks, sample=sample, channels=channels, figure=figure, total=total)
 
-    def _chosen(self, layers: str | Sequence[str] | None) -> dict[str, Record]:
+    def _select(self, layers: str | Sequence[str] | None) -> dict[str, Record]:
         if layers is None and not len(self):
-            raise NotKept(self._missing(next(iter(self._records), "")))
-        names: list[str] = spread(list(self)) if layers is None else []
+            raise NotRecordedError(self._missing(next(iter(self._records), "")))
+        names: list[str] = evenly_spaced(list(self)) if layers is None else []
         for entry in [layers] if isinstance(layers, str) else layers or ():
             matching = [] if entry in self._records else list(filter(glob_expression(entry).fullmatch, self))
             names += matching or [entry]
@@ -179,15 +180,15 @@ class Recording(Mapping[str, Record]):
         ]
 
     def __repr__(self) -> str:
-        return text_table(HEADER, self._rows()) if len(self) else f"<nothing recorded of {self.name!r}>"
+        return text_table(HEADER, self._rows()) if len(self) else f"<Recording of {self.name!r}: empty>"
 
     def _repr_html_(self) -> str:
-        return html_table(HEADER, self._rows(), f"recorded of {self.name}: the last call of each site")
+        return html_table(HEADER, self._rows(), f"recording of {self.name}: the last call of each site")
 
 
 @contextmanager
-def recorded(state: InjectionState, hooks: Sequence[SiteHook], last: int, to: Place) -> Iterator[Recording]:
-    """Record the forwards inside, and find out what was not recorded, and why."""
+def recorded(state: InjectionState, hooks: Sequence[SiteHook], last: int, to: CopyDevice) -> Iterator[Recording]:
+    """Record the forwards inside, and find the reasons why sites were not recorded."""
     recording = Recording(state.name, [hook.site for hook in hooks], last, to)
     try:
         with measured_into(state, recording):

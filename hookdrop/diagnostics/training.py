@@ -1,4 +1,4 @@
-"""How far the training of a model has got, as its weights show."""
+"""Track the progress of a training by the updates of its weights."""
 
 from __future__ import annotations
 
@@ -12,38 +12,37 @@ from torch.nn.parameter import UninitializedParameter
 from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.torch_internals import dispatch_modes, functorch_stack, is_tracing, parameters_of, version_of
 
-UPDATES_TO_JUDGE = 20
-"""Updates of the weights after which a mistake is warned about. Accumulated gradients, recurrent calls and validation
-update nothing."""
+UPDATES_BEFORE_WARNING = 20
+"""Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
 
 _SAMPLED = 1024
-"""How many values of a weight are compared."""
+"""The number of values of a weight that are compared."""
 
 
-class Watch:
-    """Counts the updates of a model's weights, and those since the schedule last moved."""
+class UpdateCounter:
+    """Counts the updates of a model's weights, in total and since the schedule last advanced."""
 
     def __init__(self, model: nn.Module, *, copied: bool) -> None:
         self.model = weakref.ref(model)
         self.copied = copied
-        """Whether the hooks are copies: those of a teacher or an average, perhaps, which no optimizer trains."""
-        self.silent = not copied
-        """Whether some site may never have run, and no warning was given."""
-        self.updates = self.stalled = 0
+        """Whether the hooks are copies, possibly of a teacher or an average that no optimizer trains."""
+        self.awaiting_first_calls = not copied
+        """Whether some site may not have run yet and no warning was raised."""
+        self.updates = self.updates_since_step = 0
         self.thread = threading.get_ident()
         self.sampler: str | None = None
-        """The site in whose calls the weight's values are compared."""
+        """The site whose calls compare the values of the weight."""
         self._moves = 0
-        self._visible = False
-        """Whether an update moved the weight's version, as those of PyTorch's optimizers do."""
+        self._version_changes = False
+        """Whether updates increment the weight's version, as those of PyTorch's optimizers do."""
         self._values: Tensor | None = None
         self._owner: tuple[weakref.ref[nn.Module], str] | None = None
-        """The module and the name of the weight: a weak reference to a parameter would keep it from being swapped."""
+        """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""
         weight = self.weight()
         self._first_version = self._version = None if weight is None else version_of(weight)
 
     def weight(self) -> nn.Parameter | None:
-        """The first parameter that is trained: looking for it at every step would take long."""
+        """Return the first trainable parameter. It is cached, because a search at every step would be slow."""
         module = None if self._owner is None else self._owner[0]()
         weight = None if module is None or self._owner is None else parameters_of(module).get(self._owner[1])
         if weight is None or not weight.requires_grad:
@@ -52,31 +51,31 @@ class Watch:
         return weight
 
     def was_updated(self) -> bool:
-        """Whether the weights were updated often enough to judge the training."""
+        """Whether the weights were updated often enough for a warning."""
         weight = self.weight()
         moved = 0 if weight is None or self._first_version is None else version_of(weight) - self._first_version
-        return max(self.updates, moved) >= UPDATES_TO_JUDGE
+        return max(self.updates, moved) >= UPDATES_BEFORE_WARNING
 
     def notice_update(self, state: InjectionState, *, by_value: bool = False) -> None:
-        """Count an update if the weights changed since the last look."""
+        """Count an update if the weights changed since the last call."""
         weight, live = self.weight(), state.live
         before, self._version = self._version, None if weight is None else version_of(weight)
         changed = before != self._version
-        self._visible = self._visible or changed
-        if by_value and weight is not None and not self._visible:
+        self._version_changes = self._version_changes or changed
+        if by_value and weight is not None and not self._version_changes:
             changed = self._values_changed(weight)
         self.updates += changed
         if self._moves != live.moves or not state.enabled or live.contexts:
-            self._moves, self.stalled = live.moves, 0
+            self._moves, self.updates_since_step = live.moves, 0
         else:
-            self.stalled += changed
+            self.updates_since_step += changed
 
     def _values_changed(self, weight: nn.Parameter) -> bool:
-        """An optimizer that writes to `parameter.data` moves no version: fastai's, say."""
+        """Detect updates written to `parameter.data`, as by fastai's optimizers: these do not increment the version."""
         captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        # None of this may become part of a trace.
-        recorded = is_tracing() or dispatch_modes() > 0 or functorch_stack() is not None or captured
-        if recorded or not weight.is_contiguous() or weight.is_meta:
+        # The comparison must not be recorded in a trace or a CUDA graph.
+        traced = is_tracing() or dispatch_modes() > 0 or functorch_stack() is not None or captured
+        if traced or not weight.is_contiguous() or weight.is_meta:
             return False
         data = weight.detach()
         if type(data) is not Tensor or not data.numel():
@@ -87,7 +86,7 @@ class Watch:
 
 
 def _first_weight(model: nn.Module) -> tuple[nn.Parameter | None, tuple[weakref.ref[nn.Module], str] | None]:
-    """The first parameter that an optimizer may write to, and where it is."""
+    """Find the first parameter that an optimizer may update, and its location."""
     for module in model.modules():
         for name, parameter in parameters_of(module).items():
             if parameter is None or isinstance(parameter, UninitializedParameter):
@@ -98,15 +97,15 @@ def _first_weight(model: nn.Module) -> tuple[nn.Parameter | None, tuple[weakref.
 
 
 def was_updated(state: InjectionState) -> bool:
-    """Whether the weights under these hooks were updated often enough to judge the training."""
-    seen: Watch | None = state.live.watch
-    return seen is not None and seen.was_updated()
+    """Whether the weights of the hooked model were updated often enough for a warning."""
+    counter: UpdateCounter | None = state.live.update_counter
+    return counter is not None and counter.was_updated()
 
 
-def may_move(state: InjectionState) -> bool:
-    """Whether the rate has not reached the end of its schedule."""
+def schedule_can_advance(state: InjectionState) -> bool:
+    """Whether the schedule has not reached its end."""
     end = state.schedule.settles_at
     if end is not None:
         return state.step_count < end
-    # Where the end is not known, it is enough that the schedule is driven at all.
-    return state.scheduled and not state.live.driven and not state.followed
+    # If the end is unknown, the schedule counts as advancing once it has been stepped.
+    return state.scheduled and not state.live.was_stepped and not state.followed

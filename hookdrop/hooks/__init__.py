@@ -1,1 +1,1 @@
-"""One hooked layer: its hook, its state, and where PyTorch meets them (compiler, checkpoints, optimizers)."""
+"""The hook of a layer, its state, and their integration with PyTorch (compiler, checkpoints, optimizers)."""

@@ -1,7 +1,7 @@
-"""Activation checkpointing: a forward that is recomputed in a backward pass must drop what the first one dropped.
+"""Activation checkpointing: a recomputed forward must use the same masks as the original forward.
 
-PyTorch restores the random state of the forward, and so the mask, if the rate is the forward's too. A call is
-recognized by the random state that it finds, whatever has happened in between.
+PyTorch restores the RNG state of the original forward, which gives the same mask if the rate is also the same. A
+recomputed call is therefore matched to its original by the RNG state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import (
     current_node,
     graph_task,
-    number_of,
+    node_sequence_number,
     saved_tensors_hooks,
     sequence_number,
     without_dispatch_modes,
@@ -27,25 +27,25 @@ from hookdrop.utils.torch_internals import (
 )
 
 Rate: TypeAlias = Any
-"""What a call did: a `hooks.hook.Rate`, or None for nothing. Here it is only kept and given back."""
+"""A `hooks.hook.Rate`, or None if the call dropped nothing. This module only stores it."""
 
 Call = tuple[str, bool, int]
-"""Site, whether in training mode, and a fingerprint of the random state."""
+"""Site, training mode, and a fingerprint of the RNG state."""
 
-SAME_STATE = 8
-"""Calls of one site from one random state that are told apart."""
+MAX_CALLS_PER_STATE = 8
+"""How many calls of one site with equal RNG states are distinguished."""
 
 CAPACITY = 2**14
-"""Calls that are remembered: those of a hundred sites in a hundred forwards."""
+"""How many calls are remembered: about 100 sites in 100 forwards."""
 
 
 def is_recomputing() -> bool:
-    """Whether this runs within a backward pass."""
+    """Whether a backward pass is running."""
     return graph_task() != -1
 
 
 def may_be_recomputed() -> bool:
-    """Whether this looks like the forward of a checkpoint: without gradients, or with hooks on saved tensors."""
+    """Whether this may be a checkpointed forward: gradients are off, or saved-tensors hooks are active."""
     if torch.is_grad_enabled():
         return _saved_tensors_are_hooked()
     return not torch.is_inference_mode_enabled()
@@ -54,7 +54,7 @@ def may_be_recomputed() -> bool:
 def _saved_tensors_are_hooked() -> bool:
     if saved_tensors_hooks is not None:
         return saved_tensors_hooks(True) is not None
-    # PyTorch 2.6 and 2.7 cannot tell, but there the checkpoint's own function is among the callers.
+    # PyTorch 2.6 and 2.7 cannot report it, but `checkpoint` is on the call stack.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _checkpoint_code():
         frame = frame.f_back
@@ -70,61 +70,61 @@ def _checkpoint_code() -> CodeType:
 
 
 class CheckpointedRates(dict[Call, list[tuple[int, bool, "Rate | None"]]]):
-    """The rates of calls that a backward pass may repeat; a None among them was a call that dropped nothing.
+    """The rates of calls that a backward pass may recompute.
 
-    A call has the next number of an autograd node, whether gradients were on, and the rate.
+    Each call has the next autograd sequence number, whether gradients were enabled, and the rate.
     """
 
     complete = True
-    """Whether no call was forgotten."""
+    """Whether no call was evicted."""
 
     @property
-    def is_certain(self) -> bool:
-        """Whether a call without a remembered forward repeats one at another random state."""
-        # Before PyTorch 2.8 a checkpoint without a function among the callers (a composable one) is not noticed.
+    def detects_redraws(self) -> bool:
+        """Whether a call without a matching forward must be a recompute from another RNG state."""
+        # Before PyTorch 2.8, composable checkpoints are not detected: they are not on the call stack.
         return self.complete and (saved_tensors_hooks is not None or bool(self))
 
     def note(self, call: Call, rate: Rate | None) -> None:
-        """Remember a call; beyond the capacity the oldest is forgotten."""
+        """Remember a call, and evict the oldest if there are more than `CAPACITY`."""
         same_state = self.pop(call, [])
-        # Where nothing is drawn, as inside of `disabled`, the next forward finds the same random state.
-        self[call] = [*same_state[1 - SAME_STATE :], (sequence_number(), torch.is_grad_enabled(), rate)]
+        # If nothing is drawn, as inside `disabled`, the next forward starts from the same RNG state.
+        self[call] = [*same_state[1 - MAX_CALLS_PER_STATE :], (sequence_number(), torch.is_grad_enabled(), rate)]
         if len(self) > CAPACITY:
             del self[next(iter(self))]
             self.complete = False
 
-    def find(self, call: Call) -> Known | None:
-        """The rate of the forward that this call repeats; None if no forward had this random state."""
+    def find(self, call: Call) -> NotedRate | None:
+        """Return the rate of the forward that this call recomputes, or None if no forward had this RNG state."""
         same_state = self.get(call)
         if same_state is None:
             return None
         if len({rate for _, _, rate in same_state}) == 1:
-            return Known(same_state[-1][2])
+            return NotedRate(same_state[-1][2])
         node = current_node()
-        # A reentrant checkpoint runs inside of its own node, and its forward ran without gradients.
+        # A reentrant checkpoint recomputes inside its own node, and its forward ran without gradients.
         with_gradients = not node.name().startswith("CheckpointFunction")
-        number = number_of(node)
+        number = node_sequence_number(node)
         nearest = min(same_state, key=lambda noted: (noted[1] != with_gradients, _distance(number, *noted[:2])))
-        return Known(nearest[2])
+        return NotedRate(nearest[2])
 
 
-class Known:
-    """What a forward did, which may have been nothing."""
+class NotedRate:
+    """The rate of a remembered forward; None if it dropped nothing."""
 
     def __init__(self, rate: Rate | None) -> None:
         self.rate = rate
 
 
 def _distance(now: int, noted: int, with_gradients: bool) -> float:
-    """Nodes from a noted call to its repetition: a reentrant checkpoint's node is made after its forward."""
+    """The nodes between a call and its recompute. A reentrant checkpoint creates its node after its forward."""
     nodes = now - noted if with_gradients else noted - now - 1
     return nodes if nodes >= 0 else math.inf
 
 
-def random_state(value: Any) -> int:
-    """A fingerprint of PyTorch's generators, on the CPU and on the accelerator that the first tensor of `value` is on.
+def rng_fingerprint(value: Any) -> int:
+    """Hash the state of PyTorch's generators, on the CPU and on the accelerator of the first tensor in `value`.
 
-    The current device may be another: each of autograd's threads has one.
+    The current device may be a different one: each autograd thread has its own.
     """
     device = next((tensor.device for tensor in tensors(value)), None)
     # Selective checkpoints, fake tensors and `torch.func` must not see these operations.
@@ -135,5 +135,5 @@ def random_state(value: Any) -> int:
             usable = getattr(module, "is_initialized", lambda: True)()
             if usable and not getattr(module, "is_current_stream_capturing", lambda: False)():
                 states.append(module.get_rng_state(*[device] * (device.type != "mps")))
-        # The Mersenne Twister's position and its first words tell as much as all of its 5,056 bytes.
+        # The position and the first words of the Mersenne Twister identify its state as well as all 5,056 bytes.
         return hash(tuple(tuple(state[:64].tolist()) for state in states))

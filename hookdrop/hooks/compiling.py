@@ -1,8 +1,8 @@
-"""Where hooks meet torch.compile, torch.export, torch.jit.trace and torch.fx.
+"""Integration with torch.compile, torch.export, torch.jit.trace and torch.fx.
 
-Compiled code is told to look at hooks before it is reused, so a hook that is placed or removed later takes effect by
-PyTorch's own guards, and no unrelated model is compiled again. The compiler takes as long to import as PyTorch itself:
-nothing here imports it, and what needs it runs once something else has.
+Compiled code guards on hooks, so hooks that are placed or removed later take effect without recompiling unrelated
+models. Importing the compiler takes as long as importing PyTorch itself, so this module never does: code that needs
+the compiler runs after something else has imported it.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from torch.fx import Proxy
 from hookdrop.errors import InjectionError, warn
 from hookdrop.utils import torch_internals
 
-OBSERVED = "measuring() and recording() see tensors.\n  measure the model uncompiled, or use probe(x), which does so."
-"""Why a hook leaves the graph while it is observed."""
+OBSERVED_REASON = (
+    "measuring() and recording() need tensor values, so they break the graph.\n"
+    "  measure the uncompiled model, or use probe(x), which runs it uncompiled."
+)
+"""Why a hook breaks the graph while it is measured or recorded."""
 
-_INSTEAD = "in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
+_ALTERNATIVES = "in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
 
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since PyTorch 2.7
-"""Whether `torch.export` is at work."""
+"""Whether `torch.export` is exporting."""
 
-
-outside_of_graphs: dict[str, Callable[..., Any]] = {}
-"""Functions that compiled code leaves its graph for, by the reason, which PyTorch shows under `fullgraph=True`."""
+graph_break_functions: dict[str, Callable[..., Any]] = {}
+"""Functions that break the graph of compiled code, by reason. PyTorch shows the reason under `fullgraph=True`."""
 
 _waiting: dict[str, Callable[..., Any]] | None = {}
-"""Those that came before the compiler was imported; None from then on."""
+"""Functions registered before the compiler was imported; None afterwards."""
 
 
-def keep_outside_of_graphs(function: Callable[..., Any], reason: str) -> None:
-    """Have `function` among `outside_of_graphs` under this reason; nothing if there is no reason."""
-    if not reason or reason in outside_of_graphs:
+def register_graph_break(function: Callable[..., Any], reason: str) -> None:
+    """Add `function` to `graph_break_functions`, unless the reason is empty."""
+    if not reason or reason in graph_break_functions:
         return
     if _waiting is None:
-        outside_of_graphs[reason] = _disabled(function, reason)
+        graph_break_functions[reason] = _disabled(function, reason)
     else:
         _waiting[reason] = function
 
@@ -50,71 +52,71 @@ def _disabled(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 
 _compiled_before = False
-"""Whether code was compiled that does not look at hooks."""
+"""Whether code was compiled without guards on hooks."""
 
 
 def _prepare() -> None:
-    """The compiler is imported: have it look at hooks, and mark the functions that it must not trace."""
+    """Enable guards on hooks and mark the functions that must not be traced, once the compiler is imported."""
     global _compiled_before, _waiting
-    _compiled_before = torch_internals.guard_hooks()
+    _compiled_before = torch_internals.enable_hook_guards()
     waiting, _waiting = _waiting or {}, None
     for reason, function in waiting.items():
-        keep_outside_of_graphs(function, reason)
+        register_graph_break(function, reason)
     torch.compiler.assume_constant_result(warn_of_export)  # type: ignore[no-untyped-call]
 
 
-def notice_changed_hooks() -> None:
-    """Have code that was compiled before hookdrop was imported notice its hooks: compile it again, once."""
+def reset_stale_compiler() -> None:
+    """Reset the compiler once, if code was compiled before hookdrop was imported: such code ignores hooks."""
     global _compiled_before
     if not _compiled_before:
         return
     _compiled_before = False
     torch.compiler.reset()
     warn(
-        "some code was compiled by torch.compile before hookdrop was imported, and does not notice hooks: hookdrop "
-        "resets the compiler once (torch.compiler.reset()), and the next calls compile again.\n"
-        "  import hookdrop before the first compiled call to avoid that."
+        "some code was compiled by torch.compile before hookdrop was imported, and this code ignores hooks. hookdrop "
+        "resets the compiler once (torch.compiler.reset()), so the next calls recompile.\n"
+        "  to avoid this, import hookdrop before the first compiled call."
     )
 
 
-def not_while_tracing(what: str) -> None:
-    """Raise `InjectionError` if this runs inside a trace."""
+def raise_if_tracing(what: str) -> None:
+    """Raise `InjectionError` while code is being compiled or traced."""
     if torch.compiler.is_compiling() or torch_internals.is_tracing():
-        raise InjectionError(f"{what} inside a trace: call it outside of the compiled or traced function.")
+        raise InjectionError(f"{what} cannot run inside a trace: call it outside the compiled or traced function.")
 
 
-# --- traces, exports and symbolic graphs, which keep a hook as it is at one moment
+# --- traces, exports and symbolic graphs, which freeze the state of a hook
 
 
-def traced_text(where: str) -> str:
-    """The error for a hook at work that `torch.jit.trace` records."""
+def jit_trace_text(where: str) -> str:
+    """The error for an active hook that `torch.jit.trace` would record."""
     return (
-        f"{where} inside torch.jit.trace: the trace would keep it at the rate of this moment, in eval mode too.\n"
-        f"  trace {_INSTEAD}"
+        f"{where} inside torch.jit.trace: the trace would keep it at its current rate, even in eval mode.\n"
+        f"  trace {_ALTERNATIVES}"
     )
 
 
 def warn_of_export(name: str) -> bool:
-    """Warn while the graph is made (`assume_constant_result`); a compiled graph itself cannot raise warnings."""
+    """Warn during tracing (`assume_constant_result`), because a compiled graph cannot raise warnings."""
     warn(
-        f"torch.export in train mode: the program keeps {name!r}, at the rate of this moment for good.\n"
-        f"  export {_INSTEAD}"
+        f"torch.export in training mode: the exported program keeps {name!r} at its current rate.\n"
+        f"  export {_ALTERNATIVES}"
     )
     return True
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether `value` is, or has in it, a stand-in for what a graph of `torch.fx` will compute."""
+    """Whether `value` is or contains a `torch.fx` proxy."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     return isinstance(value, Proxy) or (isinstance(value, tuple | list) and any(map(is_symbolic, value)))
 
 
-def left_behind_text(where: str) -> str:
-    """The warning for a hook that is called with a stand-in for a tensor."""
+def fx_trace_text(where: str) -> str:
+    """The warning for a hook that is called with a `torch.fx` proxy."""
     return (
-        f"{where} is not part of the graph: torch.fx traces through a module that has others in it, and leaves its "
-        "hooks behind.\n  hook layers without others in them, which keep theirs, or inject into the GraphModule."
+        f"{where} is not part of the graph: torch.fx traces into modules with children, and omits their hooks.\n"
+        "  hook leaf modules, which keep their hooks, or inject into the GraphModule."
     )
 
 

@@ -1,8 +1,8 @@
-"""The hook of one site.
+"""The forward hook of one site.
 
-A hook does not hold the module that it sits on, the model, a generator or a closure: it is copied and pickled with the
-module, and the copies of one injection's hooks share a copy of its state. The rate is an argument of every call.
-Nothing writes it anywhere for the duration of a call, so threads and recomputed forwards cannot disturb one another.
+A hook holds no reference to its module or model, no generator and no closure: it is copied and pickled with the
+module, and the copied hooks of one injection share a copy of its state. The rate is an argument of every call and is
+never stored for the duration of a call, so threads and recomputed forwards do not interfere.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from torch.utils.hooks import RemovableHandle
 
 from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks import compiling
-from hookdrop.hooks.checkpointing import may_be_recomputed, random_state
+from hookdrop.hooks.checkpointing import may_be_recomputed, rng_fingerprint
 from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.tensor_tree import TensorKey, change, change_arguments, require_same_shape_and_dtype
+from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
 
 Listener = Callable[["SiteHook", nn.Module, Any], None]
-"""Called with (hook, module, value) before the hook does anything. It may warn, raise, or unsubscribe itself."""
+"""Called with (hook, module, value) before the hook acts. It may warn, raise, or unsubscribe itself."""
 
 first_listeners: list[Listener] = []
-"""The listeners of a new hook. They unsubscribe, so that in steady state a hook has none."""
+"""The listeners of a new hook. They unsubscribe themselves, so that in steady state a hook has none."""
 
 
 class Rate:
-    """A rate for eager code (a float) and for compiled code (a tensor). It is immutable: a new rate is a new object."""
+    """An immutable rate, as a float for eager code and as a tensor for compiled code."""
 
     def __init__(self, value: float | None, neutral: bool) -> None:
         self.value = value
-        """None for a regularizer without a rate."""
+        """None if the regularizer has no rate."""
         self.neutral = neutral
-        """Whether the regularizer does nothing at this rate: a bool, which compiled code can read."""
-        # Compiled code takes the rate as a tensor: a float would be compiled in. Each rate is a new tensor, because a
-        # graph that awaits its backward pass may still hold the old one. It must be real data, in any mode.
+        """Whether the regularizer is the identity at this rate. A bool, so that compiled code can branch on it."""
+        # Compiled code takes the rate as a tensor, because floats become constants. Each rate is a new tensor, because
+        # a graph whose backward is pending may hold the old one. It must be a real tensor even in fake-tensor mode.
         with torch.inference_mode(False), without_dispatch_modes():
             self.tensor = None if value is None else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 NO_RATE = Rate(None, False)
-"""In force, while it is on, for a regularizer without a rate."""
+"""The rate of an enabled regularizer that has no rate."""
 
 
 class SiteHook:
@@ -66,11 +66,11 @@ class SiteHook:
         self.target = self.initial_target = None if rate is None else float(rate)
         self.handle: RemovableHandle | None = None
         self.graph_break = regularizer.graph_break
-        """Why this hook breaks the graph of compiled code; empty if it does not."""
+        """Why this hook breaks the graph of compiled code; empty if it does not break it."""
         self._start()
 
     def _start(self) -> None:
-        """What a new hook and a copy begin with."""
+        """Initialize the state that copies do not inherit."""
         self.called = self.trained = False
         self.last_shape: torch.Size | None = None
         self.listeners: tuple[Listener, ...] = tuple(first_listeners)
@@ -82,8 +82,8 @@ class SiteHook:
             value = self.target * self.state.multiplier * self.p_scale
             rate = Rate(value, value == self.regularizer.neutral)
         self.set_rate(rate, self.state.on, self.state.sampling)
-        for reason in (self.graph_break, compiling.OBSERVED):
-            compiling.keep_outside_of_graphs(_apply, reason)
+        for reason in (self.graph_break, compiling.OBSERVED_REASON):
+            compiling.register_graph_break(_apply, reason)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("called", "trained", "last_shape", "listeners", "train_rate", "eval_rate")
@@ -97,7 +97,7 @@ class SiteHook:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) and compiling.is_symbolic(output):
-            return self.state.warn_once("symbolic", compiling.left_behind_text(self.where))
+            return self.state.warn_once("symbolic", compiling.fx_trace_text(self.where))
         if is_compiling():
             return self._call_in_graph(module, output)
         return self._call(module, output)
@@ -112,19 +112,19 @@ class SiteHook:
         if graph_task() != -1:
             return self._recompute(module, value, rate)
         if (rate is not None or module.training) and may_be_recomputed():
-            self.state.live.checkpointed.note((self.site, module.training, random_state(value)), rate)
+            self.state.live.checkpointed.note((self.site, module.training, rng_fingerprint(value)), rate)
         if rate is None:
             return None
         if is_tracing():
-            raise InjectionError(compiling.traced_text(self.where))
+            raise InjectionError(compiling.jit_trace_text(self.where))
         if rate.neutral:
             return None
         return self.edit(module, value, lambda x: self.apply(x, rate))
 
     def _call_in_graph(self, module: nn.Module, value: Any) -> Any:
-        # Only what stays equal from call to call is read here; anything else would compile the code again.
+        # Read only attributes that stay constant between calls; others would trigger recompilation.
         exporting = compiling.is_exporting()
-        # An export is no call of the layer, and PyTorch warns about attributes that are set in it.
+        # An export does not count as a call, and PyTorch warns if it sets attributes.
         if not exporting:
             self.called = True
             if module.training:
@@ -137,11 +137,11 @@ class SiteHook:
         return self.edit(module, value, lambda x: self.apply_in_graph(x, rate))
 
     def _recompute(self, module: nn.Module, value: Any, rate: Rate | None) -> Any:
-        """Drop at the rate of the forward that an activation checkpoint repeats, whatever the rate is by now."""
+        """Recompute a checkpointed forward at the rate of the original forward, even if the rate has changed since."""
         checkpointed = self.state.live.checkpointed
         if not checkpointed and (rate is None or rate.neutral):
             return None
-        before = random_state(value)
+        before = rng_fingerprint(value)
         known = checkpointed.find((self.site, module.training, before))
         rate = rate if known is None else known.rate
         if rate is None or rate.neutral:
@@ -149,12 +149,12 @@ class SiteHook:
         try:
             return self.edit(module, value, lambda x: self.apply(x, rate))
         finally:
-            # A checkpoint that has all that it needs stops the recompute by an exception.
-            if known is None and checkpointed.is_certain and random_state(value) != before:
-                self.state.warn_once("drawn anew", _drawn_anew_text(self.state.name, self.site))
+            # A checkpoint stops the recompute by an exception once all saved tensors are available.
+            if known is None and checkpointed.detects_redraws and rng_fingerprint(value) != before:
+                self.state.warn_once("different mask", _different_mask_text(self.state.name, self.site))
 
     def edit(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-        """`value` with `fn` applied to the site's tensor; errors say where they come from."""
+        """Apply `fn` to the site's tensor in `value`, and add the site to errors."""
         try:
             return self.map(module, value, fn)
         except ShapeError as error:
@@ -165,22 +165,22 @@ class SiteHook:
             raise
 
     def map(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-        """`value` with `fn` applied to the site's tensor."""
-        return change(value, self.tensor, fn)
+        """Apply `fn` to the site's tensor in `value`."""
+        return map_tensor(value, self.tensor, fn)
 
     def apply(self, x: Tensor, rate: Rate) -> Tensor:
-        """`x` regularized at a rate."""
+        """Regularize `x` at a rate."""
         observe = self.state.live.observe
         if observe is not None:
             return observe(self, x, rate)
         return require_same_shape_and_dtype(x, self.regularizer.regularize_at(x, rate.value))
 
     def apply_in_graph(self, x: Tensor, rate: Rate) -> Tensor:
-        """The same while compiled code is traced: with nothing in it that differs from call to call."""
+        """Like `apply`, for compiled code: reads nothing that changes between calls."""
         if self.state.live.observe is not None:
-            return compiling.outside_of_graphs[compiling.OBSERVED](self, x, rate)  # type: ignore[no-any-return]
+            return compiling.graph_break_functions[compiling.OBSERVED_REASON](self, x, rate)  # type: ignore[no-any-return]
         if self.graph_break:
-            return compiling.outside_of_graphs[self.graph_break](self, x, rate)  # type: ignore[no-any-return]
+            return compiling.graph_break_functions[self.graph_break](self, x, rate)  # type: ignore[no-any-return]
         self.regularizer.check(x.shape)
         if not compiling.is_exporting():
             self.last_shape = x.shape
@@ -189,66 +189,66 @@ class SiteHook:
         return require_same_shape_and_dtype(x, self.regularizer.regularize_at(x, rate.tensor))
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Remove a listener; a second time does nothing."""
+        """Remove a listener. Idempotent."""
         self.listeners = tuple(other for other in self.listeners if other is not listener)
 
     # --- the rate
 
     def set_rate(self, rate: Rate, on: bool, sampling: bool) -> None:
-        """Put a rate in force: in training mode if `on`, in eval mode too if `sampling`."""
+        """Set the rate of training mode if `on`, and of eval mode if also `sampling`."""
         self.train_rate = rate if on else None
         self.eval_rate = rate if on and sampling else None
         if self.graph_break and rate.value is not None:
-            # Another library's module, or a class that has `regularize` alone, reads its rate from an attribute.
+            # Modules of other libraries and classes that only define `regularize` read their rate from an attribute.
             self.regularizer.set_rate(rate.value)
 
     @property
     def p(self) -> float | None:
-        """The rate in force in training mode; while the hook is off, the neutral rate."""
+        """The current rate in training mode; the neutral rate while the hook is disabled."""
         if self.target is None:
             return None
         return self.regularizer.neutral if self.train_rate is None else self.train_rate.value
 
-    # --- its place
+    # --- registration
 
     def place(self, module: nn.Module) -> None:
-        """Sit on `module`."""
+        """Register the hook on `module`."""
         self.handle = module.register_forward_hook(self)
 
     def remove(self) -> None:
-        """Leave the module."""
+        """Remove the hook from its module."""
         if self.handle is not None:
             self.handle.remove()
         self.handle = None
 
     @property
     def placed(self) -> bool:
-        """Whether it was placed and not removed."""
+        """Whether the hook was placed and not removed."""
         return self.handle is not None
 
     @property
     def is_attached(self) -> bool:
-        """Whether the module that it was placed on still exists."""
+        """Whether the hook is placed and its module still exists."""
         return self.handle is not None and self.handle.hooks_dict_ref() is not None
 
     @property
     def where(self) -> str:
-        """What sits where, for messages."""
+        """The regularizer and the site, for messages."""
         place = repr(self.site) if self.site else "the model itself"
         return f"{self.regularizer.title} at {place}{'' if self.at == 'output' else f' ({self.at})'}"
 
     def describe(self, rate: float | None = None) -> str:
-        """The regularizer as text, at a rate or with its target."""
+        """Return the regularizer as text, at the given rate or at its target."""
         described = copy.deepcopy(self.regularizer)
         if self.target is not None:
             described.set_rate(self.target if rate is None else rate)
         return repr(described)
 
     def __getattr__(self, name: str) -> Any:
-        # torch.jit.script reads `__name__` first, which is the place to explain what to do.
+        # torch.jit.script reads `__name__` first, so this error can explain what to do.
         script = (
-            "torch.jit.script does not take a module with hooks.\n"
-            "  script it without them: with hookdrop.without_hooks(model): torch.jit.script(model)"
+            "torch.jit.script does not support modules with hookdrop hooks.\n"
+            "  script without hooks: with hookdrop.without_hooks(model): torch.jit.script(model)"
         )
         raise AttributeError(script if name == "__name__" else f"{type(self).__name__!r} has no attribute {name!r}")
 
@@ -260,29 +260,29 @@ class InputHook(SiteHook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not (args and isinstance(args[0], Tensor)) and compiling.is_symbolic((args, kwargs)):
-            return self.state.warn_once("symbolic", compiling.left_behind_text(self.where))
+            return self.state.warn_once("symbolic", compiling.fx_trace_text(self.where))
         value = args, kwargs or {}
         changed = self._call_in_graph(module, value) if is_compiling() else self._call(module, value)
-        # A hook that another library registered again may be called without keywords, and then returns `args` alone.
+        # If another library re-registered the hook, it may be called without kwargs and must then return only `args`.
         return changed[0] if changed is not None and kwargs is None else changed
 
     def map(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         args, kwargs = value
-        return change_arguments(module, args, kwargs, self.tensor, fn)
+        return map_arguments(module, args, kwargs, self.tensor, fn)
 
     def place(self, module: nn.Module) -> None:
         self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
 
 def _apply(hook: SiteHook, x: Tensor, rate: Rate) -> Tensor:
-    # Not `hook.apply`: a `SkipHook` in compiled code keeps what it skipped by other means than in eager code.
+    # Not `hook.apply`: a `SkipHook` saves its input differently in compiled code than in eager code.
     return SiteHook.apply(hook, x, rate)
 
 
-def _drawn_anew_text(name: str, site: str) -> str:
+def _different_mask_text(name: str, site: str) -> str:
     return (
-        f"{name!r}: {site!r} ran within a backward pass, from a random state that no forward of it had. If an "
-        "activation checkpoint recomputes it, it drops other elements than the forward, and the gradients are wrong.\n"
-        "  it must keep the random state: leave out preserve_rng_state=False; "
-        "and inject or replace before the forward, not between it and its backward."
+        f"{name!r}: {site!r} ran in a backward pass with an RNG state that none of its forwards had. If an activation "
+        "checkpoint recomputed it, its mask differs from that of the forward, and the gradients are wrong.\n"
+        "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
+        "Inject or replace before the forward, not between forward and backward."
     )

@@ -1,4 +1,4 @@
-"""Counting the steps of an optimizer."""
+"""Count the steps of an optimizer."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hookdrop.hooks.compiling import keep_outside_of_graphs, outside_of_graphs
+from hookdrop.hooks.compiling import graph_break_functions, register_graph_break
 
-# Where wrappers keep the optimizer whose `step` runs: Accelerate's and Lightning's, timm's Lookahead, PostLocalSGD,
+# The attributes in which wrappers hold the inner optimizer: Accelerate, Lightning, timm's Lookahead, PostLocalSGD,
 # fastai's OptimWrapper.
 _INNER = ("optimizer", "base_optimizer", "_base_optimizer", "optim", "opt")
 
-_COUNT = "hookdrop counts the steps of an optimizer."
+_COUNT_REASON = "hookdrop counts optimizer steps."
 
 
 class Follower:
-    """Calls `advance` after every step of an optimizer that was not skipped."""
+    """Calls `advance` after every optimizer step, except for steps that a GradScaler skips."""
 
     def __init__(self, optimizer: Optimizer, advance: Callable[[], None], on_first_step: Callable[[int], None]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._advance = advance
         self._on_first_step: Callable[[int], None] | None = on_first_step
-        """Called with the number of steps that the optimizer knows of, before the first one is counted."""
-        keep_outside_of_graphs(_count, _COUNT)
+        """Called before the first step is counted, with the step count in the optimizer's state."""
+        register_graph_break(_count, _COUNT_REASON)
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     @property
     def title(self) -> str:
-        """The optimizer's class."""
+        """The class name of the optimizer."""
         return type(self._optimizer()).__name__
 
     @property
@@ -40,21 +40,21 @@ class Follower:
         return self._optimizer() is not None
 
     def follows(self, optimizer: Optimizer) -> bool:
-        """Whether this is the optimizer that is followed."""
+        """Whether this follower follows `optimizer`."""
         return self._optimizer() is optimizer
 
     def detach(self) -> None:
-        """Follow no more."""
+        """Stop following the optimizer."""
         self._handle.remove()
 
     def release(self) -> None:
-        """Count no more and hold nothing; called within a step, where to `detach` would break the optimizer's loop."""
-        self._advance, self._on_first_step = _nothing, None
+        """Stop counting and drop all references, without `detach`: a step is iterating over the optimizer's hooks."""
+        self._advance, self._on_first_step = _do_nothing, None
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # In a compiled optimizer step, counting would compile the code again for each count.
+        # Inside a compiled optimizer step, counting would trigger recompilation at every step.
         if torch.compiler.is_compiling():
-            outside_of_graphs[_COUNT](self, optimizer)
+            graph_break_functions[_COUNT_REASON](self, optimizer)
         else:
             _count(self, optimizer)
 
@@ -68,27 +68,27 @@ def _count(follower: Follower, optimizer: Optimizer) -> None:
     follower._advance()
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:
-    """A fused optimizer under a GradScaler runs its hooks for a skipped step too, with `found_inf` set."""
+    """Whether a GradScaler skipped the step. Fused optimizers then run their hooks too, with `found_inf` set."""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())
 
 
 def _steps_taken(optimizer: Optimizer) -> int:
-    """The steps that the optimizer's own state counts, as Adam's does; 0 where it does not count."""
+    """Return the step count in the optimizer's state, as in Adam, or 0 if there is none."""
     steps = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
     return int(next(steps, 0))
 
 
 def innermost(optimizer: object) -> Optimizer:
-    """The torch optimizer inside of wrappers such as Accelerate's, Lightning's, Lookahead and fastai's.
+    """Return the torch optimizer inside wrappers such as those of Accelerate, Lightning, Lookahead and fastai.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is no torch optimizer inside.
     """
     inner = next((i for name in _INNER if _has_steps(i := getattr(optimizer, name, None)) and i is not optimizer), None)
     if inner is not None:

@@ -1,7 +1,7 @@
-"""The hooks on a model: finding, removing and hiding them.
+"""Find, remove and temporarily hide the hooks of a model.
 
-A hook is looked for by what it is, not by the key that it was registered under: quantization and fusion register the
-hooks of a module anew on its successor.
+Hooks are found by type, not by the key they were registered under: quantization and fusion re-register the hooks of a
+module on its replacement.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hookdrop.hooks.skip_hook import Hook, RestoreInputHook, owner_of
 from hookdrop.utils.torch_internals import HOOK_TABLES
 
 hidden_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules whose hooks a `without_hooks` context hides now."""
+"""Modules whose hooks are currently hidden by a `without_hooks` context."""
 
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
-    """Every hook of hookdrop on `model`, in `named_modules()` order."""
+    """Yield all hookdrop hooks on `model`, in `named_modules()` order."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
     for module in model.modules():
@@ -33,7 +33,7 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
 
 
 def remove_hooks(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
-    """Remove these hooks from `model`, and from the modules that they were placed on."""
+    """Remove the given hooks from `model` and from the modules that they were placed on."""
     wanted = {id(hook): hook for hook in hooks}
     for module in model.modules() if model is not None else ():
         for table, key in _entries(module):
@@ -46,25 +46,25 @@ def remove_hooks(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
 
 @contextmanager
 def hooks_removed(model: nn.Module) -> Iterator[None]:
-    """None of hookdrop's hooks is on `model` inside; their order and ids are the same afterwards."""
+    """Remove all hookdrop hooks from `model` inside the context, and restore them with the same order and ids."""
     lives = {hook.state.live for _, hook in hooks_of(model)}
     modules = [module for module in model.modules() if _entries(module)]
     taken = [_hide(module) for module in modules]
     hidden_modules.update(modules)
     for live in lives:
-        live.hidden += 1
+        live.hidden_count += 1
     try:
         yield
     finally:
         for live in lives:
-            live.hidden -= 1
+            live.hidden_count -= 1
         for module, tables in zip(modules, taken, strict=True):
             hidden_modules.discard(module)
             _show(tables)
 
 
 def _entries(module: nn.Module) -> list[tuple[int, int]]:
-    """(which table, key) of every hook of ours on this module."""
+    """Return (table index, key) of all hookdrop hooks on this module."""
     return [
         (index, key)
         for index, (name, _) in enumerate(HOOK_TABLES)
@@ -74,7 +74,7 @@ def _entries(module: nn.Module) -> list[tuple[int, int]]:
 
 
 def _hide(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any], dict[int, Hook]]]:
-    """(table, all that was in it, our hooks by key), with ours taken out."""
+    """Remove the hookdrop hooks from all tables. Returns (table, previous entries, hookdrop hooks by key)."""
     taken = []
     for index, (name, extras) in enumerate(HOOK_TABLES):
         ours = {key: getattr(module, name)[key] for which, key in _entries(module) if which == index}
@@ -90,7 +90,7 @@ def _show(taken: list[tuple[dict[int, Any], dict[int, Any], dict[int, Hook]]]) -
     for table, before, ours in taken:
         inside = dict(table)
         table.clear()
-        # What others took off or put on inside stays so; what was removed of ours is not brought back.
-        back = (key for key in before if key in inside or (key in ours and ours[key].placed))
-        table.update({key: before[key] for key in back})
+        # Keep what others added or removed inside the context, and do not restore our hooks that were removed.
+        restored = (key for key in before if key in inside or (key in ours and ours[key].placed))
+        table.update({key: before[key] for key in restored})
         table.update(inside)

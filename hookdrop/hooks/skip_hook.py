@@ -1,7 +1,7 @@
-"""The hook of an identity skip, which has no module of its own.
+"""The hook of an identity skip, which has no module to hook.
 
-A pre-hook on the block passes D(x) on and keeps x; a pre-hook on the first layer of the residual branch gives x back.
-The block's own addition then makes f(x) + D(x), in every dtype as if D were a layer on the skip.
+A pre-hook on the block replaces the input x by D(x) and saves x; a pre-hook on the first layer of the residual branch
+restores x. The addition in the block then computes f(x) + D(x), as if D were a layer on the skip.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.torch_internals import graph_task
 
-_KEPT = "_hookdrop_skipped"
-"""On D(x), what x was: it goes when D(x) goes, and no two threads or forwards share it."""
+_SAVED_INPUT = "_hookdrop_skipped"
+"""The attribute of D(x) that holds x. It lives as long as D(x), and threads and forwards do not share it."""
 
 
-class _Kept(NamedTuple):
-    """What a tensor was before a skip's hook made another of it; no copy and no pickle of the tensor has it."""
+class _SavedInput(NamedTuple):
+    """The input of a skip hook. Copies and pickles of the tensor do not include it."""
 
     owner: SkipHook
     x: Tensor
@@ -38,7 +38,7 @@ class _Kept(NamedTuple):
 
 
 class SkipHook(InputHook):
-    """A forward pre-hook on a residual block that regularizes what the identity skip carries, and nothing else."""
+    """A forward pre-hook on a residual block that regularizes only the identity skip."""
 
     at = "skip"
 
@@ -46,141 +46,142 @@ class SkipHook(InputHook):
         self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, branch: str
     ) -> None:
         self.branch = branch
-        """Where the residual branch begins: the name of its first layer within the block."""
-        self.kept: Tensor | None = None
-        """x from compiled code, between the two pre-hooks; never from eager code, and never outside of a forward."""
-        self.awaits = False
-        """Whether x is out, from eager code, and was not given back: what compiled code can see of `waiting`."""
-        self.waiting: set[int] = set()
-        """The threads in which it is so."""
-        self.entered: set[int] = set()
-        """The threads in which a checkpoint runs the block again, and has not come to the branch."""
-        self.giver: RemovableHandle | None = None
+        """The name, relative to the block, of the first layer of the residual branch."""
+        self.saved_input: Tensor | None = None
+        """x between the two pre-hooks in compiled code. Always None in eager code and outside a forward."""
+        self.awaiting_restore = False
+        """Whether `waiting_threads` is not empty, as a bool that compiled code can read."""
+        self.waiting_threads: set[int] = set()
+        """Threads in which eager code has replaced x and not restored it yet."""
+        self.recomputing_threads: set[int] = set()
+        """Threads in which a checkpoint recomputes the block and has not reached the branch yet."""
+        self.restore_handle: RemovableHandle | None = None
         super().__init__(site, regularizer, p_scale, tensor, state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "kept": None, "awaits": False, "waiting": set(), "entered": set()}
+        idle = {"saved_input": None, "awaiting_restore": False, "waiting_threads": set(), "recomputing_threads": set()}
+        return super().__getstate__() | idle
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not is_compiling():
-            if self.waiting:  # of a forward that did not come to the branch
-                self._is_given()
+            if self.waiting_threads:  # left by a forward that did not reach the branch
+                self._mark_restored()
             if graph_task() != -1:
-                self.entered.add(threading.get_ident())
+                self.recomputing_threads.add(threading.get_ident())
         return super().__call__(module, args, kwargs)
 
     def place(self, module: nn.Module) -> None:
         super().place(module)
-        # Before anybody else's: what they do to the branch's input they do to x.
-        self.giver = module.get_submodule(self.branch).register_forward_pre_hook(
+        # First, so that other pre-hooks on the branch receive x.
+        self.restore_handle = module.get_submodule(self.branch).register_forward_pre_hook(
             RestoreInputHook(self), prepend=True, with_kwargs=True
         )
 
     def remove(self) -> None:
         super().remove()
-        if self.giver is not None:
-            self.giver.remove()
-        self.giver = None
+        if self.restore_handle is not None:
+            self.restore_handle.remove()
+        self.restore_handle = None
 
     @property
     def is_attached(self) -> bool:
-        return super().is_attached and self.gives_back
+        return super().is_attached and self.can_restore_input
 
     @property
-    def gives_back(self) -> bool:
-        """Whether somebody will give x back to the branch."""
-        table = None if self.giver is None else self.giver.hooks_dict_ref()
-        return table is not None and self.giver is not None and self.giver.id in table
+    def can_restore_input(self) -> bool:
+        """Whether the pre-hook that restores x is still registered."""
+        table = None if self.restore_handle is None else self.restore_handle.hooks_dict_ref()
+        return table is not None and self.restore_handle is not None and self.restore_handle.id in table
 
     def apply_in_graph(self, x: Tensor, rate: Rate) -> Tensor:
         y = super().apply_in_graph(x, rate)
         if y is not x:
-            self.kept = x
+            self.saved_input = x
         return y
 
     def apply(self, x: Tensor, rate: Rate) -> Tensor:
         y = super().apply(x, rate)
         if y is x:
             return x
-        if not self.gives_back:
+        if not self.can_restore_input:
             raise InjectionError(
-                f"{self.where}: {self.branch!r}, where the residual branch of it began, was replaced after inject: the "
-                'branch would be given what the skip carries.\n  inject again with on_existing="replace".'
+                f"{self.where}: {self.branch!r}, the first layer of the residual branch, was replaced after inject, so "
+                'the branch would receive the regularized input.\n  inject again with on_existing="replace".'
             )
-        self._lend(x, y)
+        self._save_input(x, y)
         return y
 
-    def _lend(self, x: Tensor, y: Tensor) -> None:
-        before = getattr(x, _KEPT, None)
+    def _save_input(self, x: Tensor, y: Tensor) -> None:
+        before = getattr(x, _SAVED_INPUT, None)
         if before is not None and before.owner.site != self.site:
-            # A block that adds in place gives D(x) out: what it kept would be kept by all that follow.
-            delattr(x, _KEPT)
-        setattr(y, _KEPT, _Kept(self, x))
-        self.waiting.add(threading.get_ident())
-        self.awaits = True
+            # A block that adds in place returns D(x) itself, so later tensors would keep the saved input alive.
+            delattr(x, _SAVED_INPUT)
+        setattr(y, _SAVED_INPUT, _SavedInput(self, x))
+        self.waiting_threads.add(threading.get_ident())
+        self.awaiting_restore = True
 
-    def _is_given(self) -> None:
-        self.waiting.discard(threading.get_ident())
-        self.awaits = bool(self.waiting)
+    def _mark_restored(self) -> None:
+        self.waiting_threads.discard(threading.get_ident())
+        self.awaiting_restore = bool(self.waiting_threads)
 
-    def give(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The branch's arguments with x in them, or None if they are what they are to be."""
+    def restore(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of the branch with x restored, or None if they need no change."""
         if is_compiling():
-            if self.kept is None and self.awaits:
-                raise InjectionError(_not_given_text(self))
-            x, self.kept = self.kept, None
+            if self.saved_input is None and self.awaiting_restore:
+                raise InjectionError(_input_not_restored_text(self))
+            x, self.saved_input = self.saved_input, None
             return None if x is None else ((x, *args[1:]), kwargs)
-        if any(map(self._lent, (*args, *kwargs.values()))):
-            self._is_given()
-            self.entered.discard(threading.get_ident())
-            args = tuple(getattr(value, _KEPT).x if self._lent(value) else value for value in args)
-            return args, {name: getattr(v, _KEPT).x if self._lent(v) else v for name, v in kwargs.items()}
-        if self.kept is not None:  # The block's pre-hook ran in compiled code, and this one does not.
-            x, self.kept = self.kept, None
+        if any(map(self._holds_input, (*args, *kwargs.values()))):
+            self._mark_restored()
+            self.recomputing_threads.discard(threading.get_ident())
+            args = tuple(getattr(value, _SAVED_INPUT).x if self._holds_input(value) else value for value in args)
+            return args, {name: getattr(v, _SAVED_INPUT).x if self._holds_input(v) else v for name, v in kwargs.items()}
+        if self.saved_input is not None:  # The block's pre-hook ran in compiled code, this one runs in eager code.
+            x, self.saved_input = self.saved_input, None
             return (x, *args[1:]), kwargs
-        if threading.get_ident() in self.waiting or self._is_run_again(module):
-            self._is_given()
-            raise InjectionError(_not_given_text(self))
+        if threading.get_ident() in self.waiting_threads or self._is_recomputed(module):
+            self._mark_restored()
+            raise InjectionError(_input_not_restored_text(self))
         return None
 
-    def _lent(self, value: Any) -> bool:
-        kept = getattr(value, _KEPT, None) if isinstance(value, Tensor) else None
-        return kept is not None and kept.owner is self
+    def _holds_input(self, value: Any) -> bool:
+        saved = getattr(value, _SAVED_INPUT, None) if isinstance(value, Tensor) else None
+        return saved is not None and saved.owner is self
 
-    def _is_run_again(self, module: nn.Module) -> bool:
-        """Whether a checkpoint inside of the block runs the branch again, on a copy of what the skip carries."""
+    def _is_recomputed(self, module: nn.Module) -> bool:
+        """Whether a checkpoint inside the block recomputes the branch, on a copy of D(x)."""
         if graph_task() == -1:
             return False
-        around = threading.get_ident() in self.entered
-        self.entered.discard(threading.get_ident())
+        around = threading.get_ident() in self.recomputing_threads
+        self.recomputing_threads.discard(threading.get_ident())
         rate = self.train_rate
         return module.training and rate is not None and not rate.neutral and not around
 
 
 class RestoreInputHook:
-    """A forward pre-hook on the first layer of a residual branch: it is given what the block was."""
+    """A forward pre-hook on the first layer of a residual branch that restores the input of the block."""
 
     def __init__(self, owner: SkipHook) -> None:
         self.owner = owner
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        given = self.owner.give(module, args, kwargs or {})
-        # Registered anew by somebody else it may be called without the keywords, and must then return none.
-        return given[0] if given is not None and kwargs is None else given
+        restored = self.owner.restore(module, args, kwargs or {})
+        # If another library re-registered the hook, it may be called without kwargs and must then return only `args`.
+        return restored[0] if restored is not None and kwargs is None else restored
 
     @property
     def placed(self) -> bool:
-        """Whether its owner was placed and not removed."""
+        """Whether the owner was placed and not removed."""
         return self.owner.placed
 
 
-def _not_given_text(hook: SkipHook) -> str:
+def _input_not_restored_text(hook: SkipHook) -> str:
     return (
-        f"{hook.where}: what the skip carries came to {hook.branch!r} as another tensor than it left this hook, so "
-        "that the residual branch would not be given the block's own input.\n"
-        "  a hook of somebody else, or an injection at the block's input: place it before this one\n"
-        "  a checkpoint inside of the block: torch.utils.checkpoint(..., use_reentrant=False), or around the block\n"
-        f"  the block does something before {hook.branch!r}, or one of the two is compiled alone: leave this site out"
+        f"{hook.where}: the block modified its input before {hook.branch!r}, so the residual branch cannot recover the "
+        "original input.\n"
+        "  another hook or injection at the block's input: place it before this one\n"
+        "  a checkpoint inside the block: torch.utils.checkpoint(..., use_reentrant=False), or checkpoint the block\n"
+        f"  the block computes something before {hook.branch!r}, or only one of the two is compiled: exclude this site"
     )
 
 
@@ -188,5 +189,5 @@ Hook = SiteHook | RestoreInputHook
 
 
 def owner_of(hook: Hook) -> SiteHook:
-    """The hook of the site that `hook` belongs to."""
+    """Return the site hook that `hook` belongs to."""
     return hook.owner if isinstance(hook, RestoreInputHook) else hook

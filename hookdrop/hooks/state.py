@@ -1,4 +1,4 @@
-"""What the hooks of one injection share: one object that copies carry along, and one that they never do."""
+"""The shared state of the hooks of one injection: `InjectionState` is copied with them, `LiveState` is not."""
 
 from __future__ import annotations
 
@@ -19,69 +19,69 @@ from hookdrop.schedules import ConstantSchedule, Schedule
 
 @dataclass(eq=False)
 class Override:
-    """What a context puts in force; None leaves the setting as it is."""
+    """The settings that a context overrides; None does not override."""
 
     sampling: bool | None = None
-    """True: on, in eval mode too. False: off."""
+    """True enables the hooks, also in eval mode. False disables them."""
     p: float | None = None
     step: int | None = None
     open: bool = True
-    """Whether its context has not ended yet."""
+    """Whether its context has not exited yet."""
 
 
 class LiveState:
-    """What belongs to this process and this very model; the copy of an injection starts with a new one."""
+    """State that belongs to this process and model. A copied injection starts with a new one."""
 
     def __init__(self) -> None:
         self.root: weakref.ref[nn.Module] | None = None
-        """The model that the hooks were placed on; None for a copy."""
+        """The model that the hooks were placed on; None in a copy."""
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The hooks, held weakly: a copy of one layer must not drag the others along."""
+        """Weak references to the hooks, so that a copy of one layer does not copy the others."""
         self.known_sites: set[str] = set()
-        """The sites of all hooks that were ever among the members."""
+        """The sites of all current and former members."""
         self.follower: Follower | None = None
-        self.driven = False
-        """Whether `step`, `seek` or `follow` has moved the step count in this process."""
+        self.was_stepped = False
+        """Whether `step`, `seek` or `follow` has changed the step count in this process."""
         self.moves = 0
-        """How often the step count changed."""
+        """How many times the step count changed."""
         self.trained = False
         """Whether any hook ran in training mode."""
-        self.hidden = 0
-        """How many `without_hooks` contexts hide the hooks now."""
+        self.hidden_count = 0
+        """How many active `without_hooks` contexts hide the hooks."""
         self.overrides: list[Override] = []
-        """What is in force instead of the settings, innermost last."""
+        """The active overrides, innermost last."""
         self.contexts: list[Override] = []
-        """All contexts that have not ended."""
+        """The overrides of all contexts that have not exited."""
         self.observe: Callable[[Any, Tensor, Any], Tensor] | None = None
-        """Called with (hook, tensor, rate) in place of the regularizer, while somebody measures or records."""
+        """Called with (hook, tensor, rate) in place of the regularizer during `measuring` and `recording`."""
         self.checkpointed = CheckpointedRates()
-        self.watch: Any = None
-        """What `diagnostics.watchdog` knows about the training."""
+        self.update_counter: Any = None
+        """The `UpdateCounter` of `diagnostics.watchdog`."""
 
     def __reduce__(self) -> Any:
         return LiveState, ()
 
 
 class States(weakref.WeakValueDictionary[int, "InjectionState"]):
-    """Some states, held weakly; other threads may add to them while they are listed."""
+    """A thread-safe weak set of states."""
 
     def add(self, state: InjectionState) -> None:
-        """Hold `state`."""
+        """Add `state`."""
         self[id(state)] = state
 
-    def listed(self) -> list[InjectionState]:
-        """Those that exist now."""
+    def snapshot(self) -> list[InjectionState]:
+        """Return the states that are alive."""
         # Iterating a WeakSet fails if another thread adds to it.
         return [state for reference in self.valuerefs() if (state := reference()) is not None]
 
 
 all_states = States()
-"""The states of all hooks that exist."""
+"""The states of all live hooks."""
 
 
 @dataclass(eq=False)
 class InjectionState:
-    """Name, sites, schedule, progress and switches: copied and pickled with the hooks."""
+    """Name, sites, schedule, step count and switches, which are copied and pickled with the hooks."""
 
     name: str
     sites: tuple[str, ...]
@@ -91,33 +91,33 @@ class InjectionState:
     removed: bool = False
     warned_kinds: set[str] = field(default_factory=set)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """What copies have in common with their original."""
+    """Identifies copies of the same original."""
     live: LiveState = field(default_factory=LiveState)
 
     @property
     def scheduled(self) -> bool:
-        """Whether the rate changes only if `step`, `seek` or `follow` is used."""
+        """Whether the schedule is not constant, so that it needs `step`, `seek` or `follow`."""
         return not isinstance(self.schedule, ConstantSchedule)
 
     @property
     def followed(self) -> bool:
-        """Whether an optimizer that still exists counts the steps."""
+        """Whether steps are counted by an optimizer that still exists."""
         return self.live.follower is not None and self.live.follower.alive
 
     @property
     def step(self) -> int:
-        """The step in force: that of a context, or the step count."""
+        """The current step: that of the innermost override, or else the step count."""
         return next((o.step for o in reversed(self.live.overrides) if o.step is not None), self.step_count)
 
     @property
     def multiplier(self) -> float:
-        """The schedule's multiplier at the step in force."""
+        """The schedule's multiplier at the current step."""
         schedule = self.schedule
         return schedule.value if type(schedule) is ConstantSchedule else float(schedule(self.step))
 
     @property
     def override(self) -> Override | None:
-        """The innermost context that switches hooks on or off."""
+        """The innermost override that enables or disables the hooks."""
         for override in reversed(self.live.overrides):
             if override.sampling is not None:
                 return override
@@ -125,18 +125,18 @@ class InjectionState:
 
     @property
     def on(self) -> bool:
-        """Whether hooks work in training mode."""
+        """Whether hooks are active in training mode."""
         override = self.override
         return not self.removed and (self.enabled if override is None else bool(override.sampling))
 
     @property
     def sampling(self) -> bool:
-        """Whether hooks work in eval mode too."""
+        """Whether hooks are active in eval mode."""
         return not self.removed and self.override is not None and bool(self.override.sampling)
 
     @contextmanager
     def overriding(self, override: Override) -> Iterator[None]:
-        """`override` is in force inside. Each context removes its own entry, so contexts may exit in any order."""
+        """Activate `override` inside. Each context removes its own entry, so contexts may exit in any order."""
         live, before = self.live, (self.enabled, list(self.live.overrides))
         live.contexts.append(override)
         live.overrides.append(override)
@@ -149,18 +149,18 @@ class InjectionState:
             live.contexts = [context for context in live.contexts if context.open]
             live.overrides = [context for context in live.overrides if context.open]
 
-    def switch(self, enabled: bool) -> None:
-        """Turn hooks on or off; inside of a context until it ends."""
+    def set_enabled(self, enabled: bool) -> None:
+        """Enable or disable the hooks; inside a context, until it exits."""
         self.enabled = enabled
         self.live.overrides = [override for override in self.live.overrides if override.sampling is None]
 
-    def is_whole(self, model: nn.Module) -> bool:
-        """Whether `model` contains the whole model that the hooks were placed on, and not a part of it."""
+    def contains_root(self, model: nn.Module) -> bool:
+        """Whether `model` contains the whole model that the hooks were placed on, not only a part of it."""
         root = None if self.live.root is None else self.live.root()
         return root is not None and any(module is root for module in model.modules())
 
     def warn_once(self, kind: str, text: str) -> None:
-        """Warn, once of each kind."""
+        """Warn once per kind."""
         if kind not in self.warned_kinds:
             self.warned_kinds.add(kind)
             warn(text)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookdrop.diagnostics import watchdog
-from hookdrop.diagnostics.checks import MOVES_TO_JUDGE, problems
+from hookdrop.diagnostics.checks import STEPS_BEFORE_WARNING, find_problems
 from hookdrop.diagnostics.first_call import warn_about_shape
 from hookdrop.errors import InjectionError, warn
 from hookdrop.hooks import compiling
@@ -137,11 +137,11 @@ class Controller:
                 state.step_count = before
                 self._update_rates()
                 raise
-        live.driven = True
+        live.was_stepped = True
         self._warn_about_shapes()
         if step != before:
             live.moves += 1
-            if live.moves % MOVES_TO_JUDGE == 0:
+            if live.moves % STEPS_BEFORE_WARNING == 0:
                 self._warn_about_problems()
 
     @contextmanager
@@ -240,14 +240,14 @@ class Controller:
 
     def _warn_about_problems(self) -> None:
         model = self._model()
-        found = {} if model is None else problems(model, self._state, self._hooks)
+        found = {} if model is None else find_problems(model, self._state, self._hooks)
         for kind, text in found.items():
             self._state.warn_once(kind, text)
 
     def _warn_about_restart(self, steps: int) -> None:
         """Warn if a followed optimizer has already taken `steps` steps before the first one is counted."""
         state = self._state
-        if state.scheduled and not state.live.driven and steps > state.step_count + 1:
+        if state.scheduled and not state.live.was_stepped and steps > state.step_count + 1:
             state.warn_once(
                 "restarted",
                 f"{state.name!r} is at step {state.step_count} of {state.schedule}, but the optimizer that it follows "

@@ -17,7 +17,7 @@ from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.handle import Injection
 from hookdrop.utils.tables import html_table
-from hookdrop.utils.tensor_copies import Place
+from hookdrop.utils.tensor_copies import CopyDevice
 
 _HEADER = ("name", "sites", "p", "step", "schedule")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hookdrop.diagnostics.checks import discarded_text, problems
+from hookdrop.diagnostics.checks import discarded_text, find_problems
 from hookdrop.diagnostics.measurement import Measurement, measured_into
 from hookdrop.diagnostics.probe import empty_measurement, probe
 from hookdrop.diagnostics.recording import Recording, recorded
@@ -22,9 +22,9 @@ from hookdrop.hooks.state import Override
 from hookdrop.injection import config, state_dict
 from hookdrop.injection.controller import Controller, largest_target
 from hookdrop.schedules import Schedule
-from hookdrop.utils.context import within
+from hookdrop.utils.context import requires_with
 from hookdrop.utils.tables import counted, html_table, text_table
-from hookdrop.utils.tensor_copies import Place
+from hookdrop.utils.tensor_copies import CopyDevice
 from hookdrop.utils.validation import count, number
 
 
@@ -169,7 +169,7 @@ class Injection(Controller):
         if optimizer is None:
             if current is not None:
                 current.detach()
-            self._state.live.follower, self._state.live.driven = None, False
+            self._state.live.follower, self._state.live.was_stepped = None, False
             return self
         inner = innermost(optimizer)
         if current is not None and current.follows(inner):
@@ -195,7 +195,7 @@ class Injection(Controller):
     def _set_enabled(self, enabled: bool) -> None:
         self._check_not_removed("enable()" if enabled else "disable()")
         with self._changing():
-            self._state.switch(enabled)
+            self._state.set_enabled(enabled)
 
     @contextmanager
     def disabled(self) -> Iterator[Injection]:
@@ -348,7 +348,7 @@ class Injection(Controller):
         """Remove the hooks and restore the model. Calling it again has no effect."""
         if self._state.removed:
             return
-        compiling.not_while_tracing("remove()")
+        compiling.raise_if_tracing("remove()")
         try:
             self._warn_about_problems()
         finally:

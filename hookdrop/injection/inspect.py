@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.diagnostics.dry_run import Seen, dry_run
+from hookdrop.diagnostics.dry_run import LayerCalls, dry_run
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.injection.resolve import PlannedSite, Resolved
 from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout
@@ -49,15 +49,15 @@ def _inspect_site(site: PlannedSite, seen: Seen, shape_warnings: dict[str, list[
         return
     where = f"{regularizer.title} at {site.name!r}"
     try:
-        if seen.misfit:
-            raise ShapeError(seen.misfit)
+        if seen.mismatch:
+            raise ShapeError(seen.mismatch)
         for shape in seen.shapes:
             regularizer.check(shape)
     except ShapeError as error:
         raise ShapeError(f"{where} {error}") from None
     if seen.shape is None:
         return
-    several = f" (1 of {seen.of_several} tensors)" if seen.of_several else ""
+    several = f" (1 of {seen.tensor_count} tensors)" if seen.tensor_count else ""
     site.reading = regularizer.reading(seen.shape) + several
     if seen.keeps_input and isinstance(regularizer, DropPath):
         shape_warnings.setdefault("block", []).append(

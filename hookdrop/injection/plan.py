@@ -135,7 +135,7 @@ class Plan:
             replaced = self._injections_to_replace()
             for text in self.warnings:
                 warn(text)
-            compiling.notice_changed_hooks()
+            compiling.reset_stale_compiler()
             state = InjectionState(self.name, tuple([s.name for s in self.sites]), self.schedule or _CONSTANT)
             # The first forward must not repeat the warnings above.
             state.warned_kinds |= self.warned_kinds

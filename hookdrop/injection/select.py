@@ -18,7 +18,7 @@ from hookdrop.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted
 from hookdrop.utils.torch_internals import children_of
-from hookdrop.utils.wrappers import SEGMENTS, attribute_of
+from hookdrop.utils.wrappers import WRAPPER_ATTRIBUTES, wrapped_attribute
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate

@@ -130,7 +130,7 @@ def plan(
         '*': 2 layers
     """
     with nothing_placed():
-        compiling.not_while_tracing("plan()")
+        compiling.raise_if_tracing("plan()")
         if isinstance(model, Regularizer):
             raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
         one_of(at, "at", "inject", ("output", "input"))
@@ -177,8 +177,8 @@ def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
         >>> len(find(model))
         1
     """
-    compiling.not_while_tracing("without_hooks()")
-    compiling.notice_changed_hooks()
+    compiling.raise_if_tracing("without_hooks()")
+    compiling.reset_stale_compiler()
     with hooks_removed(model):
         yield model
 

@@ -18,21 +18,21 @@ from hookdrop.errors import LayerError, ShapeError, nearest, warn
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.select import Entries, Layer
 from hookdrop.observe.read_only_hooks import LayerObserver, chosen_layers, chosen_tensor, first_tensor, observed
-from hookdrop.utils.context import within
+from hookdrop.utils.context import requires_with
 from hookdrop.utils.tables import counted, some
-from hookdrop.utils.tensor_copies import NotKept, Place, copied, place
+from hookdrop.utils.tensor_copies import CopyDevice, NotRecordedError, detached_copy, valid_device
 from hookdrop.utils.tensor_tree import TensorKey, describe
 from hookdrop.utils.validation import count
 
 
-@within("with capture(model, layers) as seen: model(x)   then seen[name]")
+@requires_with("with capture(model, layers) as seen: model(x)   then seen[name]")
 def capture(
     model: nn.Module,
     layers: Entries,
     inputs: bool = False,
     gradients: bool = False,
     *,
-    to: Place = None,
+    to: CopyDevice = None,
     last: int | None = None,
     tensor: TensorKey = None,
     exclude: Entries = (),
@@ -74,7 +74,7 @@ def capture(
     """
     if last is not None:
         last = count(last, "last", "capture")
-    to = place(to, "capture")
+    to = valid_device(to, "capture")
     if tensor == "all":
         raise LayerError('capture: tensor must be an index, a key or None, not "all": it keeps one tensor per call.')
     chosen = chosen_layers(model, layers, exclude, "capture()")
@@ -102,7 +102,7 @@ class _Call:
 class _Recorder(LayerObserver):
     """The hooks of one layer, and its captured calls."""
 
-    def __init__(self, layer: Layer, gradients: bool, to: Place, last: int | None, tensor: TensorKey) -> None:
+    def __init__(self, layer: Layer, gradients: bool, to: CopyDevice, last: int | None, tensor: TensorKey) -> None:
         super().__init__(layer)
         self.calls: deque[_Call] = deque()
         self._gradients, self._to, self._last, self._tensor = gradients, to, last, tensor
@@ -115,7 +115,7 @@ class _Recorder(LayerObserver):
         x = first_tensor((args, kwargs))
         if x is None:
             raise ShapeError(f"{self.name!r} was called without a tensor.\n  skip it: exclude=...")
-        self._inputs.setdefault(threading.get_ident(), []).append(copied(x, self._to))
+        self._inputs.setdefault(threading.get_ident(), []).append(detached_copy(x, self._to))
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         again = is_recomputing()
@@ -133,7 +133,7 @@ class _Recorder(LayerObserver):
             self.calls.append(call)
 
     def _add_gradient(self, call: _Call, gradient: Tensor) -> None:
-        new = copied(gradient, self._to)
+        new = detached_copy(gradient, self._to)
         call.gradient = new if call.gradient is None else call.gradient + new
 
     def _find_original_call(self, x: Tensor) -> _Call | None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.diagnostics.first_call import without_bookkeeping
-from hookdrop.diagnostics.isolation import preserved, uncompiled
+from hookdrop.diagnostics.isolation import restored_after, uncompiled
 from hookdrop.errors import LayerError, ShapeError, did_you_mean, warn
 from hookdrop.hooks import compiling
 from hookdrop.injection.select import Entries, select
 from hookdrop.observe.cam_methods import METHODS, CamLayer, LogitsModel, cam_class
 from hookdrop.utils.tables import counted, some
-from hookdrop.utils.tensor_copies import copied
+from hookdrop.utils.tensor_copies import detached_copy
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count, floating
 from hookdrop.utils.wrappers import unwrapped
@@ -152,7 +152,13 @@ def _isolated(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model without its wrappers, with gradients enabled and parameters frozen."""
     inner = unwrapped(model)
     trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad(), without_bookkeeping(inner), preserved(inner), uncompiled():
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        without_bookkeeping(inner),
+        restored_after(inner),
+        uncompiled(),
+    ):
         try:
             inner.requires_grad_(False)
             yield inner

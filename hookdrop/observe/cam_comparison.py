@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.figures import SCALE, as_pictures, blank
-from hookdrop.diagnostics.isolation import call, preserved, set_eval
+from hookdrop.diagnostics.figures import SCALE, as_images, get_figure
+from hookdrop.diagnostics.isolation import call, restored_after, set_eval
 from hookdrop.errors import LayerError
 from hookdrop.injection.select import Entries
 from hookdrop.observe.cam import Target, check_is_model, grad_cam
@@ -55,7 +55,7 @@ def compare_cam(
     for model in (before, after):
         check_is_model(model, "compare_cam", "before, after, x, layer")
     if target is None:
-        with preserved(after), torch.no_grad():
+        with restored_after(after), torch.no_grad():
             set_eval(after)
             logits = first_tensor(call(after, x))
         target = None if logits is None else logits.argmax(-1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookdrop.diagnostics.figures import Rows, blank, blocks_figure, spread
+from hookdrop.diagnostics.figures import Rows, blocks_figure, evenly_spaced, get_figure
 from hookdrop.diagnostics.recording import Recording
 from hookdrop.errors import LayerError
 from hookdrop.injection.handle import Injection
@@ -63,10 +63,10 @@ def plot_features(
         raise LayerError("nothing to plot: nothing was captured.")
     blocks: dict[str, Rows] = {
         ", ".join(filter(None, (name, shape_text(shown[name].shape)))): {"": shown[name]}
-        for name in spread(list(shown))
+        for name in evenly_spaced(list(shown))
     }
     return blocks_figure(
-        blocks, sample=sample, channels=channels, channel_dim=channel_dim, figure=figure, there_are=len(shown)
+        blocks, sample=sample, channels=channels, channel_dim=channel_dim, figure=figure, total=len(shown)
     )
 
 
@@ -102,7 +102,7 @@ def plot_schedule(what: Schedule | Injection, steps: int, *, figure: Any = None)
     multipliers = schedule.simulate(steps + 1)
     # Subsample long schedules, but keep the last step.
     at = sorted({*range(0, steps + 1, max(1, steps // MOST_POINTS)), steps})
-    figure = blank(figure, 5.5, 3.2)
+    figure = get_figure(figure, 5.5, 3.2)
     axes = figure.subplots()
     axes.set_xlabel("optimizer steps", fontsize=9)
     axes.tick_params(labelsize=8)

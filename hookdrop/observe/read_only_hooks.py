@@ -14,7 +14,7 @@ from hookdrop.diagnostics.isolation import uncompiled
 from hookdrop.errors import InjectionError, ShapeError, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.injection.select import Entries, Layer, select
-from hookdrop.utils.tensor_tree import TensorKey, change, describe, tensors
+from hookdrop.utils.tensor_tree import TensorKey, describe, map_tensor, tensors
 from hookdrop.utils.torch_internals import functorch_stack
 
 HookFunction = Callable[..., None]
@@ -83,7 +83,7 @@ def observed(
 def chosen_layers(model: nn.Module, layers: Entries, exclude: Entries, what: str) -> list[Layer]:
     """Select layers as `inject` does."""
     with nothing_placed():
-        compiling.not_while_tracing(what)
+        compiling.raise_if_tracing(what)
         return select(model, layers, exclude).layers
 
 
@@ -101,7 +101,7 @@ def chosen_tensor(value: Any, which: TensorKey, where: str) -> Tensor:
         return first
     found: dict[int, Tensor] = {}
     try:
-        change(value, which, lambda x: found.setdefault(0, x))
+        map_tensor(value, which, lambda x: found.setdefault(0, x))
     except ShapeError as error:
         error.args = (f"{where} {error}",)
         raise

@@ -14,9 +14,9 @@ from hookdrop.injection.select import Entries, named_layers
 from hookdrop.observe.layer_statistics import ChannelAxes, LayerStats
 from hookdrop.observe.plots import stats_figure
 from hookdrop.observe.read_only_hooks import chosen_layers, observed
-from hookdrop.utils.context import within
+from hookdrop.utils.context import requires_with
 from hookdrop.utils.tables import html_table, some, text_table
-from hookdrop.utils.tensor_copies import NotKept
+from hookdrop.utils.tensor_copies import NotRecordedError
 from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ LOWEST_AXIS = -8
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
 
-@within("with stats(model) as seen: model(x)   then seen[name]")
+@requires_with("with stats(model) as seen: model(x)   then seen[name]")
 def stats(
     model: nn.Module, layers: Entries | None = None, *, channel_dim: int | None = None, exclude: Entries = ()
 ) -> Iterator[Stats]:

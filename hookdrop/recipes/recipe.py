@@ -46,7 +46,7 @@ class Recipe(Generic[P]):
         """Preview a call with the same arguments, without changing the model."""
         name, signature = self._make.__name__, inspect.signature(self)
         with nothing_placed():
-            compiling.not_while_tracing(f"recipes.{name}()")
+            compiling.raise_if_tracing(f"recipes.{name}()")
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:

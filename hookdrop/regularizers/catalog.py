@@ -17,7 +17,7 @@ from hookdrop.regularizers.gradients import (
 from hookdrop.regularizers.mixstyle import MixStyle
 from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, UniformNoise
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
-from hookdrop.utils.call_syntax import Kind, read_call, signature_of
+from hookdrop.utils.call_syntax import CallSyntax, parse_call, signature_of
 
 # To add a regularizer, import it above and list it here, and export its function in `hookdrop.functional`.
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 REGULARIZERS: dict[str, type[Regularizer]] = {name: globals()[name] for name in __all__}
-_KIND = Kind("parse", "regularizer", REGULARIZERS, "DropBlock(p=0.1, block_size=7)")
+_SYNTAX = CallSyntax("parse", "regularizer", REGULARIZERS, "DropBlock(p=0.1, block_size=7)")
 
 
 def parse(text: str) -> Regularizer:
@@ -60,8 +60,8 @@ def parse(text: str) -> Regularizer:
         >>> parse("DropBlock(p=0.2, block_size=5)")
         DropBlock(p=0.2, block_size=5)
     """
-    call = read_call(text, _KIND)
+    call = parse_call(text, _SYNTAX)
     try:
         return REGULARIZERS[call.name](*call.args, **dict(call.kwargs))
     except TypeError as error:
-        raise TypeError(f"parse: {text!r}: {error}{signature_of(call.name, _KIND)}") from None
+        raise TypeError(f"parse: {text!r}: {error}{signature_of(call.name, _SYNTAX)}") from None

@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of hooks or regularizers."""
+"""Helpers that do not depend on hooks or regularizers."""

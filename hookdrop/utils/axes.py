@@ -1,4 +1,4 @@
-"""How tensors are read as feature maps: the axis of the channels, and the grid of the tokens."""
+"""Interpret tensors as feature maps: the channel axis and the token grid."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hookdrop.errors import ShapeError
 
-MOST_PREFIX_TOKENS = 8
-"""Class, distillation and register tokens together."""
+MAX_PREFIX_TOKENS = 8
+"""Upper bound on class, distillation and register tokens combined."""
 
 _SPATIAL_AXES: tuple[tuple[int, tuple[type[nn.Module], ...]], ...] = (
     (1, (nn.Conv1d, nn.ConvTranspose1d, nn.InstanceNorm1d)),
@@ -21,10 +21,10 @@ _BATCHED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn
 
 
 def channel_axis(shape: Sequence[int]) -> int:
-    """The axis of the channels that a shape suggests.
+    """Infer the channel axis from a shape.
 
-    Axis 1 of a map (N, C, H, W); the last of (N, H, W, C), recognized by H = W != C, of tokens (N, L, C) and of
-    features (N, C).
+    It is axis 1 of a map (N, C, H, W), and the last axis of (N, H, W, C), recognized by H = W != C, of tokens
+    (N, L, C) and of features (N, C).
 
     Example:
         >>> channel_axis((8, 64, 14, 14)), channel_axis((8, 7, 7, 768)), channel_axis((8, 197, 384))
@@ -36,7 +36,7 @@ def channel_axis(shape: Sequence[int]) -> int:
 
 
 def channel_axis_of(module: nn.Module, shape: Sequence[int]) -> int | None:
-    """The axis of the channels in an output of a convolution, norm or linear layer; None for other layers.
+    """Return the channel axis of the output of a convolution, norm or linear layer, or None for other layers.
 
     Example:
         >>> [channel_axis_of(nn.Conv2d(3, 8, 1), shape) for shape in ((8, 14, 14), (2, 8, 14, 14))]
@@ -50,22 +50,22 @@ def channel_axis_of(module: nn.Module, shape: Sequence[int]) -> int | None:
     if isinstance(module, _BATCHED):
         return 1
     if isinstance(module, nn.LayerNorm) and len(shape) == 4 and shape[-1] != module.normalized_shape[-1]:
-        return 1  # ConvNeXt's, which permutes the map, and permutes it back
+        return 1  # ConvNeXt's LayerNorm2d permutes the map and permutes it back
     return len(shape) - 1 if isinstance(module, nn.Linear | nn.LayerNorm) else None
 
 
 def as_map(x: Tensor, image: Sequence[int], grid: Sequence[int] | None = None) -> Tensor:
-    """(N, C, h, w), (N, h, w, C), or tokens (N, L, C) of which the image's are last, as (N, C, h, w).
+    """Convert a map (N, C, h, w) or (N, h, w, C), or tokens (N, L, C) that end with the image's, to (N, C, h, w).
 
-    A grid of tokens has the proportions of the image (height, width), unless `grid` says its rows and columns.
+    A token grid has the aspect ratio of the image (height, width), unless `grid` gives its rows and columns.
     """
     if x.dim() == 4:
-        # The channels are the axis without which the others are closest to the image's proportions.
+        # The channel axis is the one whose removal leaves the aspect ratio closest to the image's.
         sizes = {1: x.shape[2:], 3: x.shape[1:3]}
         unlike = {axis: abs(math.log(h * image[1] / (w * image[0]))) for axis, (h, w) in sizes.items()}
         return x.movedim(min(unlike, key=unlike.__getitem__), 1)
     if x.dim() != 3:
-        raise ShapeError(f"got {tuple(x.shape)}: neither a map (N, C, H, W) nor tokens (N, L, C).")
+        raise ShapeError(f"got {tuple(x.shape)}: expected a map (N, C, H, W) or tokens (N, L, C).")
     rows, columns = _grid(x.shape[1], image) if grid is None else grid
     if rows * columns > x.shape[1]:
         raise ShapeError(f"got {tuple(x.shape)}: {x.shape[1]} tokens do not fill a grid of {rows} x {columns}.")
@@ -74,11 +74,11 @@ def as_map(x: Tensor, image: Sequence[int], grid: Sequence[int] | None = None) -
 
 def _grid(tokens: int, image: Sequence[int]) -> tuple[int, int]:
     height, width = image
-    for count in range(tokens, max(0, tokens - MOST_PREFIX_TOKENS - 1), -1):
+    for count in range(tokens, max(0, tokens - MAX_PREFIX_TOKENS - 1), -1):
         rows = round((count * height / width) ** 0.5)
         if rows and count % rows == 0 and rows * width == count // rows * height:
             return rows, count // rows
     raise ShapeError(
-        f"got {tokens} tokens, which form no grid of the proportions {height} x {width} after up to "
-        f"{MOST_PREFIX_TOKENS} other tokens.\n  give the grid: grid=(rows, columns)"
+        f"got {tokens} tokens, which do not form a grid with the aspect ratio {height} x {width}, with or without "
+        f"up to {MAX_PREFIX_TOKENS} prefix tokens.\n  pass the grid: grid=(rows, columns)"
     )

@@ -1,4 +1,4 @@
-"""Context managers that say what they are where the `with` was forgotten."""
+"""Context managers that explain how to use them if the `with` was forgotten."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Within(Generic[T]):
-    """What `with` takes, once; whoever asks it for more is told to write that."""
+class RequiresWith(Generic[T]):
+    """A single-use context manager. Any other use raises an error that shows the `with` statement to write."""
 
     def __init__(self, inner: AbstractContextManager[T], example: str) -> None:
         self._inner, self._example = inner, example
@@ -27,22 +27,22 @@ class Within(Generic[T]):
         raise TypeError(self._text())
 
     def __getattr__(self, name: str) -> Any:
-        # Those are looked up by whoever copies or shows an object.
-        raise AttributeError(name if name.startswith("_") else f"no {name!r} yet: {self._text()}")
+        # copy, pickle and IPython look up private names.
+        raise AttributeError(name if name.startswith("_") else f"no attribute {name!r}: {self._text()}")
 
     def _text(self) -> str:
-        return f"there is nothing before a forward.\n  write: {self._example}"
+        return f"enter this context manager before the forward.\n  write: {self._example}"
 
 
-def within(example: str) -> Callable[[Callable[P, Iterator[T]]], Callable[P, Within[T]]]:
-    """`contextlib.contextmanager`, with `example` for those who forget the `with`."""
+def requires_with(example: str) -> Callable[[Callable[P, Iterator[T]]], Callable[P, RequiresWith[T]]]:
+    """`contextlib.contextmanager` whose errors show `example` if the `with` was forgotten."""
 
-    def decorate(function: Callable[P, Iterator[T]]) -> Callable[P, Within[T]]:
+    def decorate(function: Callable[P, Iterator[T]]) -> Callable[P, RequiresWith[T]]:
         manager = contextmanager(function)
 
         @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Within[T]:
-            return Within(manager(*args, **kwargs), example)
+        def call(*args: P.args, **kwargs: P.kwargs) -> RequiresWith[T]:
+            return RequiresWith(manager(*args, **kwargs), example)
 
         return call
 

@@ -1,4 +1,4 @@
-"""Globs over dotted names."""
+"""Glob patterns for dotted names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hookdrop.errors import LayerError
 
 @lru_cache(maxsize=1024)
 def glob_expression(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a glob over dotted names.
+    """Compile a glob over dotted names into a regular expression.
 
-    `*`, `?`, `[12]` and `[!a]` stay within one segment; `**.` in front or between is zero or more segments;
-    `.**` at the end one or more; `**` alone one or more.
+    `*`, `?`, `[12]` and `[!a]` match within one segment. `**.` at the start or in the middle matches zero or more
+    segments; `.**` at the end and `**` alone match one or more.
 
     Example:
         >>> bool(glob_expression("**.bn[12]").fullmatch("layer1.0.bn2"))
@@ -30,7 +30,7 @@ def glob_expression(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile("".join(parts))
     except re.error as error:
-        raise LayerError(f"can't read the glob {pattern!r}: {error}.") from None
+        raise LayerError(f"cannot parse the glob {pattern!r}: {error}.") from None
 
 
 def _segment_expression(segment: str) -> str:

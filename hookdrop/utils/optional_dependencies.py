@@ -1,4 +1,4 @@
-"""Packages that hookdrop works without: what needs one says which extra has it."""
+"""Optional dependencies, which are installed by extras."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hookdrop.errors import HookdropError
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """An import inside that fails says which extra to install.
+    """Name the extra to install if an import inside this block fails.
 
     Args:
-        extra: its name in `pip install 'hookdrop[...]'`.
+        extra: the name in `pip install 'hookdrop[...]'`.
 
     Raises:
         HookdropError: a package is not installed.

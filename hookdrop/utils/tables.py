@@ -1,4 +1,4 @@
-"""Plain-text and HTML tables, for `print` and for notebooks."""
+"""Plain-text and HTML tables."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from html import escape
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns padded to their widest cell, numbers to the right."""
+    """Format a table as plain text, with padded columns and right-aligned numbers."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    # The first column has names, which may be numbers as well.
+    # The first column holds names, which may look like numbers.
     right = [i > 0 and all(_is_number(row[i]) for row in cells) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
@@ -21,24 +21,24 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[object]], caption: str) -> str:
-    """The same table for a notebook."""
+    """Format a table as HTML for notebooks."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(_cell(value))}</td>" for value in row) + "</tr>" for row in rows)
     return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>"
 
 
 def shape_text(shape: Sequence[int] | None) -> str:
-    """`(2, 64, 56, 56)` as `2x64x56x56`; a question mark where it is not known."""
+    """Format `(2, 64, 56, 56)` as `2x64x56x56`, and an unknown shape as `?`."""
     return "?" if shape is None else "x".join(map(str, shape)) or "()"
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 site`, `2 sites`."""
+    """Format a count with its noun: `1 site`, `2 sites`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names in quotes, and how many more there are."""
+    """Quote the first names and count the rest: `'a', 'b', 'c', 'd' and 3 more`."""
     shown = names if len(names) <= 5 else names[:4]
     more = f" and {len(names) - 4} more" if len(names) > 5 else ""
     return ", ".join(map(repr, shown)) + more

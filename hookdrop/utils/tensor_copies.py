@@ -7,18 +7,18 @@ from torch import Tensor
 
 from hookdrop.errors import LayerError
 
-Place = torch.device | str | None
-"""Where copies go; None is where the tensor is."""
+CopyDevice = torch.device | str | None
+"""The device of the copies; None is the device of the tensor."""
 
 
-class NotKept(LayerError, KeyError):
-    """A layer was asked for of which nothing was kept: a `KeyError` as a dict's is, with a text that can be read."""
+class NotRecordedError(LayerError, KeyError):
+    """Nothing was recorded for the requested layer. A `KeyError`, as of a dict, but with a readable message."""
 
     __str__ = Exception.__str__
 
 
-def place(to: Place, owner: str) -> Place:
-    """`to`, if there is such a device."""
+def valid_device(to: CopyDevice, owner: str) -> CopyDevice:
+    """Return `to` if the device exists."""
     if to is not None:
         try:
             torch.empty(0, device=to)
@@ -30,7 +30,7 @@ def place(to: Place, owner: str) -> Place:
     return to
 
 
-def copied(x: Tensor, to: Place = None) -> Tensor:
-    """`x` without its graph, in memory of its own: an in-place operation that follows must not change it."""
+def detached_copy(x: Tensor, to: CopyDevice = None) -> Tensor:
+    """Return a detached copy of `x` that later in-place operations cannot change."""
     with torch.inference_mode(False), torch.no_grad():
         return x.detach().to(device=x.device if to is None else to, copy=True)

@@ -1,4 +1,4 @@
-"""Checks of arguments: each returns the valid value, or raises an error that says what to write instead."""
+"""Argument validation. Each function returns the valid value or raises an error that shows what to write instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 
 def number(value: object, name: str, owner: str) -> float:
-    """`value` as a finite Python float."""
+    """Return `value` as a finite Python float."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if type(value).__name__ in ("bool", "bool_", "str", "bytes") or not hasattr(value, "__float__"):
@@ -21,14 +21,14 @@ def number(value: object, name: str, owner: str) -> float:
     try:
         result = float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{owner}: {name} must be one number, got {value!r}.") from None
+        raise TypeError(f"{owner}: {name} must be a single number, got {value!r}.") from None
     if not -math.inf < result < math.inf:  # unlike `math.isfinite`, the compiler can trace this
         raise ValueError(f"{owner}: {name} must be finite, got {result}.")
     return result
 
 
 def positive(value: object, name: str, owner: str, hint: str = "") -> float:
-    """`value` as a float above 0."""
+    """Return `value` as a float above 0."""
     result = number(value, name, owner)
     if result <= 0.0:
         raise ValueError(f"{owner}: {name} must be above 0, got {result:g}.{hint}")
@@ -38,7 +38,7 @@ def positive(value: object, name: str, owner: str, hint: str = "") -> float:
 def rate(
     value: object, name: str = "p", owner: str = "hookdrop", high: float = 1.0, *, open_end: bool = False
 ) -> float:
-    """`value` as a float in [0, high], or in [0, high) if `open_end`."""
+    """Return `value` as a float in [0, high], or in [0, high) if `open_end`."""
     result = number(value, name, owner)
     if 0.0 <= result < high or (result == high and not open_end):
         return result
@@ -48,47 +48,45 @@ def rate(
 
 
 def rate_or_tensor(p: float | Tensor, *args: Any, check: Callable[..., float] = rate, **kwargs: Any) -> float | Tensor:
-    """`check(p, ...)`; in compiled code as a 0-d tensor, since the compiler treats a float as a constant."""
+    """Return `check(p, ...)`; in compiled code as a 0-d tensor, because the compiler treats floats as constants."""
     if not is_compiling():
         return check(p, *args, **kwargs)
     return p if isinstance(p, Tensor) else as_rate_tensor(check(p, *args, **kwargs))
 
 
 def as_rate_tensor(rate: float) -> Tensor:
-    """`rate` as a 0-d tensor on the CPU, which serves as a number on every device and in compiled code."""
+    """Return `rate` as a 0-d CPU tensor, which acts as a scalar on every device and in compiled code."""
     return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 
 def drop_rate(p: object, keep_prob: object, owner: str, default: float | None = None) -> float:
-    """The drop probability from `p` or `keep_prob`, whichever was given."""
+    """Return the drop probability from `p` or `keep_prob`, whichever was given."""
     if p is not None and keep_prob is not None:
-        raise ValueError(f"{owner}: give p or keep_prob, not both (p={p}, keep_prob={keep_prob}); p = 1 - keep_prob.")
+        raise ValueError(f"{owner}: pass p or keep_prob, not both (p={p}, keep_prob={keep_prob}); p = 1 - keep_prob.")
     if keep_prob is not None:
-        # Rounded so that keep_prob=0.9 is p=0.1 and not 0.09999999999999998.
+        # Rounded so that keep_prob=0.9 gives p=0.1 instead of 0.09999999999999998.
         return round(1.0 - rate(keep_prob, "keep_prob", owner), 12)
     if p is None and default is None:
-        raise TypeError(f"{owner}: say how much to drop, as in {owner}(p=0.1) or {owner}(keep_prob=0.9).")
+        raise TypeError(f"{owner}: specify how much to drop: {owner}(p=0.1) or {owner}(keep_prob=0.9).")
     return rate(default if p is None else p, "p", owner)
 
 
 def count(value: Any, name: str, owner: str, low: int = 1) -> int:
-    """`value` as a Python int of at least `low`."""
+    """Return `value` as a Python int of at least `low`."""
     try:
         if isinstance(value, bool):
             raise TypeError
         result = operator.index(value)
     except TypeError:
         hint = f"\n  write {name}={int(value)}" if isinstance(value, float) and math.isfinite(value) else ""
-        raise TypeError(
-            f"{owner}: {name} must be a whole number, got {value!r} ({type(value).__name__}).{hint}"
-        ) from None
+        raise TypeError(f"{owner}: {name} must be an integer, got {value!r} ({type(value).__name__}).{hint}") from None
     if result < low:
         raise ValueError(f"{owner}: {name} must be at least {low}, got {result}.")
     return result
 
 
 def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) -> Any:
-    """`value`, if it is one of `allowed`."""
+    """Return `value` if it is one of `allowed`."""
     for choice in allowed:
         if type(value) is type(choice) and value == choice:
             return value
@@ -96,7 +94,7 @@ def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) ->
 
 
 def floating(x: object, owner: str, *, nested: bool = False) -> None:
-    """Raise `TypeError` unless `x` is a dense tensor of real floating-point numbers."""
+    """Raise `TypeError` unless `x` is a dense tensor with a real floating-point dtype."""
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{owner}: x must be a tensor, got {_brief(x)}.\n  write torch.as_tensor(x, dtype=torch.float32)"
@@ -111,10 +109,10 @@ def floating(x: object, owner: str, *, nested: bool = False) -> None:
     elif not x.is_floating_point():
         instead = "x.float()"
     elif x.element_size() < 2:
-        instead = "x.to(torch.bfloat16): nothing can be computed in so few bits"
+        instead = "x.to(torch.bfloat16): PyTorch has no arithmetic for 8-bit floats"
     if instead:
         what = "nested" if x.is_nested else f"{x.layout} {tuple(x.shape)}" if "dense" in instead else tuple(x.shape)
-        raise TypeError(f"{owner}: x must be real floating-point numbers, got {what} {x.dtype}.\n  pass {instead}")
+        raise TypeError(f"{owner}: x must be a dense floating-point tensor, got {what} {x.dtype}.\n  pass {instead}")
 
 
 def _brief(value: object) -> str:

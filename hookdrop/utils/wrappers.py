@@ -1,4 +1,4 @@
-"""Modules that wrap a model (DistributedDataParallel, torch.compile, an EMA, ...), known by their type."""
+"""Recognize modules that wrap a model: DistributedDataParallel, torch.compile, EMA, ..."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from torch import nn
 
-# The attribute that holds what is wrapped, by the wrapper's class. None of these is imported: where a module was not
-# loaded there can be no instance of its classes.
+# The attribute that holds the wrapped module, by the wrapper's class. None of these is imported: if a module was not
+# loaded, no instances of its classes exist.
 _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
@@ -23,12 +23,12 @@ _WRAPPERS = {
     "peft.tuners.tuners_utils.BaseTuner": "model",
 }
 
-SEGMENTS = set(_WRAPPERS.values())
-"""The attributes that hold what is wrapped."""
+WRAPPER_ATTRIBUTES = set(_WRAPPERS.values())
+"""The attributes that hold a wrapped module."""
 
 
-def _attribute_of(cls: type) -> str | None:
-    """The attribute in which instances of a wrapper class hold what they wrap; None for other classes."""
+def _wrapped_attribute(cls: type) -> str | None:
+    """Return the attribute in which a wrapper class holds the wrapped module, or None for other classes."""
     for name, attribute in _WRAPPERS.items():
         module, _, class_name = name.rpartition(".")
         wrapper = getattr(sys.modules.get(module), class_name, None)
@@ -37,14 +37,14 @@ def _attribute_of(cls: type) -> str | None:
     return None
 
 
-attribute_of: Callable[[type], str | None] = lru_cache(maxsize=1024)(_attribute_of)
+wrapped_attribute: Callable[[type], str | None] = lru_cache(maxsize=1024)(_wrapped_attribute)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What is inside all wrappers around `module`."""
+    """Remove all wrappers around `module`."""
     inner: object = module
     while isinstance(inner, nn.Module):
         module = inner
-        attribute = attribute_of(type(module))
+        attribute = wrapped_attribute(type(module))
         inner = getattr(module, attribute, None) if attribute else None
     return module

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what runs again in the backward pass drops what its forward dropped, or it is told."""
+"""Activation checkpointing: a recompute draws the same masks as its forward, or warns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
-    checkpoint,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
@@ -31,20 +30,13 @@ from hookdrop import (
     inject,
 )
 from hookdrop.diagnostics import watchdog
-from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
+from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
 from hookdrop.hooks import checkpointing
 from hookdrop.hooks.checkpointing import is_recomputing
+from tests.support.checkpoints import MODES, non_reentrant, plain, reentrant
 from tests.support.every import EVERY, FORWARD, SITES, WITH_A_RATE, Case, same
 
 Forward = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
-
-
-def non_reentrant(model: nn.Module, x: torch.Tensor, **settings: Any) -> torch.Tensor:
-    return checkpoint(model, x, use_reentrant=False, **settings)
-
-
-def reentrant(model: nn.Module, x: torch.Tensor, **settings: Any) -> torch.Tensor:
-    return checkpoint(model, x, use_reentrant=True, **settings)
 
 
 def nested(way: Callable[..., torch.Tensor], model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
@@ -52,9 +44,9 @@ def nested(way: Callable[..., torch.Tensor], model: nn.Sequential, x: torch.Tens
 
 
 def save_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Selective checkpoints keep what is expensive."""
-    kept = operation is torch.ops.aten.tanh.default
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    """A policy for selective checkpointing."""
+    saved = operation is torch.ops.aten.tanh.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -78,15 +70,8 @@ WAYS: dict[str, Forward] = {
 }
 
 
-MODES = [reentrant, non_reentrant]
-
-
-def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x)
-
-
 def run(model: nn.Sequential, x: torch.Tensor, way: Forward, between: Callable[[], object] = lambda: None) -> list[Any]:
-    """The output and all gradients, from one seed; `between` is called between forward and backward."""
+    """Return the output and all gradients from a fixed seed; `between` is called between forward and backward."""
     torch.manual_seed(1)
     model.zero_grad()
     x = x.clone().requires_grad_()
@@ -96,10 +81,10 @@ def run(model: nn.Sequential, x: torch.Tensor, way: Forward, between: Callable[[
     return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of reentrant in reentrant
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # nested reentrant checkpoints
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-def test_gradients_are_those_without_to_the_last_bit(case: Case, way: Forward) -> None:
+def test_gradients_are_bit_identical_with_and_without_checkpointing(case: Case, way: Forward) -> None:
     model, x = case.model(), case.input()
     clean = run(model, x, plain)
     inject(model, case.regularizer, layers=SITES)
@@ -109,15 +94,15 @@ def test_gradients_are_those_without_to_the_last_bit(case: Case, way: Forward) -
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_inputs_are_regularized_again_alike(mode: Forward) -> None:
-    case = EVERY["DropBlock (sparse)"]
+def test_recompute_at_inputs_draws_the_same_masks(mode: Forward) -> None:
+    case = EVERY["DropBlock by seeds"]
     model, x = case.model(), case.input()
     inject(model, case.regularizer, layers=SITES, at="input")
     assert same(run(model, x, mode), run(model, x, plain))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_module_that_is_checkpointed_twice_in_a_forward(mode: Forward) -> None:
+def test_module_checkpointed_twice_in_one_forward(mode: Forward) -> None:
     model = EVERY["Dropout"].model()
     inject(model, Dropout(0.3), layers=SITES)
 
@@ -131,8 +116,8 @@ def test_a_module_that_is_checkpointed_twice_in_a_forward(mode: Forward) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_forwards_that_wait_for_one_backward(mode: Forward) -> None:
-    """Two losses added, as of two micro-batches: each has its own mask."""
+def test_several_forwards_before_one_backward(mode: Forward) -> None:
+    """The losses of two micro-batches are summed, and each has its own mask."""
     model = EVERY["Dropout"].model()
     inject(model, Dropout(0.3), layers=SITES)
 
@@ -163,9 +148,9 @@ def test_under_autocast(name: str, dtype: torch.dtype, mode: Forward) -> None:
     assert same(run(model, x, autocast(mode)), run(model, x, autocast(plain)))
 
 
-def test_inputs_that_need_no_gradient() -> None:
-    """Reentrant, PyTorch itself warns that there will be none; non-reentrant is exact."""
-    case = EVERY["DropBlock (sparse)"]
+def test_inputs_without_requires_grad() -> None:
+    """A reentrant checkpoint computes no gradients, with a warning from PyTorch; a non-reentrant one is exact."""
+    case = EVERY["DropBlock by seeds"]
     model, x = case.model(), case.input()
     inject(model, case.regularizer, layers=SITES)
 
@@ -181,11 +166,11 @@ def test_inputs_that_need_no_gradient() -> None:
 
 
 class TestRateChangedBetweenForwardAndBackward:
-    """`loss = model(x); drop.step(); loss.backward()`: the mask is that of the forward, at the rate of the forward."""
+    """`loss = model(x); drop.step(); loss.backward()`: the recompute has the mask and rate of the forward."""
 
     CHANGES: dict[str, Callable[[Injection], object]] = {
         "stepped": lambda drop: drop.step(3),
-        "to another target": lambda drop: setattr(drop, "target_p", 0.1),
+        "target changed": lambda drop: setattr(drop, "target_p", 0.1),
         "to zero": lambda drop: drop.seek(0),
         "disabled": lambda drop: drop.disable(),
     }
@@ -193,7 +178,7 @@ class TestRateChangedBetweenForwardAndBackward:
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
     @pytest.mark.parametrize("case", WITH_A_RATE.values(), ids=WITH_A_RATE)
-    def test_gradients_are_those_of_the_forward(
+    def test_recompute_uses_the_rate_of_the_forward(
         self, case: Case, change: Callable[[Injection], object], mode: Forward
     ) -> None:
         model, x = case.model(), case.input()
@@ -203,8 +188,8 @@ class TestRateChangedBetweenForwardAndBackward:
         assert same(run(model, x, mode, between=lambda: change(drop)), expected)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_from_rate_0(self, mode: Forward) -> None:
-        """The first step of a ramp."""
+    def test_forward_at_rate_0(self, mode: Forward) -> None:
+        """As at the first step of a ramp."""
         model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
         drop = inject(model, Dropout(0.3), layers=SITES, schedule=LinearSchedule(4))
         model(x)
@@ -213,7 +198,7 @@ class TestRateChangedBetweenForwardAndBackward:
         assert drop.p == 0.075
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_a_context_that_ended_or_began(self, mode: Forward) -> None:
+    def test_context_entered_or_exited_before_backward(self, mode: Forward) -> None:
         model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
         drop = inject(model, Dropout(0.3), layers=SITES)
         off, on = run(model.eval(), x, plain), run(model.train(), x, plain)
@@ -229,8 +214,8 @@ class TestRateChangedBetweenForwardAndBackward:
         assert same(run(model, x, plain), on)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_forwards_at_two_rates_wait_for_one_backward(self, mode: Forward) -> None:
-        """One of which the rate of the moment gets wrong, and so does that of the last forward."""
+    def test_forwards_at_two_rates_before_one_backward(self, mode: Forward) -> None:
+        """Neither the current rate nor that of the last forward is correct for both."""
         model = EVERY["Dropout"].model()
         drop = inject(model, Dropout(0.8), layers=SITES, schedule=LinearSchedule(4))
 
@@ -248,7 +233,7 @@ class TestRateChangedBetweenForwardAndBackward:
         assert same(both(mode), both(plain))
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_the_rate_of_the_moment_is_put_back(self, mode: Forward) -> None:
+    def test_recompute_does_not_change_the_current_rate(self, mode: Forward) -> None:
         model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
         drop = inject(model, Dropout(0.4), layers=SITES, schedule=LinearSchedule(4))
         drop.seek(1)
@@ -259,7 +244,7 @@ class TestRateChangedBetweenForwardAndBackward:
         assert torch.equal(model(x), model(x))
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_measuring_says_at_which_rate(self, mode: Forward) -> None:
+    def test_measuring_a_recompute_reports_the_rate_of_the_forward(self, mode: Forward) -> None:
         model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
         drop = inject(model, Dropout(0.8), layers=["0"], schedule=LinearSchedule(4))
         drop.seek(1)
@@ -271,64 +256,62 @@ class TestRateChangedBetweenForwardAndBackward:
         assert m.dropped == pytest.approx(0.2, abs=0.05)
 
 
-class TestRandomStateNotKept:
-    """`preserve_rng_state=False`: another mask in the recomputation, wrong gradients, and from PyTorch not a word."""
+class TestRngStateNotPreserved:
+    """`preserve_rng_state=False`: the recompute has another mask and the gradients are wrong; PyTorch does not warn."""
 
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("name", FORWARD)
-    def test_it_is_told_once(self, name: str, mode: Forward) -> None:
+    def test_warns_once(self, name: str, mode: Forward) -> None:
         model, x = EVERY[name].model(), EVERY[name].input()
         inject(model, EVERY[name].regularizer, layers=SITES)
 
-        def forget() -> None:
-            with suppress(CheckpointError):  # where it drew another number of blocks, PyTorch notices too
+        def run_unpreserved() -> None:
+            with suppress(CheckpointError):  # PyTorch detects a different number of blocks
                 run(model, x, functools.partial(mode, preserve_rng_state=False))
 
-        with pytest.warns(HookdropWarning, match="leave out preserve_rng_state=False") as told:
-            forget()
-        assert len(told) == 1
-        forget()
+        with pytest.warns(HookdropWarning, match="remove preserve_rng_state=False") as caught:
+            run_unpreserved()
+        assert len(caught) == 1
+        run_unpreserved()
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_it_is_told_of_the_last_layer_too(self, mode: Forward) -> None:
-        """There a recompute stops, by an exception, as soon as the mask is saved."""
+    def test_warns_for_the_last_layer(self, mode: Forward) -> None:
+        """There, an exception stops the recompute as soon as the mask is saved."""
         model, x = nn.Sequential(nn.Linear(8, 8), nn.Identity()), torch.ones(4, 8)
         inject(model, Dropout(0.5), layers="1")
-        with pytest.warns(HookdropWarning, match="leave out preserve_rng_state=False"):
+        with pytest.warns(HookdropWarning, match="remove preserve_rng_state=False"):
             run(model, x, functools.partial(mode, preserve_rng_state=False))
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_nothing_is_said_where_nothing_is_drawn(self, mode: Forward) -> None:
+    def test_no_warning_if_nothing_is_drawn(self, mode: Forward) -> None:
         model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
         drop = inject(model, Dropout(0.3), layers=SITES, schedule=LinearSchedule(4))
         inject(model, torch.tanh, layers=SITES, on_existing="stack", name="no random function")
-        forget = functools.partial(mode, preserve_rng_state=False)
-        run(model, x, forget)
+        unpreserved = functools.partial(mode, preserve_rng_state=False)
+        run(model, x, unpreserved)
         drop.seek(4)
         drop.disable()
-        run(model, x, forget)
-        run(model.eval(), x, forget)
+        run(model, x, unpreserved)
+        run(model.eval(), x, unpreserved)
 
-    def test_a_million_forwards_take_no_memory(self) -> None:
-        """Forwards without gradients look like those of a checkpoint, and may never be run again."""
-        from hookdrop.hooks import checkpointing as replay
-
+    def test_number_of_remembered_forwards_is_bounded(self) -> None:
+        """Forwards without gradients look like checkpointed ones, but may never be recomputed."""
         model = nn.Sequential(nn.Identity())
         inject(model, Dropout(0.3), layers="0")
         (hook,) = model[0]._forward_hooks.values()
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(replay, "CAPACITY", 10)
+            patch.setattr(checkpointing, "CAPACITY", 10)
             for _ in range(30):
                 model(torch.ones(2))
         assert len(hook.state.live.checkpointed) == 10
         assert not hook.state.live.checkpointed.complete
 
 
-# --- other people's checkpointing
+# --- checkpointing in other libraries
 
 
 class Checkpointed(nn.Module):
-    """timm's way: containers are not called but iterated, where a checkpoint is asked for."""
+    """Like timm: with checkpointing, containers are iterated instead of called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,22 +345,22 @@ def timm_model(family: str) -> tuple[Any, torch.Tensor]:
     model = timm.create_model(name, num_classes=3, **more)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 0.0  # or a forward that runs again counts twice
+            module.momentum = 0.0  # or a recompute updates the statistics twice
     return model, torch.randn(2, 3, size, size)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 class TestTimm:
-    """`model.set_grad_checkpointing()`: containers are iterated from then on, and hooks on them do not fire."""
+    """After `model.set_grad_checkpointing()`, containers are iterated, so hooks on them do not fire."""
 
-    def test_named_exactly_it_is_an_error(self, family: str) -> None:
+    def test_container_named_exactly_is_an_error(self, family: str) -> None:
         model, x = timm_model(family)
         model.set_grad_checkpointing()
         with pytest.raises(LayerError, match="is not called in a forward: a hook on it never fires"):
             inject(model, Dropout(0.3), layers=FAMILIES[family][2][0], example_input=x)
         assert find(model) == ()
 
-    def test_by_a_pattern_it_is_a_warning(self, family: str) -> None:
+    def test_container_matched_by_a_pattern_warns(self, family: str) -> None:
         model, x = timm_model(family)
         model.set_grad_checkpointing()
         with pytest.warns(HookdropWarning, match="never called in an eval forward, so the hooks there do not fire"):
@@ -387,8 +370,8 @@ class TestTimm:
         drop.seek(1)
         assert "never ran" in drop.check()[0]
 
-    def test_turned_on_later_it_is_told_after_ten_steps(self, family: str) -> None:
-        """At the end of the tenth step of the schedule, or of the optimizer that is followed."""
+    def test_checkpointing_enabled_later_warns_after_10_steps(self, family: str) -> None:
+        """After the tenth step of the schedule, or of the followed optimizer."""
         model, x = timm_model(family)
         drop = inject(model, Dropout(0.3), layers=FAMILIES[family][2][1], example_input=x)
         model.set_grad_checkpointing()
@@ -399,7 +382,7 @@ class TestTimm:
         with pytest.warns(HookdropWarning, match="never ran, so nothing is dropped there"):
             drop.step()
 
-    def test_what_is_called_is_regularized_exactly(self, family: str) -> None:
+    def test_called_layers_are_regularized_exactly(self, family: str) -> None:
         model, x = timm_model(family)
         regularizer = DropPath(0.3) if family == "vit" else Dropout(0.3)
         for layers in FAMILIES[family][3]:
@@ -417,8 +400,8 @@ class TestTimm:
             assert not same(run(model, x, plain), results[0])
 
 
-def test_turned_on_later_it_is_told_where_nobody_asks() -> None:
-    """No schedule, nothing followed, the handle thrown away: told after 20 updates of the weights."""
+def test_checkpointing_enabled_later_warns_without_a_handle() -> None:
+    """Without a schedule, a followed optimizer or a handle, the warning comes after 20 weight updates."""
     model = Checkpointed()
     inject(model, Dropout(0.3), layers="block[s]", example_input=torch.ones(2, 8))
     model.grad_checkpointing = True
@@ -429,14 +412,14 @@ def test_turned_on_later_it_is_told_where_nobody_asks() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(UPDATES_TO_JUDGE - 1):
+    for _ in range(UPDATES_BEFORE_WARNING - 1):
         update()
     with pytest.warns(HookdropWarning, match="'blocks' never ran, so nothing is dropped there"):
         update()
     update()
 
 
-def test_a_model_is_watched_until_all_sites_have_run() -> None:
+def test_model_is_watched_until_all_sites_have_run() -> None:
     model = Checkpointed()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     drop = inject(model, Dropout(0.3), layers="blocks.*")
@@ -464,7 +447,7 @@ def test_transformers_gradient_checkpointing(mode: bool) -> None:
         return [p.grad.clone() for p in model.parameters()]
 
     expected = gradients()
-    # Its new name comes first: the old one warns.
+    # The new name comes first, because the old one is deprecated.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": mode})
     if mode:
@@ -474,7 +457,7 @@ def test_transformers_gradient_checkpointing(mode: bool) -> None:
     assert not same(gradients(), expected)
 
 
-def test_pytorchs_checkpoint_wrapper() -> None:
+def test_pytorch_checkpoint_wrapper() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
     case = EVERY["DropBlock (sparse)"]
@@ -489,11 +472,11 @@ def test_pytorchs_checkpoint_wrapper() -> None:
 
 
 class TestOtherThreads:
-    """A recomputed forward uses its own rate, and changes nobody else's."""
+    """A recompute uses its own rate and does not affect forwards in other threads."""
 
     @staticmethod
     def recompute_while(during: Callable[[nn.Module, Injection], object]) -> tuple[list[Any], list[Any], Injection]:
-        """Gradients of a checkpointed step at rate 0.25 whose recompute meets rate 0.5 and `during`, and without."""
+        """Return the gradients of a step at rate 0.25, whose recompute runs at rate 0.5 with `during`, and the expected."""
         model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
         drop = inject(model, Dropout(0.5), layers=SITES, schedule=LinearSchedule(4))
         drop.seek(2)
@@ -511,7 +494,7 @@ class TestOtherThreads:
             handle.remove()
         return found, expected, drop
 
-    def test_a_forward_in_another_thread_runs_at_the_current_rate(self) -> None:
+    def test_forward_in_another_thread_uses_the_current_rate(self) -> None:
         rates = []
 
         def forward(model: nn.Module, drop: Injection) -> None:
@@ -536,10 +519,10 @@ class TestOtherThreads:
 
 
 class TestBeforePyTorch28:
-    """PyTorch 2.6 and 2.7 do not say whether saved tensors are hooked: a checkpoint is known by its function."""
+    """PyTorch 2.6 and 2.7 do not report saved-tensors hooks, so checkpoints are recognized on the call stack."""
 
     @pytest.fixture(autouse=True)
-    def without_the_function(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_saved_tensors_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checkpointing, "saved_tensors_hooks", None)
 
     def test_ordinary_forwards_are_not_remembered(self) -> None:
@@ -549,7 +532,7 @@ class TestBeforePyTorch28:
         assert not drop._state.live.checkpointed
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_checkpointed_ones_are(self, mode: Forward) -> None:
+    def test_checkpointed_forwards_are_remembered(self, mode: Forward) -> None:
         model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
         drop = inject(model, Dropout(0.3), layers=SITES, schedule=LinearSchedule(4))
         drop.step()
@@ -557,8 +540,8 @@ class TestBeforePyTorch28:
         assert same(run(model, x, mode, between=drop.step), expected)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_a_random_state_that_is_not_kept_is_warned_about(self, mode: Forward) -> None:
+    def test_warns_if_the_rng_state_is_not_preserved(self, mode: Forward) -> None:
         model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
         inject(model, Dropout(0.3), layers=SITES)
-        with pytest.warns(HookdropWarning, match="leave out preserve_rng_state=False"), suppress(CheckpointError):
+        with pytest.warns(HookdropWarning, match="remove preserve_rng_state=False"), suppress(CheckpointError):
             run(model, x, functools.partial(mode, preserve_rng_state=False))

@@ -1,4 +1,4 @@
-"""Features together: what each does alone, it does beside the others."""
+"""Checkpointed forwards at changing rates."""
 
 from __future__ import annotations
 
@@ -9,28 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, HookdropWarning, LinearSchedule, inject
-from hookdrop.hooks import checkpointing as replay
+from hookdrop.hooks import checkpointing
+from tests.support.checkpoints import MODES, plain, reentrant
 from tests.support.together import net
 
 Way = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-
-
-def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x)
-
-
-def reentrant(model: nn.Module, x: torch.Tensor) -> Any:
-    return checkpoint(model, x, use_reentrant=True)
-
-
-def non_reentrant(model: nn.Module, x: torch.Tensor) -> Any:
-    return checkpoint(model, x, use_reentrant=False)
-
-
-WAYS = [reentrant, non_reentrant]
 
 
 def gradient(scenario: Callable[[nn.Sequential, torch.Tensor, Way], torch.Tensor], way: Way) -> torch.Tensor:
@@ -42,12 +27,12 @@ def gradient(scenario: Callable[[nn.Sequential, torch.Tensor, Way], torch.Tensor
     return x.grad
 
 
-@pytest.mark.parametrize("way", WAYS)
-class TestOneRandomStateTwoRates:
-    """Nothing is drawn while off or at rate 0, so that the next forward finds the same random state."""
+@pytest.mark.parametrize("way", MODES)
+class TestOneRngStateTwoRates:
+    """A disabled forward, or one at rate 0, draws nothing, so the next forward starts from the same RNG state."""
 
-    def test_a_clean_forward_before_a_noisy_one(self, way: Way) -> None:
-        """Consistency training: both wait for one backward."""
+    def test_clean_forward_before_a_noisy_one(self, way: Way) -> None:
+        """As in consistency training, with one backward for both."""
 
         def scenario(model: nn.Sequential, x: torch.Tensor, way: Way) -> torch.Tensor:
             drop = inject(model, Dropout(0.5), layers=["0", "2"])
@@ -57,7 +42,7 @@ class TestOneRandomStateTwoRates:
 
         torch.testing.assert_close(gradient(scenario, way), gradient(scenario, plain))
 
-    def test_the_first_step_of_a_ramp_before_the_second(self, way: Way) -> None:
+    def test_forwards_at_the_first_two_steps_of_a_ramp(self, way: Way) -> None:
         def scenario(model: nn.Sequential, x: torch.Tensor, way: Way) -> torch.Tensor:
             drop = inject(model, Dropout(0.5), layers=["0", "2"], schedule=LinearSchedule(4))
             first = way(model, x)
@@ -66,7 +51,7 @@ class TestOneRandomStateTwoRates:
 
         torch.testing.assert_close(gradient(scenario, way), gradient(scenario, plain))
 
-    def test_seeded_alike(self, way: Way) -> None:
+    def test_forwards_with_equal_seeds_at_two_rates(self, way: Way) -> None:
         def scenario(model: nn.Sequential, x: torch.Tensor, way: Way) -> torch.Tensor:
             drop = inject(model, Dropout(0.5), layers=["0", "2"])
             torch.manual_seed(5)
@@ -77,7 +62,7 @@ class TestOneRandomStateTwoRates:
 
         torch.testing.assert_close(gradient(scenario, way), gradient(scenario, plain))
 
-    def test_a_teacher_without_gradients_from_the_same_random_state(self, way: Way) -> None:
+    def test_teacher_without_gradients_from_the_same_rng_state(self, way: Way) -> None:
         def scenario(model: nn.Sequential, x: torch.Tensor, way: Way) -> torch.Tensor:
             drop = inject(model, Dropout(0.5), layers=["0", "2"])
             with drop.disabled():
@@ -89,8 +74,8 @@ class TestOneRandomStateTwoRates:
         torch.testing.assert_close(gradient(scenario, way), gradient(scenario, plain))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_probe_between_forward_and_backward_changes_no_gradient(way: Way) -> None:
+@pytest.mark.parametrize("way", MODES)
+def test_probe_between_forward_and_backward_changes_no_gradient(way: Way) -> None:
     def scenario(model: nn.Sequential, x: torch.Tensor, way: Way) -> torch.Tensor:
         drop = inject(model, Dropout(0.5), layers=["0", "2"], schedule=LinearSchedule(4))
         y = way(model, x)
@@ -100,8 +85,8 @@ def test_a_probe_between_forward_and_backward_changes_no_gradient(way: Way) -> N
     assert torch.equal(gradient(scenario, way), gradient(scenario, plain))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_sampling_in_eval_whose_backward_comes_after_the_context(way: Way) -> None:
+@pytest.mark.parametrize("way", MODES)
+def test_backward_after_the_sampling_context(way: Way) -> None:
     def scenario(model: nn.Sequential, x: torch.Tensor, way: Way) -> torch.Tensor:
         drop = inject(model.eval(), Dropout(0.5), layers=["0", "2"])
         with drop.sampling():
@@ -111,36 +96,36 @@ def test_sampling_in_eval_whose_backward_comes_after_the_context(way: Way) -> No
     assert torch.equal(gradient(scenario, way), gradient(scenario, plain))
 
 
-def test_injected_between_forward_and_backward_it_is_told() -> None:
+def test_inject_between_forward_and_backward_warns() -> None:
     model, x = net(), torch.ones(4, 8, requires_grad=True)
     y = reentrant(model, x)
     inject(model, Dropout(0.5), layers="0")
-    with pytest.warns(HookdropWarning, match="from a random state that no forward of it had"):
+    with pytest.warns(HookdropWarning, match="with an RNG state that none of its forwards had"):
         y.sum().backward()
 
 
-def test_replaced_between_forward_and_backward_it_is_told() -> None:
+def test_replace_between_forward_and_backward_warns() -> None:
     model, x = net(), torch.ones(4, 8, requires_grad=True)
     inject(model, Dropout(0.5), layers="0")
     y = reentrant(model, x)
     inject(model, Dropout(0.2), layers="0", on_existing="replace")
-    with pytest.warns(HookdropWarning, match="from a random state that no forward of it had"):
+    with pytest.warns(HookdropWarning, match="with an RNG state that none of its forwards had"):
         y.sum().backward()
 
 
-def test_a_checkpoints_random_state_is_that_of_the_tensors_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a backward pass the device in use is another one than in the forward. Without a GPU: who is asked, for what."""
-    asked: list[Any] = []
+def test_rng_state_is_read_from_the_device_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device may differ between forward and backward. Uses a fake CUDA module."""
+    requested: list[Any] = []
 
     class Cuda:
         @staticmethod
         def get_rng_state(device: Any) -> torch.Tensor:
-            asked.append(device)
+            requested.append(device)
             return torch.get_rng_state()
 
     with FakeTensorMode():
         x = torch.empty(2, device="cuda:1")
     monkeypatch.setattr(torch, "get_device_module", lambda device: Cuda)
-    replay.random_state((x, None))
-    replay.random_state(torch.ones(2))
-    assert asked == [torch.device("cuda:1")]
+    checkpointing.rng_fingerprint((x, None))
+    checkpointing.rng_fingerprint(torch.ones(2))
+    assert requested == [torch.device("cuda:1")]

@@ -57,7 +57,7 @@ def test_a_schedule_that_is_not_advancing_warns(start: int) -> None:
     with pytest.warns(
         HookdropWarning, match=f"still at step {start} of LinearSchedule.*its schedule is not advancing"
     ) as caught:
-        update(3 * UPDATES_TO_JUDGE)
+        update(3 * UPDATES_BEFORE_WARNING)
     assert len(caught) == 1
     assert any("its schedule is not advancing" in problem for problem in drop.check())
 

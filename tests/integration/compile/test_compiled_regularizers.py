@@ -460,7 +460,7 @@ def test_standalone_layer_follows_set_rate(text: str) -> None:
 def test_measuring_under_fullgraph_raises_with_a_hint() -> None:
     model = Net()
     drop = inject(model, Dropout(0.4), layers="inner")
-    with drop.measuring(), pytest.raises(torch._dynamo.exc.Unsupported, match="measure the model uncompiled"):
+    with drop.measuring(), pytest.raises(torch._dynamo.exc.Unsupported, match="measure the uncompiled model"):
         compiled(model)(X)
 
 

@@ -51,7 +51,7 @@ import torch.export
 from torch import nn
 
 import hookdrop
-from hookdrop.utils.torch_internals import guard_hooks
+from hookdrop.utils.torch_internals import enable_hook_guards
 
 config, x = torch._dynamo.config, torch.ones(1, 2)
 """
@@ -84,14 +84,14 @@ def test_guard_hooks_detects_code_compiled_before() -> None:
         + """
 def unguarded():
     config.skip_nnmodule_hook_guards = True  # as it is by default
-    return guard_hooks()
+    return enable_hook_guards()
 
 assert not unguarded()
 torch.export.export(nn.Linear(2, 2), (x,), strict=True)
 assert not unguarded()
 torch.compile(nn.Linear(2, 2), backend="eager")(x)
 assert unguarded()
-assert not guard_hooks(), "hooks are guarded now"
+assert not enable_hook_guards(), "hooks are guarded now"
 """
     )
 

@@ -295,16 +295,16 @@ def test_the_rank_comes_from_torchrun_before_init_process_group(
     monkeypatch.setenv("RANK", "1")
     assert seed_per_rank(3) == seed_per_rank(3, rank=1) != alone == seed_per_rank(3, rank=0)
     monkeypatch.setenv("RANK", "first")
-    with pytest.raises(ValueError, match=r"RANK='first', which is no rank; nothing was seeded"):
+    with pytest.raises(ValueError, match=r"RANK='first', is not a rank; nothing was seeded"):
         seed_per_rank(3)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"seed": 0.5}, TypeError, "seed must be a whole number, got 0.5"),
+        ({"seed": 0.5}, TypeError, "seed must be an integer, got 0.5"),
         ({"seed": 0, "rank": -1}, ValueError, "rank must be at least 0, got -1"),
-        ({"seed": 0, "rank": 0, "group": object()}, ValueError, "give rank or group, not both"),
+        ({"seed": 0, "rank": 0, "group": object()}, ValueError, "pass rank or group, not both"),
     ],
 )
 def test_invalid_arguments_seed_nothing(arguments: dict[str, Any], error: type[Exception], text: str) -> None:

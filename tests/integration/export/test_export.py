@@ -135,8 +135,8 @@ class TestTraceInTrainMode:
             torch.jit.trace(model, images)
         where = "'fc' (input)" if at == "input" else "'fc'"
         assert str(error.value) == (
-            f"Dropout at {where} inside torch.jit.trace: the trace would keep it at the rate of this moment, in eval "
-            "mode too.\n  trace in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
+            f"Dropout at {where} inside torch.jit.trace: the trace would keep it at its current rate, even in eval "
+            "mode.\n  trace in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
         )
 
     def test_a_rate_of_0_also_raises(self, model: Small, images: torch.Tensor) -> None:
@@ -225,7 +225,7 @@ class TestExportInTrainMode:
             program = torch.export.export(model, (X,), strict=strict).module()
         ours = [warning for warning in caught if warning.category is HookdropWarning]
         assert [str(warning.message) for warning in ours] == [
-            f"torch.export in train mode: the program keeps {drop.name!r}, at the rate of this moment for good.\n"
+            f"torch.export in training mode: the exported program keeps {drop.name!r} at its current rate.\n"
             "  export in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
         ]
         drop.step()
@@ -336,9 +336,8 @@ class TestSymbolicTrace:
             graph = torch.fx.symbolic_trace(model)
         where = "'layer1.0' (input)" if at == "input" else "'layer1.0'"
         assert [str(warning.message) for warning in caught] == [
-            f"Dropout at {where} is not part of the graph: torch.fx traces through a module that has others in it, "
-            "and leaves its hooks behind.\n  hook layers without others in them, which keep theirs, or inject into the "
-            "GraphModule."
+            f"Dropout at {where} is not part of the graph: torch.fx traces into modules with children, and omits "
+            "their hooks.\n  hook leaf modules, which keep their hooks, or inject into the GraphModule."
         ]
         assert graph.code == clean.code
         assert [site.name for site in find(graph)[0].sites] == ["fc"]

@@ -10,7 +10,7 @@ from hookdrop import (
     HookdropWarning,
     inject,
 )
-from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
+from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
 from tests.support.training import optimize
 
 
@@ -20,4 +20,4 @@ class TestEvalMode:
         model = nn.Sequential(nn.Linear(2, 2)).eval()
         inject(model, Dropout(0.1), layers="0")
         with pytest.warns(HookdropWarning, match="'0' only ran in eval mode"):
-            optimize(model, 2 * UPDATES_TO_JUDGE)
+            optimize(model, 2 * UPDATES_BEFORE_WARNING)

@@ -113,7 +113,7 @@ class TestLostHooks:
         surgery(model)
         model(images)
         assert drop.check() == [
-            f"'dropout': {len(lost)} of 4 sites carry no hook any more: {', '.join(map(repr, lost))}.\n"
+            f"'dropout': {len(lost)} of 4 sites no longer have a hook: {', '.join(map(repr, lost))}.\n"
             "  something replaced these modules after inject (reset_classifier, convert_sync_batchnorm, ...): "
             'inject again with on_existing="replace".'
         ]
@@ -144,14 +144,14 @@ class TestLostHooks:
         model.reset_classifier(3)
         model(images)
         (problem,) = drop.check()
-        assert problem.startswith("'dropout': 1 of 2 sites carry no hook any more: 'fc'.")
+        assert problem.startswith("'dropout': 1 of 2 sites no longer have a hook: 'fc'.")
 
     def test_all_hooks_lost(self, model: Small, images: torch.Tensor) -> None:
         """The model has no hook left, so only the handle can report it."""
         drop = inject(model, Dropout(0.5), layers="fc")
         quantize_(model)
         assert find(model) == ()
-        with pytest.warns(HookdropWarning, match="1 of 1 sites carry no hook any more: 'fc'"):
+        with pytest.warns(HookdropWarning, match="1 of 1 sites no longer have a hook: 'fc'"):
             drop.remove()
         model(images)
 
@@ -176,7 +176,7 @@ class TestLostHooks:
 
         steps(before)
         model[1] = nn.Linear(2, 2)
-        with pytest.warns(HookdropWarning, match="1 of 2 sites carry no hook any more: '1'"):
+        with pytest.warns(HookdropWarning, match="1 of 2 sites no longer have a hook: '1'"):
             steps(10)
         steps(20)
 
@@ -197,7 +197,7 @@ class TestLostHooks:
         wrapped = nn.DataParallel(model)
         for handle in (drop, *find(model), *find(wrapped)):
             (problem,) = handle.check()
-            assert "1 of 4 sites carry no hook any more: 'fc'" in problem
+            assert "1 of 4 sites no longer have a hook: 'fc'" in problem
         assert find(model.layer1).check() == []
         assert old._forward_hooks
 
@@ -381,8 +381,8 @@ class TestMovedHooks:
         torch.ao.quantization.prepare_qat(model, inplace=True)
         assert calls_by_site(drop, model, images) == {"0": 0, "2": 1, "3": 1}
         for handle in (drop, *find(model)):
-            assert "1 of 3 sites carry no hook any more: '0'" in handle.check()[0]
-        with pytest.warns(HookdropWarning, match="carry no hook any more"):
+            assert "1 of 3 sites no longer have a hook: '0'" in handle.check()[0]
+        with pytest.warns(HookdropWarning, match="no longer have a hook"):
             drop.remove()
         assert hooked_modules(model) == []
 
@@ -398,9 +398,9 @@ class TestMovedHooks:
         assert hooked_modules(model) == (["0.0", "3"] if at == "output" else ["0", "0.0", "3"])
         (problem,) = [text for text in drop.check() if "copies" in text]
         assert problem == (
-            "'dropout': copies of its hooks sit on this model too, at '0'.\n"
-            "  fuse_modules, peft's modules_to_save or a copied layer made them. This handle neither steps nor removes "
-            'them: use find(model) for all, or inject again with on_existing="replace", then drop.seek(2).'
+            "'dropout': this model also has copies of its hooks, at '0'.\n"
+            "  fuse_modules, PEFT's modules_to_save or a copied layer created them. This handle neither steps nor removes "
+            'them: use find(model) for all hooks, or inject again with on_existing="replace", then drop.seek(2).'
         )
         with pytest.warns(HookdropWarning) as caught:
             drop.summary()
@@ -422,8 +422,8 @@ class TestCopiedHooks:
         peft = pytest.importorskip("peft")
         wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["conv1"], modules_to_save=["fc"], r=2))
         wrapped(images)
-        assert "copies of its hooks sit on this model too, at 'fc'" in drop.check()[0]
-        with pytest.warns(HookdropWarning, match="copies of its hooks sit on this model too"):
+        assert "this model also has copies of its hooks, at 'fc'" in drop.check()[0]
+        with pytest.warns(HookdropWarning, match="this model also has copies of its hooks"):
             drop.remove()
         assert len(hooked_modules(model)) == 1
         assert eject(wrapped) == 1
@@ -432,7 +432,7 @@ class TestCopiedHooks:
     def test_copied_layer_is_reported(self, model: Small, drop: Injection, images: torch.Tensor) -> None:
         model.layer2[0] = copy.deepcopy(model.layer1[0])
         model(images)
-        assert "copies of its hooks sit on this model too, at 'layer1.0.bn1'" in drop.check()[0]
+        assert "this model also has copies of its hooks, at 'layer1.0.bn1'" in drop.check()[0]
         assert [len(handle.check()) for handle in find(model)] == [1, 1]
         assert find(model.layer1).check() == []
         with pytest.warns(HookdropWarning, match="copies of its hooks"):
@@ -448,7 +448,7 @@ class TestCopiedHooks:
         part = copy.deepcopy(model.layer1)
         part[0].bn1 = nn.BatchNorm2d(8)
         part(torch.randn(2, 8, 8, 8))
-        assert "1 of 2 sites carry no hook any more: 'layer1.0.bn1'" in find(part)[0].check()[0]
+        assert "1 of 2 sites no longer have a hook: 'layer1.0.bn1'" in find(part)[0].check()[0]
 
     def test_copy_of_the_whole_model_is_not_reported(self, model: Small, drop: Injection) -> None:
         """For example a teacher or an EMA."""
@@ -493,7 +493,7 @@ def test_lost_hooks_are_garbage_collected(model: Small) -> None:
     model.fc = nn.Linear(8, 10)
     gc.collect()
     assert re.match("'dropout': 1 of 4 sites carry no hook", drop.check()[0])
-    with pytest.warns(HookdropWarning, match="carry no hook any more"):
+    with pytest.warns(HookdropWarning, match="no longer have a hook"):
         drop.remove()
     del drop
     gc.collect()
@@ -521,7 +521,7 @@ class TestDiscardedModels:
         assert len(caught) == 1
         (problem,) = drop.check()
         assert problem == str(caught[0].message)
-        assert "is gone, and never ran in training mode" in problem
+        assert "is gone and never ran in training mode" in problem
 
     def test_trained_model_may_be_deleted(self) -> None:
         model = self.layers()

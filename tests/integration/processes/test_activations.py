@@ -1,4 +1,4 @@
-"""`observe.capture`: names in, detached tensors out, and nothing left on the model."""
+"""Imports of `hookdrop.observe` in a new process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 
-class TestModelsThatRunInOtherWays:
-    def test_the_compiler_is_not_imported_where_nothing_is_compiled(self) -> None:
+class TestImports:
+    def test_observing_does_not_import_the_compiler(self) -> None:
         code = (
             "import sys, torch\nfrom hookdrop.observe import capture, stats\nmodel = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
             "for look in (capture, stats):\n    with look(model, '*') as seen:\n        model(torch.ones(1, 2))\n"

@@ -1,4 +1,4 @@
-"""Copies are whole: deepcopy, EMA, pickle, torch.save, fresh and spawned processes."""
+"""Copies of hooked models in new and spawned processes."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ assert [round(site.p, 12) for site in drop.sites] == [0.1, 0.2], drop.sites
 hooked = [(module, *module._forward_hooks) for module in (model.layer1[0], model.layer1[1])]
 for module, key in hooked:
     hook = module._forward_hooks[key]
-    # Enough to come to every number that was given away before.
+    # Enough to reuse every handle id that was used before.
     for _ in range(key + 2):
         module.register_forward_hook(lambda *args: None)
-    assert module._forward_hooks[key] is hook, "a later hook took the place of a loaded one"
+    assert module._forward_hooks[key] is hook, "a later hook overwrote a loaded one"
 torch.manual_seed(1)
 images = torch.load({images!r})
 torch.manual_seed(1)
@@ -60,7 +60,7 @@ assert [len(module._forward_hooks) for module, key in hooked] == [key + 2 for mo
 def test_torch_save_and_load_in_a_fresh_process(
     model: Small, drop: Injection, images: torch.Tensor, tmp_path: Path
 ) -> None:
-    """Handle ids start anew in a process: later hooks must not overwrite the loaded ones."""
+    """Handle ids restart in a new process; later hooks must not overwrite the loaded ones."""
     paths = {name: str(tmp_path / name) for name in ("path", "images", "out")}
     torch.save(model, paths["path"])
     torch.save(images, paths["images"])
@@ -85,7 +85,7 @@ class Activations(torch.utils.data.Dataset[Any]):
 
 
 def train_in_a_process(model: nn.Module, results: Any) -> None:
-    """Seek, train one step on the shared weights, and tell what was seen."""
+    """Seek, update the shared weights, and return what was observed."""
     (drop,) = find(model)
     before = drop.step_count, drop.p
     drop.seek(10)
@@ -103,7 +103,7 @@ def train_in_a_process(model: nn.Module, results: Any) -> None:
 
 
 def test_spawned_processes() -> None:
-    """A DataLoader's workers, and a training on shared weights, as torch.multiprocessing's example has it."""
+    """DataLoader workers, and a training on shared weights as in the example of torch.multiprocessing."""
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Hardtanh(1.0, 2.0))
     drop = inject(model, DropBlock(0.4, 3, normalize=None), layers="1", schedule=LinearSchedule(10))
     drop.seek(5)

@@ -1,4 +1,4 @@
-"""The compiled loops change nothing but the time: bit for bit what PyTorch's own operations give, or not used at all."""
+"""Build, load and disable the native loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPILER = shutil.which("gcc") or shutil.which("clang")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="neither gcc nor clang")
 
 
-def test_the_environment_leaves_it_out() -> None:
+def test_environment_variable_disables_native_code() -> None:
     code = """
 import torch
 from hookdrop.functional import drop_block
@@ -43,8 +43,8 @@ def compiled(source: Path, library: Path, *flags: str) -> subprocess.CompletedPr
 
 
 @pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where the library is looked for."""
+def library_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The path at which the library is searched."""
     monkeypatch.setattr(kernel, "__file__", str(tmp_path / "kernel.py"))
     monkeypatch.delenv("HOOKDROP_KERNEL", raising=False)
     return tmp_path / "_blocks.native"
@@ -59,17 +59,17 @@ def beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ],
     ids=["another version", "something else"],
 )
-def test_another_library_is_ignored(beside: Path, tmp_path: Path, source: str) -> None:
-    """That of another version, whose functions have other arguments, and one that has nothing to do with it."""
+def test_incompatible_library_is_ignored(library_path: Path, tmp_path: Path, source: str) -> None:
+    """A library of another version, whose functions take other arguments, and an unrelated one."""
     (tmp_path / "other.c").write_text(source)
-    built = compiled(tmp_path / "other.c", beside, "-shared", "-fPIC")
+    built = compiled(tmp_path / "other.c", library_path, "-shared", "-fPIC")
     assert built.returncode == 0, built.stderr
     assert kernel._load() is None
 
 
 @needs_compiler
 @pytest.mark.parametrize("openmp", [["-fopenmp"], ["-Wno-unknown-pragmas"]])
-def test_the_source_compiles_without_a_warning(tmp_path: Path, openmp: list[str]) -> None:
+def test_source_compiles_without_warnings(tmp_path: Path, openmp: list[str]) -> None:
     flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O2", "-fPIC", "-shared"]
     built = compiled(SOURCE, tmp_path / "library", *flags, *openmp)
     if built.returncode and "omp" in built.stderr and "-fopenmp" in openmp:
@@ -104,7 +104,7 @@ int main(void) {
         for (int64_t place = 0; place < masks * places; place++)
             if (below(odds) == 0)
                 seeds[count++] = place;
-        seeds = realloc(seeds, (count + 1) * sizeof *seeds); /* one more, which must not be looked at */
+        seeds = realloc(seeds, (count + 1) * sizeof *seeds); /* one more, which must not be read */
         seeds[count] = -1;
         int64_t first_valid[4] = {1, valid[0], valid[1], valid[2]}, first_edges[4] = {1, edges[0], edges[1], edges[2]};
         int64_t first_steps[4] = {0, sizes[1] * sizes[2], sizes[2], 1};
@@ -132,8 +132,8 @@ int main(void) {
 
 
 @needs_compiler
-def test_no_byte_beside_the_tensors_is_touched(tmp_path: Path) -> None:
-    """3,000 geometries under the compiler's address and undefined-behaviour sanitizers."""
+def test_native_code_does_not_access_memory_out_of_bounds(tmp_path: Path) -> None:
+    """3,000 geometries under the address and undefined-behavior sanitizers."""
     sanitized = [
         "-std=gnu11",
         "-g",

@@ -1,4 +1,4 @@
-"""Figures: what is in them, not their pixels."""
+"""Imports of matplotlib in a new process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ pytest.importorskip("matplotlib")
 
 
 class TestFigures:
-    def test_nothing_goes_through_pyplot(self) -> None:
-        """Which would keep figures open, and show them twice in a notebook."""
+    def test_pyplot_is_not_imported(self) -> None:
+        """Importing pyplot would keep figures open and display them twice in notebooks."""
         code = (
             "import sys, torch\nfrom torch import nn\nfrom hookdrop import Dropout, inject, observe\n"
             "assert 'matplotlib' not in sys.modules\n"

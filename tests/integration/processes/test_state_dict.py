@@ -1,4 +1,4 @@
-"""Saving, resuming, configs."""
+"""Resuming a run in a new process."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ torch.save((losses, model.state_dict(), drop.state_dict()), {out!r})
 
 
 @pytest.mark.parametrize("at", [0, 1, 7, 19, 25])
-def test_a_resumed_run_is_bit_equal(at: int, tmp_path: Path) -> None:
-    """In a new process, with a changed target_p and a disable() before the checkpoint."""
+def test_resumed_run_is_bit_identical(at: int, tmp_path: Path) -> None:
+    """With a changed target_p, and a disable() before the checkpoint."""
     model, drop = injected()
     train(model, drop, at)
     drop.target_p = 0.3

@@ -1,4 +1,4 @@
-"""The mistakes that people make, and what they read then; and bad input, after which nothing has changed."""
+"""Shape checks in a plan and at the first forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.training import UNCHANGED, train
 
 
 class Tokens(nn.Module):
-    """(N, 196, 8) tokens, as a ViT has them."""
+    """Processes tokens (N, 196, 8), as a ViT does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class NHWC(nn.Module):
 
 
 class TestShapes:
-    def test_vit_tokens_given_to_dropblock(self) -> None:
+    def test_dropblock_on_vit_tokens_is_an_error(self) -> None:
         model, x = Tokens(), torch.randn(2, 196, 8)
         with pytest.raises(ShapeError) as error:
             inject(model, DropBlock(0.1, 7), layers="blocks.*", example_input=x)
@@ -52,7 +52,7 @@ class TestShapes:
         assert str(error.value).endswith(UNCHANGED)
         assert find(model) == ()
 
-    def test_vit_tokens_at_the_first_forward_also_at_rate_0(self) -> None:
+    def test_first_forward_checks_shapes_even_at_rate_0(self) -> None:
         model = Tokens()
         inject(model, DropBlock(0.1, 7), layers="blocks.1", schedule=LinearSchedule(100))
         model.eval()(torch.randn(2, 196, 8))
@@ -60,7 +60,7 @@ class TestShapes:
             model.train()(torch.randn(2, 196, 8))
 
     @pytest.mark.parametrize("regularizer", [DropBlock(0.1, 3), Dropout2d(0.1)], ids=repr)
-    def test_nhwc_maps(self, regularizer: nn.Module) -> None:
+    def test_plan_warns_about_nhwc_maps(self, regularizer: nn.Module) -> None:
         x = torch.randn(2, 14, 14, 24)
         drafted = plan(NHWC(), regularizer, layers="*", example_input=x)
         assert [site.reading for site in drafted.sites] == ["C=14 H=14 W=24", "C=7 H=7 W=24"]
@@ -68,7 +68,7 @@ class TestShapes:
         assert "'stage1': reads (2, 14, 14, 24) as C=14 H=14 W=24; that looks like NHWC: " in warning
         assert warning.endswith("(and 1 more site like it)")
 
-    def test_nhwc_maps_at_the_first_forward_said_once(self) -> None:
+    def test_first_forward_warns_once_about_nhwc_maps(self) -> None:
         model = NHWC()
         inject(model, DropBlock(0.1, 3), layers="*")
         with pytest.warns(HookdropWarning) as caught:
@@ -79,33 +79,33 @@ class TestShapes:
         )
         assert "channel_dim=-1" in str(warning.message)
 
-    def test_what_a_plan_warned_of_is_not_said_again_by_the_first_forward(self) -> None:
+    def test_first_forward_does_not_repeat_warnings_of_the_plan(self) -> None:
         model, x = NHWC(), torch.randn(2, 14, 14, 24)
         with pytest.warns(HookdropWarning, match="looks like NHWC"):
             inject(model, DropBlock(0.1, 3), layers="*", example_input=x)
         model(x)
 
-    def test_channel_dim_settles_it(self) -> None:
+    def test_channel_dim_silences_the_nhwc_warning(self) -> None:
         drafted = plan(NHWC(), DropBlock(0.1, 3, channel_dim=-1), layers="*", example_input=torch.randn(2, 14, 14, 24))
         assert [site.reading for site in drafted.sites] == ["C=24 H=14 W=14", "C=24 H=7 W=7"]
         assert drafted.warnings == []
 
-    def test_a_block_that_covers_the_map(self, model: Small) -> None:
+    def test_plan_warns_if_a_block_covers_the_whole_map(self, model: Small) -> None:
         drafted = plan(model, DropBlock(0.1, 9), layers="layer1.*", example_input=torch.randn(1, 3, 7, 8))
         assert drafted.warnings == [
             "DropBlock at 'layer1.0': block_size=9 covers the whole 7x8 map: DropBlock drops blocks of 7x8 there, "
             "which is Dropout2d. (and 1 more site like it)"
         ]
 
-    def test_the_wrong_rank(self, model: Small, images: torch.Tensor) -> None:
+    def test_wrong_number_of_dimensions_is_an_error(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(ShapeError, match=r"Dropout1d at 'layer1.0' got \(4, 8, 16, 16\)(.|\n)*use Dropout2d"):
             inject(model, Dropout1d(0.1), layers="layer1.*", example_input=images)
         inject(model, Dropout1d(0.1), layers="layer1.0")
         with pytest.raises(ShapeError, match="Dropout1d at 'layer1.0' got"):
             model(images)
 
-    def test_every_call_of_a_layer_is_looked_at(self) -> None:
-        """A head that is called with maps of several sizes, the last of them fine."""
+    def test_plan_checks_every_call_of_a_layer(self) -> None:
+        """The first of two maps that a head is called with is too small."""
 
         class Pyramid(nn.Module):
             def __init__(self) -> None:
@@ -119,7 +119,7 @@ class TestShapes:
         assert (drafted.sites[0].calls, drafted.sites[0].shape) == (2, (1, 2, 12, 12))
         assert "covers the whole 3x3 map" in drafted.warnings[0]
 
-    def test_a_function_that_changes_the_shape(self, model: Small, images: torch.Tensor) -> None:
+    def test_function_that_changes_the_shape_is_an_error(self, model: Small, images: torch.Tensor) -> None:
         inject(model, torch.Tensor.sum, layers="fc")
         with pytest.raises(
             ShapeError, match=r"sum at 'fc' got \(4, 10\) torch.float32 and returned \(\) torch.float32"

@@ -1,4 +1,4 @@
-"""The handle: rates, on and off, sampling, proof, and that contexts end where they began."""
+"""`probe` and `measuring`: correct numbers, without side effects."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.identity import X
 from tests.support.nets import Small
 
 
-class TestProof:
-    def test_probe_measures_and_leaves_no_trace(self, model: Small, images: torch.Tensor) -> None:
+class TestProbeAndMeasuring:
+    def test_probe_measures_without_side_effects(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, DropBlock(0.3, 3), layers="layer?.*.bn1", schedule=LinearSchedule(10))
         model.eval()
         model.layer1[0].train()
@@ -39,27 +39,29 @@ class TestProof:
         assert (drop.step_count, drop.p) == (0, 0.0)
         assert not any(site.fired for site in drop.sites)
 
-    def test_what_probe_prints(self, model: Small, images: torch.Tensor) -> None:
+    def test_probe_prints_a_table(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, DropBlock(0.3, 3), layers="layer1.0.bn1")
         lines = str(drop.probe(images)).splitlines()
         assert lines[0].split() == ["site", "asked", "dropped", "mean", "ratio", "calls"]
         assert lines[2].split()[0] == "layer1.0.bn1"
         assert lines[-1] == "eval output bit-identical with and without hooks"
 
-    def test_probe_at_rate_0_says_why(self, model: Small, images: torch.Tensor) -> None:
+    def test_probe_at_rate_0_reports_the_reason(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, DropBlock(0.3, 3), layers="layer1.0.bn1", schedule=LinearSchedule(10))
-        assert "rate is 0 at step 0 of LinearSchedule(steps=10); probe(x, step=...)" in str(drop.probe(images))
+        assert "rate is 0 at step 0 of LinearSchedule(steps=10); measure a later step with probe(x, step=...)" in str(
+            drop.probe(images)
+        )
         drop.disable()
         assert "is disabled" in str(drop.probe(images, step=10))
 
-    def test_probe_notices_an_eval_output_that_differs(self, model: Small, images: torch.Tensor) -> None:
+    def test_probe_detects_different_eval_output(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.3), layers="fc")
         with drop.sampling():
             result = drop.probe(images)
         assert result.eval_identical is False
         assert "NOT bit-identical" in str(result)
 
-    def test_measuring_changes_no_mask_and_no_result(self, model: Small, images: torch.Tensor) -> None:
+    def test_measuring_does_not_change_masks_or_outputs(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, DropBlock(0.3, 3), layers="layer1.*")
         torch.manual_seed(1)
         expected, state = model(images), torch.get_rng_state()
@@ -74,15 +76,15 @@ class TestProof:
         [Dropout(0.3), Dropout2d(0.3), DropPath(0.3), DropBlock(0.3, 3), DropBlock(0.3, 3, per_channel=False)],
         ids=repr,
     )
-    def test_dropped_is_exact_where_activations_are_zero_anyway(self, regularizer: Regularizer) -> None:
-        """After a ReLU half of the zeros are nobody's doing."""
+    def test_zero_activations_do_not_count_as_dropped(self, regularizer: Regularizer) -> None:
+        """A ReLU sets half of the elements to 0 without dropping them."""
         model = nn.Sequential(nn.ReLU())
         drop = inject(model, regularizer, layers="0")
         with drop.measuring() as m:
             model(torch.randn(300, 20, 6, 6))
         assert m.dropped == pytest.approx(0.3, abs=0.1 if isinstance(regularizer, DropPath) else 0.03)
 
-    def test_noise_drops_nothing(self) -> None:
+    def test_noise_reports_no_dropped_elements(self) -> None:
         model = nn.Sequential(nn.Identity())
         drop = inject(model, GaussianDropout(0.3), layers="0")
         with drop.measuring() as m:

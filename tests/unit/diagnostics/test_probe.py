@@ -1,4 +1,4 @@
-"""The mistakes that people make, and what they read then; and bad input, after which nothing has changed."""
+"""`probe` with invalid inputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hookdrop import (
 from tests.support.nets import Small
 
 
-def test_probe_of_a_model_that_does_not_take_the_input(model: Small, images: torch.Tensor) -> None:
-    """Everything is put back after an error too."""
+def test_probe_with_an_invalid_input_restores_the_model(model: Small, images: torch.Tensor) -> None:
+    """The step and the mode are restored after an error."""
     drop = inject(model, Dropout(0.1), layers="fc", schedule=LinearSchedule(10))
     model.eval()
-    with pytest.raises(InjectionError, match=r"does not take this example, \(3, 3\) float32"):
+    with pytest.raises(InjectionError, match=r"does not accept this example, \(3, 3\) float32"):
         drop.probe(torch.ones(3, 3), step=5)
     assert (drop.step_count, model.training) == (0, False)

@@ -1,4 +1,4 @@
-"""`with drop.recording() as r`: what came in, what was kept, what went on, of real training steps."""
+"""`drop.recording()`: inputs, masks and outputs of real forwards."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from tests.support.recording import X, layer
     [Dropout(0.3), Dropout2d(0.3), DropPath(0.3), DropBlock(0.3, 3), DropBlock(0.3, 3, normalize=None)],
     ids=repr,
 )
-def test_after_is_before_scaled_where_the_mask_kept_it(regularizer: Regularizer) -> None:
+def test_output_is_the_scaled_input_where_the_mask_is_true(regularizer: Regularizer) -> None:
     model = nn.Sequential(nn.Identity())
     drop = inject(model, regularizer, layers="0")
     x = torch.randn(50, 4, 9, 9)
     with drop.recording() as r:
         out = model(x)
-    seen = r["0"]
-    assert torch.equal(seen.before, x)
-    assert torch.equal(seen.after, out)
-    assert seen.mask.dtype == torch.bool
-    assert torch.equal(seen.mask, out != 0)
-    ratio = seen.after[seen.mask] / seen.before[seen.mask]
-    assert ratio.std() < 1e-5  # one factor for all that was kept
-    assert seen.dropped == pytest.approx((out == 0).float().mean().item())
-    assert 0.2 < seen.dropped < 0.4 or isinstance(regularizer, DropPath)
-    assert seen.p == 0.3
+    record = r["0"]
+    assert torch.equal(record.before, x)
+    assert torch.equal(record.after, out)
+    assert record.mask.dtype == torch.bool
+    assert torch.equal(record.mask, out != 0)
+    ratio = record.after[record.mask] / record.before[record.mask]
+    assert ratio.std() < 1e-5  # all kept elements have the same scale
+    assert record.dropped == pytest.approx((out == 0).float().mean().item())
+    assert 0.2 < record.dropped < 0.4 or isinstance(regularizer, DropPath)
+    assert record.p == 0.3
 
 
-def test_the_mask_is_exact_where_activations_are_zero_anyway() -> None:
-    """Half of what a ReLU gives is 0 without having been dropped."""
+def test_zero_activations_are_not_masked() -> None:
+    """A ReLU sets half of the elements to 0 without dropping them."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.ReLU())
     drop = inject(model, DropBlock(0.3, 3), layers="0")
@@ -61,7 +61,7 @@ def test_the_mask_is_exact_where_activations_are_zero_anyway() -> None:
     assert (r["0"].after == 0).float().mean() > 0.6
 
 
-def test_recording_changes_no_mask_no_gradient_and_no_random_state(model: Small, images: torch.Tensor) -> None:
+def test_recording_does_not_change_masks_gradients_or_rng_state(model: Small, images: torch.Tensor) -> None:
     inject(model, DropBlock(0.3, 3), layers="layer1.*")
     inject(model, Dropout(0.3), layers="layer2.1")
     twin = copy.deepcopy(model)
@@ -83,7 +83,7 @@ def test_recording_changes_no_mask_no_gradient_and_no_random_state(model: Small,
     assert r["dropout"]["layer2.1"].before.shape == (4, 8, 16, 16)
 
 
-def test_an_in_place_operation_that_follows_changes_nothing_that_was_recorded() -> None:
+def test_later_in_place_operations_do_not_change_the_record() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True))
     drop = inject(model, Dropout(0.5), layers="0")
     with drop.recording() as r:
@@ -94,7 +94,7 @@ def test_an_in_place_operation_that_follows_changes_nothing_that_was_recorded() 
     assert not r["0"].before.requires_grad
 
 
-def test_the_last_calls_are_kept_and_no_more() -> None:
+def test_only_the_last_calls_are_kept() -> None:
     model, drop = layer()
     with drop.recording(last=2) as r:
         for value in range(5):
@@ -102,11 +102,11 @@ def test_the_last_calls_are_kept_and_no_more() -> None:
     assert [call.before[0, 0].item() for call in r.calls("0")] == [3.0, 4.0]
     assert r["0"].before[0, 0] == 4
     model(X * 9)
-    assert r["0"].before[0, 0] == 4  # it is over
+    assert r["0"].before[0, 0] == 4  # the recording has ended
     assert drop._state.live.observe is None
 
 
-def test_it_is_over_after_an_error_too() -> None:
+def test_recording_ends_after_an_error() -> None:
     model, drop = layer()
     with pytest.raises(ZeroDivisionError), drop.recording() as r:
         model(X)
@@ -116,7 +116,7 @@ def test_it_is_over_after_an_error_too() -> None:
 
 
 @pytest.mark.parametrize("regularizer", [GaussianDropout(0.3), AlphaDropout(0.3)], ids=repr)
-def test_what_drops_nothing_keeps_all(regularizer: Regularizer) -> None:
+def test_mask_is_all_true_unless_the_regularizer_drops(regularizer: Regularizer) -> None:
     model = nn.Sequential(nn.Identity())
     with inject(model, regularizer, layers="0").recording() as r:
         model(torch.randn(100, 100))
@@ -125,7 +125,7 @@ def test_what_drops_nothing_keeps_all(regularizer: Regularizer) -> None:
 
 
 class Constant(Regularizer):
-    """Its output depends on nothing that came in."""
+    """Its output does not depend on its input."""
 
     rate_name = None
 
@@ -133,14 +133,14 @@ class Constant(Regularizer):
         return torch.full_like(x, 3)
 
 
-class Unchanging(Constant):
-    """The same, and dropping is not what it does."""
+class ConstantWithoutDropping(Constant):
+    """The same, but declared as not dropping."""
 
     drops = False
 
 
-@pytest.mark.parametrize("regularizer", [Constant(), Unchanging()], ids=repr)
-def test_where_nothing_is_left_of_what_came_in_the_mask_says_what_was_meant(regularizer: Regularizer) -> None:
+@pytest.mark.parametrize("regularizer", [Constant(), ConstantWithoutDropping()], ids=repr)
+def test_mask_of_a_constant_output_depends_on_drops(regularizer: Regularizer) -> None:
     model = nn.Sequential(nn.Identity())
     drop = inject(model, regularizer, layers="0")
     with drop.recording() as r, drop.measuring() as m:
@@ -150,7 +150,7 @@ def test_where_nothing_is_left_of_what_came_in_the_mask_says_what_was_meant(regu
     assert m.dropped == float(regularizer.drops)
 
 
-def test_everything_dropped_is_a_mask_of_false() -> None:
+def test_mask_is_all_false_at_rate_1() -> None:
     model, drop = layer(1.0)
     with drop.recording() as r, drop.measuring() as m:
         model(X)
@@ -159,7 +159,7 @@ def test_everything_dropped_is_a_mask_of_false() -> None:
     assert r["0"].dropped == m.dropped == 1.0
 
 
-def test_at_the_input_it_is_what_goes_into_the_layer() -> None:
+def test_recording_at_the_input_of_a_layer() -> None:
     model = nn.Sequential(nn.Linear(16, 3))
     drop = inject(model, Dropout(0.5), layers="0", at="input")
     with drop.recording() as r:
@@ -170,7 +170,7 @@ def test_at_the_input_it_is_what_goes_into_the_layer() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_a_checkpoint_runs_again_is_no_other_call(reentrant: bool) -> None:
+def test_checkpoint_recompute_is_not_recorded(reentrant: bool) -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     drop = inject(model, Dropout(0.5), layers="0")
     x = X.clone().requires_grad_()
@@ -180,7 +180,7 @@ def test_what_a_checkpoint_runs_again_is_no_other_call(reentrant: bool) -> None:
     assert len(r.calls("0")) == 2
 
 
-def test_in_inference_mode_what_is_kept_are_ordinary_tensors() -> None:
+def test_records_in_inference_mode_are_ordinary_tensors() -> None:
     model, drop = layer()
     with drop.sampling(), torch.inference_mode(), drop.recording() as r:
         model(X)
@@ -188,7 +188,7 @@ def test_in_inference_mode_what_is_kept_are_ordinary_tensors() -> None:
     r["0"].after.requires_grad_()
 
 
-def test_it_goes_where_it_is_sent() -> None:
+def test_records_are_moved_to_the_requested_device() -> None:
     model, drop = layer()
     with drop.recording(to="cpu") as r:
         model(X)
@@ -196,7 +196,7 @@ def test_it_goes_where_it_is_sent() -> None:
     assert r["0"].before.data_ptr() != X.data_ptr()
 
 
-def test_a_copy_made_while_recording_does_not_record() -> None:
+def test_copy_made_while_recording_does_not_record() -> None:
     model, drop = layer()
     with drop.recording(last=3) as r:
         twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
@@ -206,7 +206,7 @@ def test_a_copy_made_while_recording_does_not_record() -> None:
     assert len(r.calls("0")) == 1
 
 
-def test_two_recordings_and_a_measurement_all_see_it() -> None:
+def test_recordings_and_measurements_can_be_nested() -> None:
     model, drop = layer()
     with drop.recording() as outer:
         model(X)
@@ -216,8 +216,8 @@ def test_two_recordings_and_a_measurement_all_see_it() -> None:
     assert m.dropped == pytest.approx(inner["0"].dropped)
 
 
-class TestWhatWasNotRecorded:
-    def test_a_site_that_there_is_not(self, model: Small) -> None:
+class TestMissingRecords:
+    def test_unknown_site(self, model: Small) -> None:
         drop = inject(model, DropBlock(0.3, 3), layers="layer1.*")
         with (
             drop.recording() as r,
@@ -229,7 +229,7 @@ class TestWhatWasNotRecorded:
 
     def test_before_the_first_forward(self) -> None:
         _, drop = layer()
-        with drop.recording() as r, pytest.raises(LayerError, match="so far it was not called in training mode"):
+        with drop.recording() as r, pytest.raises(LayerError, match="it has not been called in training mode"):
             r["0"]
 
     def test_rate_0(self) -> None:
@@ -248,7 +248,7 @@ class TestWhatWasNotRecorded:
         with pytest.raises(LayerError, match="not called in training mode"):
             r["0"]
 
-    def test_a_layer_that_is_never_called(self) -> None:
+    def test_layer_never_called(self) -> None:
         model = nn.Sequential(nn.Identity(), nn.Identity())
         drop = inject(model, Dropout(0.5), layers="*")
         with drop.recording() as r:
@@ -268,22 +268,22 @@ class TestWhatWasNotRecorded:
         with pytest.raises(LayerError, match="nothing was recorded"):
             r.plot_masks()
 
-    def test_of_a_removed_injection_there_is_none(self) -> None:
+    def test_removed_injection(self) -> None:
         _, drop = layer()
         drop.remove()
         with pytest.raises(RuntimeError, match="was removed"), drop.recording():
             pass
 
-    def test_how_many_is_a_count(self) -> None:
+    def test_last_must_be_at_least_1(self) -> None:
         _, drop = layer()
         with pytest.raises(ValueError, match="recording: last must be at least 1, got 0"), drop.recording(last=0):
             pass
 
 
-def test_it_shows_as_a_table() -> None:
+def test_repr_is_a_table() -> None:
     model, drop = layer()
     with drop.recording() as r:
-        assert repr(r) == "<nothing recorded of 'dropout'>"
+        assert repr(r) == "<Recording of 'dropout': empty>"
         model(X)
         model(X)
     assert repr(r).splitlines()[2].split()[:4] == ["0", "2", "8x16", "0.5"]

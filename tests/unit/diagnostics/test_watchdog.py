@@ -1,4 +1,4 @@
-"""Features together: what each does alone, it does beside the others."""
+"""Automatic warnings during training, and no false alarms."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from torch import nn
 from hookdrop import (
     Dropout,
     HookdropWarning,
-    InjectionError,
     LinearSchedule,
     inject,
 )
-from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
+from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
 from tests.support.together import net
 from tests.support.training import optimize, train
 
 
 class TestSchedules:
-    def test_a_schedule_never_driven_is_told_after_20_updates(self) -> None:
+    def test_schedule_that_is_not_advancing_warns_after_20_updates(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-        optimize(model, UPDATES_TO_JUDGE)
+        optimize(model, UPDATES_BEFORE_WARNING)
         with pytest.warns(HookdropWarning) as caught:
-            optimize(model, 2 * UPDATES_TO_JUDGE)
+            optimize(model, 2 * UPDATES_BEFORE_WARNING)
         assert len(caught) == 1
         assert str(caught[0].message) == (
-            "'dropout' is still at step 0 of LinearSchedule(steps=10): its schedule is not advancing, because nothing calls step(), seek() or follow().\n"
+            "'dropout' is still at step 0 of LinearSchedule(steps=10): its schedule is not advancing, because nothing "
+            "calls step(), seek() or follow().\n"
             "  after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   "
             "or: drop.seek(global_step)"
         )
 
-    def test_accumulated_gradients_and_recurrent_calls_are_not_taken_for_updates(self) -> None:
+    def test_gradient_accumulation_and_recurrent_calls_do_not_count_as_updates(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
         train(model, torch.ones(2), 5000)
 
     @pytest.mark.parametrize("how", ["loaded", "copied", "another optimizer", "stopped following"])
-    def test_a_schedule_that_is_not_driven_any_more_is_told_too(self, how: str) -> None:
+    def test_schedule_that_stops_advancing_warns(self, how: str) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -61,23 +61,23 @@ class TestSchedules:
         if how == "stopped following":
             drop.follow(None)
         with pytest.warns(HookdropWarning, match="is still at step 1 of LinearSchedule"):
-            optimize(model, 2 * UPDATES_TO_JUDGE)
+            optimize(model, 2 * UPDATES_BEFORE_WARNING)
 
-    def test_a_schedule_that_is_over_needs_nobody(self) -> None:
+    def test_finished_schedule_does_not_warn(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
         drop.seek(10)
-        optimize(model, 3 * UPDATES_TO_JUDGE)
+        optimize(model, 3 * UPDATES_BEFORE_WARNING)
 
-    def test_a_rebuilt_optimizer_is_reported_at_its_first_step(self) -> None:
+    def test_rebuilt_optimizer_warns_at_its_first_step(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
         drop.follow(torch.optim.SGD(model.parameters(), 0.1))
         gc.collect()
-        with pytest.warns(HookdropWarning, match="the optimizer that it followed is gone"):
+        with pytest.warns(HookdropWarning, match="the optimizer that it followed no longer exists"):
             optimize(model, 1)
 
-    def test_the_optimizer_of_a_schedule_that_is_over_may_go(self) -> None:
+    def test_deleted_optimizer_of_a_finished_schedule_does_not_warn(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -89,18 +89,22 @@ class TestSchedules:
         model(torch.ones(2))
         assert drop.check() == []
 
-    @pytest.mark.parametrize("layer", ["a layer without weights", "a frozen layer"])
-    @pytest.mark.parametrize("start", ["never driven", "loaded", "followed", "an optimizer that is gone"])
-    def test_it_is_told_where_hooks_see_no_updates(self, layer: str, start: str) -> None:
+    @pytest.mark.parametrize("layer", ["without weights", "frozen"])
+    @pytest.mark.parametrize("start", ["never stepped", "loaded", "no longer followed", "deleted optimizer"])
+    def test_schedule_that_is_not_advancing_warns_if_the_hooked_layer_is_not_updated(
+        self, layer: str, start: str
+    ) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="1" if "without" in layer else "0", schedule=LinearSchedule(1000))
-        model[0].requires_grad_(layer != "a frozen layer")
+        drop = inject(
+            model, Dropout(0.5), layers="1" if layer == "without weights" else "0", schedule=LinearSchedule(1000)
+        )
+        model[0].requires_grad_(layer != "frozen")
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         if start == "loaded":
             drop.load_state_dict(drop.state_dict() | {"step_count": 7})
-        if start == "followed":
+        if start == "no longer followed":
             drop.follow(optimizer)
-        if "gone" in start:
+        if start == "deleted optimizer":
             drop.follow(torch.optim.SGD(model.parameters(), 0.1))
             gc.collect()
 
@@ -109,28 +113,29 @@ class TestSchedules:
                 model(torch.ones(2, 2)).sum().backward()
                 optimizer.step()
 
-        if start == "followed":
-            update(3 * UPDATES_TO_JUDGE)
+        if start == "no longer followed":
+            update(3 * UPDATES_BEFORE_WARNING)
             drop.follow(None)
-        text = "the optimizer that it followed is gone" if "gone" in start else "its schedule is not advancing"
+        gone = start == "deleted optimizer"
+        text = "the optimizer that it followed no longer exists" if gone else "its schedule is not advancing"
         with pytest.warns(HookdropWarning, match=text) as caught:
-            update(2 * UPDATES_TO_JUDGE)
+            update(2 * UPDATES_BEFORE_WARNING)
         assert len(caught) == 1
         assert any(text in problem for problem in drop.check())
         drop.seek(1000)
         assert drop.check() == []
 
-    def test_a_schedule_that_is_stepped_rarely_is_driven(self) -> None:
-        """As by epochs."""
+    def test_schedule_that_is_stepped_rarely_does_not_warn(self) -> None:
+        """Once per epoch, for example."""
         model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(100))
         for _ in range(5):
-            optimize(model, UPDATES_TO_JUDGE)
+            optimize(model, UPDATES_BEFORE_WARNING)
             drop.step()
         assert drop.check() == []
 
     @pytest.mark.parametrize("ask", ["summary", "remove"])
-    def test_a_schedule_never_driven_is_told_when_asked_once(self, ask: str) -> None:
+    def test_summary_and_remove_warn_if_the_schedule_is_not_advancing(self, ask: str) -> None:
         model = nn.Sequential(nn.Identity())
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
         train(model, torch.ones(2))
@@ -142,12 +147,12 @@ class TestSchedules:
     @pytest.mark.parametrize(
         "drive", [lambda d, o: d.step(), lambda d, o: d.seek(d.step_count + 1), lambda d, o: d.follow(o)]
     )
-    def test_a_schedule_that_somebody_drives_is_fine(self, drive: Callable[..., Any]) -> None:
+    def test_stepped_or_followed_schedule_does_not_warn(self, drive: Callable[..., Any]) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         drive(drop, optimizer)
-        for _ in range(3 * UPDATES_TO_JUDGE):
+        for _ in range(3 * UPDATES_BEFORE_WARNING):
             model(torch.ones(2)).sum().backward()
             optimizer.step()
             if drop._follower is None:
@@ -155,23 +160,15 @@ class TestSchedules:
         assert drop.check() == []
         drop.metrics()
 
-    def test_step_while_following(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        drop.follow(optimizer)
-        with pytest.raises(InjectionError, match="this call would count them twice"):
-            drop.step()
-
 
 class TestHealthyTrainings:
     @pytest.fixture(autouse=True)
-    def nothing_is_said(self) -> Iterator[None]:
+    def no_warnings(self) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             yield
 
-    def test_an_activation_that_is_called_a_thousand_times_a_step(self) -> None:
+    def test_activation_called_1100_times_per_forward(self) -> None:
         class Recurrent(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -190,7 +187,7 @@ class TestHealthyTrainings:
             optimizer.step()
         assert drop.step_count == 2
 
-    def test_a_teacher_in_eval_whose_output_is_detached(self) -> None:
+    def test_copied_teacher_in_eval_mode(self) -> None:
         student = net()
         inject(student, Dropout(0.5), layers="0")
         teacher = copy.deepcopy(student).eval()
@@ -204,14 +201,14 @@ class TestHealthyTrainings:
                     mine.lerp_(theirs, 0.01)
 
 
-def test_no_optimizers_step_walks_the_models_that_are_alive() -> None:
+def test_optimizer_steps_do_not_traverse_models() -> None:
     model = nn.Sequential(*[nn.Linear(2, 2).requires_grad_(False) for _ in range(20)], nn.Linear(2, 2))
     inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
     optimizer = torch.optim.SGD(model[20].parameters(), 0.1)
-    walked = []
+    traversed = []
 
     def counting(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        walked.append(self)
+        traversed.append(self)
         return modules(self, *args, **kwargs)
 
     model(torch.ones(2, 2)).sum().backward()
@@ -221,11 +218,11 @@ def test_no_optimizers_step_walks_the_models_that_are_alive() -> None:
         optimizer.step()
     finally:
         nn.Module.modules = modules  # type: ignore[method-assign]
-    # Other tests' models may be alive, and be looked at for the first time.
-    assert not any(part is own for part in walked for own in model.modules())
+    # Models of other tests may be alive and may be traversed once.
+    assert not any(part is own for part in traversed for own in model.modules())
 
 
-def test_an_average_that_is_hooked_for_later_is_not_taken_for_a_training() -> None:
+def test_hooked_weight_average_does_not_warn() -> None:
     model, average = net(), net().eval()
     drop = inject(average, Dropout(0.5), layers="0")
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

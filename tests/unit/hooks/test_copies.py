@@ -1,4 +1,4 @@
-"""Copies are whole: deepcopy, EMA, pickle, torch.save, fresh and spawned processes."""
+"""Copies of hooked models are complete and independent: deepcopy, EMA, pickle, torch.save."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def drop(model: Small) -> Injection:
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_carries_the_hooks_and_has_its_own(
-    model: Small, drop: Injection, images: torch.Tensor, how: str
-) -> None:
+def test_copy_has_independent_hooks(model: Small, drop: Injection, images: torch.Tensor, how: str) -> None:
     twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
     (own,) = find(twin)
     assert torch.equal(run(model, images), run(twin, images))
@@ -57,7 +55,7 @@ def test_a_copy_carries_the_hooks_and_has_its_own(
     assert not any(isinstance(hook, SiteHook) for m in twin.modules() for hook in m._forward_hooks.values())
 
 
-def test_removing_the_originals_leaves_the_copys_hooks_and_the_other_way_round(model: Small, drop: Injection) -> None:
+def test_removing_hooks_does_not_affect_copies(model: Small, drop: Injection) -> None:
     twin = copy.deepcopy(model)
     drop.remove()
     assert len(find(twin)[0].sites) == 2
@@ -68,7 +66,7 @@ def test_removing_the_originals_leaves_the_copys_hooks_and_the_other_way_round(m
     assert len(find(twin)[0].sites) == 2
 
 
-def test_a_copy_of_a_part_carries_the_parts_hooks_alone(model: Small, drop: Injection) -> None:
+def test_copied_submodule_has_only_its_own_hooks(model: Small, drop: Injection) -> None:
     part = copy.deepcopy(model.layer1[0])
     assert [site.name for site in find(part)[0].sites] == ["layer1.0"]
     assert sum(1 for _ in part.modules()) == sum(1 for _ in model.layer1[0].modules())
@@ -90,24 +88,24 @@ def test_disable_is_copied_and_contexts_are_not(model: Small, drop: Injection, i
         assert not torch.equal(sampled(images), sampled(images))
 
 
-def test_a_copy_made_while_measuring_does_not_measure(model: Small, drop: Injection, images: torch.Tensor) -> None:
+def test_copy_made_while_measuring_does_not_measure(model: Small, drop: Injection, images: torch.Tensor) -> None:
     with drop.measuring() as m:
         copy.deepcopy(model)(images)
     assert m.calls == 0
 
 
-def test_averaged_model_is_quiet_with_disabled(model: Small, drop: Injection, images: torch.Tensor) -> None:
-    """AveragedModel copies in train mode, and is stochastic as it stands."""
+def test_averaged_model_is_deterministic_inside_disabled(model: Small, drop: Injection, images: torch.Tensor) -> None:
+    """AveragedModel copies the model in training mode, so it is stochastic by default."""
     averaged = AveragedModel(model)
     assert not torch.equal(averaged(images), averaged(images))
     with find(averaged).disabled():
         assert torch.equal(averaged(images), averaged(images))
 
 
-def test_update_bn_inside_disabled_is_that_of_an_unhooked_averaged_model(
+def test_update_bn_inside_disabled_matches_an_unhooked_model(
     model: Small, drop: Injection, images: torch.Tensor
 ) -> None:
-    """Else the statistics would be those of dropped activations: `update_bn` runs the model in train mode."""
+    """`update_bn` runs the model in training mode, so the statistics would otherwise include dropped activations."""
     hooked, again = AveragedModel(model), AveragedModel(model)
     drop.remove()
     clean = AveragedModel(model)
@@ -130,8 +128,8 @@ class Owner(nn.Module):
         self.own = inject(self, Dropout(0.5), layers="net.layer1.*", name="own")
 
 
-def test_a_handle_kept_as_attribute_is_copied_with_its_model(images: torch.Tensor) -> None:
-    """As a LightningModule keeps it."""
+def test_handle_stored_as_attribute_is_copied_with_its_model(images: torch.Tensor) -> None:
+    """As in a LightningModule."""
     owner = Owner()
     for twin in (copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))):
         twin.drop.step(2)
@@ -143,21 +141,21 @@ def test_a_handle_kept_as_attribute_is_copied_with_its_model(images: torch.Tenso
         assert len(find(twin)) == 1
 
 
-def test_a_state_dict_knows_nothing_of_hookdrop(model: Small, drop: Injection, tmp_path: Path) -> None:
+def test_state_dict_contains_nothing_of_hookdrop(model: Small, drop: Injection, tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     clean = Small()
     clean.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True), strict=True)
     assert find(clean) == ()
 
 
-def test_pickling_a_model_whose_hook_was_injected_with_a_foreign_module(model: Small) -> None:
+def test_pickle_with_a_torch_dropout_module(model: Small) -> None:
     inject(model, nn.Dropout2d(0.5), layers="layer1.*", schedule=LinearSchedule(4))
     twin = pickle.loads(pickle.dumps(model))
     find(twin)[0].step(4)
     assert [site.p for site in find(twin)[0].sites] == [0.5, 0.5]
 
 
-def test_data_parallel_and_wrapped_models_are_found_through(model: Small, drop: Injection) -> None:
+def test_find_and_eject_through_data_parallel(model: Small, drop: Injection) -> None:
     assert find(nn.DataParallel(model)) == (drop,)
     assert hookdrop.eject(nn.DataParallel(model)) == 2
 
@@ -170,7 +168,7 @@ def test_eject_works_on_copies(model: Small, drop: Injection) -> None:
 
 
 class Counts(Regularizer):
-    """Holds something that can be changed, as a hook made of a closure would."""
+    """A regularizer with mutable state."""
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
@@ -183,8 +181,8 @@ class Counts(Regularizer):
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_what_a_regularizer_holds_is_copied_not_shared(model: Small, images: torch.Tensor, how: str) -> None:
-    """A closure is shared by the copies of a hook; the objects that a hook is made of are not."""
+def test_regularizer_state_is_copied_not_shared(model: Small, images: torch.Tensor, how: str) -> None:
+    """Hooks built from closures would share their state between copies."""
     inject(model, Counts(), layers="fc")
     model(images)
     twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
@@ -198,16 +196,16 @@ def test_what_a_regularizer_holds_is_copied_not_shared(model: Small, images: tor
     assert (calls(model), calls(twin)) == ([0], [0, 1, 2])
 
 
-def test_a_shallow_copy_shares_the_hooks(model: Small, drop: Injection) -> None:
-    """PyTorch gives it the same dictionary of hooks, as it does DataParallel's replicas."""
+def test_shallow_copy_shares_the_hooks(model: Small, drop: Injection) -> None:
+    """PyTorch shares the hook tables, as with DataParallel's replicas."""
     twin = copy.copy(model.layer1)
     assert find(twin) == (drop,)
     drop.remove()
     assert find(twin) == ()
 
 
-def test_a_copy_of_a_handle(model: Small, drop: Injection) -> None:
-    """Alone: a shallow one is as good as the original, a deep one copies a model that nobody keeps."""
+def test_copied_handle_without_its_model(model: Small, drop: Injection) -> None:
+    """A shallow copy equals the original; a deep copy holds a copied model that is freed immediately."""
     assert copy.copy(drop) == drop
     for alone in (copy.deepcopy(drop), pickle.loads(pickle.dumps(drop))):
         assert "whose model is gone" in repr(alone)
@@ -218,7 +216,9 @@ def test_a_copy_of_a_handle(model: Small, drop: Injection) -> None:
 
 
 @pytest.mark.parametrize("order", [("drop", "model"), ("model", "drop")])
-def test_a_handle_is_copied_with_its_model_in_any_order(model: Small, drop: Injection, order: tuple[str, str]) -> None:
+def test_handle_and_model_are_copied_together_in_any_order(
+    model: Small, drop: Injection, order: tuple[str, str]
+) -> None:
     both: dict[str, Any] = {"drop": drop, "model": model}
     for twin in (copy.deepcopy({k: both[k] for k in order}), pickle.loads(pickle.dumps({k: both[k] for k in order}))):
         assert find(twin["model"]) == (twin["drop"],)
@@ -227,8 +227,8 @@ def test_a_handle_is_copied_with_its_model_in_any_order(model: Small, drop: Inje
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copied_optimizer_loses_the_follow_hook_and_it_is_told(how: str) -> None:
-    """As in a checkpoint of whole objects, or a search that clones its trainings."""
+def test_copied_optimizer_that_is_not_followed_warns(how: str) -> None:
+    """As in a checkpoint of pickled objects, or a search that clones trainings."""
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000)).follow(optimizer)
@@ -250,8 +250,8 @@ def test_a_copied_optimizer_loses_the_follow_hook_and_it_is_told(how: str) -> No
     assert own.check() == []
 
 
-def test_another_optimizer_than_the_one_that_is_followed() -> None:
-    """The one that is followed is still there, and rests: told, and found by a check after it."""
+def test_stepping_an_optimizer_that_is_not_followed_warns() -> None:
+    """The followed optimizer still exists but does not step."""
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
     drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000)).follow(optimizer)
@@ -266,8 +266,8 @@ def test_another_optimizer_than_the_one_that_is_followed() -> None:
     assert "still at step 0" in drop.check()[0]
 
 
-def test_a_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images: torch.Tensor) -> None:
-    """Its weights are inference tensors; its rate is none."""
+def test_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images: torch.Tensor) -> None:
+    """The copied weights are inference tensors, but the rate must not be one."""
     drop = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10))
     drop.seek(5)
     with torch.inference_mode():
@@ -283,14 +283,14 @@ def test_a_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, imag
         assert not torch.equal(twin(images), twin(images))
 
 
-def test_a_copy_made_without_hooks_has_none(model: Small, drop: Injection) -> None:
+def test_copy_made_inside_without_hooks_has_no_hooks(model: Small, drop: Injection) -> None:
     with without_hooks(model):
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     assert [find(twin) for twin in copies] == [(), ()]
     assert find(model) == (drop,)
 
 
-def test_warnings_of_a_copy_are_its_own() -> None:
+def test_copy_does_not_warn_at_its_first_forward() -> None:
     model = pair()
     inject(model, Dropout(0.5), layers="*.0", schedule=LinearSchedule(10))
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What an adversary would try: parts of models, surgery, contexts out of order, failures half-way."""
+"""`probe`, `measuring` and dry runs leave the model and the RNG state unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.nets import Small
 from tests.support.pairs import ROWS, pair
 
 
-class TestNoTrace:
+class TestNoSideEffects:
     def test_measuring_under_activation_checkpointing(self) -> None:
         model = pair()
         drop = inject(model, Dropout(0.5), layers="*.0")
@@ -39,8 +39,8 @@ class TestNoTrace:
 
         assert torch.equal(gradient(True), gradient(False))
 
-    def test_a_probe_between_forward_and_backward(self) -> None:
-        """Frozen batch norm keeps its statistics for backward: they must not be written to."""
+    def test_probe_between_forward_and_backward(self) -> None:
+        """Frozen batch norm saves its statistics for backward, so they must not be modified."""
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
         drop = inject(model, Dropout(0.5), layers="0")
         model[1].eval()
@@ -48,7 +48,7 @@ class TestNoTrace:
         drop.probe(ROWS)
         out.sum().backward()
 
-    def test_buffers_that_can_not_be_written_to(self) -> None:
+    def test_read_only_buffers(self) -> None:
         model = nn.Sequential(nn.Linear(8, 8))
         model[0].register_buffer("mask", torch.ones(1, 8).expand(8, 8))
         before = model[0].mask
@@ -56,7 +56,7 @@ class TestNoTrace:
         drop.probe(ROWS)
         assert model[0].mask is before
 
-    def test_buffers_that_a_forward_adds_are_gone_after(self) -> None:
+    def test_buffers_added_by_a_dry_run_are_removed(self) -> None:
         class Caches(nn.Linear):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 self.register_buffer("cache", x.detach())
@@ -66,8 +66,8 @@ class TestNoTrace:
         inject(model, Dropout(0.5), layers="0", example_input=ROWS)
         assert "0.cache" not in model.state_dict()
 
-    def test_a_probe_of_a_model_in_eval_mode_does_not_call_train(self) -> None:
-        """LoRA layers merge their weights in it."""
+    def test_probe_does_not_call_train(self) -> None:
+        """LoRA layers merge their weights in `train`."""
 
         class Merging(nn.Linear):
             def train(self, mode: bool = True) -> Merging:
@@ -81,9 +81,9 @@ class TestNoTrace:
         result = drop.probe(ROWS)
         assert torch.equal(model[0].weight, before)
         assert result.dropped == pytest.approx(0.5, abs=0.05)
-        assert "Merging defines train(), which a probe does not call" in result.note
+        assert "Merging overrides train(), which probe() does not call" in result.note
 
-    def test_a_probe_keeps_frozen_batch_norm_in_eval_where_train_does(self) -> None:
+    def test_probe_keeps_frozen_batch_norm_in_eval_mode(self) -> None:
         class Detector(nn.Sequential):
             def train(self, mode: bool = True) -> Detector:
                 super().train(mode)
@@ -99,29 +99,29 @@ class TestNoTrace:
         assert not drop.probe(ROWS).note
 
     def test_large_buffers_are_not_copied(self) -> None:
-        """Those of a quantized language model are its weights."""
+        """In a quantized language model, buffers hold the weights."""
 
         class Quantized(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.register_buffer("weight", torch.ones(1200, 1200, dtype=torch.int8))
                 self.register_buffer("table", torch.ones(600, 600))
-                self.met: list[tuple[bool, int, int]] = []
+                self.calls: list[tuple[bool, int, int]] = []
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                self.met.append((self.training, self.weight.data_ptr(), self.table.data_ptr()))
+                self.calls.append((self.training, self.weight.data_ptr(), self.table.data_ptr()))
                 return x * self.weight[0, 0]
 
         model = nn.Sequential(Quantized())
         weight, table = model[0].weight.data_ptr(), model[0].table.data_ptr()
         drop = inject(model, Dropout(0.5), layers="0", example_input=ROWS)
-        assert model[0].met == [(False, weight, table)]
+        assert model[0].calls == [(False, weight, table)]
         drop.probe(ROWS)
-        assert {at for _, at, _ in model[0].met} == {weight}
-        # Training forwards write to queues and code books of any size.
-        assert all(at != table for training, _, at in model[0].met if training)
+        assert {at for _, at, _ in model[0].calls} == {weight}
+        # Training forwards write to queues and codebooks of any size.
+        assert all(at != table for training, _, at in model[0].calls if training)
 
-    def test_a_large_buffer_that_was_written_to_is_named(self) -> None:
+    def test_modified_large_buffer_is_named_in_a_warning(self) -> None:
         class Counts(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -134,11 +134,11 @@ class TestNoTrace:
                 return x
 
         model = nn.Sequential(Counts())
-        with pytest.warns(HookdropWarning, match=r"wrote to '0\.counts', which is too large to be copied first"):
+        with pytest.warns(HookdropWarning, match=r"modified '0\.counts', which is too large to be copied first"):
             inject(model, Dropout(0.5), layers="0", example_input=ROWS)
         assert model[0].few.sum() == 0
 
-    def test_batch_norms_of_any_size_are_put_back(self) -> None:
+    def test_batch_norm_statistics_of_any_size_are_restored(self) -> None:
         model = nn.Sequential(nn.BatchNorm1d(2**19))
         x = torch.randn(2, 2**19)
         drop = inject(model, Dropout(0.5), layers="0", example_input=x)
@@ -146,7 +146,7 @@ class TestNoTrace:
         assert model[0].running_mean.count_nonzero() == 0
         assert model[0].num_batches_tracked == 0
 
-    def test_probes_are_no_training(self) -> None:
+    def test_probe_does_not_count_as_training(self) -> None:
         model = pair()
         drop = inject(model, Dropout(0.5), layers="*.0", schedule=LinearSchedule(100))
         other = inject(model, Dropout(0.5), layers="*.1", name="other", schedule=LinearSchedule(100))
@@ -156,7 +156,7 @@ class TestNoTrace:
         assert (drop.step_count, other.step_count) == (0, 0)
         drop.summary()
 
-    def test_pythons_and_numpys_generators_are_put_back(self) -> None:
+    def test_python_and_numpy_rng_states_are_restored(self) -> None:
         class Draws(nn.Linear):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return super().forward(x) * (1 + 0 * random.random() + 0 * np.random.rand())
@@ -168,7 +168,7 @@ class TestNoTrace:
         assert random.getstate() == before[0]
         assert np.array_equal(np.random.get_state()[1], before[1])
 
-    def test_nothing_is_claimed_where_nothing_was_compared(self) -> None:
+    def test_eval_identical_is_none_without_tensor_outputs(self) -> None:
         class Outer(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -184,8 +184,8 @@ class TestNoTrace:
         assert "identical" not in str(result)
         assert model is not None
 
-    def test_a_warning_used_up_by_nobody(self, model: Small) -> None:
-        """A probe on large images does not silence the warning that small ones deserve."""
+    def test_probe_does_not_consume_shape_warnings(self, model: Small) -> None:
+        """A probe on large images does not silence the warning about small ones."""
         from hookdrop import DropBlock
 
         drop = inject(model, DropBlock(0.3, 7), layers="layer1.0", example_input=torch.randn(1, 3, 16, 16))
@@ -194,7 +194,7 @@ class TestNoTrace:
             model(torch.randn(2, 3, 6, 6))
 
 
-def test_a_forward_that_was_patched_on_the_module_itself() -> None:
+def test_tensor_by_name_uses_a_patched_forward() -> None:
     class Takes(nn.Module):
         def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
             return a, b

@@ -1,4 +1,4 @@
-"""`follow` counts the optimizer steps that were taken, each once, and no others."""
+"""`follow` counts each optimizer step exactly once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, Injection, InjectionError, LinearSchedule, find, inject
-from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
+from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
 from tests.support.followed import backward, setup
 from tests.support.nets import Small
 
@@ -28,7 +28,7 @@ def test_counts_steps_not_forwards_under_gradient_accumulation() -> None:
     assert drop.p == pytest.approx(0.015)
 
 
-def test_counts_once_however_often_it_is_called() -> None:
+def test_repeated_follow_counts_each_step_once() -> None:
     model, drop, optimizer = setup()
     for _ in range(3):
         drop.follow(optimizer)
@@ -39,8 +39,8 @@ def test_counts_once_however_often_it_is_called() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_a_grad_scaler_skips_do_not_count(fused: bool) -> None:
-    """A fused optimizer runs its post hook on a skipped step too."""
+def test_steps_skipped_by_grad_scaler_do_not_count(fused: bool) -> None:
+    """A fused optimizer also runs its post hooks for skipped steps."""
     model, drop, optimizer = setup(fused=fused)
     drop.follow(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -48,7 +48,7 @@ def test_steps_that_a_grad_scaler_skips_do_not_count(fused: bool) -> None:
     for inf in (False, True, False, True, True, False):
         optimizer.zero_grad()
         before = [p.detach().clone() for p in model.parameters()]
-        scaler.scale(backward_free(model)).backward()
+        scaler.scale(summed_output(model)).backward()
         if inf:
             model[0].weight.grad[0, 0] = float("inf")
         scaler.step(optimizer)
@@ -58,7 +58,7 @@ def test_steps_that_a_grad_scaler_skips_do_not_count(fused: bool) -> None:
     assert drop.step_count == 3
 
 
-def backward_free(model: nn.Module) -> torch.Tensor:
+def summed_output(model: nn.Module) -> torch.Tensor:
     return model[0](torch.ones(2, 4)).sum()
 
 
@@ -71,7 +71,7 @@ def test_any_optimizer(cls: type[torch.optim.Optimizer]) -> None:
     assert drop.step_count == 1
 
 
-def test_step_meanwhile_is_an_error() -> None:
+def test_step_while_following_is_an_error() -> None:
     _, drop, optimizer = setup()
     drop.follow(optimizer)
     with pytest.raises(InjectionError, match=r"count them twice(.|\n)*drop.follow\(None\). Still at step 0"):
@@ -81,7 +81,7 @@ def test_step_meanwhile_is_an_error() -> None:
     assert drop.step_count == 1
 
 
-def test_seek_meanwhile_is_what_a_resume_does() -> None:
+def test_seek_while_following() -> None:
     model, drop, optimizer = setup()
     drop.follow(optimizer).seek(50)
     backward(model)
@@ -89,7 +89,7 @@ def test_seek_meanwhile_is_what_a_resume_does() -> None:
     assert drop.step_count == 51
 
 
-def test_another_optimizer_is_an_error() -> None:
+def test_following_a_second_optimizer_is_an_error() -> None:
     model, drop, optimizer = setup()
     drop.follow(optimizer)
     with pytest.raises(InjectionError, match="already follows another SGD and still does"):
@@ -99,13 +99,13 @@ def test_another_optimizer_is_an_error() -> None:
     assert drop.step_count == 1
 
 
-def test_an_optimizer_that_is_gone_makes_room_for_another() -> None:
-    """A re-run cell builds the optimizer anew."""
+def test_follow_a_new_optimizer_after_the_old_one_is_deleted() -> None:
+    """A re-run notebook cell rebuilds the optimizer."""
     model, drop, optimizer = setup()
     drop.follow(optimizer)
     del optimizer
     gc.collect()
-    assert any("the optimizer that it followed is gone" in text for text in drop.check())
+    assert any("the optimizer that it followed no longer exists" in text for text in drop.check())
     again = torch.optim.SGD(model.parameters(), 0.1)
     drop.follow(again)
     backward(model)
@@ -113,7 +113,7 @@ def test_an_optimizer_that_is_gone_makes_room_for_another() -> None:
     assert drop.step_count == 1
 
 
-def test_remove_detaches() -> None:
+def test_remove_detaches_from_the_optimizer() -> None:
     model, drop, optimizer = setup()
     drop.follow(optimizer).remove()
     assert not optimizer._optimizer_step_post_hooks
@@ -121,8 +121,8 @@ def test_remove_detaches() -> None:
     optimizer.step()
 
 
-def test_replacing_detaches_the_old_one() -> None:
-    """A re-run cell: inject(..., on_existing="replace").follow(optimizer)."""
+def test_replacing_an_injection_detaches_the_old_one() -> None:
+    """As in a re-run notebook cell: inject(..., on_existing="replace").follow(optimizer)."""
     model, drop, optimizer = setup()
     drop.follow(optimizer)
     again = inject(model, Dropout(0.3), layers="1", schedule=LinearSchedule(10), on_existing="replace")
@@ -132,7 +132,7 @@ def test_replacing_detaches_the_old_one() -> None:
     assert (again.step_count, len(optimizer._optimizer_step_post_hooks)) == (1, 1)
 
 
-def test_an_optimizer_of_another_model_is_warned_of() -> None:
+def test_following_an_optimizer_of_another_model_warns() -> None:
     model, drop, _ = setup()
     assert model is not None
     with pytest.warns(HookdropWarning, match="trains no parameter of this model"):
@@ -140,13 +140,13 @@ def test_an_optimizer_of_another_model_is_warned_of() -> None:
 
 
 @pytest.mark.parametrize("thing", ["sgd", torch.optim.SGD, object()])
-def test_something_else_than_an_optimizer(thing: object) -> None:
+def test_follow_rejects_other_objects(thing: object) -> None:
     _, drop, _ = setup()
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer(.|\n)*drop.seek\(global_step\)"):
         drop.follow(thing)
 
 
-def test_learning_rate_schedulers_do_not_mind(model: Small, images: torch.Tensor) -> None:
+def test_learning_rate_schedulers_are_compatible(model: Small, images: torch.Tensor) -> None:
     drop = inject(model, Dropout(0.5), layers="layer1.*", schedule=LinearSchedule(4))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=4)
@@ -158,7 +158,7 @@ def test_learning_rate_schedulers_do_not_mind(model: Small, images: torch.Tensor
     assert drop.p == 0.5
 
 
-def test_a_copied_model_has_a_count_of_its_own() -> None:
+def test_copied_model_has_its_own_step_count() -> None:
     import copy
 
     model, drop, optimizer = setup()
@@ -172,7 +172,7 @@ def test_a_copied_model_has_a_count_of_its_own() -> None:
 
 
 class TestResume:
-    """The optimizer's state comes back from a checkpoint, the step count of the injection does not."""
+    """A checkpoint restores the optimizer state but not the step count of the injection."""
 
     @staticmethod
     def resumed(optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[nn.Module, Injection, Any]:
@@ -191,7 +191,7 @@ class TestResume:
         backward(model)
         optimizer.step()
 
-    def test_a_schedule_that_begins_anew_is_warned_about_once_with_the_number(self) -> None:
+    def test_resumed_optimizer_with_a_new_schedule_warns_once(self) -> None:
         model, drop, optimizer = self.resumed()
         with pytest.warns(HookdropWarning, match=r"has already taken 50 steps(.|\n)*drop.seek\(50\)"):
             self.step(model, optimizer)
@@ -199,7 +199,7 @@ class TestResume:
         assert drop.step_count == 2
 
     @pytest.mark.parametrize("restore", ["seek", "load_state_dict", "seek(0)"])
-    def test_a_restored_or_chosen_step_is_fine(self, restore: str) -> None:
+    def test_restored_or_explicit_step_does_not_warn(self, restore: str) -> None:
         model, drop, optimizer = self.resumed()
         if restore == "load_state_dict":
             drop.load_state_dict(drop.state_dict() | {"step_count": 50})
@@ -208,7 +208,7 @@ class TestResume:
         self.step(model, optimizer)
         assert drop.step_count == (1 if restore == "seek(0)" else 51)
 
-    def test_a_new_optimizer_and_one_that_does_not_count_are_fine(self) -> None:
+    def test_optimizers_without_a_step_count_do_not_warn(self) -> None:
         model, drop, optimizer = self.resumed(torch.optim.SGD)
         self.step(model, optimizer)
         drop.follow(None)
@@ -219,7 +219,7 @@ class TestResume:
 
 
 class FastaiOptimizer:
-    """As fastai's own: no torch optimizer, and it writes to `parameter.data`, which moves no version."""
+    """Like fastai's: not a torch optimizer, and it writes to `parameter.data`, which does not increment versions."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -233,7 +233,7 @@ class FastaiOptimizer:
             parameter.grad = None
 
 
-def test_a_schedule_that_is_not_advancing_is_noticed_under_any_optimizer() -> None:
+def test_schedule_that_is_not_advancing_warns_under_other_optimizers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
     optimizer = FastaiOptimizer(model.parameters())
@@ -246,7 +246,7 @@ def test_a_schedule_that_is_not_advancing_is_noticed_under_any_optimizer() -> No
             optimizer.zero_grad()
 
     train(2, accumulate=200)
-    train(UPDATES_TO_JUDGE - 4)
+    train(UPDATES_BEFORE_WARNING - 4)
     with pytest.warns(HookdropWarning, match="its schedule is not advancing") as caught:
         train(60)
     assert len(caught) == 1
@@ -254,11 +254,11 @@ def test_a_schedule_that_is_not_advancing_is_noticed_under_any_optimizer() -> No
     assert hook.listeners == ()
 
 
-def test_a_schedule_that_is_driven_by_hand_under_such_an_optimizer_is_fine() -> None:
+def test_manual_steps_under_other_optimizers_do_not_warn() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
     optimizer = FastaiOptimizer(model.parameters())
-    for _ in range(3 * UPDATES_TO_JUDGE):
+    for _ in range(3 * UPDATES_BEFORE_WARNING):
         backward(model)
         optimizer.step()
         optimizer.zero_grad()
@@ -266,16 +266,18 @@ def test_a_schedule_that_is_driven_by_hand_under_such_an_optimizer_is_fine() -> 
     assert drop.check() == []
 
 
-def test_what_is_no_torch_optimizer_is_named_in_full() -> None:
+def test_follow_error_names_the_full_class() -> None:
     _, drop, _ = setup()
-    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got tests.unit.hooks.test_optimizer.FastaiOptimizer.\n"):
+    with pytest.raises(
+        TypeError, match=r"expected a torch.optim.Optimizer, got tests.unit.hooks.test_optimizer.FastaiOptimizer.\n"
+    ):
         drop.follow(FastaiOptimizer([]))
     with pytest.raises(TypeError, match=r"got torch.optim.sgd.SGD \(the class\)"):
         drop.follow(torch.optim.SGD)
 
 
-def test_through_fastais_wrapper() -> None:
-    """`OptimWrapper` is no torch optimizer, and has one in `opt`."""
+def test_follow_unwraps_fastai_optimizers() -> None:
+    """`OptimWrapper` is not a torch optimizer, but holds one in `opt`."""
 
     class OptimWrapper(FastaiOptimizer):
         def __init__(self, opt: torch.optim.Optimizer) -> None:
@@ -288,14 +290,14 @@ def test_through_fastais_wrapper() -> None:
     assert drop.step_count == 1
 
 
-def test_a_first_site_that_stays_in_eval_does_not_hide_a_schedule_that_is_not_advancing() -> None:
-    """Frozen batch norm comes first in many models."""
+def test_first_site_in_eval_mode_does_not_hide_a_schedule_that_is_not_advancing() -> None:
+    """As with frozen batch norm at the start of a model."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.ReLU())
     inject(model, Dropout(0.5), layers=["1", "2"], schedule=LinearSchedule(100))
     optimizer = FastaiOptimizer([model[0].weight])
 
     def train() -> None:
-        for _ in range(2 * UPDATES_TO_JUDGE):
+        for _ in range(2 * UPDATES_BEFORE_WARNING):
             model[0](torch.ones(2, 4)).sum().backward()
             model(torch.ones(2, 4))
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Threads, processes, and what a thousand rounds leave behind: nothing."""
+"""Thread safety, and repeated injections without leaks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.threads import X, entries, ours, pair, zeroed
 
 
 def in_threads(*runs: Callable[[], None]) -> None:
-    """Run all at once; an error in any of them is an error here."""
+    """Run functions concurrently, and re-raise the first error."""
     errors: list[BaseException] = []
 
     def guarded(run: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ class TestThreads:
 
     @staticmethod
     def train(schedule: Schedule, wait: Callable[[], Any] = lambda: None) -> list[Any]:
-        """A training from nothing: where it stood and what the rates were after each step."""
+        """Train a new model; return the step count and the rates after each step."""
         model = pair()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         drop = inject(model, Dropout(0.5), layers="*", p_scale="depth", schedule=schedule).follow(optimizer)
@@ -76,8 +76,8 @@ class TestThreads:
         assert find(model) == ()
         return history
 
-    def test_two_trainings_at_once_have_the_rates_of_two_in_turn(self) -> None:
-        """Step by step side by side."""
+    def test_concurrent_trainings_have_the_same_rates_as_sequential_ones(self) -> None:
+        """A barrier synchronizes the steps."""
         alone = [self.train(schedule) for schedule in self.SCHEDULES]
         together: list[Any] = [None, None]
         barrier = threading.Barrier(2, timeout=60)
@@ -90,7 +90,7 @@ class TestThreads:
         assert together[0] != together[1]
 
     @pytest.mark.parametrize("context", ["disabled", "sampling", "measuring", "without_hooks"])
-    def test_a_context_in_one_thread_is_not_one_of_another_ones_model(self, context: str) -> None:
+    def test_context_in_one_thread_does_not_affect_models_in_others(self, context: str) -> None:
         barrier = threading.Barrier(2, timeout=60)
         seen: dict[str, float] = {}
 
@@ -124,7 +124,7 @@ class TestThreads:
         assert seen["other in eval"] == 0.0
         assert seen.get("measured", 1) == 1
 
-    def test_injecting_copying_and_removing_while_another_thread_trains(self) -> None:
+    def test_inject_copy_and_remove_while_another_thread_trains(self) -> None:
         trained = pair()
         drop = inject(trained, DropBlock(0.5, 1, channel_dim=-1), layers="1", schedule=LinearSchedule(200))
         optimizer = torch.optim.SGD(trained.parameters(), 0.01)
@@ -153,8 +153,8 @@ class TestThreads:
         assert (drop.step_count, drop.p) == (200, 0.5)
         assert drop.check() == []
 
-    def test_an_optimizer_steps_while_another_thread_injects(self) -> None:
-        """Sites that have not run are looked after at every step, of whatever model it is."""
+    def test_optimizer_steps_while_other_threads_inject(self) -> None:
+        """Every optimizer step checks all sites that have not run."""
         waiting = [pair() for _ in range(100)]
         for model in waiting:
             inject(model, Dropout(0.5), layers="*")
@@ -181,8 +181,8 @@ class TestThreads:
         finally:
             sys.setswitchinterval(interval)
 
-    def test_others_that_listen_to_all_optimizers_are_not_disturbed(self) -> None:
-        """A profiler's hook that comes after ours."""
+    def test_other_global_optimizer_hooks_still_run(self) -> None:
+        """For example a profiler's hook that was registered after hookdrop's."""
         model = pair()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         inject(model, Dropout(0.5), layers="*")
@@ -196,8 +196,8 @@ class TestThreads:
             handle.remove()
         assert len(steps) == 3
 
-    def test_data_parallels_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """They share the hooks, run in threads, and count nothing twice; PyTorch's own code, with two pretended devices."""
+    def test_data_parallel_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replicas share the hooks and run in threads; steps count once. Uses PyTorch's replicate with two fake devices."""
         replicate = sys.modules["torch.nn.parallel.replicate"]
         monkeypatch.setattr(replicate, "_get_device_index", lambda device, _: device)
         monkeypatch.setattr(
@@ -231,11 +231,11 @@ class TestThreads:
 
 
 class Failure(Exception):
-    """What goes wrong on the way."""
+    """Raised inside a context."""
 
 
-class TestRounds:
-    """What is injected and removed leaves nothing behind, whatever happened between."""
+class TestNoLeaks:
+    """Repeated injections leave no objects, hooks or listeners behind."""
 
     @pytest.fixture
     def model(self) -> nn.Sequential:
@@ -246,7 +246,7 @@ class TestRounds:
         return torch.optim.SGD(model.parameters(), 0.01)
 
     @pytest.fixture(autouse=True)
-    def nothing_is_left(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def no_leaks(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         inject(model, Dropout(0.5), layers="*").remove()
         gc.collect()
         listeners = set(_global_optimizer_post_hooks)
@@ -261,43 +261,43 @@ class TestRounds:
         assert set(_global_optimizer_post_hooks) <= listeners
         assert not list(hidden_modules)
 
-    def test_a_thousand_rounds(self, model: nn.Sequential) -> None:
+    def test_inject_and_remove_1000_times(self, model: nn.Sequential) -> None:
         for _ in range(1000):
             inject(model, Dropout(0.5), layers="*").remove()
 
-    def test_rounds_that_follow_an_optimizer(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    def test_follow_an_optimizer(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         for _ in range(300):
             drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4)).follow(optimizer)
             optimizer.step()
             drop.remove()
-        # What keeps a followed optimizer's hook out of compiled code.
+        # Following an optimizer must not leave wrappers of `torch.compiler.disable` behind.
         assert not any(type(thing).__name__ == "DisableContext" for thing in gc.get_objects())
 
-    def test_rounds_whose_optimizer_is_gone(self, model: nn.Sequential) -> None:
+    def test_follow_a_deleted_optimizer(self, model: nn.Sequential) -> None:
         for _ in range(100):
             drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4))
             drop.follow(torch.optim.SGD(model.parameters(), 0.01))
             drop._state.warned_kinds.add("optimizer gone")
             drop.remove()
 
-    def test_rounds_with_copies(self, model: nn.Sequential) -> None:
+    def test_copies(self, model: nn.Sequential) -> None:
         for _ in range(100):
             with inject(model, DropBlock(0.5, 3), layers="*"):
                 twin = copy.deepcopy(model)
                 find(twin).remove()
                 copy.deepcopy(model)
 
-    def test_rounds_without_hooks_for_a_while(self, model: nn.Sequential) -> None:
+    def test_without_hooks(self, model: nn.Sequential) -> None:
         for _ in range(300):
             with inject(model, Dropout(0.5), layers="*"), without_hooks(model):
                 pass
 
-    def test_rounds_that_replace(self, model: nn.Sequential) -> None:
+    def test_replace(self, model: nn.Sequential) -> None:
         for _ in range(300):
             inject(model, Dropout(0.5), layers="*", on_existing="replace")
         assert eject(model) == 2
 
-    def test_rounds_with_forwards_probes_and_measurements(self, model: nn.Sequential) -> None:
+    def test_forwards_probes_and_measurements(self, model: nn.Sequential) -> None:
         for _ in range(30):
             with inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4), example_input=X) as drop:
                 drop.step(2)
@@ -305,7 +305,7 @@ class TestRounds:
                     model(X).sum().backward()
                 drop.probe(X)
 
-    def test_rounds_with_errors_on_the_way(self, model: nn.Sequential) -> None:
+    def test_errors(self, model: nn.Sequential) -> None:
         for _ in range(200):
             with pytest.raises(Failure), inject(model, Dropout(0.5), layers="*") as drop:
                 with pytest.raises(InjectionError):
@@ -314,16 +314,16 @@ class TestRounds:
                     raise Failure
                 raise Failure
 
-    def test_models_that_go_with_their_hooks(self) -> None:
-        """Nobody removed anything."""
+    def test_deleted_models(self) -> None:
+        """The hooks are not removed explicitly."""
         for _ in range(200):
             model = pair()
             drop = inject(model, Dropout(0.5), layers="*")
             with drop.disabled():
                 model(X)
 
-    def test_models_that_go_before_their_optimizers(self) -> None:
-        """The optimizer steps once more, and lets go; others who listen to it are not disturbed."""
+    def test_models_deleted_before_their_optimizers(self) -> None:
+        """The optimizer releases the hooks at its next step, and its other hooks still run."""
         model = pair()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4)).follow(optimizer)
@@ -338,8 +338,8 @@ class TestRounds:
         assert len(steps) == 2
 
 
-def test_hooks_are_gone_without_the_garbage_collector() -> None:
-    """Removed, they are in no reference cycle."""
+def test_removed_hooks_are_freed_without_garbage_collection() -> None:
+    """They are not part of a reference cycle."""
     model = pair()
     drop = inject(model, Dropout(0.5), layers="*")
     hooks = [weakref.ref(hook) for m in model for hook in m._forward_hooks.values() if isinstance(hook, SiteHook)]
@@ -354,7 +354,7 @@ def test_hooks_are_gone_without_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_a_handle_that_was_removed_holds_no_model(model: Small) -> None:
+def test_removed_handle_does_not_keep_modules_alive(model: Small) -> None:
     gone = weakref.ref(model.fc)
     drop: Injection = inject(model, Dropout(0.5), layers="fc")
     drop.remove()
@@ -363,11 +363,11 @@ def test_a_handle_that_was_removed_holds_no_model(model: Small) -> None:
     assert gone() is None
 
 
-def test_a_step_in_another_thread_is_not_lost_to_a_probe_at_another_step() -> None:
-    """Whether it waits for the probe, or counts while that runs."""
+def test_step_in_another_thread_during_a_probe_is_not_lost() -> None:
+    """It may wait for the probe or count during the probe."""
 
     class Trains(nn.Linear):
-        """Takes a step of the training in another thread, once."""
+        """Calls `drop.step()` in another thread, once."""
 
         thread: threading.Thread | None = None
 
@@ -388,7 +388,7 @@ def test_a_step_in_another_thread_is_not_lost_to_a_probe_at_another_step() -> No
     assert measured.asked == 0.5
 
 
-def test_steps_of_several_threads_are_all_counted() -> None:
+def test_concurrent_steps_are_all_counted() -> None:
     drop = inject(model := pair(), Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
     model(X)
     interval = sys.getswitchinterval()
@@ -401,7 +401,7 @@ def test_steps_of_several_threads_are_all_counted() -> None:
     assert len(find(model)) == 1
 
 
-def test_threads_that_sample_at_once_leave_the_rates_as_they_were() -> None:
+def test_concurrent_sampling_restores_the_rates() -> None:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(2)]).eval()
     drop = inject(model, Dropout(0.5), layers="*")
     errors: list[BaseException] = []

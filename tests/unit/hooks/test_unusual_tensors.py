@@ -1,4 +1,4 @@
-"""What breaks hooks elsewhere, and has no file of its own: odd tensors, operations in place, layers that are not called."""
+"""Unusual tensors, in-place operations, and layers that return several tensors."""
 
 from __future__ import annotations
 
@@ -48,10 +48,8 @@ ACTIVATIONS = [
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda module: type(module).__name__)
 @AT
 @pytest.mark.parametrize("case", DERIVING.values(), ids=DERIVING)
-def test_before_and_after_activations_that_write_in_place_or_keep_their_output(
-    case: Case, at: str, activation: nn.Module
-) -> None:
-    """`mul_` breaks the backward pass of what keeps its output; backward hooks break before what writes in place."""
+def test_activations_that_work_in_place_or_save_their_output(case: Case, at: str, activation: nn.Module) -> None:
+    """`mul_` breaks the backward of layers that save their output; backward hooks break before in-place layers."""
     case = Case(case.regularizer, (2, *case.shape[1:]))
     model = nn.Sequential(nn.Softplus(), copy.deepcopy(activation), nn.Identity(), copy.deepcopy(activation))
     drop = inject(model, case.regularizer, layers="*", at=at)
@@ -68,8 +66,8 @@ def test_before_and_after_activations_that_write_in_place_or_keep_their_output(
 
 @pytest.mark.parametrize("case", FORWARD.values(), ids=FORWARD)
 @AT
-def test_nobody_elses_tensor_is_written_to(case: Case, at: str) -> None:
-    """Neither the layer's own output, which it may keep, nor what the caller passes, by position or by name."""
+def test_inputs_and_outputs_are_not_modified_in_place(case: Case, at: str) -> None:
+    """Neither the output of the layer, which it may store, nor the input that the caller passes."""
 
     class Keeps(nn.Module):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -92,7 +90,7 @@ def test_nobody_elses_tensor_is_written_to(case: Case, at: str) -> None:
     assert (model.inner.kept is x) == (at == "output")
 
 
-# --- odd tensors
+# --- unusual tensors
 
 
 @ALL
@@ -125,7 +123,7 @@ def one_number(x: torch.Tensor) -> torch.Tensor:
 
 @ALL
 @pytest.mark.parametrize("make", [expanded, every_second, overlapping, one_number])
-def test_what_lies_oddly_in_memory_is_regularized_as_its_copy(
+def test_unusual_memory_layouts_match_their_contiguous_copy(
     case: Case, make: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     model, x = hooked(case.regularizer), make(case.input())
@@ -135,16 +133,16 @@ def test_what_lies_oddly_in_memory_is_regularized_as_its_copy(
         torch.manual_seed(0)
         y = model(t)
         results.append((y, torch.autograd.grad(y, t, torch.ones(x.shape))[0]))
-    for plain, odd in zip(*results, strict=True):
-        torch.testing.assert_close(odd, plain)
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 class Sub(torch.Tensor):
-    """A subclass that does nothing."""
+    """A trivial subclass."""
 
 
 @ALL
-def test_subclasses_keep_their_class(case: Case) -> None:
+def test_tensor_subclasses_keep_their_class(case: Case) -> None:
     x = case.input().as_subclass(Sub)
     y = hooked(case.regularizer)(x.requires_grad_())
     assert type(y) is Sub
@@ -153,16 +151,16 @@ def test_subclasses_keep_their_class(case: Case) -> None:
 
 
 @ALL
-def test_subclasses_that_wrap_tensors(case: Case) -> None:
-    """As quantized or distributed ones do, without memory of their own."""
+def test_wrapper_tensor_subclasses(case: Case) -> None:
+    """Like quantized or distributed tensors, which have no memory of their own."""
     y = hooked(case.regularizer)(TwoTensor(case.input(), case.input()))
     assert type(y) is TwoTensor
     assert y.shape == case.shape
 
 
 @ALL
-def test_a_parameter_as_output(case: Case) -> None:
-    """As of a position embedding: what comes out is no parameter, and its gradient arrives."""
+def test_parameter_as_output(case: Case) -> None:
+    """As in a position embedding: the result is not a parameter, and the parameter receives its gradient."""
 
     class Embedding(nn.Module):
         def __init__(self) -> None:
@@ -185,19 +183,19 @@ def test_a_parameter_as_output(case: Case) -> None:
     [
         (torch.ones(2, 3, dtype=torch.complex64), r"got \(2, 3\) complex64: no floating-point tensor"),
         (torch.ones(2, 3, dtype=torch.bool), r"got \(2, 3\) bool: no floating-point tensor"),
-        (torch.tensor(1.0), r"got \(\) float32: no floating-point tensor in it that is not 0-d"),
+        (torch.tensor(1.0), r"got \(\) float32: no floating-point tensor with at least one dimension"),
         (torch.ones(2, 3).to_sparse(), "pass x.to_dense"),
         (torch.ones(2, 3).to(torch.float8_e5m2), "pass x.to.torch.bfloat16."),
     ],
 )
-def test_outputs_that_can_not_be_regularized_are_told(value: torch.Tensor, says: str) -> None:
+def test_outputs_that_cannot_be_regularized_are_errors(value: torch.Tensor, says: str) -> None:
     with pytest.raises((ShapeError, TypeError), match=says) as error:
         hooked(Dropout(0.3))(value)
     assert "'0'" in str(error.value) + "".join(getattr(error.value, "__notes__", []))
 
 
 @ALL
-def test_without_gradients_nothing_is_asked_of_them(case: Case) -> None:
+def test_output_does_not_require_grad_without_gradients(case: Case) -> None:
     y = hooked(case.regularizer)(case.input())
     assert not y.requires_grad
     with torch.no_grad():
@@ -209,7 +207,7 @@ def test_without_gradients_nothing_is_asked_of_them(case: Case) -> None:
 # --- outputs of several tensors
 
 
-def test_multihead_attention_gives_a_pair() -> None:
+def test_multihead_attention_returns_a_pair() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, batch_first=True)})
     inject(model, Dropout(1.0), layers="attention")
     x = torch.randn(2, 5, 8)
@@ -220,7 +218,7 @@ def test_multihead_attention_gives_a_pair() -> None:
 
 
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_networks_give_a_state_that_is_left_alone(cell: type[nn.RNNBase]) -> None:
+def test_hidden_states_of_recurrent_networks_are_unchanged(cell: type[nn.RNNBase]) -> None:
     model = nn.ModuleDict({"cell": cell(4, 8, batch_first=True)})
     inject(model, Dropout(1.0), layers="cell")
     out, state = model["cell"](torch.randn(2, 5, 4))
@@ -228,18 +226,18 @@ def test_recurrent_networks_give_a_state_that_is_left_alone(cell: type[nn.RNNBas
     assert all(part.any() for part in (state if cell is nn.LSTM else [state]))
 
 
-# --- what a copy of PyTorch's own would get wrong
+# --- interaction with other layers and hooks
 
 
-def test_noise_that_is_stacked_on_a_mask_does_not_fill_it() -> None:
-    """Hooks run in the order in which they were placed."""
+def test_stacked_hooks_run_in_the_order_of_injection() -> None:
+    """Noise that is injected first does not fill the mask that is injected second."""
     model = nn.Sequential(nn.Identity())
     inject(model, GaussianNoise(0.1), layers="0")
     inject(model, DropBlock(0.5, 3), layers="0", on_existing="stack")
     assert (model(torch.ones(4, 8, 12, 12)) == 0).float().mean() == pytest.approx(0.5, abs=0.1)
 
 
-def test_drop_path_of_a_branch_keeps_the_shortcut() -> None:
+def test_drop_path_on_a_branch_keeps_the_shortcut() -> None:
     class Residual(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -253,8 +251,8 @@ def test_drop_path_of_a_branch_keeps_the_shortcut() -> None:
     assert torch.equal(model(x), x)
 
 
-def test_warnings_are_said_once_for_a_thousand_calls() -> None:
-    """Whatever the filters are: a training's log is not for reading the same line."""
+def test_warnings_are_raised_once() -> None:
+    """Regardless of the warning filters."""
     model = hooked(DropBlock(0.3, 7))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

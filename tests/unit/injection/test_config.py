@@ -162,7 +162,7 @@ def test_mutated_config_works_or_raises_before_placing_hooks(kwargs: dict[str, A
             r"sites\[0\]\.regularizer is invalid: DropBlock: p must lie in \[0, 1\], got 3\.(.|\n)*got \{'type': 'DropBlock'",
         ),
         (lambda c: c["sites"][0]["regularizer"].update(size=3), r"sites\[0\]\.regularizer is invalid: .*'size'"),
-        (lambda c: c["schedule"].update(steps=0.5), r"schedule is invalid: .*steps must be a whole number, got 0\.5"),
+        (lambda c: c["schedule"].update(steps=0.5), r"schedule is invalid: .*steps must be an integer, got 0\.5"),
         (
             lambda c: c["sites"][0].update(p_scal=1),
             r"sites\[0\] has an unknown key 'p_scal' \(did you mean 'p_scale'\?\)",

@@ -110,11 +110,11 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "code in a string": ({"regularizer": "DropBlock(p=__import__('os').getpid())"}, ValueError, "it is not run"),
     "an unknown regularizer": ({"regularizer": "Dropoot(p=0.1)"}, ValueError, "did you mean: Dropout"),
     "an example that the model rejects": (
-        {"example_input": torch.ones(4, 5)}, InjectionError, r"does not take this example, \(4, 5\) float32",
+        {"example_input": torch.ones(4, 5)}, InjectionError, r"does not accept this example, \(4, 5\) float32",
     ),
     "a string as example": ({"example_input": "cat.jpg"}, InjectionError, "does not take this example, str"),
     "a shape as example": (
-        {"example_input": (4, 3, 8, 8)}, InjectionError, r"give a tensor, not its shape: torch.randn\(4, 3, 8, 8\)",
+        {"example_input": (4, 3, 8, 8)}, InjectionError, r"pass a tensor, not its shape: torch.randn\(4, 3, 8, 8\)",
     ),
     "a bad range in a glob": ({"layers": "[z-a]*"}, LayerError, "can't read the glob"),
     "a custom regularizer with parameters": ({"regularizer": WithWeights()}, InjectionError, "owns parameters"),

@@ -346,7 +346,7 @@ class TestSelection:
         model = Iterates()
         drop = inject(model, Dropout(0.1), layers="blocks")
         drop.state_dict()
-        for _ in range(UPDATES_TO_JUDGE):
+        for _ in range(UPDATES_BEFORE_WARNING):
             model(torch.ones(2, 8)).sum().backward()
             with torch.no_grad():
                 for parameter in model.parameters():

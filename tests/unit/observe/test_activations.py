@@ -363,7 +363,9 @@ class TestErrors:
         assert "as seen: model(x)" in str(excinfo.value)
         with pytest.raises(AttributeError, match="no 'doubts' yet: .*\n  write: with stats"):
             stats(model).doubts()
-        with pytest.raises(AttributeError, match=r"no 'plot_features' yet: .*\n  write: with drop.recording\(\) as r"):
+        with pytest.raises(
+            AttributeError, match=r"no attribute 'plot_features': .*\n  write: with drop.recording\(\) as r"
+        ):
             drop.recording().plot_features()
         assert not hasattr(capture(model, "fc"), "__len__")
 

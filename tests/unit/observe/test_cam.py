@@ -256,7 +256,7 @@ class TestTransformers:
         assert as_map(torch.ones(1, 99, 2), (224, 224), (14, 7)).shape == (1, 2, 14, 7)
         with pytest.raises(ShapeError, match="99 tokens do not fill a grid of 10 x 10"):
             as_map(torch.ones(1, 99, 2), (224, 224), (10, 10))
-        with pytest.raises(ShapeError, match="neither a map"):
+        with pytest.raises(ShapeError, match="expected a map"):
             as_map(torch.ones(1, 99), (224, 224))
 
     def test_models_and_layers_with_container_outputs(self, images: torch.Tensor) -> None:
@@ -286,7 +286,7 @@ class TestErrors:
             grad_cam(model, images, "layer3")
         with pytest.raises(LayerError, match="must match one layer, but it matches 2: 'layer1', 'layer2'"):
             grad_cam(model, images, "layer?")
-        with pytest.raises(ShapeError, match=r"'fc' got \(4, 10\): neither a map"):
+        with pytest.raises(ShapeError, match=r"'fc' got \(4, 10\): expected a map"):
             grad_cam(model, images, "fc")
 
     def test_layer_called_more_than_once_or_never_raises(self, images: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from hookdrop import (
     ShapeError,
     inject,
 )
-from hookdrop.diagnostics.figures import DROPPED, KEPT, as_pictures, panels, pixels
+from hookdrop.diagnostics.figures import DROPPED, KEPT, as_images, panels, pixels
 from hookdrop.observe import (
     CamComparison,
     Recording,
@@ -174,19 +174,19 @@ class TestFeatures:
     def test_invalid_arguments_raise(self) -> None:
         with pytest.raises(ShapeError, match="has no sample=4: it has 4"):
             plot_features(torch.ones(4, 3, 5, 5), sample=4)
-        with pytest.raises(ShapeError, match=r"got \(\): it can't be shown"):
+        with pytest.raises(ShapeError, match=r"got \(\): it cannot be shown"):
             plot_features(torch.ones(()))
         with pytest.raises(LayerError, match="nothing was captured"):
             plot_features({})
         with pytest.raises(ValueError, match="channels must be at least 1"):
             plot_features(torch.ones(4, 3, 5, 5), channels=0)
-        with pytest.raises(TypeError, match="sample must be a whole number, got 'a'"):
+        with pytest.raises(TypeError, match="sample must be an integer, got 'a'"):
             plot_features(torch.ones(4, 3, 5, 5), sample="a")
-        with pytest.raises(TypeError, match="channel_dim must be a whole number, got 'a'"):
+        with pytest.raises(TypeError, match="channel_dim must be an integer, got 'a'"):
             plot_features(torch.ones(4, 3, 5, 5), channel_dim="a")
         with pytest.raises(ShapeError, match=r"got \(4, 3, 5, 5\): channel_dim=4 is not one of its axes 1 to 3"):
             plot_features(torch.ones(4, 3, 5, 5), channel_dim=4)
-        with pytest.raises(LayerError, match="no layer is named.*\n  leave out `layers`"):
+        with pytest.raises(LayerError, match="`layers` is empty.*\n  omit `layers`"):
             recorded(nn.Identity(), Dropout(0.5), torch.ones(4, 2)).plot_features(layers=[])
 
 
@@ -294,20 +294,20 @@ class TestClassActivationMaps:
 
     def test_three_channel_images_are_in_color_others_in_gray(self) -> None:
         x = torch.randn(2, 3, 4, 4)
-        shown = as_pictures(x)
+        shown = as_images(x)
         assert shown.shape == (2, 4, 4, 3)
         assert (shown.amin((1, 2, 3)).tolist(), shown.amax((1, 2, 3)).tolist()) == ([0, 0], [1, 1])
-        assert torch.equal(as_pictures(x[:, :2]), x[:, :2].mean(1))
-        with pytest.raises(ShapeError, match="pictures are"):
-            as_pictures(x[0])
+        assert torch.equal(as_images(x[:, :2]), x[:, :2].mean(1))
+        with pytest.raises(ShapeError, match="expected images"):
+            as_images(x[0])
 
     @pytest.mark.parametrize("channels", [1, 3])
     def test_non_finite_pixels_do_not_affect_the_image(self, channels: int) -> None:
         x = torch.rand(2, channels, 4, 4)
         x[0, 0, 0, 0], x[0, 0, 3, 3] = 0.0, 1.0
-        expected = as_pictures(x)
+        expected = as_images(x)
         x[0, 0, 0, 0], x[1] = torch.nan, torch.inf
-        shown = as_pictures(x)
+        shown = as_images(x)
         darkest = x[0][x[0].isfinite()].min()
         assert shown.isfinite().all()
         assert torch.allclose(shown[0], expected[0], atol=2 * darkest)

@@ -207,7 +207,7 @@ class TestDeadAndSaturated:
 
     def test_invalid_channel_dim_raises(self) -> None:
         model = nn.Sequential(nn.Linear(3, 4))
-        with pytest.raises(TypeError, match="stats: channel_dim must be a whole number, got 'a'"):
+        with pytest.raises(TypeError, match="stats: channel_dim must be an integer, got 'a'"):
             with stats(model, channel_dim="a"):
                 pass
         with pytest.raises(ShapeError, match=r"'0' returned \(2, 4\): channel_dim=3 is not one of its axes 0 to 1"):

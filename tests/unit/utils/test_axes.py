@@ -1,4 +1,4 @@
-"""The mistakes that people make, and what they read then; and bad input, after which nothing has changed."""
+"""How tensor axes are interpreted."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from tests.support.nets import Small
     ],
     ids=lambda value: repr(value),
 )
-def test_how_the_axes_are_read(model: Small, images: torch.Tensor, regularizer: nn.Module, reading: str) -> None:
+def test_plan_shows_how_axes_are_interpreted(
+    model: Small, images: torch.Tensor, regularizer: nn.Module, reading: str
+) -> None:
     drafted = plan(model, regularizer, layers="layer1.*", example_input=images)
     assert {site.reading for site in drafted.sites} == {reading}

@@ -1,6 +1,6 @@
-"""The private names of PyTorch that hookdrop uses still mean what it takes them for.
+"""Canary tests for the private PyTorch names that hookdrop uses.
 
-A failing test here says which name changed, and its docstring says what breaks.
+A failing test shows which name changed, and its docstring explains what breaks without it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hookdrop.utils import torch_internals as internals
 from tests.support.paths import ROOT
 
 
-class Watching(TorchDispatchMode):
-    """Notes the operations that it sees."""
+class RecordingMode(TorchDispatchMode):
+    """Records the operations that it intercepts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_a_backward(look: object) -> list[object]:
-    """What `look` returns within a backward pass."""
+def in_backward(look: object) -> list[object]:
+    """Return what `look` returns inside a backward pass."""
     found: list[object] = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
@@ -44,7 +44,7 @@ def in_a_backward(look: object) -> list[object]:
     return found
 
 
-def test_every_name_has_a_test() -> None:
+def test_every_name_has_a_canary_test() -> None:
     names = set()
     for node in ast.parse(Path(internals.__file__).read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -62,13 +62,13 @@ def test_every_name_has_a_test() -> None:
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d])
 def test_BatchNorm(kind: type[nn.Module]) -> None:
-    """Without it a probe and a dry run leave changed running statistics behind, or don't know frozen batch norms."""
+    """Without it, probes and dry runs change running statistics, and frozen batch norms are not recognized."""
     assert issubclass(kind, internals.BatchNorm)
     assert not issubclass(nn.LayerNorm, internals.BatchNorm)
 
 
 def test_children_of() -> None:
-    """Without it a layer that its parent has under two names is found by one of them alone."""
+    """Without it, a layer that its parent holds under two names is found under only one of them."""
     parent, shared = nn.Module(), nn.Linear(2, 2)
     parent.first, parent.second, parent.third = shared, shared, None
     assert list(internals.children_of(parent).items()) == [("first", shared), ("second", shared)]
@@ -76,13 +76,13 @@ def test_children_of() -> None:
 
 
 def test_parameters_of() -> None:
-    """Without it the first trained weight is looked for at every step."""
+    """Without it, every step searches for the first trainable weight."""
     layer = nn.Linear(2, 2, bias=False)
     assert internals.parameters_of(layer) == {"weight": layer.weight, "bias": None}
 
 
 def test_buffers_of() -> None:
-    """Without it a dry run cannot exchange buffers for copies, and leaves changed statistics behind."""
+    """Without it, a dry run cannot replace buffers by copies and changes the statistics."""
     norm, other = nn.BatchNorm1d(2), torch.ones(2)
     internals.buffers_of(norm)["running_mean"] = other
     assert norm.running_mean is other
@@ -90,7 +90,7 @@ def test_buffers_of() -> None:
 
 
 def test_HOOK_TABLES() -> None:
-    """Without them hooks cannot be found on a copied or unpickled model, nor hidden for an export."""
+    """Without them, hooks cannot be found on copied or unpickled models, or hidden for an export."""
     layer = nn.Linear(2, 2)
     layer.register_forward_hook(print, with_kwargs=True, always_call=True)
     layer.register_forward_pre_hook(print, with_kwargs=True)
@@ -110,7 +110,7 @@ def test_HOOK_TABLES() -> None:
 
 
 def test_has_storage() -> None:
-    """Without it the native loops write to the memory of a batch of gradients, which has none, and crash."""
+    """Without it, the native loops write to batched gradients, which have no memory, and crash."""
     found = []
     x = torch.ones(3, requires_grad=True)
 
@@ -130,32 +130,32 @@ def test_has_storage() -> None:
 
 
 def test_is_zero_tensor() -> None:
-    """Without it the native loops read the memory of a gradient of 0, which has none."""
+    """Without it, the native loops read all-zero gradients, which have no memory."""
     zero = torch._efficientzerotensor((2,))
     assert internals.is_zero_tensor(zero)
     assert not internals.is_zero_tensor(torch.zeros(2))
 
 
 def test_version_of() -> None:
-    """Without it an update of the weights, or of a buffer in a dry run, goes unnoticed."""
+    """Without it, updates of weights, and of buffers in a dry run, go unnoticed."""
     x = torch.ones(2)
     before = internals.version_of(x)
     x.add_(1)
     assert internals.version_of(x) == before + 1
 
 
-# --- who watches or rewrites operations
+# --- modes and transforms that intercept operations
 
 
 def test_dispatch_modes() -> None:
-    """Without it native loops run unseen by fake tensors, FLOP counters and traces of `make_fx`."""
+    """Without it, native loops bypass fake tensors, FLOP counters and traces of `make_fx`."""
     assert internals.dispatch_modes() == 0
-    with Watching():
+    with RecordingMode():
         assert internals.dispatch_modes() == 1
 
 
 def test_is_tracing() -> None:
-    """Without it `torch.jit.trace` keeps one mask for good, with no error."""
+    """Without it, `torch.jit.trace` silently records a fixed mask."""
     found = []
 
     def function(x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def test_is_tracing() -> None:
 
 
 def test_functorch_stack() -> None:
-    """Without it `torch.func` transforms of a regularizer fail, or give all slices of a `vmap` one mask."""
+    """Without it, `torch.func` transforms of a regularizer fail, or all slices of a `vmap` share one mask."""
     found = []
 
     def function(x: Tensor) -> Tensor:
@@ -182,14 +182,14 @@ def test_functorch_stack() -> None:
 
 
 def test_without_dispatch_modes() -> None:
-    """Without it a rate that is set under a fake-tensor mode is fake, and selective checkpoints see random states."""
-    with Watching() as watching, internals.without_dispatch_modes():
+    """Without it, rates set under a fake-tensor mode are fake, and selective checkpoints record RNG states."""
+    with RecordingMode() as watching, internals.without_dispatch_modes():
         torch.ones(2).mul(2)
     assert watching.seen == []
 
 
 def test_without_functorch() -> None:
-    """Without it the random state can't be read inside of a `vmap`."""
+    """Without it, the RNG state cannot be read inside `vmap`."""
 
     def function(x: Tensor) -> Tensor:
         with internals.without_functorch():
@@ -202,7 +202,7 @@ def test_without_functorch() -> None:
 
 
 def test_forward_ad_level() -> None:
-    """Without it forward-mode derivatives of DropBlock and Dropout raise: their fast autograd function has none."""
+    """Without it, forward-mode AD of DropBlock and Dropout fails: their fast autograd functions do not support it."""
     assert internals.forward_ad_level() == -1
     with forward_ad.dual_level():
         assert internals.forward_ad_level() == 0
@@ -210,7 +210,7 @@ def test_forward_ad_level() -> None:
 
 
 def test_is_proxy_tracing() -> None:
-    """Without it a graph of `make_fx` keeps the number of seeds that its trace happened to draw."""
+    """Without it, a `make_fx` graph has a fixed number of seeds: the number drawn during tracing."""
     found = []
 
     def function(x: Tensor) -> Tensor:
@@ -218,13 +218,13 @@ def test_is_proxy_tracing() -> None:
         return x * 2
 
     make_fx(function)(torch.ones(2))
-    with Watching():
+    with RecordingMode():
         found.append(internals.is_proxy_tracing())
     assert found == [True, False]
 
 
 def test_vmap_levels() -> None:
-    """Without it nothing knows whether the slices of a `vmap` want one mask or one each."""
+    """Without it, the `randomness` setting of `vmap` is unknown: one mask for all slices, or one each."""
     found = []
 
     def function(x: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def test_vmap_levels() -> None:
 
 
 def test_mark_vmap_slices() -> None:
-    """Without it an input that all slices of a `vmap` share gets one mask, though each slice wants its own."""
+    """Without it, an unbatched input of a `vmap` gets one mask for all slices under randomness="different"."""
 
     def function(shared: Tensor, _: Tensor) -> Tensor:
         (level,) = internals.vmap_levels()
@@ -250,20 +250,20 @@ def test_mark_vmap_slices() -> None:
 # --- the backward pass
 
 
-def test_number_of() -> None:
-    """Without it forwards from one random state at two rates cannot be told apart when they are recomputed."""
+def test_node_sequence_number() -> None:
+    """Without it, recomputed forwards with equal RNG states but different rates cannot be distinguished."""
     first, second = (torch.ones(2, requires_grad=True).exp() for _ in range(2))
-    assert internals.number_of(first.grad_fn) < internals.number_of(second.grad_fn)
+    assert internals.node_sequence_number(first.grad_fn) < internals.node_sequence_number(second.grad_fn)
 
 
 def test_graph_task() -> None:
-    """Without it a checkpoint's second forward in the backward pass is taken for a new one, at the rate of now."""
+    """Without it, a checkpoint's recompute counts as a new forward, at the current rate."""
     assert internals.graph_task() == -1
-    assert in_a_backward(internals.graph_task) != [-1]
+    assert in_backward(internals.graph_task) != [-1]
 
 
 def test_sequence_number() -> None:
-    """Without it two forwards from one random state are not told apart when a checkpoint runs one again."""
+    """Without it, recomputed forwards with equal RNG states cannot be distinguished."""
     before = internals.sequence_number()
     y = torch.ones(2, requires_grad=True) * 2
     assert y.grad_fn is not None
@@ -272,7 +272,7 @@ def test_sequence_number() -> None:
 
 
 def test_current_node() -> None:
-    """Without it the same: it is the node whose backward runs the forward again."""
+    """Without it, likewise: it is the node whose backward recomputes the forward."""
     found = []
 
     class Look(torch.autograd.Function):
@@ -291,9 +291,9 @@ def test_current_node() -> None:
 
 
 def test_saved_tensors_hooks() -> None:
-    """Without it every training forward counts as one of an activation checkpoint, and has its rate noted."""
+    """Without it, every training forward is treated as checkpointed, and its rate is remembered."""
     if internals.saved_tensors_hooks is None:
-        assert torch.__version__ < (2, 8), "it is there since PyTorch 2.8"
+        assert torch.__version__ < (2, 8), "available since PyTorch 2.8"
         return
     found = []
     layer = nn.Linear(2, 2)
@@ -311,7 +311,7 @@ def test_saved_tensors_hooks() -> None:
 
 
 def test_default_store() -> None:
-    """Without it ranks that have the same seed, and so draw the same masks, get no warning."""
+    """Without it, ranks with equal seeds, which draw equal masks, are not reported."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         internals.default_store().set("hookdrop/test", "note")

@@ -38,7 +38,7 @@ from hookdrop import (
     inject,
     seed_per_rank,
 )
-from hookdrop.diagnostics.checks import MOVES_TO_JUDGE
+from hookdrop.diagnostics.checks import STEPS_BEFORE_WARNING
 
 Facts = dict[str, Any]
 
@@ -354,7 +354,7 @@ def warns_once_while_training() -> Facts:
         with hookdrop_warnings() as texts:
             train(net, optimizer, 1)
             dist.barrier()
-            if rank() == 1 and step == MOVES_TO_JUDGE + 3:
+            if rank() == 1 and step == STEPS_BEFORE_WARNING + 3:
                 drop.metrics()
         during += [(step + 1, text) for text in texts]
     with hookdrop_warnings() as texts:
