@@ -25,7 +25,7 @@ from hookdrop.utils.tables import counted, shape_text
 RECIPES: dict[str, Recipe[...]] = {
     name: recipe for name in recipes.__all__ if isinstance(recipe := getattr(recipes, name), Recipe)
 }
-_KIND = Kind("--recipe", "recipe", RECIPES, "dropblock_resnet(p=0.1, block_size=5)", bare=True)
+_SYNTAX = CallSyntax("--recipe", "recipe", RECIPES, "dropblock_resnet(p=0.1, block_size=5)", bare=True)
 _SITE_OPTIONS = ("layers", "exclude", "regularizer", "at", "tensor", "p_scale")
 """Options that cannot be combined with a recipe."""
 _HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")

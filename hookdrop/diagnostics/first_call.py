@@ -49,7 +49,7 @@ def warn_about_shape(hook: SiteHook) -> None:
 
 def shape_warnings(hook: SiteHook) -> dict[str, str]:
     """Return the warnings about the last shape, by kind, so that similar blocks warn only once."""
-    found = [] if hook.last_shape is None else hook.regularizer.doubts(hook.last_shape)
+    found = [] if hook.last_shape is None else hook.regularizer.shape_warnings(hook.last_shape)
     see_all = "\n  all sites: print(plan(..., example_input=x))"
     return {re.sub(r"\d+", "#", text): f"{hook.where}: {text}{see_all}" for text in found}
 

@@ -59,7 +59,12 @@ class SkipHook(InputHook):
         super().__init__(site, regularizer, p_scale, tensor, state)
 
     def __getstate__(self) -> dict[str, Any]:
-        idle = {"saved_input": None, "awaiting_restore": False, "waiting_threads": set(), "recomputing_threads": set()}
+        idle: dict[str, Any] = {
+            "saved_input": None,
+            "awaiting_restore": False,
+            "waiting_threads": set(),
+            "recomputing_threads": set(),
+        }
         return super().__getstate__() | idle
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:

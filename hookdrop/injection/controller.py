@@ -51,7 +51,7 @@ class Controller:
     @property
     def _hooks(self) -> list[SiteHook]:
         state = self._state
-        if self._cached_hooks is None and state.live.hidden:
+        if self._cached_hooks is None and state.live.hidden_count:
             # Hidden hooks cannot be found on the model, so this list must not be cached.
             placed = {hook.site: hook for hook in state.live.members if hook.placed}
             return [placed[site] for site in state.sites if site in placed]
@@ -79,7 +79,7 @@ class Controller:
     def _check_not_removed(self, what: str) -> None:
         if self._state.removed:
             raise InjectionError(f"{what}: {self._state.name!r} was removed from its model.\n  call inject() again.")
-        compiling.not_while_tracing(what)
+        compiling.raise_if_tracing(what)
 
     # --- units: rates with the same unit can be compared and set together
 
@@ -269,7 +269,7 @@ class Controller:
                 live.follower.detach()
             live.follower = None
             state.removed = True
-            watchdog.forget(state)
+            watchdog.unwatch(state)
         for hook in removed:
             hook.train_rate = hook.eval_rate = None
             if remaining:  # the removed targets no longer count

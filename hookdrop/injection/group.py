@@ -136,7 +136,7 @@ class Injections(tuple[Injection, ...]):
             yield self
 
     @contextmanager
-    def recording(self, last: int = 1, to: Place = None) -> Iterator[dict[str, Recording]]:
+    def recording(self, last: int = 1, to: CopyDevice = None) -> Iterator[dict[str, Recording]]:
         """Record all injections inside the `with` block, by name."""
         with ExitStack() as stack:
             named = self._by_name().items()

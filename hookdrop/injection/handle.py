@@ -258,8 +258,8 @@ class Injection(Controller):
         with measured_into(self._state, empty_measurement(self._hooks)) as measurement:
             yield measurement
 
-    @within("with drop.recording() as r: model(x)   then r[site], r.plot_features()")
-    def recording(self, last: int = 1, to: Place = None) -> Iterator[Recording]:
+    @requires_with("with drop.recording() as r: model(x)   then r[site], r.plot_features()")
+    def recording(self, last: int = 1, to: CopyDevice = None) -> Iterator[Recording]:
         """Record the forwards inside the `with` block: `r["layer4.0"].before`, `.mask`, `.after`, and their plots.
 
         Regularizers run twice; masks and results do not change. Recording causes graph breaks in compiled code, which
@@ -286,7 +286,7 @@ class Injection(Controller):
         model, state = self._model(), self._state
         if model is None:
             return [discarded_text(state.name) if not state.live.trained else str(self._model_gone_error())]
-        return list(problems(model, state, self._hooks, asked=True).values())
+        return list(find_problems(model, state, self._hooks, requested=True).values())
 
     def metrics(self) -> dict[str, float]:
         """Return rate and step as a flat dict for any logger, with keys under `hookdrop/<name>/`."""

@@ -43,7 +43,7 @@ def inspect_forward(
     return set(shape_warnings), warnings
 
 
-def _inspect_site(site: PlannedSite, seen: Seen, shape_warnings: dict[str, list[str]]) -> None:
+def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str, list[str]]) -> None:
     site.calls, site.shape, regularizer = seen.calls, seen.shape, site.regularizer
     if regularizer is None:
         return
@@ -59,7 +59,7 @@ def _inspect_site(site: PlannedSite, seen: Seen, shape_warnings: dict[str, list[
         return
     several = f" (1 of {seen.tensor_count} tensors)" if seen.tensor_count else ""
     site.reading = regularizer.reading(seen.shape) + several
-    if seen.keeps_input and isinstance(regularizer, DropPath):
+    if seen.resembles_input and isinstance(regularizer, DropPath):
         shape_warnings.setdefault("block", []).append(
             f"{where}: the output includes the input, as that of a whole residual block does, so DropPath would "
             "drop the skip connection too: hook the last layer of the branch (attn, mlp, bn3)."
@@ -97,7 +97,7 @@ def _frozen_warnings(sites: list[PlannedSite]) -> list[str]:
     return [f"{counted(len(frozen), 'site')} on frozen layers, whose output is still regularized: {some(frozen)}."]
 
 
-def _batch_norm_warnings(sites: list[PlannedSite], seen: list[Seen]) -> list[str]:
+def _batch_norm_warnings(sites: list[PlannedSite], seen: list[LayerCalls]) -> list[str]:
     high = [
         site.name
         for site, observed in zip(sites, seen, strict=True)

@@ -130,7 +130,7 @@ class Plan:
                 being traced.
         """
         with nothing_placed():
-            compiling.not_while_tracing("inject()")
+            compiling.raise_if_tracing("inject()")
             self._check_placeable()
             replaced = self._injections_to_replace()
             for text in self.warnings:

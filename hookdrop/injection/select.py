@@ -76,7 +76,7 @@ def named_layers(model: nn.Module) -> list[Layer]:
         if id(module) in ancestors:
             continue
         ancestors = (*ancestors, id(module))
-        attribute = attribute_of(type(module))
+        attribute = wrapped_attribute(type(module))
         inner = getattr(module, attribute, None) if attribute else None
         if attribute and isinstance(inner, nn.Module):
             longer = tuple(_join(prefix, attribute) for prefix in (name, *wrapped_names))
@@ -207,7 +207,7 @@ def _glob_matches(pattern: str, layer: Layer) -> bool:
     # A wrapper's segment matches only if the pattern spells it out, and never by `*`.
     literal = set(pattern.split("."))
     return any(
-        fullmatch(name) and set(name.split(".")) & SEGMENTS <= literal for name in layer.wrapped_names - {""}
+        fullmatch(name) and set(name.split(".")) & WRAPPER_ATTRIBUTES <= literal for name in layer.wrapped_names - {""}
     ) and bool(layer.name)
 
 

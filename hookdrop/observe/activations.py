@@ -124,7 +124,7 @@ class _Recorder(LayerObserver):
         if output is None and sys.exc_info()[0] is not None:  # the forward raised
             return
         x = chosen_tensor(output, self._tensor, repr(self.name))
-        call = self._find_original_call(x) if again else _Call(copied(x, self._to), input)
+        call = self._find_original_call(x) if again else _Call(detached_copy(x, self._to), input)
         if call is not None and self._gradients and x.requires_grad:
             call.handle = self.on_gradient(x, partial(self._add_gradient, call))
         if not again and call is not None:
@@ -158,9 +158,10 @@ class _View(Mapping[str, list[Any]]):
         found = next((recorder for recorder in self._recorders if name in recorder.names), None)
         if found is None:
             known = [recorder.name for recorder in self._recorders]
-            raise NotKept(f"{name!r} is not captured.\n  captured: {some(nearest(name, known) or known)}")
+            raise NotRecordedError(f"{name!r} is not captured.\n  captured: {some(nearest(name, known) or known)}")
         if not found.calls:
-            raise NotKept(f"{name!r} was not called, so nothing was captured.\n  called: {some(list(self)) or 'none'}")
+            called = some(list(self)) or "none"
+            raise NotRecordedError(f"{name!r} was not called, so nothing was captured.\n  called: {called}")
         return [getattr(call, self._attribute) for call in found.calls]
 
     def __iter__(self) -> Iterator[str]:
@@ -197,7 +198,7 @@ class Captured(_View):
 
     def _view(self, name: str, attribute: str) -> _View:
         if not self._requested[name]:
-            raise NotKept(f"the {name} were not captured.\n  write: capture(..., {name}=True)")
+            raise NotRecordedError(f"the {name} were not captured.\n  write: capture(..., {name}=True)")
         return _View(self._recorders, attribute)
 
 

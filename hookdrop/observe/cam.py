@@ -69,7 +69,7 @@ def grad_cam(
         >>> grad_cam(model, images, layer="layer4", target=281).shape  # doctest: +SKIP
         torch.Size([8, 224, 224])
     """
-    compiling.not_while_tracing("grad_cam()")
+    compiling.raise_if_tracing("grad_cam()")
     check_is_model(model, "grad_cam", "model, x, layer")
     if not isinstance(method, str) or method not in METHODS:
         hint = did_you_mean(method, METHODS, 1) if isinstance(method, str) else ""
@@ -174,7 +174,7 @@ def _compute_maps(method_class: Any, model: nn.Module, layer: CamLayer, x: Tenso
     try:
         cam = method_class(LogitsModel(model), [layer.output], reshape_transform=layer.as_map)
         # Some models modify their input in place, which PyTorch forbids for a leaf that requires gradients.
-        maps = cam(input_tensor=copied(x, place).requires_grad_().clone(), targets=targets)
+        maps = cam(input_tensor=detached_copy(x, place).requires_grad_().clone(), targets=targets)
     finally:
         handle.remove()
         if cam is not None:

@@ -137,9 +137,9 @@ def plot_cam(x: Tensor, cam: Tensor, figure: Any = None) -> Figure:
 
 def cams_figure(x: Tensor, targets: list[Any] | None, rows: dict[str, Tensor], figure: Any) -> Figure:
     """Draw the images, with their targets if given, in the first row, then a row of overlays for each set of maps."""
-    pictures = as_pictures(x)
+    pictures = as_images(x)
     gray = pictures.mean(-1) if pictures.dim() == 4 else pictures  # only the map is colored
-    figure = blank(figure, 1.4 + 1.35 * max(2, len(x)), 0.5 + 1.45 * (1 + len(rows)))
+    figure = get_figure(figure, 1.4 + 1.35 * max(2, len(x)), 0.5 + 1.45 * (1 + len(rows)))
     table = figure.subplots(1 + len(rows), len(x), squeeze=False)
     for column, picture in enumerate(pictures):
         table[0, column].imshow(picture.numpy(), cmap="gray")

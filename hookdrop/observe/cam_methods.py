@@ -59,7 +59,7 @@ class CamLayer:
         if is_recomputing():
             return None
         self.calls += 1
-        return change(output, None, self.output)
+        return map_tensor(output, None, self.output)
 
     def as_map(self, x: Tensor) -> Tensor:
         """Convert an output or its gradient to (N, C, h, w), as a copy that is safe from in-place edits."""

@@ -84,7 +84,7 @@ def edit_parameter_gradients(model: nn.Module, params: Pattern | Iterable[Patter
         >>> model[1].bias.grad
         tensor([0., 0.])
     """
-    compiling.not_while_tracing("edit_parameter_gradients()")
+    compiling.raise_if_tracing("edit_parameter_gradients()")
     factory: Any = fn
     if not callable(fn) or factory in (clamp, scale):
         got, hint = f", got {fn!r}", "for example observe.zero, observe.clamp(-1, 1) or observe.scale(0.1)"

@@ -151,7 +151,7 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
     """Draw variances, gradient norms and fractions in three columns, one row for each layer."""
     if not layers:
         raise LayerError("nothing to plot: no layer was called.")
-    figure = blank(figure, 9.0, 1.2 + min(0.22, 16 / len(layers)) * len(layers))
+    figure = get_figure(figure, 9.0, 1.2 + min(0.22, 16 / len(layers)) * len(layers))
     first, second, third = figure.subplots(1, 3, sharey=True)
     lines, variances, norms = (
         range(len(layers)),

@@ -90,9 +90,9 @@ class Stats(Mapping[str, LayerStats]):
                 return layer
         called = f"\n  called: {some([layer.name for layer in self._called]) or 'none'}"
         if any(name in layer.names for layer in self._chosen):
-            raise NotKept(f"{name!r} was not called, or returned no floating-point tensor.{called}")
+            raise NotRecordedError(f"{name!r} was not called, or returned no floating-point tensor.{called}")
         hint = did_you_mean(name, [layer.name for layer in self._chosen])
-        raise NotKept(f"{name!r} is not an observed layer.{hint}{called}")
+        raise NotRecordedError(f"{name!r} is not an observed layer.{hint}{called}")
 
     def __iter__(self) -> Iterator[str]:
         return (layer.name for layer in self._called)

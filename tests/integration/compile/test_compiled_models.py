@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, InjectionError, LinearSchedule, eject, inject, without_hooks
-from hookdrop.diagnostics.training import UPDATES_TO_JUDGE
+from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
 from tests.support.measures import zero_fraction
 
 X = torch.ones(20_000)

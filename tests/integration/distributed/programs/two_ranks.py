@@ -350,7 +350,7 @@ def warns_once_while_training() -> Facts:
     with hookdrop_warnings() as before:
         drop.summary()  # no mask has been drawn yet: no warning
     during = []
-    for step in range(2 * MOVES_TO_JUDGE):
+    for step in range(2 * STEPS_BEFORE_WARNING):
         with hookdrop_warnings() as texts:
             train(net, optimizer, 1)
             dist.barrier()
