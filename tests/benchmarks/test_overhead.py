@@ -237,7 +237,7 @@ class TestEstimates:
         samples = {"clean": Samples(clean)}
         for factor, verdict in ((1.001, "met"), (1.01, "missed")):
             samples["hooked"] = Samples({turn: factor * seconds for turn, seconds in clean.items()})
-            assert ratio(samples, "hooked", "clean", rows.FORWARD_MUST).numbers()["verdict"] == verdict
+            assert ratio(samples, "hooked", "clean", rows.FORWARD_MAX).numbers()["verdict"] == verdict
 
 
 class TestHookOverhead:
