@@ -43,7 +43,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="test_resnet", help="model name from timm.list_models()")
-    add("--pretrained", action="store_true", help="download timm's pretrained weights")
+    add("--pretrained", action="store_true", help="start from timm's weights (downloaded if missing)")
     add("--checkpoint", metavar="FILE", help="start from the weights in FILE, with a new head")
     add("--data", default="digits", help="digits, cifar10, or a folder with train/ and val/ (default: digits)")
     add("--data-dir", default="data", help="folder of CIFAR-10, downloaded if missing")
@@ -52,12 +52,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--regularizer", metavar="TEXT", help='for example "DropBlock(p=0.1, block_size=7)"')
     add("--layers", nargs="+", help="layer patterns; print(hookdrop.plan(model, layers='**')) lists all layers")
     add("--exclude", nargs="+", default=[], help="patterns to exclude from --layers")
-    add(
-        "--ramp",
-        type=float,
-        default=1.0,
-        help="fraction of training in which the rate rises linearly; 0: constant",
-    )
+    add("--ramp", type=float, default=1.0, help="fraction of training in which the rate rises linearly; 0: constant")
     add("--epochs", type=int, default=10)
     add("--batch-size", type=int, default=32)
     add("--accumulate", type=int, default=1, metavar="N", help="batches per optimizer step")

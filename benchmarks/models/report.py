@@ -18,7 +18,7 @@ _LABELS = {
     "passed": "passed",
     "failed": "failed",
     "crashed": "crashed",
-    "clean": "not runnable without hookdrop",
+    "clean": "not runnable",
     "meta": "checked on the meta device only",
     "pending": "not yet checked",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Any
 
@@ -11,16 +10,14 @@ import pytest
 pytest.importorskip("timm")
 
 from tests.support.paths import ROOT
+from tests.support.scripts import load
 
 FOUND = json.loads((ROOT / "benchmarks" / "results" / "placement.json").read_text())["found"]
 
 
 @pytest.fixture(scope="module")
 def placement() -> Any:
-    spec = importlib.util.spec_from_file_location("placement", ROOT / "benchmarks" / "placement.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "benchmarks" / "placement.py")
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import math
 import pickle
 import shlex
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,26 +24,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchvision.datasets import CIFAR10
 
 from tests.support.paths import ROOT
+from tests.support.scripts import load
 
 np = pytest.importorskip("numpy")
 timm = pytest.importorskip("timm")
 EXAMPLES = ROOT / "examples"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # `dataclass` looks up the module by name.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-    return module
-
-
-finetune = load("finetune_timm")
-mc_dropout = load("mc_dropout")
+finetune = load(EXAMPLES / "finetune_timm.py")
+mc_dropout = load(EXAMPLES / "mc_dropout.py")
 TINY = "--image-size 32 --limit 48 --batch-size 16 --epochs 3 --device cpu"
 DROPBLOCK = "--regularizer 'DropBlock(p=0.2, block_size=3)' --layers 'layer[123].*' --exclude layer3.0"
 DROPOUT = "--regularizer 'Dropout(p=0.3)' --layers layer1.0 layer2.0"

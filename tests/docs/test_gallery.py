@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import hookdrop
 from hookdrop.regularizers import REGULARIZERS
 from tests.support.paths import ROOT
+from tests.support.scripts import load
 
 PAGE = (ROOT / "docs" / "gallery.md").read_text()
 
@@ -23,11 +22,7 @@ for _needed in ("matplotlib", "sklearn", "torchvision"):
 
 @pytest.fixture(scope="module")
 def gallery() -> Any:
-    spec = importlib.util.spec_from_file_location("gallery", ROOT / "examples" / "gallery.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gallery"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "examples" / "gallery.py")
 
 
 def test_linked_figures_exist_and_are_small() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,18 +13,9 @@ pytest.importorskip("pytorch_grad_cam")
 from PIL import Image
 
 from tests.support.paths import ROOT
+from tests.support.scripts import load
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example_see", ROOT / "examples" / "see.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-see = load()
+see = load(ROOT / "examples" / "see.py")
 
 
 def run(path: Path) -> dict[str, Any]:
