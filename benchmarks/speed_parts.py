@@ -119,7 +119,7 @@ def _compiled_at(
     return {
         "ratios": {pair: ratio._asdict() for pair, ratio in of_pairs.items()},
         "holds": ratios(samples, *PAIRS[0]).median <= COMPILED_MAX,
-        # Checks that the timed code is that of the injected model, not of another one.
+        # Shows that the timed code is that of the injected model.
         "dropped": peers.zero_fraction(models["compiled"], torch.ones_like(x, requires_grad=True), peers.DRAWS),
         "models": {name: times.numbers() for name, times in samples.items()},
     }

@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(*(f"accuracy {name}: {value:.1%}" for name, value in found.items()), sep="\n")
     maps = observe.compare_cam(without, regularized, test_x[:200], MAP, test_labels[:200].tolist())
     wide = float(maps.wide_before.mean()), float(maps.wide_after.mean())
-    print(f"mean image area with Grad-CAM above 0.5: {wide[0]:.1%} without, {wide[1]:.1%} with (200 images)")
+    print(f"mean image area with Grad-CAM above half of its maximum: {wide[0]:.1%} without, {wide[1]:.1%} with")
 
     with observe.capture(regularized, MAP, last=1) as seen, torch.no_grad():
         regularized.eval()(test_x)
