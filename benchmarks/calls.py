@@ -1,7 +1,7 @@
-"""How many Python calls hookdrop makes, and in how many of its files: `python benchmarks/calls.py`.
+"""Count the Python calls that hookdrop makes, and the files they are in: `python benchmarks/calls.py`.
 
-Counted with `sys.setprofile` over frames of the package, on a CPU, after two warm-up calls. Unlike times, these numbers
-are the same on every machine; `tests/benchmarks/test_calls.py` holds each to its limit.
+The counts use `sys.setprofile` on frames of the package, on a CPU, after two warm-up calls. Unlike times, they are the
+same on every machine; `tests/benchmarks/test_calls.py` asserts their limits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKAGE = str(Path(hookdrop.__file__).parent)
 
 
 @dataclass(frozen=True)
-class Count:
+class CallCount:
     """The calls of one action, by function and by file."""
 
     functions: Counter[str]
@@ -37,9 +37,9 @@ class Count:
         return self.functions.total()
 
 
-def counted(action: Callable[[], Any]) -> Count:
-    """Run `action` and count the calls of Python functions in the package."""
-    count = Count(Counter(), Counter())
+def count_calls(action: Callable[[], Any]) -> CallCount:
+    """Run `action` and count its calls of Python functions in the package."""
+    count = CallCount(Counter(), Counter())
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
@@ -56,65 +56,66 @@ def counted(action: Callable[[], Any]) -> Count:
     return count
 
 
-def forward(regularizer: Regularizer) -> Count:
-    """An eager training forward through one hooked layer, halfway up a ramp."""
+def forward(regularizer: Regularizer) -> CallCount:
+    """Count the calls of an eager training forward through one hooked layer, halfway through a ramp."""
     model = nn.Sequential(nn.Identity())
     drop = inject(model, regularizer, layers="0", schedule=LinearSchedule(steps=10))
     drop.seek(5)
     x = torch.randn(8, 16, 14, 14, requires_grad=True)
     for _ in range(2):
         model(x)
-    return counted(lambda: model(x))
+    return count_calls(lambda: model(x))
 
 
 def ramp(sites: int = 50) -> tuple[Injection, nn.Module]:
-    """An injection with a schedule at many sites, and its model, which must be kept."""
+    """Create an injection with a schedule; keep a reference to the returned model, as the injection does not."""
     model = nn.Sequential(*(nn.Identity() for _ in range(sites)))
     return inject(model, Dropout(0.1), layers="*", schedule=LinearSchedule(steps=1000)), model
 
 
-def step() -> Count:
-    """One `step()` of an injection with 50 sites."""
+def step() -> CallCount:
+    """Count the calls of one `step()` with 50 sites."""
     drop, model = ramp()
     for _ in range(2):
         drop.step()
         model(torch.ones(2))
-    return counted(drop.step)
+    return count_calls(drop.step)
 
 
 def schedule_evaluations() -> int:
-    """How often one `step()` with 50 sites evaluates the schedule."""
+    """Count the schedule evaluations of one `step()` with 50 sites."""
     return sum(number for name, number in step().functions.items() if name.endswith("_Ramp.__call__"))
 
 
-def injection() -> Count:
-    """`inject` with one site."""
+def injection() -> CallCount:
+    """Count the calls of `inject` with one site."""
     models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]
     for model in models[:2]:
         inject(model, Dropout(0.1), layers="0")
     regularizer = Dropout(0.1)
-    return counted(lambda: inject(models[2], regularizer, layers="0"))
+    return count_calls(lambda: inject(models[2], regularizer, layers="0"))
 
 
-ACTIONS: dict[str, tuple[Callable[[], Count], int, int | None]] = {
+ACTIONS: dict[str, tuple[Callable[[], CallCount], int, int | None]] = {
     "forward of one layer, DropBlock": (lambda: forward(DropBlock(0.1, 3)), 45, 9),
     "forward of one layer, Dropout": (lambda: forward(Dropout(0.1)), 25, 7),
     "step() with 50 sites": (step, 300, None),
     "inject with 1 site": (injection, 90, 15),
 }
-"""By what is done: the count, and the most calls and files that are allowed."""
+"""By name: the function that counts, and the maximum numbers of calls and files."""
 
 
 def main() -> None:
-    """Print a table, and with `--functions` where the calls go."""
-    table = Table("action", "calls", "at most", "files", "at most ")
-    for name, (action, calls, files) in ACTIONS.items():
+    """Print a table and, with `--functions`, the calls by function."""
+    table = Table("action", "calls", "maximum", "files", "maximum ")
+    for name, (action, max_calls, max_files) in ACTIONS.items():
         count = action()
-        table.add_row(name, str(count.calls), str(calls), str(len(count.files)), "-" if files is None else str(files))
+        file_limit = "-" if max_files is None else str(max_files)
+        table.add_row(name, str(count.calls), str(max_calls), str(len(count.files)), file_limit)
         if "--functions" in sys.argv[1:]:
             for function, number in count.functions.most_common():
                 print(f"{number:5} {function}")
-    table.add_row("evaluations of the schedule in that step()", str(schedule_evaluations()), "1", "-", "-")
+    table.add_row("schedule evaluations in step() with 50 sites", str(schedule_evaluations()), "1", "-", "-")
     make_console().print(table)
 
 

@@ -1,6 +1,6 @@
-"""What is compared: hookdrop's functions, those of other libraries, PyTorch's own, and the least that any can cost.
+"""The implementations to compare: hookdrop, other libraries and PyTorch, and `x * c` as the lower limit of the cost.
 
-All are asked for the same rate p and the same block; they don't all drop it, so `dropped` says what each really drops.
+All get the same p and block size. Not all of them drop the fraction p; `dropped_fraction` measures what each drops.
 """
 
 from __future__ import annotations
@@ -43,63 +43,63 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """A function of tensor to tensor, and whether hookdrop's compiled loops are left out while it runs."""
+class Implementation:
+    """A function from tensor to tensor that runs with or without hookdrop's compiled kernel."""
 
     name: str
     call: Callable[[Tensor], Tensor]
     no_kernel: bool = False
 
     @property
-    def ours(self) -> bool:
-        """Whether it is hookdrop's."""
+    def from_hookdrop(self) -> bool:
+        """Whether hookdrop provides this function."""
         return self.name.startswith("hookdrop")
 
     @property
     def drops_blocks(self) -> bool:
-        """Whether it is hookdrop's DropBlock."""
+        """Whether this is a DropBlock of hookdrop."""
         return self.name.removesuffix(NO_KERNEL) in _BLOCKS
 
     @property
-    def shares(self) -> bool:
-        """Whether one mask is for all channels of a sample."""
+    def shares_mask(self) -> bool:
+        """Whether all channels of a sample share one mask."""
         return "shared" in self.name
 
-    def around(self) -> AbstractContextManager[None]:
-        """What it runs in, forward and backward."""
+    def context(self) -> AbstractContextManager[None]:
+        """Return the context manager for forward and backward."""
         return without_kernel() if self.no_kernel else nullcontext()
 
     def job(self, x: Tensor, grad: Tensor) -> Callable[[], None]:
-        """Forward and backward, and what is kept freed again, so that nobody pays for freeing another's memory."""
+        """Create a job that runs forward and backward, and frees its own memory within its turn."""
 
         def run() -> None:
-            with self.around():
+            with self.context():
                 torch.autograd.backward(self.call(x), grad)
             x.grad = None
 
         return run
 
 
-def contestants(p: float = P, block: int = BLOCK, device: str = "cpu") -> dict[str, Contestant]:
-    """All of them by name; those without the compiled loops only where there are such loops to leave out."""
-    found = {name: Contestant(name, call) for name, call in _calls(p, block).items()}
+def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> dict[str, Implementation]:
+    """Return all implementations by name, including variants without the compiled kernel if it is available."""
+    found = {name: Implementation(name, call) for name, call in _calls(p, block).items()}
     if device == "cpu" and kernel.available():
         for name in _COMPILED:
-            bare = replace(found[name], name=name + NO_KERNEL, no_kernel=True)
-            found[bare.name] = bare
+            variant = replace(found[name], name=name + NO_KERNEL, no_kernel=True)
+            found[variant.name] = variant
     if device != "cpu":
-        found[COPY] = Contestant(COPY, torch.clone)
+        found[COPY] = Implementation(COPY, torch.clone)
     return found
 
 
 def _calls(p: float, block: int) -> dict[str, Callable[[Tensor], Tensor]]:
-    ours = partial(functional.drop_block, p=p, block_size=block)
+    drop_block = partial(functional.drop_block, p=p, block_size=block)
     return {
         LIMIT: lambda x: x * 1.25,
-        BATCH: ours,
-        SAMPLE: partial(ours, normalize="sample"),
-        EXPECTED: partial(ours, normalize="expected"),
-        SHARED: partial(ours, per_channel=False),
+        BATCH: drop_block,
+        SAMPLE: partial(drop_block, normalize="sample"),
+        EXPECTED: partial(drop_block, normalize="expected"),
+        SHARED: partial(drop_block, per_channel=False),
         TORCHVISION: partial(torchvision.ops.drop_block2d, p=p, block_size=block),
         TIMM: partial(drop_block_2d, drop_prob=p, block_size=block, couple_channels=False),
         TIMM_SHARED: partial(drop_block_2d, drop_prob=p, block_size=block, couple_channels=True),
@@ -112,18 +112,18 @@ def _calls(p: float, block: int) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def _miguelvr(x: Tensor, p: float, block: int) -> Tensor:
-    """DropBlock as in github.com/miguelvr/dropblock: seeds anywhere, at p / block^2, one mask for all channels."""
+    """DropBlock of github.com/miguelvr/dropblock: seeds anywhere at rate p / block^2, one mask for all channels."""
     seeds = (torch.rand(x.shape[0], *x.shape[2:], device=x.device) < p / block**2).float()
-    grown = F.max_pool2d(seeds[:, None], block, stride=1, padding=block // 2)
+    blocks = F.max_pool2d(seeds[:, None], block, stride=1, padding=block // 2)
     if block % 2 == 0:
-        grown = grown[..., :-1, :-1]
-    keep = 1 - grown.squeeze(1)
+        blocks = blocks[..., :-1, :-1]
+    keep = 1 - blocks.squeeze(1)
     return x * keep[:, None] * keep.numel() / keep.sum()
 
 
 @contextmanager
 def without_kernel() -> Iterator[None]:
-    """Leave out the compiled loops, as where nothing was compiled: PyTorch's operations alone."""
+    """Disable the compiled kernel, so that hookdrop uses PyTorch operations only."""
     library, kernel._library = kernel._library, None
     try:
         yield
@@ -131,43 +131,43 @@ def without_kernel() -> Iterator[None]:
         kernel._library = library
 
 
-def make(shape: Shape, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """An input that wants a gradient, and the gradient that comes back."""
+def make_inputs(shape: Shape, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Create an input that requires a gradient, and the gradient of the output."""
     x = torch.randn(shape, device=device, requires_grad=True)
     return x, torch.randn(shape, device=device)
 
 
 @torch.no_grad()
-def dropped(contestant: Contestant, shape: Shape, draws: int = DRAWS, device: str = "cpu") -> float:
-    """The fraction of ones that a contestant makes zeros."""
-    if contestant.shares:
-        # Few blocks in each draw: many draws, of one channel, which tells what the others would.
+def dropped_fraction(implementation: Implementation, shape: Shape, draws: int = DRAWS, device: str = "cpu") -> float:
+    """Measure the fraction of elements that an implementation drops."""
+    if implementation.shares_mask:
+        # A shared mask has few blocks, so draw more often; one channel suffices.
         shape, draws = (shape[0], 1, *shape[2:]), SHARED_DRAWS * draws
     ones = torch.ones(shape, device=device)
-    with contestant.around():
-        return zeros(contestant.call, ones, draws)
+    with implementation.context():
+        return zero_fraction(implementation.call, ones, draws)
 
 
-def zeros(call: Callable[[Tensor], Tensor], ones: Tensor, draws: int) -> float:
-    """The fraction of ones that comes back as zero, over some draws."""
+def zero_fraction(call: Callable[[Tensor], Tensor], ones: Tensor, draws: int) -> float:
+    """Return the mean fraction of zeros in `call(ones)` over `draws` calls."""
     return sum((call(ones) == 0).float().mean().item() for _ in range(draws)) / draws
 
 
-def named(shape: Shape) -> str:
-    """As in `32x256x28x28`."""
+def format_shape(shape: Shape) -> str:
+    """Format as `32x256x28x28`."""
     return "x".join(map(str, shape))
 
 
 def shape(text: str) -> Shape:
-    """What `named` wrote."""
+    """Parse the output of `format_shape`."""
     sizes = tuple(map(int, text.split("x")))
     if len(sizes) != 4 or min(sizes) < 1:
-        raise ValueError(f"a shape is NxCxHxW, got {text!r}")
+        raise ValueError(f"expected a shape NxCxHxW, got {text!r}")
     return sizes
 
 
-def facts(device: str = "cpu") -> dict[str, Any]:
-    """The machine and the software that the numbers come from."""
+def machine_info(device: str = "cpu") -> dict[str, Any]:
+    """Describe the hardware and the software versions."""
     modules = (hookdrop, torch, torchvision, timm)
     return {
         "cpu": _cpu(),
@@ -180,11 +180,11 @@ def facts(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def in_words(found: dict[str, Any]) -> str:
-    """The facts in two lines."""
+def format_machine(found: dict[str, Any]) -> str:
+    """Format `machine_info` as two lines."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     where = "" if found["device"] == "cpu" else f", {found['device']}"
-    built = "built and used" if found["kernel"] else "not built, or left out by HOOKDROP_KERNEL=0"
+    built = "used" if found["kernel"] else "not built, or disabled by HOOKDROP_KERNEL=0"
     return (
         f"{found['cpu']}, {found['cores']} cores, {found['threads']} threads{where}; {versions}\n"
         f"hookdrop's compiled kernel: {built}."

@@ -1,8 +1,8 @@
-"""The recipes' places against timm's own, for every timm architecture: `python benchmarks/placement.py`.
+"""Compare the sites of the recipes with timm's own, for every timm architecture: `python benchmarks/placement.py`.
 
-Each architecture is built three times on the meta device: with timm's `drop_path_rate`, with its `drop_block_rate`, and
-without either. The recipes are planned on the third. The same names and the same rates as in timm's own modules is
-"equal"; where a clean model has no module at the branch's end (ResNets), the number of blocks and their rates count.
+Build each architecture on the meta device three times: with timm's `drop_path_rate`, with its `drop_block_rate`, and
+without either. Plan the recipes on the third model. A result is "equal" if names and rates match those of timm's own
+modules. If the model has no module at the end of a branch (ResNets), blocks and their rates are compared instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth, timm_dropblock
 
 P = 0.1
-CLOSE = 1e-6
+TOLERANCE = 1e-6
 """timm rounds its rates to float32."""
 SCALES: dict[str, Any] = {
     "i / (n - 1)": "depth_from_zero",
@@ -37,9 +37,9 @@ Rates = dict[str, tuple[float, ...]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare, print what was found, and write it down."""
+    """Compare, print a summary, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--match", default="*", help="a glob over timm's names")
+    parser.add_argument("--match", default="*", help="glob pattern for timm model names")
     parser.add_argument("--out", type=Path, default=Path("runs/placement.json"))
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
@@ -59,100 +59,101 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def depth(name: str) -> str:
-    """Stochastic depth in one architecture."""
+    """Compare stochastic depth in one architecture."""
     native = build(name, drop_path_rate=P)
     clean = build(name, drop_path_rate=0.0)
     if native is None or clean is None:
         return "untaken"
-    ran = called(native)
-    places = {site for site in ran if re.search(r"drop_path\d*$", site)}  # rate 0 included: an Identity
-    wanted = {site: (native.get_submodule(site).drop_prob,) for site in places if is_on(native.get_submodule(site))}
-    if not wanted:
+    # Including branches with rate 0, where timm has an Identity.
+    branch_ends = {site for site in called_modules(native) if re.search(r"drop_path\d*$", site)}
+    modules = {site: native.get_submodule(site) for site in branch_ends}
+    expected = {site: (module.drop_prob,) for site, module in modules.items() if is_active(module)}
+    if not expected:
         return "unused"
-    reasons = []
+    mismatches = []
     for formula, p_scale in SCALES.items():
         try:
             plan = stochastic_depth.plan(clean, p=P, p_scale=p_scale)
         except (LayerError, InjectionError) as error:
             return f"refused: {str(error).splitlines()[0]}"
         got = {site.name: (site.p,) for site in plan.sites if site.p}
-        reasons.append(difference(clean, got, wanted))
-        if not reasons[-1]:
+        mismatches.append(difference(clean, got, expected))
+        if not mismatches[-1]:
             return f"equal, {formula}"
-    extra = {site.name for site in plan.sites} - places
-    missing = set(wanted) - {site.name for site in plan.sites}
-    return f"{'places equal' if not extra and not missing else 'places differ'}: {reasons[0]}"
+    extra = {site.name for site in plan.sites} - branch_ends
+    missing = set(expected) - {site.name for site in plan.sites}
+    return f"{'places equal' if not extra and not missing else 'places differ'}: {mismatches[0]}"
 
 
 def dropblock(name: str) -> str:
-    """DropBlock of timm in one architecture."""
+    """Compare timm's DropBlock in one architecture."""
     native, clean = build(name, drop_block_rate=P), build(name)
     if native is None or clean is None:
         return "untaken"
     blocks = {site: module for site, module in native.named_modules() if isinstance(module, DropBlock2d)}
     if not blocks:
         return "unused"
-    wanted = {site: (block.drop_prob, block.block_size, block.gamma_scale) for site, block in blocks.items()}
-    seen: list[Mapping[str, float]] = []
+    expected = {site: (block.drop_prob, block.block_size, block.gamma_scale) for site, block in blocks.items()}
+    recorded: list[Mapping[str, float]] = []
     try:
-        plan = timm_dropblock.plan(clean, p=P, regularizer=noted(seen))
+        plan = timm_dropblock.plan(clean, p=P, regularizer=recording_factory(recorded))
     except (LayerError, InjectionError) as error:
         return f"refused: {str(error).splitlines()[0]}"
-    settings = zip(plan.sites, seen, strict=True)
+    settings = zip(plan.sites, recorded, strict=True)
     got = {site.name: (one["p"], one["block_size"], one["gamma_scale"]) for site, one in settings}
-    return "equal" if got == wanted else f"differ: {difference(clean, got, wanted)}"
+    return "equal" if got == expected else f"differ: {difference(clean, got, expected)}"
 
 
 def build(name: str, **keywords: float) -> nn.Module | None:
-    """The architecture without values; None if it does not take these keywords."""
+    """Build the architecture on the meta device; return None if it rejects these keywords."""
     with suppress(Exception), torch.device("meta"):
         return timm.create_model(name, **keywords)
     return None
 
 
-def noted(seen: list[Mapping[str, float]]) -> Callable[..., nn.Module]:
-    """A factory that notes what it is called with."""
+def recording_factory(recorded: list[Mapping[str, float]]) -> Callable[..., nn.Module]:
+    """Create a DropBlock factory that records its arguments."""
 
     def make(**settings: float) -> nn.Module:
-        seen.append(settings)
+        recorded.append(settings)
         return DropBlock2d(settings["p"], int(settings["block_size"]), settings["gamma_scale"])
 
     return make
 
 
-def difference(clean: nn.Module, got: Rates, wanted: Rates) -> str:
-    """What is not the same, in a few words; empty if nothing is."""
-    if not all(exists(clean, site) for site in wanted):
-        got, wanted = ({site.rpartition(".")[0]: rates for site, rates in one.items()} for one in (got, wanted))
-    for extra, what in ((set(got) - set(wanted), "not in timm"), (set(wanted) - set(got), "only in timm")):
+def difference(clean: nn.Module, got: Rates, expected: Rates) -> str:
+    """Describe the first difference; return "" if there is none."""
+    if not all(has_module(clean, site) for site in expected):
+        got, expected = ({site.rpartition(".")[0]: rates for site, rates in one.items()} for one in (got, expected))
+    for extra, what in ((set(got) - set(expected), "not in timm"), (set(expected) - set(got), "only in timm")):
         if extra:
             return f"{len(extra)} of {len(got)} sites are {what}: {min(extra)}"
-    for site in sorted(wanted):
-        if any(abs(a - b) > CLOSE for a, b in zip(got[site], wanted[site], strict=True)):
-            return f"the rate of {site} is {got[site]}, timm's {wanted[site]}"
+    for site in sorted(expected):
+        if any(abs(a - b) > TOLERANCE for a, b in zip(got[site], expected[site], strict=True)):
+            return f"the rate of {site} is {got[site]}, timm's {expected[site]}"
     return ""
 
 
-def is_on(module: nn.Module) -> bool:
-    """Whether it drops paths."""
+def is_active(module: nn.Module) -> bool:
+    """Return whether the module is a `DropPath` with a positive rate."""
     return isinstance(module, DropPath) and module.drop_prob > 0.0
 
 
-def called(model: nn.Module) -> set[str]:
-    """The modules that a forward calls; all of them if it can't be run on the meta device."""
-    seen: set[str] = set()
+def called_modules(model: nn.Module) -> set[str]:
+    """Return the names of the modules that a forward calls, or of all modules if it fails on the meta device."""
+    called: set[str] = set()
     for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda module, args, name=name: seen.add(name))
+        module.register_forward_pre_hook(lambda module, args, name=name: called.add(name))
     try:
         with torch.no_grad(), torch.device("meta"):
             model.eval()(torch.empty(2, *model.default_cfg["input_size"]))
     except Exception:
         return {name for name, _ in model.named_modules()}
-    return seen
+    return called
 
 
-def exists(model: nn.Module, name: str) -> bool:
-    """Whether a module is there."""
+def has_module(model: nn.Module, name: str) -> bool:
+    """Return whether the model has a module with this name."""
     with suppress(AttributeError):
         return isinstance(model.get_submodule(name), nn.Module)
     return False

@@ -1,19 +1,19 @@
-"""What is printed, in a terminal and in a pipe."""
+"""Console output for terminals and pipes."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
-# No row of the table is cut or broken at this width.
+# Wide enough that no table row is truncated or wrapped.
 PIPE_WIDTH = 130
 
 
 def make_console() -> Console:
-    """As wide as the terminal; in a pipe, wide enough for the table."""
+    """Create a console as wide as the terminal, or `PIPE_WIDTH` wide in a pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def say(console: Console, text: str) -> None:
-    """Print plain text; brackets in it are no markup, and lines stay whole in a pipe."""
+    """Print plain text without interpreting markup, and without wrapping lines in a pipe."""
     console.print(text, markup=False, soft_wrap=not console.is_terminal)

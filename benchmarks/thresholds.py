@@ -1,4 +1,4 @@
-"""Thresholds on ratios of times that hookdrop must meet or aims at, and whether it does."""
+"""Required and target ratios of times, and whether hookdrop meets them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 import peers
-from cost import Samples, Spread, disturbed, ratios
 from terminal import say
+from timing import Quartiles, Samples, preempted_fraction, ratios
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """A bound on the ratio of two times, `over` / `under`: one that must hold, and a stricter one to aim at."""
+    """Bounds on the ratio of two times, `over` / `under`: `must` is required, `aim` is a stricter target."""
 
     over: str
     under: str
@@ -25,28 +25,28 @@ class Threshold:
     aim: float
     at_least: bool = False
 
-    def holds(self, ratio: float, bound: float) -> bool:
-        """Whether the ratio is on the right side of the bound."""
+    def meets(self, ratio: float, bound: float) -> bool:
+        """Return whether the ratio meets the bound."""
         return ratio >= bound if self.at_least else ratio <= bound
 
     def text(self, bound: float) -> str:
-        """As in `<= 1.3`."""
+        """Format as `<= 1.3`."""
         return f"{'>=' if self.at_least else '<='} {bound:g}"
 
-    def judged(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
-        """The ratio in these times, and what the median says of the bounds."""
+    def evaluate(self, samples: Mapping[str, Samples]) -> dict[str, Any]:
+        """Compute the ratio, and whether its median meets the bounds."""
         ratio = ratios(samples, self.over, self.under)
-        found = {"must_holds": self.holds(ratio.median, self.must), "aim_holds": self.holds(ratio.median, self.aim)}
+        found = {"must_holds": self.meets(ratio.median, self.must), "aim_holds": self.meets(ratio.median, self.aim)}
         return {**asdict(self), "ratio": ratio._asdict(), **found}
 
     def without_kernel(self) -> Threshold:
-        """The same for hookdrop without its compiled loops."""
+        """Return the same threshold for hookdrop without its compiled kernel."""
         over, under = (name + peers.NO_KERNEL if name.startswith("hookdrop") else name for name in self.pair)
         return replace(self, over=over, under=under)
 
     @property
     def pair(self) -> tuple[str, str]:
-        """Both names."""
+        """The names of both implementations."""
         return self.over, self.under
 
 
@@ -59,31 +59,31 @@ THRESHOLDS = (
     Threshold(peers.SHARED, peers.TIMM_SHARED, must=1.1, aim=0.8),
     Threshold(peers.DROPOUT, peers.TORCH_DROPOUT, must=1.0, aim=0.2),
 )
-BYTES_MUST, BYTES_AIM = 0.05, 0.02
-"""Bytes kept for the backward pass, per element, at p = 0.1 in blocks of 7."""
-BLOCKS_MUST, COMPILED_MUST, STEP_MUST = 1.3, 1.2, 50.0
-"""Slowest / fastest block size; compiled / eager; microseconds for each site of an optimizer step."""
-BUSY = 0.2
-"""The fraction of turns that may be disturbed without a word."""
+BYTES_MAX, BYTES_TARGET = 0.05, 0.02
+"""Bytes per element saved for backward at p = 0.1 and block_size = 7."""
+BLOCKS_MAX, COMPILED_MAX, STEP_MAX = 1.3, 1.2, 50.0
+"""Slowest / fastest block size; compiled / eager; microseconds per site and optimizer step."""
+MAX_PREEMPTED = 0.2
+"""A larger fraction of preempted turns gives a warning."""
 
 
-def beware(console: Console, samples: Mapping[str, Samples], where: str) -> None:
-    """Say so if the machine was busy with something else."""
-    if (share := disturbed(samples)) > BUSY:
-        say(console, f"  beware: {where}, in {share:.0%} of the turns something else was given a core; see speed.py.")
+def warn_if_busy(console: Console, samples: Mapping[str, Samples], where: str) -> None:
+    """Print a warning if other processes often preempted the jobs."""
+    if (fraction := preempted_fraction(samples)) > MAX_PREEMPTED:
+        say(console, f"  warning: {where}: other processes preempted {fraction:.0%} of the turns; see speed.py.")
 
 
-def word(holds: bool) -> str:
-    """The verdict."""
-    return "holds" if holds else "misses"
+def verdict(met: bool) -> str:
+    """Return "met" or "missed"."""
+    return "met" if met else "missed"
 
 
-def table(title: str, judged: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    """One row for each threshold, one column for each shape."""
-    shown = new_table(title, "ratio of times", "must", "aim", *judged)
-    for row in zip(*judged.values(), strict=True):
+def threshold_table(title: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    """Create a table with a row per threshold and a column per shape."""
+    shown = new_table(title, "ratio of times", "required", "target", *results)
+    for row in zip(*results.values(), strict=True):
         threshold = Threshold(*(row[0][name] for name in ("over", "under", "must", "aim", "at_least")))
-        verdicts = (f"{Spread(**cell['ratio'])}\n{_verdict(cell)}" for cell in row)
+        verdicts = (f"{Quartiles(**cell['ratio'])}\n{_verdicts(cell)}" for cell in row)
         shown.add_row(
             " / ".join(threshold.pair), threshold.text(threshold.must), threshold.text(threshold.aim), *verdicts
         )
@@ -91,12 +91,12 @@ def table(title: str, judged: Mapping[str, Sequence[Mapping[str, Any]]]) -> Tabl
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """A table whose first column is text and whose others are numbers."""
+    """Create a table whose first column is left-aligned and whose others are right-aligned."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title, title_justify="left")
     for i, column in enumerate(columns):
         shown.add_column(column, justify="right" if i else "left", no_wrap=True)
     return shown
 
 
-def _verdict(cell: Mapping[str, Any]) -> str:
-    return f"{word(cell['must_holds'])}, aim {word(cell['aim_holds'])}"
+def _verdicts(cell: Mapping[str, Any]) -> str:
+    return f"{verdict(cell['must_holds'])}, target {verdict(cell['aim_holds'])}"

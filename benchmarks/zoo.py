@@ -1,13 +1,13 @@
-"""Every timm and torchvision architecture, with hooks and without: `python benchmarks/zoo.py`.
+"""Check every timm and torchvision architecture with hookdrop: `python benchmarks/zoo.py`.
 
-Each model is built with random weights for the smallest input that it takes (at least 32 pixels), on real values:
-plan, inject DropBlock or what suits the rank at its normalization layers, one training step, and remove. What must be
-equal is compared bit for bit (models/check.py). A model that is too large for memory is planned and hooked on the meta
-device, and counted apart.
+Build each model with random weights for its smallest valid input (at least 32 pixels), plan, inject DropBlock (or
+Dropout, depending on the rank) at its normalization layers, run one training step, and remove the hooks.
+models/check.py compares states and outputs bit for bit. Models that do not fit in memory are planned and hooked on the
+meta device, and counted separately.
 
-A whole run takes an hour on two cores, in two shards: `--shard 1/2` and `--shard 2/2`, each in a process of its own.
-Every model is written down before it is begun and when it is done, so that an interrupted run goes on behind the
-model that it was at: start it again with the same `--out`. Each shard that ends writes zoo.json and zoo.md.
+A full run takes an hour on two cores with two shards, `--shard 1/2` and `--shard 2/2`, each in its own process. A
+journal records when each model starts and ends. To resume an interrupted run, start it again with the same `--out`: it
+continues with the next model. Each shard writes zoo.json and zoo.md when it ends.
 """
 
 from __future__ import annotations
@@ -24,69 +24,71 @@ from rich.console import Console
 
 from models import catalog, report
 from models.catalog import Name
-from models.sweep import GIB, Journal, checked
+from models.sweep import GIB, Journal, check_model
 from terminal import make_console, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the models of this shard; 1 if one failed."""
+    """Check the models of this shard; return 1 if a model failed or crashed."""
     options = parse_options(argv)
     console = make_console()
     if options.report:
-        return conclude(console, options, options.report)
+        return write_report(console, options, options.report)
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     journal = Journal(options.out, options.shard)
     if options.fresh:
         journal.path.unlink(missing_ok=True)
-    chosen = shard_of(select(options), options.shard)
-    journal.note_crash()
+    selected = shard_of(select_models(options), options.shard)
+    journal.record_crash()
     done = journal.done(options.again)
-    left = [name for name in chosen if str(name) not in done]
-    many = f"{len(chosen)} models in this shard, {len(chosen) - len(left)} of them done"
-    say(console, f"{many}; {options.memory:.1f} GiB for all shards")
-    for count, name in enumerate(left, 1):
+    pending = [name for name in selected if str(name) not in done]
+    progress = f"{len(selected)} models in this shard, {len(selected) - len(pending)} done"
+    say(console, f"{progress}; memory limit of all shards: {options.memory:.1f} GiB")
+    for count, name in enumerate(pending, 1):
         journal.write({"started": str(name)})
-        record = checked(name, options)
+        record = check_model(name, options)
         journal.write(record)
-        say(console, f"{count}/{len(left)} {in_a_line(record)}")
-    return conclude(console, options, [options.out])
+        say(console, f"{count}/{len(pending)} {one_line(record)}")
+    return write_report(console, options, [options.out])
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="the I-th of N parts, from 1")
+    parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="check part I of N; I starts at 1")
     parser.add_argument(
         "--only",
-        type=_expression,
+        type=_regular_expression,
         default="",
         metavar="PATTERN",
-        help="names such as timm:resnet18 in which this expression is found",
+        help="regular expression to search in names such as timm:resnet18",
     )
     parser.add_argument("--library", choices=("timm", "torchvision"))
-    parser.add_argument("--limit", type=int, help="at most so many models, before they are sharded")
-    parser.add_argument("--memory", type=float, help="GiB for all shards; 3/4 of what is free unless told")
-    parser.add_argument("--timeout", type=int, default=900, help="seconds for one model")
-    parser.add_argument("--threads", type=int, default=1, help="PyTorch's threads")
-    parser.add_argument("--out", type=Path, default=Path("runs/zoo"), help="folder of all that is written; runs/zoo")
-    parser.add_argument("--fresh", action="store_true", help="begin this shard anew")
-    parser.add_argument("--again", nargs="+", default=(), choices=report.STATUSES, help="what to check once more")
-    parser.add_argument("--report", type=Path, nargs="+", metavar="DIR", help="only write zoo.json and zoo.md of these")
-    parser.add_argument("--hardware", default="", help="what to call this machine; its CPU unless told")
+    parser.add_argument("--limit", type=int, help="maximum number of models, before sharding")
+    parser.add_argument("--memory", type=float, help="limit of all shards in GiB (default: 3/4 of free memory)")
+    parser.add_argument("--timeout", type=int, default=900, help="seconds per model (default: 900)")
+    parser.add_argument("--threads", type=int, default=1, help="PyTorch threads (default: 1)")
+    parser.add_argument("--out", type=Path, default=Path("runs/zoo"), help="output folder (default: runs/zoo)")
+    parser.add_argument("--fresh", action="store_true", help="discard the results of this shard")
+    parser.add_argument("--again", nargs="+", default=(), choices=report.STATUSES, help="statuses to check again")
+    parser.add_argument(
+        "--report", type=Path, nargs="+", metavar="DIR", help="only merge these folders into zoo.json and zoo.md"
+    )
+    parser.add_argument("--hardware", default="", help="machine name in the report (default: its CPU)")
     options = parser.parse_args(argv)
     if options.memory is None:
-        options.memory = 0.75 * available() / GIB
+        options.memory = 0.75 * available_memory() / GIB
     if options.threads < 1 or options.timeout < 1 or options.memory <= 0:
-        parser.error("--threads and --timeout must be at least 1, --memory more than 0")
-    if not options.report and not select(options):
-        parser.error(f"no model has {options.only!r} in its name, as in timm:resnet18 or torchvision:resnet18")
+        parser.error("--threads and --timeout must be at least 1, and --memory must be positive")
+    if not options.report and not select_models(options):
+        parser.error(f"no model name matches {options.only!r}; names look like timm:resnet18 or torchvision:resnet18")
     if empty := [str(folder) for folder in options.report or () if not report.records([folder])]:
-        parser.error(f"--report: {', '.join(empty)} holds no results")
+        parser.error(f"--report: no results in {', '.join(empty)}")
     return options
 
 
-def _expression(text: str) -> str:
+def _regular_expression(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
@@ -97,42 +99,42 @@ def _expression(text: str) -> str:
 def _shard(text: str) -> tuple[int, int]:
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-        raise argparse.ArgumentTypeError(f"a shard is I/N with I from 1 to N, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected I/N with 1 <= I <= N, got {text!r}")
     return int(index), int(count)
 
 
-def available() -> float:
-    """Bytes of memory that are free now; 8 GiB where the system does not tell."""
+def available_memory() -> float:
+    """Return the free memory in bytes, or 8 GiB where the system does not report it."""
     info = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
     return int(found[1]) * 1024.0 if found else 8.0 * GIB
 
 
-def select(options: argparse.Namespace) -> list[Name]:
-    """The names that were asked for."""
+def select_models(options: argparse.Namespace) -> list[Name]:
+    """Return the names selected by --library, --only and --limit."""
     named = [name for name in catalog.names(options.library) if re.search(options.only, str(name))]
     return named[: options.limit]
 
 
 def shard_of(names: list[Name], shard: tuple[int, int]) -> list[Name]:
-    """Every N-th name: models of one family are alike in size, and lie beside one another."""
+    """Take every N-th name: neighbors belong to one family and have similar sizes, so the shards are balanced."""
     index, count = shard
     return names[index - 1 :: count]
 
 
-def in_a_line(record: dict[str, Any]) -> str:
-    """A record as it is told while running."""
-    more = record.get("error") or f"{record.get('input', '')} {record.get('sites', '')}"
-    return f"{record['status']:7} {record['name']} {record.get('seconds', 0):.1f} s {more}"
+def one_line(record: dict[str, Any]) -> str:
+    """Format a record for the progress output."""
+    details = record.get("error") or f"{record.get('input', '')} {record.get('sites', '')}"
+    return f"{record['status']:7} {record['name']} {record.get('seconds', 0):.1f} s {details}"
 
 
-def conclude(console: Console, options: argparse.Namespace, folders: Sequence[Path]) -> int:
-    """Write what all shards found so far, and say it in short; 1 if there is a failure."""
+def write_report(console: Console, options: argparse.Namespace, folders: Sequence[Path]) -> int:
+    """Write the results of all shards so far and print a summary; return 1 if there is a failure."""
     results = report.merge(folders, catalog.names(), options.hardware)
     report.write(options.out, results)
-    say(console, report.in_short(results))
-    say(console, f"All of it: {options.out / 'zoo.md'} and zoo.json")
-    return 1 if any(record["status"] in report.BAD for record in results["models"]) else 0
+    say(console, report.summary(results))
+    say(console, f"Full report: {options.out / 'zoo.md'} and zoo.json")
+    return 1 if any(record["status"] in report.FAILURES for record in results["models"]) else 0
 
 
 if __name__ == "__main__":

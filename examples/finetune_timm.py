@@ -1,4 +1,4 @@
-r"""Fine-tune a timm model with a regularizer on layers that you name; stop it at any time, resume it bit for bit.
+r"""Fine-tune a timm model with a regularizer on chosen layers; stop at any time and resume bit for bit.
 
     python examples/finetune_timm.py --regularizer "DropBlock(p=0.1, block_size=3)" --layers "layer[23].*"
     python examples/finetune_timm.py --model resnet50 --pretrained --data cifar10 --out runs/cifar10 --epochs 5 \
@@ -6,8 +6,8 @@ r"""Fine-tune a timm model with a regularizer on layers that you name; stop it a
     python examples/finetune_timm.py --model vit_small_patch16_224 --pretrained --data FOLDER --out runs/vit \
         --regularizer "DropPath(p=0.1)" --layers "blocks.*.drop_path[12]"
 
-FOLDER has `train/CLASS/*` and `val/CLASS/*`. Without --regularizer nothing is dropped, and all else is the same.
-After an interruption: the same line with `--resume auto`. Curves: `tensorboard --logdir runs`.
+FOLDER contains `train/CLASS/*` and `val/CLASS/*`. Omit --regularizer to train the unregularized baseline. To resume
+after an interruption, add `--resume auto` to the same command. Curves: `tensorboard --logdir runs`.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ from hookdrop import Injection, LinearSchedule, plan
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="test_resnet", help="a name from timm.list_models()")
-    add("--pretrained", action="store_true", help="start from timm's weights (a download)")
-    add("--checkpoint", metavar="FILE", help="start from weights of this model in a file; the head is made anew")
-    add("--data", default="digits", help="digits, cifar10, or a folder with train/ and val/")
-    add("--data-dir", default="data", help="where CIFAR-10 is, or is downloaded to")
-    add("--image-size", type=int, help="pixels; if not given 64 for digits, else what the model was made for")
+    add("--model", default="test_resnet", help="model name from timm.list_models()")
+    add("--pretrained", action="store_true", help="start from timm's weights (downloaded if missing)")
+    add("--checkpoint", metavar="FILE", help="start from the weights in FILE, with a new head")
+    add("--data", default="digits", help="digits, cifar10, or a folder with train/ and val/ (default: digits)")
+    add("--data-dir", default="data", help="folder of CIFAR-10, downloaded if missing")
+    add("--image-size", type=int, help="pixels (default: 64 for digits, else the model's native size)")
     add("--limit", type=int, metavar="N", help="train on N images only")
-    add("--regularizer", metavar="TEXT", help='such as "DropBlock(p=0.1, block_size=7)"')
-    add("--layers", nargs="+", help="where; `print(hookdrop.plan(model, layers='**'))` lists all layers")
-    add("--exclude", nargs="+", default=[], help="what to leave out of --layers again")
-    add("--ramp", type=float, default=1.0, help="the part of training over which the rate rises; 0: it is constant")
+    add("--regularizer", metavar="TEXT", help='for example "DropBlock(p=0.1, block_size=7)"')
+    add("--layers", nargs="+", help="layer patterns; print(hookdrop.plan(model, layers='**')) lists all layers")
+    add("--exclude", nargs="+", default=[], help="patterns to exclude from --layers")
+    add("--ramp", type=float, default=1.0, help="fraction of training in which the rate rises linearly; 0: constant")
     add("--epochs", type=int, default=10)
     add("--batch-size", type=int, default=32)
-    add("--accumulate", type=int, default=1, metavar="N", help="batches for each optimizer step")
+    add("--accumulate", type=int, default=1, metavar="N", help="batches per optimizer step")
     add("--lr", type=float, default=1e-3)
     add("--ema-decay", type=float, default=0.999)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--amp", choices=["off", "bf16", "fp16"], help="mixed precision; if not given fp16 on a GPU, else off")
+    add("--amp", choices=["off", "bf16", "fp16"], help="mixed precision (default: fp16 on a GPU, else off)")
     add("--workers", type=int, default=0)
     add("--seed", type=int, default=0)
-    add("--out", default="runs/digits", help="for checkpoints, curves and the final weights")
-    add("--resume", metavar="FILE", help="a checkpoint of a run with the same settings; auto: the last one in --out")
-    add("--stop-after-epoch", type=int, metavar="N", help="stop early, to go on with --resume")
+    add("--out", default="runs/digits", help="folder for checkpoints, curves and final weights")
+    add("--resume", metavar="FILE", help="checkpoint of a run with the same settings; auto: the last one in --out")
+    add("--stop-after-epoch", type=int, metavar="N", help="stop after epoch N; continue with --resume")
     args = parser.parse_args(argv)
     if (args.regularizer is None) != (args.layers is None):
-        parser.error("--regularizer and --layers go together")
+        parser.error("--regularizer and --layers must be used together")
     args.amp = args.amp or ("off" if args.device == "cpu" else "fp16")
     args.image_size = args.image_size or (64 if args.data == "digits" else None)
     return args
 
 
 class Digits(Dataset):
-    """scikit-learn's 1797 handwritten digits, 500 of them for validation; they come with it."""
+    """The 1797 handwritten digits of scikit-learn, 500 of them for validation."""
 
     classes = tuple("0123456789")
 
@@ -92,53 +92,53 @@ class Digits(Dataset):
 
 
 def datasets(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Training and validation images, without transforms yet: the model says what it needs."""
+    """Create the training and validation sets. The transforms depend on the model and are set later."""
     if args.data == "digits":
         return Digits(train=True), Digits(train=False)
     if args.data == "cifar10":
         return tuple(CIFAR10(args.data_dir, train, download=True) for train in (True, False))
     train, val = ImageFolder(f"{args.data}/train"), ImageFolder(f"{args.data}/val")
     if train.classes != val.classes:
-        sys.exit(f"train/ and val/ differ in their classes: {train.classes} and {val.classes}")
+        sys.exit(f"train/ and val/ have different classes: {train.classes} and {val.classes}")
     return train, val
 
 
 def set_transforms(args: argparse.Namespace, model: nn.Module, train: Any, val: Any) -> None:
     config = resolve_data_config({"img_size": args.image_size}, model=model)
     if args.data == "digits":
-        # A mirrored digit is no digit, and neither is a small part of one.
+        # Flips and small crops would destroy a digit.
         config["crop_pct"] = 1.0
         train.transform = create_transform(**config, is_training=True, hflip=0.0, scale=(0.7, 1.0))
     else:
         train.transform = create_transform(**config, is_training=True)
     val.transform = create_transform(**config)
     args.image_size = config["input_size"][-1]
-    if hasattr(model, "set_input_size"):  # transformers have a size of their own
+    if hasattr(model, "set_input_size"):  # transformers are built for one size
         model.set_input_size(img_size=args.image_size)
 
 
 def loaders(args: argparse.Namespace, train: Any, val: Any) -> tuple[DataLoader, DataLoader]:
-    # A generator of its own, so that what a regularizer draws does not change the order of the images.
-    # PyTorch seeds the workers from it.
+    # A separate generator keeps the order of the images independent of the regularizer's random draws. PyTorch also
+    # seeds the workers from it.
     generator = torch.Generator().manual_seed(args.seed)
     if args.limit is not None:
         train = Subset(train, torch.randperm(len(train), generator=generator)[: args.limit].tolist())
     if len(train) < args.batch_size * args.accumulate:
-        sys.exit(f"{len(train)} training images do not make one step of {args.accumulate} x {args.batch_size}")
+        sys.exit(f"{len(train)} training images are fewer than one step of {args.accumulate} x {args.batch_size}")
     common = {"batch_size": args.batch_size, "num_workers": args.workers, "pin_memory": args.device != "cpu"}
-    ours = DataLoader(train, shuffle=True, drop_last=True, generator=generator, **common)
-    return ours, DataLoader(val, generator=torch.Generator(), **common)
+    train_loader = DataLoader(train, shuffle=True, drop_last=True, generator=generator, **common)
+    return train_loader, DataLoader(val, generator=torch.Generator(), **common)
 
 
 def create_model(args: argparse.Namespace, num_classes: int) -> nn.Module:
-    # timm treats a file like its own weights: a head for other classes is left out.
+    # timm loads a file like its own weights, without a head for other classes.
     source = {"pretrained_cfg_overlay": {"file": args.checkpoint}} if args.checkpoint else {}
     pretrained = args.pretrained or args.checkpoint is not None
     return timm.create_model(args.model, pretrained, num_classes=num_classes, **source).to(args.device)
 
 
 def regularize(args: argparse.Namespace, model: nn.Module, optimizer: Any, steps: int) -> Injection | None:
-    """Show what will be dropped where, then place the hooks. A wrong name or shape raises here, before training."""
+    """Print the plan, then place the hooks. Wrong names and shapes raise here, before training."""
     if args.regularizer is None:
         return None
     schedule = LinearSchedule(steps=max(1, round(args.ramp * steps))) if args.ramp > 0 else None
@@ -151,14 +151,14 @@ def regularize(args: argparse.Namespace, model: nn.Module, optimizer: Any, steps
 
 @dataclass
 class Run:
-    """A training and where it stands."""
+    """The configuration and the state of a training run."""
 
     args: argparse.Namespace
     train: DataLoader
     val: DataLoader
-    parts: dict[str, Any]  # all that has a state_dict: model, ema, optimizer, schedule, scaler, hookdrop
-    settings: dict[str, Any]  # what a resumed run must have in common with this one
-    epoch: int = 0  # finished epochs
+    parts: dict[str, Any]  # everything with a state_dict: model, ema, optimizer, schedule, scaler, hookdrop
+    settings: dict[str, Any]  # must be equal in a resumed run
+    epoch: int = 0  # completed epochs
     step: int = 0  # optimizer steps
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -173,15 +173,15 @@ def build(args: argparse.Namespace) -> Run:
     drop = regularize(args, model, optimizer, steps)
     parts = {
         "model": model,
-        # The hooks are copied along, and do nothing there: the average only runs in eval mode.
+        # The EMA copies the hooks too; they have no effect, since it only runs in eval mode.
         "ema": ModelEmaV3(model, decay=args.ema_decay, use_warmup=True),
         "optimizer": optimizer,
         "schedule": CosineLRScheduler(optimizer, steps, warmup_t=steps // 10, t_in_epochs=False),
         "scaler": torch.amp.GradScaler(torch.device(args.device).type, enabled=args.amp == "fp16"),
         **({"hookdrop": drop} if drop else {}),
     }
-    free = ("resume", "stop_after_epoch", "out", "data_dir")
-    settings = {key: value for key, value in vars(args).items() if key not in free}
+    may_change = ("resume", "stop_after_epoch", "out", "data_dir")
+    settings = {key: value for key, value in vars(args).items() if key not in may_change}
     return Run(args, train, val, parts, settings | {"images": len(train.dataset), "classes": list(train_set.classes)})
 
 
@@ -191,18 +191,18 @@ def autocast(args: argparse.Namespace) -> torch.autocast:
 
 
 def train_epoch(run: Run) -> float:
-    """The mean loss of one epoch."""
+    """Train for one epoch and return the mean loss."""
     model, optimizer, scaler = (run.parts[name] for name in ("model", "optimizer", "scaler"))
     losses = []
     model.train()
-    optimizer.zero_grad()  # forgets an unfinished last group of --accumulate batches
+    optimizer.zero_grad()  # discards the gradients of an incomplete last group of --accumulate batches
     for i, (images, labels) in enumerate(run.train, start=1):
         with autocast(run.args):
             loss = cross_entropy(model(images.to(run.args.device)), labels.to(run.args.device))
         scaler.scale(loss / run.args.accumulate).backward()
         losses.append(loss.detach())
         if i % run.args.accumulate == 0:
-            scaler.step(optimizer)  # the injection follows the optimizer; a step that is skipped does not count
+            scaler.step(optimizer)  # the injection follows the optimizer and ignores skipped steps
             scaler.update()
             optimizer.zero_grad()
             run.step += 1
@@ -236,7 +236,7 @@ def train(run: Run, writer: SummaryWriter) -> None:
 
 
 def checkpoint(run: Run) -> dict[str, Any]:
-    """Tensors and plain values only: `torch.load(weights_only=True)` takes them."""
+    """Collect tensors and plain values, which `torch.load(weights_only=True)` accepts."""
     name, keys, *rest = np.random.get_state()
     rng = {
         "python": random.getstate(),
@@ -245,53 +245,53 @@ def checkpoint(run: Run) -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state_all(),  # empty without a GPU
         "loader": run.train.generator.get_state(),
     }
-    where = {"epoch": run.epoch, "step": run.step, "metrics": run.metrics, "settings": run.settings}
-    return {name: part.state_dict() for name, part in run.parts.items()} | where | {"rng": rng}
+    progress = {"epoch": run.epoch, "step": run.step, "metrics": run.metrics, "settings": run.settings}
+    return {name: part.state_dict() for name, part in run.parts.items()} | progress | {"rng": rng}
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """All of it or nothing: if this is interrupted, the file of before is still there."""
+    """Save atomically: an interrupted save keeps the previous file."""
     torch.save(state, path.with_suffix(".unfinished"))
     os.replace(path.with_suffix(".unfinished"), path)
 
 
 def resume(run: Run, path: Path) -> None:
     state = torch.load(path, map_location="cpu", weights_only=True)
-    then, now = state["settings"], run.settings
-    changed = [f"  {key}: {then.get(key)!r} there, {now[key]!r} here" for key in now if then.get(key) != now[key]]
+    saved, now = state["settings"], run.settings
+    changed = [f"  {key}: {saved.get(key)!r} saved, {now[key]!r} now" for key in now if saved.get(key) != now[key]]
     if changed:
-        sys.exit("\n".join([f"{path} is of a run with other settings; nothing was done.", *changed]))
+        sys.exit("\n".join([f"{path} has different settings; nothing was loaded.", *changed]))
     for name, part in run.parts.items():
         part.load_state_dict(state[name])
     run.epoch, run.step, run.metrics = state["epoch"], state["step"], state["metrics"]
-    rng = state["rng"]  # last, so that what was drawn up to here does not count
+    rng = state["rng"]  # restored last, as the calls above may draw random numbers
     random.setstate(rng["python"])
     np.random.set_state(rng["numpy"])
     torch.set_rng_state(rng["torch"])
     torch.cuda.set_rng_state_all(rng["cuda"])
     run.train.generator.set_state(rng["loader"])
-    print(f"{path}: {run.epoch} of {run.args.epochs} epochs are done")
+    print(f"{path}: {run.epoch} of {run.args.epochs} epochs completed")
 
 
 def finish(run: Run) -> None:
-    """Say what was really dropped, and write the final weights."""
+    """Print the measured drop rates and save the final weights."""
     if "hookdrop" in run.parts:
         images, _ = next(iter(run.train))
         with autocast(run.args):
             measured = run.parts["hookdrop"].probe(images.to(run.args.device))
-        print(f"dropped at the last step's rate:\n{measured}")
+        print(f"measured at the rate of the last step:\n{measured}")
         run.metrics |= {"asked": measured.asked, "dropped": measured.dropped}
-    # Hooks are no part of a state_dict: these files load into a plain timm model, where there is no hookdrop too.
+    # A state_dict contains nothing of the hooks, so these files load into a plain timm model without hookdrop.
     save(run.parts["model"].state_dict(), Path(run.args.out, "model.pt"))
     save(run.parts["ema"].module.state_dict(), Path(run.args.out, "ema.pt"))
-    print(f"accuracy {run.metrics['model accuracy']:.2%}, with averaged weights {run.metrics['ema accuracy']:.2%}")
+    print(f"accuracy {run.metrics['model accuracy']:.2%}, EMA {run.metrics['ema accuracy']:.2%}")
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     args = parse_args(argv)
     last = Path(args.out, "last.pt")
     if last.exists() and args.resume is None:
-        sys.exit(f"{last} is there already: go on with --resume auto, or choose another --out")
+        sys.exit(f"{last} already exists: continue it with --resume auto, or choose another --out")
     random_seed(args.seed)
     run = build(args)
     if args.resume and (args.resume != "auto" or last.exists()):

@@ -1,10 +1,9 @@
-"""Generates an image of every regularizer, schedule and recipe: docs/gallery.md and docs/gallery/*.png.
+"""Draw every regularizer, schedule and recipe: docs/gallery.md and docs/gallery/*.png.
 
-Takes a minute on one core and is deterministic:
-
+    pip install 'hookdrop[observe]' scikit-learn timm torchvision
     make gallery        (python examples/gallery.py --out docs)
 
-requires `pip install 'hookdrop[observe]' scikit-learn timm torchvision`.
+takes a minute on one core and draws the same figures each time.
 """
 
 from __future__ import annotations
@@ -43,33 +42,31 @@ from hookdrop import (
     recipes,
 )
 
-EDGE, PATCH, SHOWN = 64, 8, 4
+EDGE, PATCH, COLUMNS = 64, 8, 4
 
 
 @dataclass
 class View:
-    """How images become the tensor of a regularizer, and back."""
+    """The axes of a regularizer's tensor, and the conversion from and to images (N, 3, H, W)."""
 
     note: str
-    tensor: Callable[[Tensor], Tensor]
-    """Images (N, 3, H, W) to the tensor."""
-    images: Callable[[Tensor], Tensor]
-    """The tensor to images."""
+    to_tensor: Callable[[Tensor], Tensor]
+    to_images: Callable[[Tensor], Tensor]
 
 
-MAPS = View("(N, C, H, W): four crops of two photographs; C is red, green, blue", lambda x: x, lambda x: x)
+MAPS = View("(N, C, H, W): four crops of two photographs, with C = (red, green, blue)", lambda x: x, lambda x: x)
 TOKENS = View(
-    f"(N, L, C): the images as tokens of {PATCH}x{PATCH} pixels, the first of which is the class token",
+    f"(N, L, C): the images as tokens of {PATCH}x{PATCH} pixels, the first as class token",
     lambda x: unfold(x, PATCH, stride=PATCH).transpose(1, 2),
     lambda x: fold(x.transpose(1, 2), EDGE, PATCH, stride=PATCH),
 )
 ROWS = View(
-    "(N, T, C): the images as sequences, whose time steps are the rows",
+    "(N, T, C): the images as sequences, with a row per time step",
     lambda x: x.permute(0, 2, 1, 3).flatten(2),
     lambda x: x.unflatten(2, (3, EDGE)).permute(0, 2, 1, 3),
 )
 
-SHOWN_AS: dict[str, tuple[str, View]] = {
+EXAMPLES: dict[str, tuple[str, View]] = {
     "Dropout": ("Dropout(p=0.2)", MAPS),
     "Dropout2d": ("Dropout2d(p=0.3)", MAPS),
     "DropBlock": ("DropBlock(p=0.2, block_size=9)", MAPS),
@@ -92,7 +89,7 @@ GRADIENTS = {
     "NoiseActivationGrad": ("NoiseActivationGrad(std=0.5)",),
 }
 SAME_FIGURE = {"Dropout1d": "Dropout2d", "Dropout3d": "Dropout2d"}
-"""Regularizers that differ only in the number of axes."""
+"""Regularizers that differ from another one only in the number of axes."""
 SCHEDULES: tuple[Schedule, ...] = (
     ConstantSchedule(),
     LinearSchedule(steps=100),
@@ -106,9 +103,9 @@ SCHEDULES: tuple[Schedule, ...] = (
 
 
 def main(argv: list[str] | None = None) -> list[Path]:
-    """Write the images and the page; return the paths of the images."""
+    """Write the page and the figures, and return the paths of the figures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of gallery.md and gallery/")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder for gallery.md and gallery/")
     options = parser.parse_args(argv)
     folder = options.out / "gallery"
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,10 +121,10 @@ def main(argv: list[str] | None = None) -> list[Path]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Save with 128 colors, which takes a quarter of the bytes."""
-    drawn = BytesIO()
-    figure.savefig(drawn, dpi=64, bbox_inches="tight", pad_inches=0.05)
-    Image.open(drawn).convert("RGB").quantize(128).save(path, optimize=True)
+    """Save with 128 colors, a quarter of the size."""
+    buffer = BytesIO()
+    figure.savefig(buffer, dpi=64, bbox_inches="tight", pad_inches=0.05)
+    Image.open(buffer).convert("RGB").quantize(128).save(path, optimize=True)
 
 
 HEAD = """# Gallery
@@ -137,38 +134,45 @@ The effect of each regularizer, schedule and recipe, and the figures of `hookdro
 
 
 def sections(folder: Path) -> Iterator[tuple[str, str, Figure | None]]:
-    """(file name, text above the image, figure); the figure is None if another program wrote the image."""
+    """Yield (file name, text, figure); the figure is None if another program wrote the file."""
     images = photographs()
     title = "## Regularizers\n\n"
-    for name, (text, view) in SHOWN_AS.items():
-        others = [other for other, shown in SAME_FIGURE.items() if shown == name]
-        same = f" {' and '.join(others)} do the same on (N, C, L) and (N, C, D, H, W)." if others else ""
+    for name, (text, view) in EXAMPLES.items():
+        others = [other for other, drawn in SAME_FIGURE.items() if drawn == name]
+        same = f" {' and '.join(others)} do the same for (N, C, L) and (N, C, D, H, W)." if others else ""
         head = f"{title}### {', '.join([name, *others])}\n\n{summary(text)}\n\n`{text}` on {view.note}.{same}"
         yield slug(name), head, before_and_after(parse(text), images, view)
         title = ""
-    title = "## Gradient regularizers\n\nThey leave the tensor unchanged and edit its gradient during backward.\n\n"
+    title = (
+        "## Gradient regularizers\n\nThe forward pass is unchanged. These modify the gradient in the backward pass.\n\n"
+    )
     for name, texts in GRADIENTS.items():
         calls = " and ".join(f"`{text}`" for text in texts)
-        yield slug(name), f"{title}### {name}\n\n{summary(texts[0])}\n\n{calls}.", gradients(texts)
+        yield slug(name), f"{title}### {name}\n\n{summary(texts[0])}\n\n{calls}.", draw_gradients(texts)
         title = ""
-    yield "schedules", "## Schedules\n\nThe fraction of the rate at each optimizer step.", schedule_figure()
+    yield "schedules", "## Schedules\n\nThe multiplier of the rate by optimizer step.", draw_schedules()
     yield from recipe_sections(images)
     path = folder / "see.png"
     see = [sys.executable, str(Path(__file__).with_name("see.py")), "--out", str(path)]
-    # With another number of threads sums are rounded differently, which changes the image.
+    # The number of threads changes the last bits of sums, and so the figure.
     subprocess.run(see, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
     yield "see", SEE, None
 
 
-SEE = """## Recording and observing
+GRADIENT_HEADING = """## Gradient regularizers
 
-`examples/see.py`: a schedule, the effect of DropBlock in a training step (`drop.recording()`), statistics of each layer
+The forward pass is unchanged. These modify the gradient in the backward pass.
+
+"""
+SEE = """## Observing
+
+`examples/see.py`: a schedule, the masks of DropBlock in a training step (`drop.recording()`), statistics per layer
 (`observe.stats`), and Grad-CAM of two trained models (`observe.compare_cam`)."""
 
 
 def summary(text: str) -> str:
-    """The first line of the docstring of the regularizer that `text` describes."""
+    """Return the first line of the docstring of the regularizer."""
     return (parse(text).__doc__ or "").splitlines()[0]
 
 
@@ -177,7 +181,7 @@ def slug(name: str) -> str:
 
 
 def photographs() -> Tensor:
-    """Four crops of the two photographs that scikit-learn ships: (4, 3, EDGE, EDGE) in [0, 1]."""
+    """Return four crops of the two photographs in scikit-learn: (4, 3, EDGE, EDGE) in [0, 1]."""
     china, flower = (torch.tensor(image).permute(2, 0, 1) / 255 for image in load_sample_images().images)
     corners = [(china, 100, 60), (flower, 40, 180), (china, 180, 0), (flower, 150, 60)]
     crops = [photo[None, :, top : top + 240, left : left + 240] for photo, top, left in corners]
@@ -185,60 +189,60 @@ def photographs() -> Tensor:
 
 
 def before_and_after(regularizer: Regularizer, images: Tensor, view: View) -> Figure:
-    """The images before and after a regularizer."""
+    """Draw the images before and after the regularizer."""
     torch.manual_seed(2)
-    after = view.images(regularizer.train()(view.tensor(images)))
-    return strips({"before": images, "after": after.clamp(0, 1)})
+    after = view.to_images(regularizer.train()(view.to_tensor(images)))
+    return draw_rows({"before": images, "after": after.clamp(0, 1)})
 
 
-def strips(rows: dict[str, Tensor]) -> Figure:
-    figure = Figure(figsize=(SHOWN * 1.2 + 0.4, len(rows) * 1.2), layout="constrained")
-    for axes, (label, image) in zip(grid(figure, len(rows)), image_cells(rows), strict=True):
+def draw_rows(rows: dict[str, Tensor]) -> Figure:
+    figure = Figure(figsize=(COLUMNS * 1.2 + 0.4, len(rows) * 1.2), layout="constrained")
+    for axes, (label, image) in zip(grid(figure, len(rows)), cells(rows), strict=True):
         axes.imshow(image.detach().permute(1, 2, 0).numpy(), interpolation="nearest")
         axes.set_ylabel(label)
     return figure
 
 
-def image_cells(rows: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def cells(rows: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for label, images in rows.items():
         yield from ((label if index == 0 else "", image) for index, image in enumerate(images))
 
 
 def grid(figure: Figure, rows: int) -> list[Any]:
-    """Axes without ticks, row by row."""
-    cells = figure.subplots(rows, SHOWN, squeeze=False).flatten().tolist()
-    for axes in cells:
+    """Create axes without ticks, row by row."""
+    found = figure.subplots(rows, COLUMNS, squeeze=False).flatten().tolist()
+    for axes in found:
         axes.set(xticks=[], yticks=[])
-    return cells
+    return found
 
 
-def gradients(texts: tuple[str, ...]) -> Figure:
-    """A gradient before and after the regularizers; blue is negative, red positive."""
+def draw_gradients(texts: tuple[str, ...]) -> Figure:
+    """Draw a gradient before and after each regularizer; blue is negative, red is positive."""
     torch.manual_seed(1)
-    arriving = interpolate(torch.randn(SHOWN, 1, 8, 8), EDGE, mode="bicubic")
-    rows = {"arrives": arriving}
+    incoming = interpolate(torch.randn(COLUMNS, 1, 8, 8), EDGE, mode="bicubic")
+    rows = {"before": incoming}
     for text in texts:
-        x = torch.zeros(SHOWN, 1, EDGE, EDGE, requires_grad=True)
-        parse(text).train()(x).backward(arriving)
+        x = torch.zeros(COLUMNS, 1, EDGE, EDGE, requires_grad=True)
+        parse(text).train()(x).backward(incoming)
         rows[text.partition("(")[2].rstrip(")").partition(",")[0]] = x.grad
-    figure = Figure(figsize=(SHOWN * 1.2 + 1.2, len(rows) * 1.2), layout="constrained")
-    cells = grid(figure, len(rows))
-    for axes, (label, image) in zip(cells, image_cells(rows), strict=True):
+    figure = Figure(figsize=(COLUMNS * 1.2 + 1.2, len(rows) * 1.2), layout="constrained")
+    all_axes = grid(figure, len(rows))
+    for axes, (label, image) in zip(all_axes, cells(rows), strict=True):
         drawn = axes.imshow(image[0].detach().numpy(), cmap="RdBu_r", norm=TwoSlopeNorm(0.0, -3.0, 3.0))
-        axes.set_ylabel(label.replace("=", "\n= "))  # fits the height of a row
-    figure.colorbar(drawn, ax=cells, label="gradient", fraction=0.02)
+        axes.set_ylabel(label.replace("=", "\n= "))  # two lines, to fit the height of a row
+    figure.colorbar(drawn, ax=all_axes, label="gradient", fraction=0.02)
     return figure
 
 
-def schedule_figure() -> Figure:
+def draw_schedules() -> Figure:
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     for axes, schedule in zip(figure.subplots(2, 4, sharex=True, sharey=True).flatten(), SCHEDULES, strict=True):
-        at_once = isinstance(schedule, EarlySchedule | LateSchedule)
-        axes.plot(schedule.simulate(121), color="#2166ac", drawstyle="steps-post" if at_once else "default")
+        is_step = isinstance(schedule, EarlySchedule | LateSchedule)
+        axes.plot(schedule.simulate(121), color="#2166ac", drawstyle="steps-post" if is_step else "default")
         axes.set_title(type(schedule).__name__ + (", delay" if getattr(schedule, "delay", 0) else ""), fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("steps", fontsize=9)
-    figure.supylabel("part of the rate", fontsize=9)
+    figure.supylabel("multiplier", fontsize=9)
     return figure
 
 
@@ -250,27 +254,27 @@ def recipe_sections(images: Tensor) -> Iterator[tuple[str, str, Figure]]:
     with drop.recording() as recorded:
         model.train()(x)
     yield "dropblock-resnet", DROPBLOCK, recorded.plot_masks(["layer3.1", "layer3.1.bn2", "layer4.0.bn1"], channels=8)
-    yield "stochastic-depth", DEPTH, rates_by_depth()
+    yield "stochastic-depth", DEPTH, draw_rates_by_depth()
 
 
 DROPBLOCK = """## Recipes
 
 ### dropblock_resnet
 
-`recipes.dropblock_resnet(resnet18, p=0.2, block_size=5)`: masks of one training step, at an identity skip and
-after a convolution of group 3, and after a convolution of group 4."""
+`recipes.dropblock_resnet(resnet18, p=0.2, block_size=5)`: the masks of one training step at an identity skip and after
+a convolution of group 3, and after a convolution of group 4."""
 DEPTH = """### stochastic_depth
 
 `recipes.stochastic_depth(model, p=0.2)`: the rate of each residual branch."""
 
 
-def rates_by_depth() -> Figure:
+def draw_rates_by_depth() -> Figure:
     figure = Figure(figsize=(8, 2.4), layout="constrained")
     models = {"resnet50": torchvision.models.resnet50(), "vit_b_16": torchvision.models.vit_b_16()}
     for axes, (name, model) in zip(figure.subplots(1, 2, sharey=True), models.items(), strict=True):
         sites = recipes.stochastic_depth.plan(model, p=0.2).sites
         axes.bar(range(len(sites)), [site.p for site in sites], color="#2166ac")
-        axes.set(title=name, xlabel="branch, from the input on")
+        axes.set(title=name, xlabel="branch, from input to output")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("p")

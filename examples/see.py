@@ -1,11 +1,10 @@
-"""What a regularizer does, in one picture: a small CNN on scikit-learn's digits, trained without and with DropBlock.
+"""Show the effect of DropBlock in one figure: a small CNN on scikit-learn's digits, trained without and with it.
 
-Half a minute on one core, and the same picture each time:
-
+    pip install 'hookdrop[observe]' scikit-learn
     python examples/see.py --out see.png
 
-needs `pip install 'hookdrop[observe]' scikit-learn`. It also prints the numbers that the picture shows, and two more
-things that hooks are good for: the output of a layer by its name, and a bias that is not trained.
+takes half a minute on one core and draws the same figure each time. It also prints the numbers in the figure, and shows
+two more uses of hooks: capturing the output of a layer by name, and freezing a bias.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ MAP = "block3"
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each of the two trainings")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each of the two training runs")
     parser.add_argument("--p", type=float, default=0.3, help="DropBlock's rate at the end of its ramp")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="see.png", help="the picture")
+    parser.add_argument("--out", default="see.png", help="output file")
     return parser.parse_args(argv)
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images (N, 1, 16, 16) and labels, then those for testing."""
+    """Return training images (N, 1, 16, 16), training labels, test images and test labels."""
     data = load_digits()
     images = torch.tensor(data.images / 16, dtype=torch.float32)[:, None]
     images, labels = interpolate(images, scale_factor=2, mode="bilinear"), torch.tensor(data.target)
@@ -48,7 +47,7 @@ def block(channels: int, out: int) -> nn.Sequential:
 
 
 class Net(nn.Sequential):
-    """16x16 to maps of 8x8, their mean, and one linear layer: class activation mapping holds for it."""
+    """A CNN that ends in 8x8 maps, global average pooling and one linear layer, as class activation mapping assumes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,22 +58,22 @@ class Net(nn.Sequential):
         self.head = nn.Linear(32, 10)
 
 
-def nothing() -> None:
+def no_op() -> None:
     pass
 
 
-def train(model: nn.Module, x: Tensor, labels: Tensor, steps: int, done: Callable[[], None] = nothing) -> None:
+def train(model: nn.Module, x: Tensor, labels: Tensor, steps: int, after_step: Callable[[], None] = no_op) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    order = torch.Generator().manual_seed(0)  # of its own, so that both trainings see the same batches
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    order = torch.Generator().manual_seed(0)  # separate, so that both runs use the same batches
     model.train()
     for _ in range(steps):
         chosen = torch.randint(len(x), (64,), generator=order)
         optimizer.zero_grad()
         cross_entropy(model(x[chosen]), labels[chosen]).backward()
         optimizer.step()
-        rate.step()
-        done()
+        scheduler.step()
+        after_step()
 
 
 @torch.no_grad()
@@ -82,14 +81,14 @@ def accuracy(model: nn.Module, x: Tensor, labels: Tensor) -> float:
     return float((model.eval()(x).argmax(1) == labels).float().mean())
 
 
-def watched(model: nn.Module, drop: Injection, x: Tensor, labels: Tensor) -> tuple[observe.Recording, observe.Stats]:
-    """Ten more steps, looked at."""
+def observed(model: nn.Module, drop: Injection, x: Tensor, labels: Tensor) -> tuple[observe.Recording, observe.Stats]:
+    """Train for ten more steps, and record masks and statistics."""
     with drop.recording() as recording, observe.stats(model, ["block*.*", "head"]) as stats:
         train(model, x, labels, 10)
     return recording, stats
 
 
-def picture(
+def draw(
     drop: Injection,
     steps: int,
     recording: observe.Recording,
@@ -104,8 +103,8 @@ def picture(
     recording.plot_features(MAP, sample=1, channels=8, figure=masks)
     stats.plot(numbers)
     maps.plot(5, figure=cams)
-    for part, title in ((schedule, "The schedule"), (numbers, "Ten steps, layer by layer"), (cams, CAMS)):
-        part.suptitle(title, fontsize=10)
+    for subfigure, title in ((schedule, "The schedule"), (numbers, "Ten steps, layer by layer"), (cams, CAMS)):
+        subfigure.suptitle(title, fontsize=10)
     return figure
 
 
@@ -132,21 +131,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(*(f"accuracy {name}: {value:.1%}" for name, value in found.items()), sep="\n")
     maps = observe.compare_cam(without, regularized, test_x[:200], MAP, test_labels[:200].tolist())
     wide = float(maps.wide_before.mean()), float(maps.wide_after.mean())
-    print(f"part of a picture in which Grad-CAM is above half: {wide[0]:.1%} without, {wide[1]:.1%} with, mean of 200")
+    print(f"mean image area with Grad-CAM above half of its maximum: {wide[0]:.1%} without, {wide[1]:.1%} with")
 
     with observe.capture(regularized, MAP, last=1) as seen, torch.no_grad():
         regularized.eval()(test_x)
-    print(f"{MAP} gives {seen}")
-    recording, stats = watched(regularized, drop, x, labels)
+    print(f"captured {seen}")
+    recording, stats = observed(regularized, drop, x, labels)
     print(recording, stats, sep="\n")
-    kept = regularized.head.bias.detach().clone()
+    before = regularized.head.bias.detach().clone()
     with observe.edit_parameter_gradients(regularized, "head.bias", observe.zero):
         train(regularized, x, labels, 2)
-    still = torch.equal(regularized.head.bias, kept)
-    print(f"after two steps with its gradient at 0 head.bias is what it was: {still}")
+    unchanged = torch.equal(regularized.head.bias, before)
+    print(f"head.bias is unchanged after two steps with its gradient set to 0: {unchanged}")
 
-    picture(drop, args.steps, recording, stats, maps).savefig(args.out, dpi=80)
-    return {**found, "wide": wide, "dropped": recording[MAP].dropped, "doubts": stats.doubts(), "still": still}
+    draw(drop, args.steps, recording, stats, maps).savefig(args.out, dpi=80)
+    return {**found, "wide": wide, "dropped": recording[MAP].dropped, "doubts": stats.doubts(), "unchanged": unchanged}
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What a hook costs while it drops nothing; `overhead.py` is the command."""
+"""The overhead of idle hooks; the command is `overhead.py`."""

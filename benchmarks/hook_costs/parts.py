@@ -1,4 +1,4 @@
-"""The measurements of overhead.py: each gives its rows by name."""
+"""The parts of overhead.py. Each function returns its rows by name."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from torch import Tensor, nn
 
 import hookdrop
 import peers
-from cost import Samples, measure, once
 from hook_costs.rows import (
-    CALL_MUST,
-    FORWARD_MUST,
-    INJECT_MUST,
-    PLAN_MUST,
-    STEP_MUST,
+    CALL_MAX,
+    FORWARD_MAX,
+    INJECT_MAX,
+    PLAN_MAX,
+    STEP_MAX,
     Row,
     added,
     milliseconds,
     ratio,
 )
-from hook_costs.toys import EmptyModule, Tiny, empty, in_a_row, nested, twin
+from hook_costs.toy_models import EmptyModule, Tiny, empty, nested, sequence, twin
 from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule
-from thresholds import beware
+from thresholds import warn_if_busy
+from timing import Samples, measure, time_call
 
 MODELS = {"torchvision": torchvision.models.resnet50, "timm": partial(timm.create_model, "resnet50")}
 BLOCKS = "layer?.*"
 INPUTS, QUICK_INPUTS = ((1, 224), (8, 224), (1, 64)), ((1, 32),)
-"""Images and their edge. A hook costs the same whatever its layer does, so that the shortest forward is the worst."""
+"""Batch size and edge of the images. The cost of a hook is constant, so its share is largest in short forwards."""
 PAIRS = (
-    ("hooked", "clean", FORWARD_MUST),
+    ("hooked", "clean", FORWARD_MAX),
     ("empty hooks", "clean", None),
     ("copy", "clean", None),
     ("hooked", "empty hooks", None),
 )
-"""What is compared, and the must. The last is what a hook costs beyond being one at all."""
+"""The ratios and their upper bounds. The last compares hookdrop with empty hooks."""
 LAYERS = ("layer3.*", "**.bn2", "**", nn.BatchNorm2d, re.compile(r"layer\d\.\d+\.conv\d"))
 REGULARIZERS = (DropBlock(p=0.1, block_size=7), Dropout(p=0.1))
 CALLS, SITES, STEP_SITES = 1000, 1000, 50
-PLACED_EVERY = 5
-"""Placing a thousand hooks takes long: there is a turn of it in every so many rounds."""
-ENDLESS = 10**8
-"""A step that no measurement comes to."""
+PLACE_EVERY = 5
+"""Placing a thousand hooks is slow, so it runs once in this many rounds."""
+NEVER = 10**8
+"""A step that no measurement reaches."""
 Job = Callable[[], object]
 
 
 def forward(options: argparse.Namespace, console: Console) -> dict[str, Row]:
-    """Eval forwards of a model with our hooks, with empty ones, of a copy without, and of the clean one: ratios."""
+    """Compare eval forwards with hookdrop, with empty hooks, of a copy without hooks, and of the original model."""
     rows = {}
     for library, make in MODELS.items():
         clean = make().eval().to(options.device)
@@ -69,104 +69,106 @@ def forward(options: argparse.Namespace, console: Console) -> dict[str, Row]:
         for count, edge in QUICK_INPUTS if options.quick else INPUTS:
             x = torch.randn(count, 3, edge, edge, device=options.device)
             for gradients in (False, True) if (count, edge) == INPUTS[-1] else (False,):
-                where = f"{library}, {peers.named(tuple(x.shape))}{', with gradients' if gradients else ''}"
+                case = f"{library}, {peers.format_shape(tuple(x.shape))}{', with gradients' if gradients else ''}"
                 with torch.set_grad_enabled(gradients):
                     jobs = {name: partial(model, x) for name, model in models.items()}
                     samples = measure(jobs, options.rounds, options.device)
-                beware(console, samples, where)
-                rows |= {f"{where}: {over} / {under}": ratio(samples, over, under, must) for over, under, must in PAIRS}
+                warn_if_busy(console, samples, case)
+                rows |= {
+                    f"{case}: {over} / {under}": ratio(samples, over, under, bound) for over, under, bound in PAIRS
+                }
     return rows
 
 
-class Arm(NamedTuple):
-    """A module to call, and the most that its hook may add."""
+class Case(NamedTuple):
+    """A module to call, and the upper bound on the microseconds that its hook adds."""
 
     module: nn.Module
-    must: float | None = None
+    bound: float | None = None
     gradients: bool = False
 
 
 def call(options: argparse.Namespace, console: Console) -> dict[str, Row]:
-    """What a hook adds to the call of a module that does nothing."""
+    """Measure what a hook adds to the call of a module that does nothing."""
     x = torch.ones(1, 4, 8, 8)
-    arms = {"clean": Arm(Tiny()), **_with_hooks(), **_with_ours(x)}
-    jobs = {name: partial(_call, arm, x) for name, arm in arms.items()}
+    cases = {"clean": Case(Tiny()), **_cases_without_hookdrop(), **_cases_with_hookdrop(x)}
+    jobs = {name: partial(_call, case, x) for name, case in cases.items()}
     samples = measure(jobs, options.rounds)
-    beware(console, samples, "calls")
-    return {name: added(samples, name, "clean", 1e6 / CALLS, arms[name].must) for name in jobs if name != "clean"}
+    warn_if_busy(console, samples, "calls")
+    return {name: added(samples, name, "clean", 1e6 / CALLS, cases[name].bound) for name in jobs if name != "clean"}
 
 
-def _with_hooks() -> dict[str, Arm]:
+def _cases_without_hookdrop() -> dict[str, Case]:
     by_function, by_module = Tiny(), Tiny()
     by_function.register_forward_hook(empty)
     by_module.register_forward_hook(EmptyModule())
     return {
-        "another module without a hook": Arm(Tiny()),
-        "an empty function as hook": Arm(by_function),
-        "an empty module as hook": Arm(by_module),
-        "in an nn.Sequential instead": Arm(nn.Sequential(Tiny(), nn.Identity())),
+        "another module without a hook": Case(Tiny()),
+        "an empty function as hook": Case(by_function),
+        "an empty module as hook": Case(by_module),
+        "in an nn.Sequential instead": Case(nn.Sequential(Tiny(), nn.Identity())),
     }
 
 
-def _with_ours(x: Tensor) -> dict[str, Arm]:
-    def hooked(**given: Any) -> nn.Module:
+def _cases_with_hookdrop(x: Tensor) -> dict[str, Case]:
+    def hooked(**arguments: Any) -> nn.Module:
         module = Tiny()
-        hookdrop.inject(module, layers=module, **{"regularizer": REGULARIZERS[0], **given})
+        hookdrop.inject(module, layers=module, **{"regularizer": REGULARIZERS[0], **arguments})
         return module
 
-    off, zero, waiting = hooked(), hooked(regularizer=Dropout(p=0.0)), hooked(schedule=LateSchedule(ENDLESS))
+    off, zero, waiting = hooked(), hooked(regularizer=Dropout(p=0.0)), hooked(schedule=LateSchedule(NEVER))
     hookdrop.find(off)[0].disable()
     for module in (zero, waiting):
-        module(x)  # Also at rate 0 the first tensor is looked at.
+        module(x)  # The first call checks the shape, even at rate 0.
     return {
-        "hookdrop, eval": Arm(hooked().eval(), CALL_MUST),
-        "hookdrop, eval, at the input": Arm(hooked(at="input").eval(), CALL_MUST),
-        "hookdrop, training, disabled": Arm(off, CALL_MUST, gradients=True),
-        "hookdrop, training, rate 0": Arm(zero, CALL_MUST, gradients=True),
-        # What is looked at besides: whether somebody trains the layer, until somebody steps or trains it as it should
-        # be; and the random state, from which a forward without gradients may be run again.
-        "hookdrop, training, a schedule waits": Arm(waiting, gradients=True),
-        "hookdrop, training without gradients": Arm(zero),
-        "hookdrop, eval with gradients, never trained": Arm(hooked().eval(), gradients=True),
+        "hookdrop, eval": Case(hooked().eval(), CALL_MAX),
+        "hookdrop, eval, at the input": Case(hooked(at="input").eval(), CALL_MAX),
+        "hookdrop, training, disabled": Case(off, CALL_MAX, gradients=True),
+        "hookdrop, training, rate 0": Case(zero, CALL_MAX, gradients=True),
+        # Without a bound: these hooks also check whether the layer is being trained and the schedule advances, or
+        # read the RNG state, since a checkpoint may recompute a forward without gradients.
+        "hookdrop, training, a schedule waits": Case(waiting, gradients=True),
+        "hookdrop, training without gradients": Case(zero),
+        "hookdrop, eval with gradients, never trained": Case(hooked().eval(), gradients=True),
     }
 
 
-def _call(arm: Arm, x: Tensor) -> None:
-    with torch.set_grad_enabled(arm.gradients):
+def _call(case: Case, x: Tensor) -> None:
+    with torch.set_grad_enabled(case.gradients):
         for _ in repeat(None, CALLS):
-            arm.module(x)
+            case.module(x)
 
 
 def place(options: argparse.Namespace, console: Console) -> dict[str, Row]:
-    """Injecting at 1,000 sites, finding them, and removing; garbage is collected as it comes."""
+    """Inject at 1,000 sites, find the injection, and remove it, with garbage collection enabled."""
     samples: dict[str, Samples] = {}
-    models = {"1,000 in a row": (in_a_row(SITES), "*"), "10 in 10 in 10": (nested(10, 3), "*.*.*")}
+    models = {"1,000 in a row": (sequence(SITES), "*"), "10 in 10 in 10": (nested(10, 3), "*.*.*")}
     cases = [
         (f"{regularizer.title}, {name}", model, partial(hookdrop.inject, model, regularizer, layers=layers))
         for name, (model, layers) in models.items()
         for regularizer in REGULARIZERS
     ]
     shuffler = random.Random(0)
-    for turn in range(-1, max(1, options.rounds // PLACED_EVERY)):
+    for turn in range(-1, max(1, options.rounds // PLACE_EVERY)):
         shuffler.shuffle(cases)
         for name, model, inject in cases:
             gc.collect()
-            _note(samples, f"inject, {name}", turn, inject)
-            _note(samples, f"find, {name}", turn, partial(hookdrop.find, model))
-            _note(samples, f"remove, {name}", turn, hookdrop.find(model)[0].remove)
-    beware(console, samples, "placing")
-    return milliseconds({name: samples[name] for name in sorted(samples)}, {"inject": INJECT_MUST})
+            _time(samples, f"inject, {name}", turn, inject)
+            _time(samples, f"find, {name}", turn, partial(hookdrop.find, model))
+            _time(samples, f"remove, {name}", turn, hookdrop.find(model)[0].remove)
+    warn_if_busy(console, samples, "placing")
+    return milliseconds({name: samples[name] for name in sorted(samples)}, {"inject": INJECT_MAX})
 
 
-def _note(samples: dict[str, Samples], name: str, turn: int, job: Job) -> None:
-    seconds, faults, waits = once(job, 1, "cpu")
-    if turn >= 0:  # The first time is another: the compiler is loaded with the first hook.
+def _time(samples: dict[str, Samples], name: str, turn: int, job: Job) -> None:
+    seconds, faults, switches = time_call(job, 1, "cpu")
+    if turn >= 0:  # Turn -1 is the warm-up.
         found = samples.setdefault(name, Samples())
-        found.seconds[turn], found.faults[turn], found.waits[turn] = seconds, faults, waits
+        found.seconds[turn], found.faults[turn], found.switches[turn] = seconds, faults, switches
 
 
 def plan(options: argparse.Namespace, console: Console) -> dict[str, Row]:
-    """Planning for a resnet50, without an example."""
+    """Plan for a resnet50, without an example."""
     jobs: dict[str, Job] = {}
     for library, make in MODELS.items():
         model = make()
@@ -174,33 +176,33 @@ def plan(options: argparse.Namespace, console: Console) -> dict[str, Row]:
             name = layers.__name__ if isinstance(layers, type) else repr(layers)
             jobs[f"plan, {library}, {name}"] = partial(hookdrop.plan, model, REGULARIZERS[0], layers=layers)
     samples = measure(jobs, options.rounds)
-    beware(console, samples, "plans")
-    return milliseconds(samples, {"plan": PLAN_MUST})
+    warn_if_busy(console, samples, "plans")
+    return milliseconds(samples, {"plan": PLAN_MAX})
 
 
 def step(options: argparse.Namespace, console: Console) -> dict[str, Row]:
-    """Steps of the schedule with 50 sites of different rates, and what following adds to an optimizer's step."""
-    jobs: dict[str, Job] = {"optimizer": _optimizer(in_a_row(STEP_SITES)).step}
-    models = []  # A handle does not keep its model.
+    """Measure steps of a schedule with 50 sites of different rates, and what `follow` adds to an optimizer step."""
+    jobs: dict[str, Job] = {"optimizer": _optimizer(sequence(STEP_SITES)).step}
+    models = []  # Keeps the models alive; an injection does not.
     for regularizer in REGULARIZERS:
-        (model, drop), (other, followed) = _ramp(regularizer), _ramp(regularizer)
+        (model, drop), (other, followed) = _inject_ramp(regularizer), _inject_ramp(regularizer)
         models += [model, other]
         jobs[f"step, {regularizer.title}"] = drop.step
-        jobs[f"seek, {regularizer.title}"] = partial(_seek_on, drop)
+        jobs[f"seek, {regularizer.title}"] = partial(_seek_next, drop)
         optimizer = _optimizer(other)
         followed.follow(optimizer)
         jobs[f"follow, {regularizer.title}"] = optimizer.step
     samples = measure(jobs, options.rounds)
-    beware(console, samples, "steps")
-    rows = milliseconds(samples, {"step": STEP_MUST, "seek": STEP_MUST})
+    warn_if_busy(console, samples, "steps")
+    rows = milliseconds(samples, {"step": STEP_MAX, "seek": STEP_MAX})
     following = (name for name in jobs if name.startswith("follow"))
-    rows |= {name: added(samples, name, "optimizer", 1e3, STEP_MUST) for name in following}
+    rows |= {name: added(samples, name, "optimizer", 1e3, STEP_MAX) for name in following}
     return {name: row for name, row in rows.items() if name != "optimizer"}
 
 
-def _ramp(regularizer: nn.Module) -> tuple[nn.Module, hookdrop.Injection]:
-    model = in_a_row(STEP_SITES)
-    drop = hookdrop.inject(model, regularizer, layers="*", p_scale="depth", schedule=LinearSchedule(ENDLESS))
+def _inject_ramp(regularizer: nn.Module) -> tuple[nn.Module, hookdrop.Injection]:
+    model = sequence(STEP_SITES)
+    drop = hookdrop.inject(model, regularizer, layers="*", p_scale="depth", schedule=LinearSchedule(NEVER))
     model(torch.ones(1, 4, 8, 8))
     return model, drop
 
@@ -209,27 +211,27 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
-def _seek_on(drop: hookdrop.Injection) -> None:
+def _seek_next(drop: hookdrop.Injection) -> None:
     drop.seek(drop.step_count + 1)
 
 
 def copies(options: argparse.Namespace, console: Console) -> dict[str, Row]:
-    """Copying a resnet50 with hooks and without, as an EMA does."""
+    """Deep-copy a resnet50 with and without hooks, as an EMA does."""
     clean = torchvision.models.resnet50()
     hooked = copy.deepcopy(clean)
     hookdrop.inject(hooked, REGULARIZERS[0], layers=BLOCKS)
     jobs = {"without hooks": partial(copy.deepcopy, clean), "with hooks": partial(copy.deepcopy, hooked)}
     samples = measure(jobs, options.rounds)
-    beware(console, samples, "copies")
+    warn_if_busy(console, samples, "copies")
     return milliseconds(samples, {})
 
 
 PARTS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], dict[str, Row]]]] = {
-    "forward": ("Eval forward of a resnet50 with a hook on each of its 16 blocks: ratio of times", 4, forward),
-    "call": ("What is added to the call of a layer: microseconds", 2, call),
-    "place": ("1,000 sites: milliseconds", 1, place),
+    "forward": ("Eval forward of a resnet50 with a hook on each of its 16 blocks: ratios of times", 4, forward),
+    "call": ("Time added to the call of a layer: microseconds", 2, call),
+    "place": ("inject, find and remove at 1,000 sites: milliseconds", 1, place),
     "plan": ("plan(resnet50): milliseconds", 2, plan),
-    "step": (f"{STEP_SITES} sites: milliseconds", 3, step),
-    "copies": ("copy.deepcopy, 16 hooks: ms", 1, copies),
+    "step": (f"step, seek and follow with {STEP_SITES} sites: milliseconds", 3, step),
+    "copies": ("copy.deepcopy(resnet50), 16 hooks: milliseconds", 1, copies),
 }
-"""Title, digits after the point, and what measures it."""
+"""By name: the title, the number of decimals, and the function that measures."""

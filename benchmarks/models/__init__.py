@@ -1,1 +1,1 @@
-"""Every timm and torchvision model with hooks and without; `zoo.py` is the command."""
+"""Checks of every timm and torchvision model; the command is `zoo.py`."""

@@ -1,6 +1,6 @@
-"""Every model of timm and torchvision by name: its family, and how to build it for the smallest input that it takes.
+"""All timm and torchvision models by name: their families, and how to build them for their smallest valid input.
 
-Nothing is ever downloaded: weights are random.
+Weights are random; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from models.weights import quick_weights
 
 BATCH = 2
-# Side lengths to try, in this order; the model's own comes last if it is none of them.
-LADDER = (32, 48, 64, 96, 112, 128, 160, 192, 224, 240, 256, 288, 320, 384, 448, 512, 1024)
-# How builders of torchvision call the side length that a model is built for.
+# Side lengths to try, in this order.
+SIDES = (32, 48, 64, 96, 112, 128, 160, 192, 224, 240, 256, 288, 320, 384, 448, 512, 1024)
+# The names that torchvision builders give to the image size.
 _SIZE_KEYWORDS = {".vision_transformer": "image_size", ".maxvit": "input_size"}
 _FIXED_DETECTORS = (".ssd", ".ssdlite")
 
 
 @dataclass(frozen=True)
 class Name:
-    """A model by name."""
+    """The name of a model and its library."""
 
     library: str
     name: str
@@ -39,35 +39,35 @@ class Name:
 
     @property
     def family(self) -> str:
-        """The module that it is defined in: `resnet` of timm, `torchvision.resnet` of torchvision."""
+        """The module that defines the model, such as `resnet` (timm) or `torchvision.resnet`."""
         if self.library == "timm":
             return str(_registry._model_to_module[self.name])
         return self.module.replace("torchvision.models", "torchvision")
 
     @property
     def module(self) -> str:
-        """Where the builder of a torchvision model lives."""
+        """The module of the builder of a torchvision model."""
         return str(torchvision.models.get_model_builder(self.name).__module__)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A model as it is built for one input."""
+    """A model name with an input shape and the builder's keywords for it."""
 
     name: Name
     shape: tuple[int, ...]
-    """Of one sample."""
+    """The shape of one sample."""
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def build(self, device: str = "cpu") -> nn.Module:
-        """The model with random weights."""
+        """Build the model with random weights."""
         torch.manual_seed(0)
         with quick_weights(), torch.device(device):
             return _build(self.name, self.keywords)
 
     def example(self, device: str = "cpu") -> Example:
-        """A batch for it."""
-        # One for each model: like models with one seed would all have the same masks.
+        """Create a batch of `BATCH` samples."""
+        # One seed per model: similar models with the same seed would draw the same masks.
         seed = zlib.crc32(str(self.name).encode())
         torch.manual_seed(seed)
         x = torch.randn(BATCH, *self.shape, device=device)
@@ -80,7 +80,7 @@ class Trial:
         return Example((x,), (x,), seed)
 
     def about(self) -> dict[str, Any]:
-        """For the record."""
+        """Return the fields of the record that describe the trial."""
         return {
             "input": "x".join(map(str, (BATCH, *self.shape))),
             **({"built": self.keywords} if self.keywords else {}),
@@ -89,7 +89,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Example:
-    """The arguments of a forward in eval mode and in training, and what its random numbers start from."""
+    """The arguments of a forward in eval mode and in training mode, and the seed."""
 
     eval: tuple[Any, ...]
     train: tuple[Any, ...]
@@ -97,23 +97,23 @@ class Example:
 
 
 def names(library: str | None = None) -> list[Name]:
-    """Every architecture of both libraries, or of one."""
+    """Return all architectures of both libraries, or of one."""
     found = [Name("timm", name) for name in timm.list_models()]
     found += [Name("torchvision", name) for name in torchvision.models.list_models()]
     return [name for name in found if library in (None, name.library)]
 
 
 def families(library: str = "timm") -> set[str]:
-    """The families of a library."""
+    """Return the model families of a library."""
     return {name.family for name in names(library)}
 
 
 def trials(name: Name, skeleton: nn.Module) -> Iterator[Trial]:
-    """How `name` may be built, the smallest input first.
+    """Yield the ways to build `name`, smallest input first.
 
     Args:
         name: the model.
-        skeleton: it as it is built by default, on the meta device, for what it says about its own input.
+        skeleton: the default model on the meta device, which states its native input size.
     """
     if name.library == "timm":
         yield from _timm_trials(name, skeleton)
@@ -122,7 +122,7 @@ def trials(name: Name, skeleton: nn.Module) -> Iterator[Trial]:
 
 
 def skeleton_of(name: Name) -> nn.Module:
-    """The model as it is built by default, on the meta device; on the CPU if its code needs values to be built."""
+    """Build the default model on the meta device, or on the CPU if its constructor needs values."""
     try:
         return Trial(name, ()).build("meta")
     except NotImplementedError:
@@ -130,7 +130,7 @@ def skeleton_of(name: Name) -> nn.Module:
 
 
 def accepted(trial: Trial, skeleton: nn.Module) -> bool:
-    """Whether a training forward works on the meta device, or can't be tried there."""
+    """Return whether a training forward works on the meta device, or cannot be tried there."""
     if not next(skeleton.parameters()).is_meta:
         return True
     try:
@@ -138,7 +138,7 @@ def accepted(trial: Trial, skeleton: nn.Module) -> bool:
         model.train()
         with torch.no_grad():
             model(*trial.example("meta").train)
-    except Exception as error:  # whatever code of a model does with an input that is too small
+    except Exception as error:  # models reject small inputs with any kind of error
         return _needs_values(error)
     return True
 
@@ -150,14 +150,14 @@ def _needs_values(error: Exception) -> bool:
 
 def _timm_trials(name: Name, skeleton: nn.Module) -> Iterator[Trial]:
     own = tuple(getattr(skeleton, "pretrained_cfg", {}).get("input_size") or (3, 224, 224))
-    sized = takes(name, img_size=own[-1])
-    for side in sorted({*LADDER, own[-1]}):
+    accepts_size = accepts(name, img_size=own[-1])
+    for side in sorted({*SIDES, own[-1]}):
         shape = (own[0], side, side)
         if side == own[-1]:
             yield Trial(name, own)
             continue
         yield Trial(name, shape)
-        if sized:
+        if accepts_size:
             yield Trial(name, shape, {"img_size": side})
         if side > own[-1]:
             return
@@ -174,14 +174,14 @@ def _torchvision_trials(name: Name) -> Iterator[Trial]:
         yield from (Trial(name, (3, side, side)) for side in (128, 256))
     else:
         keyword = next((keyword for part, keyword in _SIZE_KEYWORDS.items() if part in module), None)
-        plain = {"init_weights": True} if "init_weights" in _parameters_of(name) else {}
-        for side in (*LADDER[:12], 299):
+        default = {"init_weights": True} if "init_weights" in _parameters_of(name) else {}
+        for side in (*SIDES[:12], 299):
             value = (side, side) if keyword == "input_size" else side
-            yield Trial(name, (3, side, side), {keyword: value} if keyword and side != 224 else plain)
+            yield Trial(name, (3, side, side), {keyword: value} if keyword and side != 224 else default)
 
 
 def _detector_trials(name: Name) -> Iterator[Trial]:
-    # Few boxes, but whatever their scores: with random weights all are low, and no box is nothing to compare.
+    # Random weights give low scores. Without a threshold there are always boxes to compare; eight are enough.
     if any(part in name.module for part in _FIXED_DETECTORS):
         yield Trial(name, (3, 64, 64), {"score_thresh": 0.0, "detections_per_img": 8})
         return
@@ -193,7 +193,7 @@ def _detector_trials(name: Name) -> Iterator[Trial]:
 
 
 def _target(side: int, device: str) -> dict[str, Tensor]:
-    """One object: a box with its label, mask and keypoints."""
+    """Create the target of one object: a box with its label, mask and keypoints."""
     box = [side * 0.25, side * 0.25, side * 0.75, side * 0.75]
     mask = torch.zeros(1, side, side, dtype=torch.uint8, device=device)
     mask[:, side // 4 : side * 3 // 4, side // 4 : side * 3 // 4] = 1
@@ -205,12 +205,12 @@ def _target(side: int, device: str) -> dict[str, Tensor]:
     }
 
 
-def takes(name: Name, **keywords: Any) -> bool:
-    """Whether the builder takes these keywords."""
+def accepts(name: Name, **keywords: Any) -> bool:
+    """Return whether the builder accepts these keywords."""
     try:
         with quick_weights(), torch.device("meta"):
             _build(name, keywords)
-    except Exception:  # each builder refuses in its own way
+    except Exception:  # builders raise different errors for unknown keywords
         return False
     return True
 
@@ -219,8 +219,8 @@ def _build(name: Name, keywords: dict[str, Any]) -> nn.Module:
     if name.library == "timm":
         return timm.create_model(name.name, pretrained=False, **keywords)
     build: Any = torchvision.models.get_model_builder(name.name)
-    without = {"weights", "weights_backbone"} & _parameters_of(name)
-    return build(**dict.fromkeys(without), **keywords)
+    weights = {"weights", "weights_backbone"} & _parameters_of(name)
+    return build(**dict.fromkeys(weights), **keywords)  # None: random weights
 
 
 def _parameters_of(name: Name) -> set[str]:

@@ -1,4 +1,4 @@
-"""The whole check of one model: plan, inject, one training step, remove, and what must be bit for bit the same."""
+"""The full check of one model: plan, inject, one training step, remove, and bit-exact comparisons."""
 
 from __future__ import annotations
 
@@ -15,79 +15,79 @@ from torch import Tensor, nn
 
 import hookdrop
 from models.catalog import Example
-from models.sites import BLOCK, Chooser, P, label, regularizers
-from models.state import differences, fingerprint, footprint, same, tensors
+from models.footprint import bit_equal, differences, fingerprint, footprint, tensors
+from models.sites import BLOCK, P, SiteChooser, choose_regularizers, label
 
-RATE = 1e-3
+LEARNING_RATE = 1e-3
 STANDARD_ERRORS = 5.0
 
 
-class Broken(Exception):
-    """A promise of hookdrop that was not kept."""
+class CheckFailed(Exception):
+    """hookdrop broke one of its guarantees."""
 
 
 class NotRunnable(Exception):
-    """The model itself, without hookdrop, does not run, or does not train, on this input."""
+    """The model does not run or does not train on this input, even without hookdrop."""
 
 
 class Check:
-    """The steps, in order; `record` is what they found, also when one of them fails."""
+    """The steps of the check, in order; `record` holds the results, even if a step fails."""
 
-    def __init__(self, model: nn.Module, example: Example, choose: Chooser = regularizers) -> None:
+    def __init__(self, model: nn.Module, example: Example, choose: SiteChooser = choose_regularizers) -> None:
         self.model, self.example, self.choose = model, example, choose
         self.record: dict[str, Any] = {}
-        self.warned: Counter[str] = Counter()
+        self.warning_kinds: Counter[str] = Counter()
 
     def run(self) -> dict[str, Any]:
-        """Everything on real values.
+        """Run all steps on real values.
 
         Returns:
-            `status`: "passed", or "failed" with `step`, `error` and `traceback`; and what was measured.
+            The measurements and `status`: "passed", or "failed" with `step`, `error` and `traceback`.
 
         Raises:
-            NotRunnable: the model does not run by itself.
+            NotRunnable: the model does not run without hookdrop.
         """
-        self._clean()
-        return self._steps(self._plan, self._inject, self._train, self._remove)
+        self._run_without_hookdrop()
+        return self._run_steps(self._plan, self._inject, self._train, self._remove)
 
     def run_on_meta(self) -> dict[str, Any]:
-        """What can be done without values: plan, inject, forward and remove."""
+        """Run the steps that need no values: plan, inject, forward and remove."""
         try:
             self.model.eval()
             with torch.no_grad():
                 self.model(*self.example.eval)
         except Exception as error:
-            raise NotRunnable(f"on the meta device, {_first_line(error)}") from error
+            raise NotRunnable(f"on the meta device: {_first_line(error)}") from error
         self.before = footprint(self.model)
-        return self._steps(self._plan, self._inject_on_meta)
+        return self._run_steps(self._plan, self._inject_on_meta)
 
-    def _steps(self, *steps: Callable[[], None]) -> dict[str, Any]:
+    def _run_steps(self, *steps: Callable[[], None]) -> dict[str, Any]:
         self.record["status"] = "passed"
         for step in steps:
             try:
-                with self._noted():
+                with self._counting_warnings():
                     step()
             except Exception as error:
                 self.record |= {"status": "failed", "step": step.__name__.strip("_"), "error": _first_line(error)}
-                self.record["traceback"] = trace()
+                self.record["traceback"] = short_traceback()
                 break
-        if self.warned:
-            self.record["warnings"] = dict(self.warned)
+        if self.warning_kinds:
+            self.record["warnings"] = dict(self.warning_kinds)
         return self.record
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Count hookdrop's warnings by kind; the model's own are not of interest."""
+    def _counting_warnings(self) -> Iterator[None]:
+        """Count hookdrop's warnings by kind and ignore all others."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 yield
             finally:
                 kinds = [_kind(str(w.message)) for w in caught if issubclass(w.category, hookdrop.HookdropWarning)]
-                self.warned.update(kinds)
+                self.warning_kinds.update(kinds)
 
-    def _clean(self) -> None:
-        """Without hookdrop: one training forward and backward, and the eval output."""
+    def _run_without_hookdrop(self) -> None:
+        """Record the loss, the gradients and the eval output of the original model."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -98,12 +98,12 @@ class Check:
         except Exception as error:
             raise NotRunnable(_first_line(error)) from error
         if not self.gradients or not self.output:
-            raise NotRunnable("it has no gradient or no output")
+            raise NotRunnable("the model has no gradient or no output")
         self.record["finite"] = all(bool(x.isfinite().all()) for x in self.output)
-        self.before, self.bits = footprint(self.model), fingerprint(self.model)
+        self.before, self.checksums = footprint(self.model), fingerprint(self.model)
 
     def _plan(self) -> None:
-        random = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         args = self.example.eval
         listed = hookdrop.plan(self.model, layers="**", example_input=args)
         self.chosen = self.choose(listed)
@@ -111,52 +111,54 @@ class Check:
         self.record["sites"] = dict(Counter(label(regularizer) for regularizer in self.chosen.values()))
         self.plan = hookdrop.plan(self.model, self.chosen, example_input=args)
         str(self.plan)
-        self._unchanged("plan", torch.equal(random, torch.get_rng_state()))
+        self._require_unchanged("plan", torch.equal(rng_state, torch.get_rng_state()))
         planned = [(site.name, site.shape, site.calls) for site in self.plan.sites]
-        must(planned == [(s.name, s.shape, s.calls) for s in listed.sites if s.name in self.chosen], "other sites")
+        expected = [(site.name, site.shape, site.calls) for site in listed.sites if site.name in self.chosen]
+        require(planned == expected, "the plan of the chosen layers differs from the plan of all layers")
 
-    def _unchanged(self, what: str, randomness: bool) -> None:
+    def _require_unchanged(self, verb: str, same_rng: bool) -> None:
         changed = differences(self.before, footprint(self.model))
-        must(not changed, f"{what} changed {', '.join(changed)}")
-        must(randomness, f"{what} changed the random state")
+        require(not changed, f"{verb} changed {', '.join(changed)}")
+        require(same_rng, f"{verb} changed the RNG state")
 
     def _inject(self) -> None:
-        random = torch.get_rng_state()
-        self.drop = self.plan.apply()  # which is what inject does with the plan that it makes
-        self._footprint(torch.equal(random, torch.get_rng_state()))
-        must(fingerprint(self.model) == self.bits, "plan or inject changed a parameter or buffer")
-        must(same(self._evaluate(), self.output), "eval output differs with hooks")
+        rng_state = torch.get_rng_state()
+        self.drop = self.plan.apply()  # `inject` is `plan` followed by `apply`
+        self._require_only_hooks_added(torch.equal(rng_state, torch.get_rng_state()))
+        require(fingerprint(self.model) == self.checksums, "plan or inject changed a parameter or buffer")
+        require(bit_equal(self._evaluate(), self.output), "eval output differs with hooks")
         silent = [site.name for site in self.drop.sites if not site.fired]
-        must(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
+        require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
 
-    def _footprint(self, randomness: bool) -> None:
+    def _require_only_hooks_added(self, same_rng: bool) -> None:
         after = footprint(self.model)
         changed = [part for part in differences(self.before, after) if part != "hooks"]
-        must(not changed, f"inject changed {', '.join(changed)}")
-        must(randomness, "inject changed the random state")
-        must(after["hooks"] != self.before["hooks"], "inject placed no hook")
+        require(not changed, f"inject changed {', '.join(changed)}")
+        require(same_rng, "inject changed the RNG state")
+        require(after["hooks"] != self.before["hooks"], "inject placed no hook")
 
     def _inject_on_meta(self) -> None:
         self.drop = self.plan.apply()
-        self._footprint(True)
+        self._require_only_hooks_added(True)
         self._evaluate()
-        must(all(site.fired for site in self.drop.sites), "a site did not fire")
+        require(all(site.fired for site in self.drop.sites), "a site did not fire")
         self.drop.remove()
-        self._unchanged("remove", True)
+        self._require_unchanged("remove", True)
 
     def _train(self) -> None:
         with self.drop.measuring() as measured:
             self._loss_and_gradients()
-        self._judge_rates(measured)
-        there = _gradients(self.model)
-        must(there == self.gradients, f"gradients of other parameters: {sorted(there ^ self.gradients)[:3]}")
+        self._check_rates(measured)
+        gradients = _gradients(self.model)
+        changed = sorted(gradients ^ self.gradients)[:3]
+        require(not changed, f"different parameters have gradients: {changed}")
         finite = any(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
-        must(finite or not self.loss.isfinite(), "no finite gradient")
-        torch.optim.SGD(self.model.parameters(), lr=RATE, foreach=False).step()
+        require(finite or not self.loss.isfinite(), "no finite gradient")
+        torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, foreach=False).step()
         self.model.zero_grad(set_to_none=True)
 
-    def _judge_rates(self, measured: Any) -> None:
-        """What was dropped, by kind of regularizer, against what was asked for."""
+    def _check_rates(self, measured: Any) -> None:
+        """Compare the measured drop rate of each kind of regularizer with `P`."""
         self.record["elements"] = sum(site.elements for site in measured.sites.values())
         self.record |= {"asked": round(measured.asked, 6), "dropped": round(measured.dropped, 6)}
         shapes = {site.name: site.shape for site in self.plan.sites}
@@ -166,28 +168,28 @@ class Check:
                 block = isinstance(self.chosen[name], hookdrop.DropBlock)
                 area = BLOCK ** (len(shapes[name] or ()) - 2) if block else 1
                 kinds.setdefault(label(self.chosen[name]), []).append((site, area))
-        must(bool(kinds), "nothing was regularized in training")
+        require(bool(kinds), "no element was regularized in training")
         for kind, sites in kinds.items():
             total = sum(site.elements for site, _ in sites)
             dropped = sum(site.zeroed for site, _ in sites) / total
-            # The elements of a block fall together; a handful of blocks is not normally distributed.
+            # The elements of a block are dropped together, and the number of a few blocks is not normally distributed.
             error = sum(P * (1 - P) * area * site.elements for site, area in sites) ** 0.5 / total
             bound = STANDARD_ERRORS * (error + max(area for _, area in sites) / total)
             self.record["deviation"] = max(self.record.get("deviation", 0.0), round(abs(dropped - P) / error, 2))
-            must(abs(dropped - P) <= bound, f"{kind} dropped {dropped:.5f} of {total} elements, asked for {P}")
+            require(abs(dropped - P) <= bound, f"{kind} dropped {dropped:.5f} of {total} elements, expected {P}")
 
     def _remove(self) -> None:
         hooked = self._evaluate()
-        bits = fingerprint(self.model)
-        moved = any(bits[name] != self.bits[name] for name, _ in self.model.named_parameters())
-        must(moved, "the training step moved no weights")
+        checksums = fingerprint(self.model)
+        updated = any(checksums[name] != self.checksums[name] for name, _ in self.model.named_parameters())
+        require(updated, "the training step updated no parameter")
         if problems := self.drop.check():
             self.record["problems"] = [_kind(problem) for problem in problems]
         self.drop.remove()
-        self._unchanged("remove", True)
-        must(fingerprint(self.model) == bits, "remove changed a parameter or buffer")
-        must(same(self._evaluate(), hooked), "eval output differs once the hooks are removed")
-        must(not hookdrop.find(self.model), "an injection is left")
+        self._require_unchanged("remove", True)
+        require(fingerprint(self.model) == checksums, "remove changed a parameter or buffer")
+        require(bit_equal(self._evaluate(), hooked), "eval output differs after remove")
+        require(not hookdrop.find(self.model), "hookdrop.find still finds an injection after remove")
 
     def _loss_and_gradients(self) -> Tensor:
         torch.manual_seed(self.example.seed)
@@ -204,14 +206,14 @@ class Check:
         return tensors(self.model(*self.example.eval))
 
 
-def must(kept: bool, otherwise: str) -> None:
-    """Raise `Broken` unless a promise was kept."""
-    if not kept:
-        raise Broken(otherwise)
+def require(condition: bool, message: str) -> None:
+    """Raise `CheckFailed` with `message` unless the condition is true."""
+    if not condition:
+        raise CheckFailed(message)
 
 
-def trace() -> str:
-    """The traceback of the error at hand, with the ends of its paths only."""
+def short_traceback() -> str:
+    """Format the traceback of the current error, with shortened paths."""
     return re.sub(r'File ".*?((?:[^/"]+/){0,3}[^/"]+)"', r'File "\1"', traceback.format_exc())
 
 
@@ -220,7 +222,7 @@ def _gradients(model: nn.Module) -> set[str]:
 
 
 def _kind(text: str) -> str:
-    """What and why, in the first line of a message, without names and numbers."""
+    """Reduce a message to its kind: its first line without names and numbers."""
     line = re.sub(r"'[^']*'(, '[^']*')*", "'...'", text.strip().splitlines()[0])
     short = re.sub(r"#(x#)+", "#x#", re.sub(r"\d+(\.\d+)?", "#", line))
     return ": ".join(short.split(": ")[:2])[:150]

@@ -1,4 +1,4 @@
-"""One model after another: what a shard has done, and the record of each model within its memory and time."""
+"""Check one model after another within limits on memory and time, and keep a journal."""
 
 from __future__ import annotations
 
@@ -19,108 +19,107 @@ from torch import nn
 
 from models import catalog, report
 from models.catalog import Name, Trial
-from models.check import Check, NotRunnable, trace
+from models.check import Check, NotRunnable, short_traceback
 
 GIB = 2**30
-# Beside weights and gradients: activations, the interpreter and its libraries.
+# For activations, the interpreter and its libraries.
 MARGIN = 1.5 * GIB
 
 
 class Journal:
-    """What one shard has begun and done, a line each."""
+    """The starts and the records of one shard, one JSON object per line."""
 
     def __init__(self, out: Path, shard: tuple[int, int]) -> None:
         self.out = out
         self.path = out / f"shard-{shard[0]}-of-{shard[1]}.jsonl"
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line, which is on the disk when this returns."""
+        """Append a line and flush it to disk."""
         with self.path.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def done(self, again: Sequence[str] = ()) -> set[str]:
-        """The models that any shard in this folder has a record of, other than of the statuses in `again`."""
+        """Return the models that a shard in this folder has checked, except those with a status in `again`."""
         return {record["name"] for record in report.records([self.out]) if record["status"] not in again}
 
-    def note_crash(self) -> None:
-        """Record the model that was begun and not ended: whatever ended the process would end it again."""
+    def record_crash(self) -> None:
+        """Record a started model without a result as crashed, so that it does not end the next process as well."""
         text = self.path.read_text() if self.path.exists() else ""
-        if text and not text.endswith("\n"):  # it ended while it wrote
+        if text and not text.endswith("\n"):  # the process ended while writing
             self.path.write_text(text + "\n")
         lines = report.lines(self.path)
         if lines and "started" in lines[-1]:
             library, _, name = lines[-1]["started"].partition(":")
-            self.write(
-                describe(Name(library, name)) | {"status": "crashed", "error": "the process ended while it was checked"}
-            )
+            crash = {"status": "crashed", "error": "the process ended during the check"}
+            self.write(describe(Name(library, name)) | crash)
 
 
 def describe(name: Name) -> dict[str, Any]:
-    """The beginning of a record."""
+    """Return the fields that every record starts with."""
     return {"name": str(name), "family": name.family}
 
 
-def checked(name: Name, options: argparse.Namespace) -> dict[str, Any]:
-    """The record of one model, whatever happens."""
+def check_model(name: Name, options: argparse.Namespace) -> dict[str, Any]:
+    """Check one model and return its record; errors become part of the record."""
     started = time.perf_counter()
     record = describe(name)
     try:
         with warnings.catch_warnings():
-            # Of the libraries; hookdrop's are counted where they may come.
+            # Warnings of the model libraries. `Check` counts those of hookdrop.
             warnings.simplefilter("ignore")
-            record |= _checked(name, options, record)
+            record |= _check_model(name, options, record)
     except Exception as error:
         lines = str(error).splitlines() or [""]
-        record |= {"status": "failed", "step": "elsewhere", "error": f"{type(error).__name__}: {lines[0]}"}
-        record["traceback"] = trace()
+        record |= {"status": "failed", "step": "build", "error": f"{type(error).__name__}: {lines[0]}"}
+        record["traceback"] = short_traceback()
     gc.collect()
     return record | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def _checked(name: Name, options: argparse.Namespace, record: dict[str, Any]) -> dict[str, Any]:
+def _check_model(name: Name, options: argparse.Namespace, record: dict[str, Any]) -> dict[str, Any]:
     skeleton = catalog.skeleton_of(name)
     record["parameters"] = sum(p.numel() for p in skeleton.parameters())
     trials = (trial for trial in catalog.trials(name, skeleton) if catalog.accepted(trial, skeleton))
-    need, (alone, beside) = bytes_of(skeleton), limits(options)
-    if need > alone:
-        found = first_that_runs(trials, "meta")
-        reason = f"needs about {need / GIB:.1f} GiB, there are {alone / GIB:.1f}"
+    need, (exclusive, shared) = training_bytes(skeleton), limits(options)
+    if need > exclusive:
+        found = check_first_runnable(trials, "meta")
+        reason = f"needs about {need / GIB:.1f} GiB, the limit is {exclusive / GIB:.1f} GiB"
         return found | ({"status": "meta", "error": reason} if found["status"] == "passed" else {})
-    turn = taking_turns(options.out / "large.lock") if need > beside else nullcontext()
-    with turn, time_limit(options.timeout):
-        return first_that_runs(trials, "cpu")
+    lock = file_lock(options.out / "large.lock") if need > shared else nullcontext()
+    with lock, time_limit(options.timeout):
+        return check_first_runnable(trials, "cpu")
 
 
-def bytes_of(model: nn.Module) -> float:
-    """What a training step without momentum takes: weights, gradients, buffers and a margin."""
-    own = sum(x.numel() * x.element_size() for x in model.buffers())
-    return own + sum(2 * x.numel() * x.element_size() for x in model.parameters()) + MARGIN
+def training_bytes(model: nn.Module) -> float:
+    """Estimate the memory of a training step without momentum: weights, gradients, buffers and a margin."""
+    buffers = sum(x.numel() * x.element_size() for x in model.buffers())
+    return buffers + sum(2 * x.numel() * x.element_size() for x in model.parameters()) + MARGIN
 
 
 def limits(options: argparse.Namespace) -> tuple[float, float]:
-    """Bytes for the only large model, and for a model beside those of other shards."""
+    """Return the bytes for a model that runs exclusively, and for one that runs next to those of other shards."""
     memory, count = options.memory * GIB, options.shard[1]
-    beside = memory / (2 * count) if count > 1 else memory
-    return memory - (count - 1) * beside, beside
+    shared = memory / (2 * count) if count > 1 else memory
+    return memory - (count - 1) * shared, shared
 
 
-def first_that_runs(trials: Iterator[Trial], device: str) -> dict[str, Any]:
-    """The check on the first input on which the model runs by itself."""
-    why = "no input that was tried is accepted"
+def check_first_runnable(trials: Iterator[Trial], device: str) -> dict[str, Any]:
+    """Check the first trial that runs without hookdrop."""
+    reason = "the model accepts no input size that was tried"
     for trial in trials:
         check = Check(trial.build(device), trial.example(device))
         try:
             return trial.about() | (check.run() if device == "cpu" else check.run_on_meta())
         except NotRunnable as error:
-            why = f"{error} [{trial.about()['input']}]"
-    return {"status": "clean", "error": why}
+            reason = f"{error} [{trial.about()['input']}]"
+    return {"status": "clean", "error": reason}
 
 
 @contextmanager
-def taking_turns(path: Path) -> Iterator[None]:
-    """One shard at a time; a process that ends gives up its turn."""
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock, which the system releases when the process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -128,15 +127,15 @@ def taking_turns(path: Path) -> Iterator[None]:
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """`TimeoutError` after so many seconds."""
+    """Raise `TimeoutError` after `seconds`."""
 
     def stop(signum: int, frame: object) -> None:
-        raise TimeoutError(f"not done after {seconds} s")
+        raise TimeoutError(f"not finished after {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
+    previous = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)

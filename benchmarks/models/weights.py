@@ -1,7 +1,7 @@
-"""Random weights at the speed of memory: large tensors are filled with repetitions of a pool of random values.
+"""Fast random initialization: large tensors are filled with copies of a pool of random values.
 
-Drawing the weights of a thousand models one by one takes longer than all the rest. The values are scaled as the
-initialization asks for.
+Drawing every weight of a thousand models would take longer than all checks. The values have the scale that the
+initializer requests.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-_POOL = 2**20 + 7  # a prime: the rows of no weight are equal
+_POOL = 2**20 + 7  # prime, so that no two rows of a weight are equal
 _SMALL = 2**14
 
 
 @contextmanager
 def quick_weights() -> Iterator[None]:
-    """Large tensors are filled from a pool of random values, and not at all on the meta device."""
+    """Fill large tensors from the pool, and skip tensors on the meta device."""
     with ExitStack() as stack:
         for method, fill in (("normal_", _normal), ("uniform_", _uniform), ("erfinv_", _erfinv)):
             original = getattr(Tensor, method)
-            stack.enter_context(patch.object(Tensor, method, _quick(original, fill)))
+            stack.enter_context(patch.object(Tensor, method, _accelerated(original, fill)))
         yield
 
 
-def _quick(original: Any, fill: Any) -> Any:
+def _accelerated(original: Any, fill: Any) -> Any:
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.is_meta:
             return self
@@ -47,14 +47,14 @@ def _normal(x: Tensor, mean: float = 0.0, std: float = 1.0, generator: object = 
     x.detach().mul_(std).add_(mean)
 
 
-# "from" is a keyword of Python, so that nobody names it.
+# `uniform_` calls its first argument "from", a Python keyword, so it is always positional.
 def _uniform(x: Tensor, a: float = 0.0, b: float = 1.0, generator: object = None) -> None:
     _tile(x, _pool()[1])
     x.detach().mul_(b - a).add_(a)
 
 
 def _erfinv(x: Tensor) -> None:
-    """Leave uniform what would be a truncated normal distribution, with the standard deviation of one."""
+    """Keep uniform values, scaled so that `trunc_normal_` ends with the requested standard deviation."""
     x.detach().mul_(math.sqrt(1.5))
 
 
@@ -68,6 +68,6 @@ def _tile(x: Tensor, pool: Tensor) -> None:
 @lru_cache(1)
 def _pool() -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cpu").manual_seed(0)
-    # A model may be under construction on the meta device just now.
+    # The caller may be building a model on the meta device.
     with torch.device("cpu"):
         return torch.randn(_POOL, generator=generator), torch.rand(_POOL, generator=generator)

@@ -1,4 +1,4 @@
-"""The counts of `benchmarks/calls.py`, which must not creep back up."""
+"""`benchmarks/calls.py`: the numbers of Python calls stay within their limits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import calls
 
 @pytest.mark.parametrize("action", calls.ACTIONS)
 def test_calls_and_files_stay_within_their_limits(action: str) -> None:
-    count, most_calls, most_files = calls.ACTIONS[action]
-    counted = count()
-    assert 0 < counted.calls <= most_calls, counted.functions
-    assert most_files is None or len(counted.files) <= most_files, counted.files
+    count, max_calls, max_files = calls.ACTIONS[action]
+    result = count()
+    assert 0 < result.calls <= max_calls, result.functions
+    assert max_files is None or len(result.files) <= max_files, result.files
 
 
-def test_a_step_evaluates_the_schedule_once() -> None:
+def test_step_evaluates_the_schedule_once() -> None:
     assert calls.schedule_evaluations() == 1
 
 
@@ -32,15 +32,14 @@ def test_a_hook_has_no_listeners_in_steady_state() -> None:
     assert [hook.listeners for hook in drop._hooks] == [()] * 3
 
 
-def test_counting_counts() -> None:
-    """One call of a function in the package, and none of one outside."""
+def test_only_calls_in_the_package_are_counted() -> None:
     from hookdrop.utils.validation import number
 
-    assert calls.counted(lambda: number(1.0, "p", "test")).calls == 1
-    assert calls.counted(lambda: len([])).calls == 0
+    assert calls.count_calls(lambda: number(1.0, "p", "test")).calls == 1
+    assert calls.count_calls(lambda: len([])).calls == 0
 
 
-def test_it_prints_a_table() -> None:
+def test_calls_prints_a_table() -> None:
     program = Path(calls.__file__)
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
     assert all(action in done.stdout for action in calls.ACTIONS)

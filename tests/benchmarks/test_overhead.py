@@ -1,4 +1,7 @@
-"""The benchmark of what hooks cost: that it runs, compares and judges rightly; and what keeps the cost low. No clock."""
+"""`benchmarks/overhead.py`: output, comparisons and verdicts; and properties that keep the overhead of hooks low.
+
+No test depends on a clock.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,23 @@ pytest.importorskip("torchvision")
 pytest.importorskip("rich")
 pytest.importorskip("resource")
 import overhead
-from cost import Samples
-from hook_costs import parts, rows, toys
+from hook_costs import parts, rows, toy_models
 from hook_costs.rows import Estimate, added, milliseconds, ratio
+from timing import Samples
 
-MOST_CALLS = 20
-"""Functions that are called in a call of a hook that has nothing to do."""
+MAX_CALLS = 20
+"""Function calls within the call of an idle hook."""
 
 
-def events(job: Callable[[], object]) -> int:
-    """How many functions, Python's and C's, were called in it."""
+def count_calls(job: Callable[[], object]) -> int:
+    """Count the calls of Python and C functions."""
     count = 0
 
-    def note(frame: Any, event: str, arg: Any) -> None:
+    def profile(frame: Any, event: str, arg: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
-    sys.setprofile(note)
+    sys.setprofile(profile)
     try:
         job()
     finally:
@@ -49,42 +52,42 @@ def events(job: Callable[[], object]) -> int:
     return count
 
 
-def measured_by_events(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Samples]:
-    """As `cost.measure`, with a clock that counts function calls as microseconds."""
+def measure_calls(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Samples]:
+    """Like `timing.measure`, with function calls as microseconds."""
     for job in jobs.values():
         job()
     gc.collect()
-    gc.disable()  # what it runs when something dies are calls too
+    gc.disable()  # finalizers would count as calls
     try:
-        return {name: Samples({0: 1e-6 * events(job)}, {0: 0.0}, {0: 0.0}) for name, job in jobs.items()}
+        return {name: Samples({0: 1e-6 * count_calls(job)}, {0: 0.0}, {0: 0.0}) for name, job in jobs.items()}
     finally:
         gc.enable()
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """What the script prints and writes."""
+    """The output and the results of a smoke test."""
     out = tmp_path_factory.mktemp("overhead")
     with redirect_stdout(io.StringIO()) as printed:
         assert overhead.main(["--quick", "--threads", "1", "--out", str(out)]) == 0
     return printed.getvalue(), json.loads((out / "results.json").read_text())
 
 
-class TestTheScript:
-    def test_says_what_the_numbers_come_from(self, quick: tuple[str, dict[str, Any]]) -> None:
+class TestScript:
+    def test_prints_machine_and_settings(self, quick: tuple[str, dict[str, Any]]) -> None:
         text, results = quick
         assert results["machine"]["cpu"] in text
         assert results["machine"]["threads"] == 1
         assert results["settings"]["rounds"] == overhead.QUICK_ROUNDS
-        assert "decide nothing" in text
+        assert "the verdicts are not reliable" in text
 
     def test_every_part_is_printed_and_written(self, quick: tuple[str, dict[str, Any]]) -> None:
         text, results = quick
         assert list(results) == ["machine", "settings", *parts.PARTS]
         for name, (title, _, _) in parts.PARTS.items():
             assert title in text
-            for what, row in results[name]["rows"].items():
-                assert what in text
+            for label, row in results[name]["rows"].items():
+                assert label in text
                 assert row["low"] <= row["median"] <= row["high"]
                 assert row["verdict"] == Estimate(row["low"], row["median"], row["high"]).verdict(row["must"])
                 assert 1 <= len(row["values"]) <= overhead.QUICK_ROUNDS
@@ -102,66 +105,66 @@ class TestTheScript:
             ("step", "follow, ", 2.5, 2),
         ],
     )
-    def test_the_musts_are_those_stated(
+    def test_requirements_have_the_documented_values(
         self, quick: tuple[str, dict[str, Any]], part: str, start: str, must: float, rows: int
     ) -> None:
-        found = {what: row["must"] for what, row in quick[1][part]["rows"].items() if what.startswith(start)}
+        found = {label: row["must"] for label, row in quick[1][part]["rows"].items() if label.startswith(start)}
         assert list(found.values()).count(must) == rows
         assert set(found.values()) <= {must, None}
 
-    def test_no_line_of_a_pipe_is_cut(self, quick: tuple[str, dict[str, Any]]) -> None:
+    def test_piped_output_is_not_truncated(self, quick: tuple[str, dict[str, Any]]) -> None:
         assert "…" not in quick[0]
         assert "\x1b" not in quick[0]
 
     @pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--threads", "0"], ["--part", "all of it"]])
-    def test_settings_that_are_none(self, wrong: list[str]) -> None:
+    def test_invalid_options_are_rejected(self, wrong: list[str]) -> None:
         with pytest.raises(SystemExit):
             overhead.parse_options(wrong)
 
 
-class TestWhatIsCompared:
-    def test_the_models_differ_in_their_hooks_alone(self) -> None:
+class TestComparedModels:
+    def test_twins_share_parameters_and_differ_only_in_hooks(self) -> None:
         clean = Small().eval()
-        other = toys.twin(clean)
+        other = toy_models.twin(clean)
         assert all(a is b for a, b in zip(clean.parameters(), other.parameters(), strict=True))
         assert all(a is b for a, b in zip(clean.buffers(), other.buffers(), strict=True))
         assert not {id(m) for m in clean.modules()} & {id(m) for m in other.modules()}
         inject(other, Dropout(0.5), layers="**.bn1")
         assert not any(m._forward_hooks for m in clean.modules())
 
-    def test_a_hook_on_every_block(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_forward_part_hooks_every_block(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hooked: list[str] = []
         called: dict[str, int] = {}
         call = SiteHook._call
 
-        def noted(hook: SiteHook, module: nn.Module, value: object) -> object:
+        def recorded(hook: SiteHook, module: nn.Module, value: object) -> object:
             hooked.append(hook.site)
             return call(hook, module, value)
 
-        def once(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str) -> dict[str, Samples]:
+        def run_once(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str) -> dict[str, Samples]:
             for name, job in jobs.items():
                 hooked.clear()
                 job()
                 called[name] = len(set(hooked))
             return {name: Samples({0: 1.0}, {0: 0.0}, {0: 0.0}) for name in jobs}
 
-        monkeypatch.setattr(SiteHook, "_call", noted)
-        monkeypatch.setattr(parts, "measure", once)
+        monkeypatch.setattr(SiteHook, "_call", recorded)
+        monkeypatch.setattr(parts, "measure", run_once)
         for library, make in list(parts.MODELS.items()):
             monkeypatch.setattr(parts, "MODELS", {library: make})
             parts.forward(overhead.parse_options(["--quick"]), overhead.make_console())
             assert called == {"clean": 0, "hooked": 16, "empty hooks": 0, "copy": 0}, library
 
-    def test_a_slower_hook_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(parts, "measure", measured_by_events)
+    def test_a_slower_hook_increases_the_measured_cost(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parts, "measure", measure_calls)
         monkeypatch.setattr(parts, "CALLS", 7)
         options, console = overhead.parse_options(["--quick"]), overhead.make_console()
         before = parts.call(options, console)
         call = SiteHook._call
 
         def slow(hook: SiteHook, module: nn.Module, value: object) -> object:
-            toys.empty()
-            toys.empty()
+            toy_models.empty()
+            toy_models.empty()
             return call(hook, module, value)
 
         monkeypatch.setattr(SiteHook, "_call", slow)
@@ -172,76 +175,76 @@ class TestWhatIsCompared:
             more = 3.0 if name.startswith("hookdrop") else 0.0
             assert after[name].values[0] - row.values[0] == pytest.approx(more), name
 
-    def test_every_kind_of_step_moves_all_sites(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        refreshed: list[str] = []
-        moved: dict[str, list[str]] = {}
+    def test_step_seek_and_follow_update_all_sites(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sites: list[str] = []
+        updated: dict[str, list[str]] = {}
         set_rate = SiteHook.set_rate
 
-        def noted(hook: SiteHook, *settings: Any) -> None:
-            refreshed.append(hook.site)
+        def recorded(hook: SiteHook, *settings: Any) -> None:
+            sites.append(hook.site)
             set_rate(hook, *settings)
 
-        def once(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Samples]:
+        def run_once(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Samples]:
             gc.collect()
             for name, job in jobs.items():
-                refreshed.clear()
+                sites.clear()
                 job()
-                moved[name] = sorted(set(refreshed))
+                updated[name] = sorted(set(sites))
             return {name: Samples({0: 1.0}, {0: 0.0}, {0: 0.0}) for name in jobs}
 
-        monkeypatch.setattr(SiteHook, "set_rate", noted)
-        monkeypatch.setattr(parts, "measure", once)
+        monkeypatch.setattr(SiteHook, "set_rate", recorded)
+        monkeypatch.setattr(parts, "measure", run_once)
         monkeypatch.setattr(parts, "STEP_SITES", 3)
         parts.step(overhead.parse_options(["--quick"]), overhead.make_console())
         kinds = [f"{kind}, {title}" for title in ("DropBlock", "Dropout") for kind in ("step", "seek", "follow")]
-        assert moved == {"optimizer": [], **{kind: ["0", "1", "2"] for kind in kinds}}
+        assert updated == {"optimizer": [], **{kind: ["0", "1", "2"] for kind in kinds}}
 
 
 class TestEstimates:
     @pytest.mark.parametrize(
         ("low", "high", "must", "verdict"),
         [
-            (0.9, 1.0, 1.0, "holds"),
-            (0.9, 1.1, 1.0, "cannot be distinguished"),
-            (1.0, 1.1, 1.0, "cannot be distinguished"),
-            (1.01, 1.1, 1.0, "misses"),
+            (0.9, 1.0, 1.0, "met"),
+            (0.9, 1.1, 1.0, "inconclusive"),
+            (1.0, 1.1, 1.0, "inconclusive"),
+            (1.01, 1.1, 1.0, "missed"),
             (1.01, 1.1, None, "-"),
         ],
     )
-    def test_the_interval_decides(self, low: float, high: float, must: float | None, verdict: str) -> None:
+    def test_verdict_depends_on_the_interval(self, low: float, high: float, must: float | None, verdict: str) -> None:
         assert Estimate(low, (low + high) / 2, high).verdict(must) == verdict
 
-    def test_the_interval_holds_the_median_about_95_times_of_100(self) -> None:
+    def test_interval_covers_the_median_in_95_percent_of_samples(self) -> None:
         samples = torch.randn(200, 40).exp().tolist()
         inside = sum(found.low <= 1.0 <= found.high for found in map(Estimate.of, samples))
         assert 180 <= inside <= 199
 
-    def test_one_value(self) -> None:
+    def test_estimate_of_one_value(self) -> None:
         assert Estimate.of([2.0]) == (2.0, 2.0, 2.0)
         assert Estimate.of([2.0]).text(1) == "2.0 [2.0, 2.0]"
 
-    def test_what_is_compared_ran_in_the_same_round(self) -> None:
+    def test_only_rounds_with_both_jobs_are_compared(self) -> None:
         samples = {"a": Samples({0: 2.0, 3: 9.0}), "b": Samples({0: 1.0, 1: 100.0, 3: 3.0})}
         assert ratio(samples, "a", "b", 1.5) == ([2.0, 3.0], 1.5)
         assert added(samples, "a", "b", 10.0) == ([10.0, 60.0], None)
 
-    def test_a_must_goes_by_the_first_word(self) -> None:
+    def test_first_word_of_a_name_selects_the_bound(self) -> None:
         rows = milliseconds({"plan, x": Samples({0: 0.5}), "planned": Samples({0: 0.25})}, {"plan": 7.0})
         assert rows == {"plan, x": ([500.0], 7.0), "planned": ([250.0], None)}
 
-    def test_a_slower_forward_misses(self) -> None:
+    def test_a_slower_forward_misses_the_bound(self) -> None:
         clean = {turn: 1.0 + turn % 3 for turn in range(50)}
         samples = {"clean": Samples(clean)}
-        for factor, verdict in ((1.001, "holds"), (1.01, "misses")):
+        for factor, verdict in ((1.001, "met"), (1.01, "missed")):
             samples["hooked"] = Samples({turn: factor * seconds for turn, seconds in clean.items()})
-            assert ratio(samples, "hooked", "clean", rows.FORWARD_MUST).numbers()["verdict"] == verdict
+            assert ratio(samples, "hooked", "clean", rows.FORWARD_MAX).numbers()["verdict"] == verdict
 
 
-class TestWhatKeepsTheCostLow:
+class TestHookOverhead:
     @pytest.mark.parametrize("frozen", [False, True])
     @pytest.mark.parametrize("at", ["output", "input"])
-    def test_in_eval_mode_a_hook_looks_at_nothing_of_its_layer(self, at: str, frozen: bool) -> None:
-        """Be it a layer or half a model, trained or frozen."""
+    def test_eval_hook_makes_constant_number_of_calls(self, at: str, frozen: bool) -> None:
+        """The number of calls does not depend on the size of the layer, nor on whether it is frozen."""
         x = torch.ones(2, 4)
         counts = []
         for count in (1, 50):
@@ -250,10 +253,11 @@ class TestWhatKeepsTheCostLow:
             (hook,) = inject(model, Dropout(0.1), layers="0", at=at)._hooks
             with torch.no_grad():
                 model(x)
-                counts.append(events(lambda hook=hook, layer=model[0]: hook(layer, (x,), x if at == "output" else {})))
-        assert counts[0] == counts[1] <= MOST_CALLS
+                arguments = (x,), x if at == "output" else {}
+                counts.append(count_calls(lambda hook=hook, layer=model[0], args=arguments: hook(layer, *args)))
+        assert counts[0] == counts[1] <= MAX_CALLS
 
-    def test_nor_in_the_first_call_after_a_step(self) -> None:
+    def test_first_call_after_a_step_makes_constant_number_of_calls(self) -> None:
         x = torch.ones(2, 4)
         counts = []
         for count in (1, 50):
@@ -263,11 +267,11 @@ class TestWhatKeepsTheCostLow:
                 model(x)
                 drop.step()
             (hook,) = drop._hooks
-            counts.append(events(lambda hook=hook, layer=model[0]: hook(layer, (x,), x)))
-        assert counts[0] == counts[1] <= MOST_CALLS
+            counts.append(count_calls(lambda hook=hook, layer=model[0]: hook(layer, (x,), x)))
+        assert counts[0] == counts[1] <= MAX_CALLS
 
-    def test_validation_of_an_ema_is_not_taken_for_training_in_eval_mode(self) -> None:
-        """Its weights are written to, and it only ever runs in eval mode."""
+    def test_ema_validation_does_not_warn_about_training_in_eval_mode(self) -> None:
+        """The weights of an EMA are updated, but it only runs in eval mode."""
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         inject(model, Dropout(0.1), layers="*")
         ema = copy.deepcopy(model).eval()
@@ -277,7 +281,7 @@ class TestWhatKeepsTheCostLow:
                 ema(torch.ones(2))
 
     @pytest.mark.parametrize("entries", [["*"], ["[012]", "[34]"]])
-    def test_a_plan_copies_a_regularizer_once_and_each_hook_has_its_own(self, entries: list[str]) -> None:
+    def test_plan_copies_a_regularizer_once_and_each_hook_gets_its_own(self, entries: list[str]) -> None:
         model, given = nn.Sequential(*(nn.Identity() for _ in range(5))), Dropout(0.1)
         drafted = plan(model, dict.fromkeys(entries, given), p_scale="depth")
         planned = [site.regularizer for site in drafted.sites]
@@ -288,9 +292,7 @@ class TestWhatKeepsTheCostLow:
         assert len({id(regularizer) for regularizer in (*planned, *placed)}) == len(entries) + 5
         assert [hook.p for hook in hooks] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
 
-    def test_a_model_is_walked_once_however_much_is_excluded(
-        self, monkeypatch: pytest.MonkeyPatch, model: Small
-    ) -> None:
+    def test_plan_walks_the_model_once_for_all_excludes(self, monkeypatch: pytest.MonkeyPatch, model: Small) -> None:
         walked = []
         named_layers = layers.named_layers
         monkeypatch.setattr(layers, "named_layers", lambda model: walked.append(model) or named_layers(model))
@@ -299,6 +301,6 @@ class TestWhatKeepsTheCostLow:
         assert len(drafted.warnings) == 2
         assert len(walked) == 1
 
-    def test_excludes_of_a_generator_are_looked_at_too(self, model: Small) -> None:
+    def test_exclude_accepts_a_generator(self, model: Small) -> None:
         drafted = plan(model, Dropout(0.1), layers="layer?.*", exclude=(name for name in ["layer1.0", "fc"]))
         assert [text.split(" matches")[0] for text in drafted.warnings] == ["exclude 'fc'"]

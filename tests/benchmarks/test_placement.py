@@ -1,8 +1,7 @@
-"""`benchmarks/placement.py`: what it says of a few architectures is what it said of all of timm."""
+"""`benchmarks/placement.py`: a few architectures reproduce the committed results."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Any
 
@@ -11,31 +10,29 @@ import pytest
 pytest.importorskip("timm")
 
 from tests.support.paths import ROOT
+from tests.support.scripts import load
 
 FOUND = json.loads((ROOT / "benchmarks" / "results" / "placement.json").read_text())["found"]
 
 
 @pytest.fixture(scope="module")
 def placement() -> Any:
-    spec = importlib.util.spec_from_file_location("placement", ROOT / "benchmarks" / "placement.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "benchmarks" / "placement.py")
 
 
 @pytest.mark.parametrize(
     "name", ["resnet18", "efficientnet_lite0", "regnetz_005", "cait_xxs24_224", "vgg11", "ese_vovnet19b_dw"]
 )
-def test_it_says_what_was_committed(placement: Any, name: str) -> None:
+def test_results_match_the_committed_file(placement: Any, name: str) -> None:
     assert {"stochastic_depth": placement.depth(name), "timm_dropblock": placement.dropblock(name)} == FOUND[name]
 
 
-def test_another_rate_is_noticed(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_rates_are_reported(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "SCALES", {"i / n": placement.SCALES["i / n"]})
     assert placement.depth("convnext_atto").startswith("places equal: the rate of stages.")
 
 
-def test_the_numbers_of_the_documents_are_those_of_the_file() -> None:
+def test_documented_numbers_match_the_committed_file() -> None:
     equal = [r["stochastic_depth"] for r in FOUND.values() if r["stochastic_depth"].startswith("equal")]
     taken = [r for r in FOUND.values() if r["stochastic_depth"] not in ("untaken", "unused")]
     assert f"{len(equal):,} of the {len(taken):,} architectures" in (ROOT / "README.md").read_text()

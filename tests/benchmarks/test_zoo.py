@@ -1,4 +1,4 @@
-"""The check of every timm and torchvision model: one small model of each family, and that what is broken is noticed."""
+"""`benchmarks/zoo.py`: the full check of one small model per family, and its detection of broken behavior."""
 
 from __future__ import annotations
 
@@ -35,19 +35,15 @@ import zoo
 from models import catalog, report, sweep
 from models.catalog import Example, Name, Trial
 from models.check import Check, NotRunnable
-from models.sites import regularizers
-from models.state import fingerprint, same
+from models.footprint import bit_equal, fingerprint
+from models.sites import choose_regularizers
 from models.weights import quick_weights
 from tests.support.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-
-
-# Of each family a model that is checked quickly, the side length of its input, and how it is built. Most are the
-# smallest of their family on the smallest input that they take (`python benchmarks/zoo.py --library timm`).
-MADE_WITH = "1.0.31"
-
-
+TIMM_VERSION = "1.0.31"  # the version that SMALL was made with
+# A fast model of each family, the side length of its input, and the builder's keywords. Most are the smallest of their
+# family at its smallest valid input (`python benchmarks/zoo.py --library timm`).
 SMALL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "beit": ("beit_base_patch16_224", 32, {"img_size": 32, "depth": 2}),
     "byoanet": ("lambda_resnet26t", 64, {}),
@@ -148,9 +144,7 @@ SMALL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "xception_aligned": ("xception41p", 32, {}),
     "xcit": ("xcit_nano_12_p8_224", 32, {}),
 }
-
-
-# One of each kind of arguments or outputs.
+# One model for each kind of arguments or outputs.
 TORCHVISION = (
     "googlenet",
     "lraspp_mobilenet_v3_large",
@@ -166,7 +160,7 @@ TORCHVISION = (
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: socket.socket, address: Any) -> None:
-        raise AssertionError(f"a download from {address}")
+        raise AssertionError(f"download from {address}")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
@@ -186,17 +180,17 @@ def results(tmp_path: Path) -> dict[str, Any]:
 
 
 class TestFamilies:
-    @pytest.mark.skipif(timm.__version__ != MADE_WITH, reason="the table is made with another timm")
-    def test_the_table_has_every_family_of_timm(self) -> None:
+    @pytest.mark.skipif(timm.__version__ != TIMM_VERSION, reason="SMALL was made with another version of timm")
+    def test_table_has_every_timm_family(self) -> None:
         assert len(catalog.names("timm")) == 1371
         assert len(SMALL) == 98
         assert {family: Name("timm", name).family for family, (name, _, _) in SMALL.items()} == {
             family: family for family in catalog.families()
         }
 
-    @pytest.mark.filterwarnings("ignore")  # the models' own; those of hookdrop are in the record
+    @pytest.mark.filterwarnings("ignore")  # the record contains the warnings of hookdrop
     @pytest.mark.parametrize("family", SMALL)
-    def test_a_small_model_of_the_family_runs_the_whole_check(self, family: str) -> None:
+    def test_small_model_of_each_family_passes_the_full_check(self, family: str) -> None:
         name, side, keywords = SMALL[family]
         if name not in timm.list_models():
             pytest.skip(f"this timm has no {name}")
@@ -209,30 +203,28 @@ class TestFamilies:
 
     @pytest.mark.filterwarnings("ignore")
     @pytest.mark.parametrize("name", TORCHVISION)
-    def test_torchvision_models_of_every_kind_run_it(self, name: str, tmp_path: Path) -> None:
-        record = sweep.checked(Name("torchvision", name), options(tmp_path))
+    def test_torchvision_models_pass_the_full_check(self, name: str, tmp_path: Path) -> None:
+        record = sweep.check_model(Name("torchvision", name), options(tmp_path))
         assert record["status"] == "passed", record
         assert record["family"].startswith("torchvision.")
         assert record["finite"]
 
 
-class TestTheCheckNotices:
-    """Each is broken in one way, and the check must say which."""
+class TestDetection:
+    """Each test breaks hookdrop in one way, and the check reports it."""
 
     @pytest.fixture
     def checked(self, model: Small, images: torch.Tensor) -> Callable[[], dict[str, Any]]:
         return lambda: Check(model, Example((images,), (images,))).run()
 
-    def test_nothing_where_nothing_is_broken(self, checked: Callable[[], dict[str, Any]]) -> None:
+    def test_unbroken_model_passes(self, checked: Callable[[], dict[str, Any]]) -> None:
         record = checked()
         assert record["status"] == "passed", record
         assert record["sites"] == {"DropBlock": 8}
         assert record["asked"] == pytest.approx(0.1)
         assert "warnings" not in record
 
-    def test_hookdrop_s_warnings_and_problems_by_their_kind(
-        self, model: Small, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_warnings_and_problems_are_recorded_by_kind(self, model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Injection, "check", lambda self: ["'dropblock': 2 of 4 sites lost: a.\n  do this."])
         x = torch.randn(2, 3, 2, 3)
         record = Check(model, Example((x,), (x,))).run()
@@ -240,7 +232,7 @@ class TestTheCheckNotices:
         assert record["warnings"] == {"DropBlock at '...': block_size=# covers the whole #x# map": 1}
         assert record["problems"] == ["'...': # of # sites lost"]
 
-    def test_a_hook_that_works_in_eval(
+    def test_hook_that_drops_in_eval_mode_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def always(hook: SiteHook, module: nn.Module, value: object) -> object:
@@ -250,19 +242,19 @@ class TestTheCheckNotices:
         monkeypatch.setattr(SiteHook, "_call", always)
         assert failure(checked()) == ("inject", "eval output differs with hooks")
 
-    def test_a_hook_that_does_not_fire(
+    def test_hook_that_does_not_fire_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(SiteHook, "_call", lambda hook, module, value: None)
         assert failure(checked()) == ("inject", "8 sites did not fire")
 
-    def test_an_injection_that_draws_random_numbers(
+    def test_inject_that_draws_random_numbers_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         after(monkeypatch, Plan, "apply", lambda plan: torch.rand(1))
-        assert failure(checked()) == ("inject", "inject changed the random state")
+        assert failure(checked()) == ("inject", "inject changed the RNG state")
 
-    def test_an_injection_that_changes_the_model(
+    def test_inject_that_adds_a_buffer_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         after(monkeypatch, Plan, "apply", lambda plan: plan.model.register_buffer("extra", torch.ones(1)))
@@ -270,14 +262,14 @@ class TestTheCheckNotices:
         assert step == "inject"
         assert "state_dict keys" in error
 
-    def test_an_injection_that_changes_a_bit(
+    def test_inject_that_changes_a_bit_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         after(monkeypatch, Plan, "apply", lambda plan: plan.model.fc.weight.data[0, 0].nextafter_(torch.tensor(9.0)))
         assert failure(checked()) == ("inject", "plan or inject changed a parameter or buffer")
 
     @pytest.mark.parametrize("factor", [0.0, 0.8, 1.25])
-    def test_a_wrong_rate(
+    def test_wrong_rate_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, factor: float
     ) -> None:
         monkeypatch.setattr(
@@ -289,24 +281,28 @@ class TestTheCheckNotices:
         assert step == "train"
         assert error.startswith("DropBlock dropped")
 
-    def test_a_graph_that_is_cut(self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-        changed = SiteHook.apply
-        monkeypatch.setattr(SiteHook, "apply", lambda hook, x, rate: changed(hook, x, rate).detach())
+    def test_detached_activations_fail(
+        self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        apply = SiteHook.apply
+        monkeypatch.setattr(SiteHook, "apply", lambda hook, x, rate: apply(hook, x, rate).detach())
         step, error = failure(checked())
         assert step == "train"
-        assert error.startswith("gradients of other parameters")
+        assert error.startswith("different parameters have gradients")
 
-    def test_weights_that_do_not_move(
+    def test_weights_that_are_not_updated_fail(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.optim.SGD, "step", lambda self: None)
-        assert failure(checked()) == ("remove", "the training step moved no weights")
+        assert failure(checked()) == ("remove", "the training step updated no parameter")
 
-    def test_hooks_that_stay(self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_hooks_left_by_remove_fail(
+        self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(Injection, "remove", lambda self: None)
         assert failure(checked()) == ("remove", "remove changed hooks")
 
-    def test_a_removal_that_changes_a_bit(
+    def test_remove_that_changes_a_bit_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         after(
@@ -314,48 +310,48 @@ class TestTheCheckNotices:
         )
         assert failure(checked()) == ("remove", "remove changed a parameter or buffer")
 
-    def test_a_removal_that_leaves_an_attribute(
+    def test_remove_that_leaves_an_attribute_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         after(monkeypatch, Injection, "remove", lambda drop: setattr(drop._model(), "marked", True))
         assert failure(checked()) == ("remove", "remove changed attributes")
 
-    def test_a_model_that_does_not_run_by_itself_is_no_failure(self, model: Small) -> None:
+    def test_model_that_does_not_run_without_hookdrop_is_not_a_failure(self, model: Small) -> None:
         x = torch.ones(2, 4, 16, 16)
         with pytest.raises(NotRunnable, match="expected input"):
             Check(model, Example((x,), (x,))).run()
 
 
 def failure(record: dict[str, Any]) -> tuple[str, str]:
-    """The step and what it says, less the class of the error and the example."""
+    """Return the step and the message, without the error class and the example."""
     assert record["status"] == "failed"
     assert record["traceback"].startswith("Traceback")
     assert "benchmarks/models/check.py" in record["traceback"]
     assert str(BENCHMARKS) not in record["traceback"]
-    return record["step"], record["error"].removeprefix("Broken: ").partition(", such as")[0]
+    return record["step"], record["error"].removeprefix("CheckFailed: ").partition(", such as")[0]
 
 
 def after(patch: pytest.MonkeyPatch, cls: type, method: str, also: Callable[[Any], Any]) -> None:
-    """Let `method` do something more at its end."""
+    """Call `also(self)` at the end of `method`."""
     original = getattr(cls, method)
 
-    def longer(self: Any) -> Any:
+    def extended(self: Any) -> Any:
         result = original(self)
         also(self)
         return result
 
-    patch.setattr(cls, method, longer)
+    patch.setattr(cls, method, extended)
 
 
 class TestFingerprints:
     @pytest.mark.parametrize("place", [0, 5, 8191, 8192, 20_000, 20_001])
-    def test_one_bit_shows_anywhere(self, place: int) -> None:
+    def test_fingerprint_detects_a_single_bit(self, place: int) -> None:
         layer = nn.Linear(20_002, 1, bias=False)
         before = fingerprint(layer)
         layer.weight.data[0, place].nextafter_(torch.tensor(9.0))
         assert fingerprint(layer) != before
 
-    def test_a_changed_order_or_sign_shows(self) -> None:
+    def test_fingerprint_detects_order_and_sign(self) -> None:
         layer = nn.Linear(20_002, 2, bias=False)
         before = fingerprint(layer)
         swapped, negative = layer.weight.data.clone(), -layer.weight.data
@@ -364,30 +360,30 @@ class TestFingerprints:
             layer.weight.data = changed
             assert fingerprint(layer) != before
 
-    def test_outputs_are_compared_by_their_bits(self) -> None:
+    def test_outputs_are_compared_bit_for_bit(self) -> None:
         nan, zero = torch.tensor([float("nan")]), torch.zeros(1)
-        assert same([nan, zero], [nan.clone(), zero.clone()])
-        assert not same([zero], [-zero])
-        assert not same([zero], [zero[None]])
-        assert not same([zero], [])
+        assert bit_equal([nan, zero], [nan.clone(), zero.clone()])
+        assert not bit_equal([zero], [-zero])
+        assert not bit_equal([zero], [zero[None]])
+        assert not bit_equal([zero], [])
 
 
 class TestSites:
-    def test_each_norm_gets_what_suits_its_rank(self) -> None:
+    def test_regularizer_fits_the_rank_of_each_norm(self) -> None:
         trial = Trial(Name("timm", "convnextv2_tiny"), (3, 32, 32))
-        chosen = regularizers(hookdrop.plan(trial.build(), layers="**", example_input=trial.example().eval))
+        chosen = choose_regularizers(hookdrop.plan(trial.build(), layers="**", example_input=trial.example().eval))
         kinds = {name: repr(regularizer) for name, regularizer in chosen.items()}
         assert kinds["stem.1"] == "DropBlock(p=0.1, block_size=3)"
         assert kinds["stages.1.blocks.0.norm"] == "DropBlock(p=0.1, block_size=3, channel_dim=-1)"
         assert kinds["stages.1.blocks.0.mlp.grn"] == "DropBlock(p=0.1, block_size=3, channel_dim=-1)"
         tokens = Trial(Name("timm", "vit_tiny_patch16_224"), (3, 32, 32), {"img_size": 32, "depth": 1, "qk_norm": True})
-        chosen = regularizers(hookdrop.plan(tokens.build(), layers="**", example_input=tokens.example().eval))
+        chosen = choose_regularizers(hookdrop.plan(tokens.build(), layers="**", example_input=tokens.example().eval))
         assert {type(regularizer) for regularizer in chosen.values()} == {hookdrop.Dropout}
         assert {"norm", "blocks.0.norm1", "blocks.0.attn.q_norm"} <= set(chosen)
 
-    def test_without_norms_the_convolutions_and_linear_layers(self) -> None:
+    def test_models_without_norms_get_hooks_on_convolutions_and_linear_layers(self) -> None:
         trial = Trial(Name("torchvision", "squeezenet1_1"), (3, 32, 32))
-        chosen = regularizers(hookdrop.plan(trial.build(), layers="**", example_input=trial.example().eval))
+        chosen = choose_regularizers(hookdrop.plan(trial.build(), layers="**", example_input=trial.example().eval))
         assert len(chosen) == 26
         assert {type(regularizer) for regularizer in chosen.values()} == {hookdrop.DropBlock}
 
@@ -401,19 +397,19 @@ class TestBuilding:
             ("inception_v4", (3, 96, 96), {}),
         ],
     )
-    def test_the_smallest_input_that_is_accepted(
+    def test_first_accepted_trial_is_the_smallest_input(
         self, name: str, shape: tuple[int, ...], keywords: dict[str, Any]
     ) -> None:
         skeleton = catalog.skeleton_of(Name("timm", name))
         trials = catalog.trials(Name("timm", name), skeleton)
         assert next(t for t in trials if catalog.accepted(t, skeleton)) == Trial(Name("timm", name), shape, keywords)
 
-    def test_quick_weights_are_random_and_scaled_as_the_initialization_asks(self) -> None:
-        slow = torch.Tensor.normal_
+    def test_quick_weights_are_random_and_have_the_scale_of_the_initializer(self) -> None:
+        original = torch.Tensor.normal_
         with quick_weights():
             layers = [nn.Linear(1024, 1024), nn.Conv2d(256, 256, 3)]
             truncated = timm.layers.trunc_normal_(torch.empty(512, 512), std=0.02)
-        assert torch.Tensor.normal_ is slow
+        assert torch.Tensor.normal_ is original
         weights = [layer.weight.detach() for layer in layers]
         for weight in (*weights, truncated):
             assert weight.unique().numel() > 0.9 * weight.numel()
@@ -422,58 +418,60 @@ class TestBuilding:
         assert weights[1].std().item() == pytest.approx((3 * 9 * 256) ** -0.5, rel=0.02)
         assert truncated.std().item() == pytest.approx(0.02, rel=0.02)
 
-    def test_a_model_is_built_the_same_each_time(self) -> None:
+    def test_building_is_deterministic(self) -> None:
         trial = Trial(Name("timm", "test_resnet"), (3, 32, 32))
         assert fingerprint(trial.build()) == fingerprint(trial.build())
 
 
 @pytest.mark.filterwarnings("ignore")
 class TestRuns:
-    def test_the_shards_are_all_models_once(self) -> None:
+    def test_shards_partition_the_models(self) -> None:
         names = catalog.names()
         parts = [zoo.shard_of(names, (index, 3)) for index in (1, 2, 3)]
         assert sorted(str(name) for part in parts for name in part) == sorted(map(str, names))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
     @pytest.mark.parametrize("shard", ["0/2", "3/2", "2", "a/b", "1/"])
-    def test_a_shard_that_is_none_is_refused(self, shard: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_invalid_shard_is_rejected(self, shard: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             zoo.parse_options(["--shard", shard])
-        assert f"a shard is I/N with I from 1 to N, got '{shard}'" in capsys.readouterr().err
+        assert f"expected I/N with 1 <= I <= N, got '{shard}'" in capsys.readouterr().err
 
-    def test_a_run_goes_on_where_it_was_interrupted(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_interrupted_run_resumes_after_the_crashed_model(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         only = ("--only", ":test_(resnet|vit|byobnet)$")
         assert run(tmp_path, *only, "--limit", "1") == 0
         journal = tmp_path / "shard-1-of-1.jsonl"
         first = journal.read_text()
-        # Ended in the middle of the next one, and of a line.
+        # Killed during the next model, in the middle of a line.
         journal.write_text(first + '{"started": "timm:test_resnet"}\n{"name": "timm:test_re')
         assert run(tmp_path, *only) == 1
         assert journal.read_text().startswith(first)
         status = {record["name"]: record["status"] for record in results(tmp_path)["models"]}
         assert status == {"timm:test_byobnet": "passed", "timm:test_resnet": "crashed", "timm:test_vit": "passed"}
-        assert "the process ended while it was checked" in (tmp_path / "zoo.md").read_text()
+        assert "the process ended during the check" in (tmp_path / "zoo.md").read_text()
         assert run(tmp_path, *only, "--again", "crashed") == 0
         assert {record["status"] for record in results(tmp_path)["models"]} == {"passed"}
         capsys.readouterr()
         assert run(tmp_path, *only) == 0
-        assert "3 models in this shard, 3 of them done" in capsys.readouterr().out
+        assert "3 models in this shard, 3 done" in capsys.readouterr().out
         assert run(tmp_path, *only, "--limit", "1", "--fresh") == 0
         assert len(results(tmp_path)["models"]) == 1
 
-    def test_a_model_that_is_too_large_is_planned_on_the_meta_device(self, tmp_path: Path) -> None:
-        record = sweep.checked(Name("timm", "test_vit"), options(tmp_path, "--memory", "1"))
+    def test_model_too_large_for_memory_runs_on_the_meta_device(self, tmp_path: Path) -> None:
+        record = sweep.check_model(Name("timm", "test_vit"), options(tmp_path, "--memory", "1"))
         assert record["status"] == "meta", record
         assert record["sites"] == {"Dropout": 13}
-        assert record["error"] == "needs about 1.5 GiB, there are 1.0"
+        assert record["error"] == "needs about 1.5 GiB, the limit is 1.0 GiB"
 
-    def test_shards_share_the_memory(self, tmp_path: Path) -> None:
-        alone, beside = sweep.limits(options(tmp_path, "--shard", "1/2"))
-        assert (alone / sweep.GIB, beside / sweep.GIB) == (6.0, 2.0)
+    def test_memory_limits_with_shards(self, tmp_path: Path) -> None:
+        exclusive, shared = sweep.limits(options(tmp_path, "--shard", "1/2"))
+        assert (exclusive / sweep.GIB, shared / sweep.GIB) == (6.0, 2.0)
         assert sweep.limits(options(tmp_path)) == (8 * sweep.GIB, 8 * sweep.GIB)
 
-    def test_large_models_take_turns(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def is_free() -> bool:
+    def test_large_models_run_exclusively(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def is_unlocked() -> bool:
             with (tmp_path / "large.lock").open("w") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -481,34 +479,34 @@ class TestRuns:
                     return False
             return True
 
-        def look(trials: object, device: str) -> dict[str, Any]:
-            return {"status": "passed", "free": is_free()}
+        def check(trials: object, device: str) -> dict[str, Any]:
+            return {"status": "passed", "unlocked": is_unlocked()}
 
-        monkeypatch.setattr(sweep, "first_that_runs", look)
+        monkeypatch.setattr(sweep, "check_first_runnable", check)
         name = Name("timm", "test_vit")
-        for memory, free in ((8, True), (5, False)):
+        for memory, unlocked in ((8, True), (5, False)):
             arguments = ("--shard", "1/2", "--memory", str(memory))
-            assert sweep.checked(name, options(tmp_path, *arguments))["free"] is free
-        assert is_free()
+            assert sweep.check_model(name, options(tmp_path, *arguments))["unlocked"] is unlocked
+        assert is_unlocked()
 
-    def test_a_model_that_takes_no_input_is_counted_apart(self) -> None:
+    def test_model_that_accepts_no_input_has_status_clean(self) -> None:
         trials = (Trial(Name("timm", "test_resnet"), shape) for shape in ((5, 32, 32), (3, 0, 0)))
-        record = sweep.first_that_runs(trials, "cpu")
+        record = sweep.check_first_runnable(trials, "cpu")
         assert record["status"] == "clean"
         assert record["error"].endswith("[2x3x0x0]")
 
-    def test_a_failure_anywhere_is_a_record(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def broken(trials: object, device: str) -> dict[str, Any]:
+    def test_timeout_is_recorded_as_failure(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def times_out(trials: object, device: str) -> dict[str, Any]:
             signal.raise_signal(signal.SIGALRM)
             raise AssertionError
 
         before = signal.getsignal(signal.SIGALRM)
-        monkeypatch.setattr(sweep, "first_that_runs", broken)
-        record = sweep.checked(Name("timm", "test_vit"), options(tmp_path))
-        assert (record["status"], record["error"]) == ("failed", "TimeoutError: not done after 900 s")
+        monkeypatch.setattr(sweep, "check_first_runnable", times_out)
+        record = sweep.check_model(Name("timm", "test_vit"), options(tmp_path))
+        assert (record["status"], record["error"]) == ("failed", "TimeoutError: not finished after 900 s")
         assert signal.getsignal(signal.SIGALRM) == before
 
-    def test_it_runs_as_a_program(self, tmp_path: Path) -> None:
+    def test_zoo_runs_as_a_program(self, tmp_path: Path) -> None:
         command = [sys.executable, str(BENCHMARKS / "zoo.py"), "--only", ":test_resnet$", "--out", str(tmp_path)]
         done = subprocess.run([*command, "--shard", "1/2"], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -524,7 +522,13 @@ class TestReport:
         records: list[dict[str, Any]] = [
             {"name": "timm:resnet18", "dropped": 0.098, "elements": 3000, "finite": True, **measured},
             {"name": "timm:resnet26", "dropped": 0.102, "elements": 1000, "finite": False, **measured},
-            {"name": "timm:resnet34", "family": "resnet", "status": "failed", "step": "train", "error": "Broken: x"},
+            {
+                "name": "timm:resnet34",
+                "family": "resnet",
+                "status": "failed",
+                "step": "train",
+                "error": "CheckFailed: x",
+            },
             {"name": "timm:vit_7b_patch16_dinov3", "family": "eva", "status": "meta", "error": "needs a|b"},
             {"name": "torchvision:resnet18", "family": "torchvision.resnet", "status": "clean", "error": "too small"},
         ]
@@ -535,11 +539,11 @@ class TestReport:
             (folder / f"shard-{index + 1}-of-2.jsonl").write_text("\n".join(lines) + "\n")
         return [tmp_path / "0", tmp_path / "1"]
 
-    def test_shards_of_several_folders_are_merged(
+    def test_report_merges_several_folders(
         self, folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        told = ["--report", *map(str, folders), "--out", str(tmp_path), "--hardware", "a machine"]
-        assert zoo.main(told) == 1
+        arguments = ["--report", *map(str, folders), "--out", str(tmp_path), "--hardware", "a machine"]
+        assert zoo.main(arguments) == 1
         found = results(tmp_path)
         assert found["hardware"] == "a machine"
         totals = {"passed": 2, "failed": 1, "crashed": 0, "clean": 0, "meta": 1}
@@ -550,19 +554,22 @@ class TestReport:
         names = len(catalog.names("timm"))
         families = len(catalog.families())
         assert (
-            f"timm: 2 of {names} models ({2 / names:.1%}) and 1 of {families} families passed the whole check; "
-            f"1 failed; 1 on the meta device only; {names - 4} not yet run."
+            f"timm: 2 of {names} models ({2 / names:.1%}) and 1 of {families} families passed the full check; "
+            f"1 failed; 1 checked on the meta device only; {names - 4} not yet checked."
         ) in capsys.readouterr().out
 
-    def test_the_table_names_each_failure_with_its_reason(self, folders: list[Path], tmp_path: Path) -> None:
+    def test_report_lists_failures_with_reasons(self, folders: list[Path], tmp_path: Path) -> None:
         report.write(tmp_path, report.merge(folders, catalog.names(), "a machine"))
         text = (tmp_path / "zoo.md").read_text()
-        assert "## Failed: 1\n\n| model | step | why |\n|---|---|---|\n| timm:resnet34 | train | Broken: x |" in text
+        assert (
+            "## Failed: 1\n\n| model | step | reason |\n|---|---|---|\n| timm:resnet34 | train | CheckFailed: x |"
+            in text
+        )
         assert "| timm:vit_7b_patch16_dinov3 |  | needs a\\|b |" in text
         assert "| torchvision:resnet18 |  | too small |" in text
         size = sum(name.family == "resnet" for name in catalog.names("timm"))
         assert f"| resnet | {size} | 2 | 1 | 0 | 0 | 0 |" in text
         assert "Sites: 40 DropBlock." in text
-        assert "of each of 2 models 9.9000% of 4,000 elements were dropped; 10.0000% were asked for." in text
-        assert "1 models give NaN" in text
+        assert "of each of 2 models dropped 9.9000% of 4,000 elements; the requested rate is 10.0000%." in text
+        assert "1 models return NaN" in text
         assert str(tmp_path) not in text + (tmp_path / "zoo.json").read_text()

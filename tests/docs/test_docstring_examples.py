@@ -1,4 +1,4 @@
-"""Every example in a docstring runs and prints what it says."""
+"""Doctests of all modules."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MODULES = [info.name for info in pkgutil.walk_packages(hookdrop.__path__, "hookd
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples(name: str) -> None:
+def test_docstring_examples_run(name: str) -> None:
     module = importlib.import_module(name)
     names = {key: getattr(hookdrop, key) for key in hookdrop.__all__}
     result = doctest.testmod(module, extraglobs={"torch": torch, "nn": nn, "copy": copy, **names})
     assert result.failed == 0
 
 
-def test_the_examples_are_there() -> None:
+def test_docstrings_contain_examples() -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
     found = sum(len(finder.find(importlib.import_module(name))) for name in MODULES)
     assert found > 20

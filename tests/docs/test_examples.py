@@ -1,15 +1,13 @@
-"""The examples run from end to end on tiny settings, and what they say is so."""
+"""The examples run end to end with tiny settings and report correct results."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import math
 import pickle
 import shlex
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,40 +24,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchvision.datasets import CIFAR10
 
 from tests.support.paths import ROOT
+from tests.support.scripts import load
 
 np = pytest.importorskip("numpy")
-
-
 timm = pytest.importorskip("timm")
-
-
 EXAMPLES = ROOT / "examples"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its module up by name.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-    return module
-
-
-finetune = load("finetune_timm")
-
-
-mc_dropout = load("mc_dropout")
-
-
+finetune = load(EXAMPLES / "finetune_timm.py")
+mc_dropout = load(EXAMPLES / "mc_dropout.py")
 TINY = "--image-size 32 --limit 48 --batch-size 16 --epochs 3 --device cpu"
-
-
 DROPBLOCK = "--regularizer 'DropBlock(p=0.2, block_size=3)' --layers 'layer[123].*' --exclude layer3.0"
-
-
 DROPOUT = "--regularizer 'Dropout(p=0.3)' --layers layer1.0 layer2.0"
 
 
@@ -72,7 +47,7 @@ def saved(out: Path) -> dict[str, Any]:
 
 
 def differences(a: Any, b: Any) -> list[str]:
-    """The paths at which two checkpoints differ, bit for bit."""
+    """Return the paths at which two checkpoints are not bit-equal."""
     leaves_a, leaves_b = (dict(pytree.tree_flatten_with_path(state)[0]) for state in (a, b))
     assert leaves_a.keys() == leaves_b.keys()
     return [pytree.keystr(path) for path, value in leaves_a.items() if not _same(value, leaves_b[path])]
@@ -84,7 +59,7 @@ def _same(a: Any, b: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run with a ramp over all of it."""
+    """An uninterrupted run with a ramp over the whole training."""
     out = tmp_path_factory.mktemp("whole")
     run(out, DROPBLOCK)
     return out
@@ -109,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- finetune_timm.py
 
 
-def test_a_run_writes_curves_with_the_rate_in_them(whole: Path) -> None:
+def test_finetune_logs_curves_with_the_rate(whole: Path) -> None:
     events = EventAccumulator(str(whole / "tensorboard")).Reload()
     scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert {"loss", "lr", "model accuracy", "ema accuracy", "hookdrop/dropblock/keep_prob"} <= scalars.keys()
@@ -117,7 +92,7 @@ def test_a_run_writes_curves_with_the_rate_in_them(whole: Path) -> None:
     assert [value for _, value in scalars["hookdrop/dropblock/p"]] == pytest.approx([0.2 / 3, 0.4 / 3, 0.2])
 
 
-def test_the_final_weights_are_those_of_a_plain_model(whole: Path) -> None:
+def test_final_weights_load_into_a_plain_model(whole: Path) -> None:
     args = finetune.parse_args(["--image-size", "32"])
     for file, reported in (("model.pt", "model accuracy"), ("ema.pt", "ema accuracy")):
         model = timm.create_model("test_resnet", num_classes=10).eval()
@@ -130,17 +105,17 @@ def test_the_final_weights_are_those_of_a_plain_model(whole: Path) -> None:
         assert right.float().mean().item() == pytest.approx(saved(whole)["metrics"][reported], abs=0.0021)
 
 
-def test_what_was_dropped_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finetune_prints_the_measured_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run(tmp_path, DROPOUT, "--epochs 1 --ramp 0")
     assert result["asked"] == pytest.approx(0.3)
     assert result["dropped"] == pytest.approx(0.3, abs=0.02)
     printed = capsys.readouterr().out
     assert printed.startswith("2 sites of ResNet\n")
     assert "eval output bit-identical with and without hooks" in printed
-    assert f"accuracy {result['model accuracy']:.2%}, with averaged weights" in printed
+    assert f"accuracy {result['model accuracy']:.2%}, EMA" in printed
 
 
-def test_a_resumed_run_ends_bit_equal(whole: Path, tmp_path: Path) -> None:
+def test_resumed_run_ends_bit_equal(whole: Path, tmp_path: Path) -> None:
     run(tmp_path, DROPBLOCK, "--stop-after-epoch 1")
     assert saved(tmp_path)["epoch"] == 1
     assert not (tmp_path / "model.pt").exists()
@@ -149,10 +124,10 @@ def test_a_resumed_run_ends_bit_equal(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_so_it_does_with_a_scaler_a_worker_and_an_unfinished_group(folder: Path, tmp_path: Path) -> None:
-    # 30 images are 7 batches of 4: three optimizer steps of two batches, and one batch that is left over.
+def test_resumed_run_with_scaler_worker_and_incomplete_group_ends_bit_equal(folder: Path, tmp_path: Path) -> None:
+    # 30 images are 7 batches of 4: three optimizer steps of two batches, and one remaining batch.
     settings = f"{DROPOUT} --ramp 0.5 --amp fp16 --batch-size 4 --accumulate 2 --workers 1 --data {folder} --limit 30"
-    settings += " --seed 1"  # no gradient overflows with it, so that no step is skipped
+    settings += " --seed 1"  # no gradient overflows with this seed, so no step is skipped
     run(tmp_path / "whole", settings)
     run(tmp_path / "parts", settings, "--stop-after-epoch 2")
     assert saved(tmp_path / "parts")["scaler"]["_growth_tracker"] == saved(tmp_path / "parts")["step"] == 6
@@ -168,27 +143,29 @@ def assert_same_end(whole: Path, parts: Path) -> None:
         assert differences(a, b) == []
 
 
-def test_a_checkpoint_of_another_file_is_resumed_elsewhere(whole: Path, tmp_path: Path) -> None:
-    result = run(tmp_path, DROPBLOCK, f"--resume {whole / 'last.pt'}")  # it is done: only the end is left to do
+def test_resume_from_a_checkpoint_in_another_folder(whole: Path, tmp_path: Path) -> None:
+    result = run(
+        tmp_path, DROPBLOCK, f"--resume {whole / 'last.pt'}"
+    )  # the run is complete, so only the final weights are written
     assert differences(saved(whole)["metrics"], {key: result[key] for key in saved(whole)["metrics"]}) == []
     assert (tmp_path / "model.pt").exists()
 
 
-def test_other_settings_are_not_resumed(whole: Path) -> None:
+def test_resume_with_different_settings_is_rejected(whole: Path) -> None:
     before = (whole / "last.pt").read_bytes()
-    with pytest.raises(SystemExit, match="limit: 48 there, 49 here\n  epochs: 3 there, 4 here"):
+    with pytest.raises(SystemExit, match="limit: 48 saved, 49 now\n  epochs: 3 saved, 4 now"):
         run(whole, DROPBLOCK, "--epochs 4 --limit 49 --resume auto")
     assert (whole / "last.pt").read_bytes() == before
 
 
-def test_a_finished_run_is_not_overwritten(whole: Path) -> None:
+def test_existing_run_is_not_overwritten(whole: Path) -> None:
     before = (whole / "last.pt").read_bytes()
-    with pytest.raises(SystemExit, match="is there already: go on with --resume auto"):
+    with pytest.raises(SystemExit, match="already exists: continue it with --resume auto"):
         run(whole, DROPBLOCK)
     assert (whole / "last.pt").read_bytes() == before
 
 
-def test_an_interrupted_save_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_save_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def half(state: Any, path: Path) -> None:
         path.write_bytes(b"half a")
         raise KeyboardInterrupt
@@ -200,7 +177,7 @@ def test_an_interrupted_save_leaves_the_file_of_before(tmp_path: Path, monkeypat
     assert saved(tmp_path) == {"epoch": 1}
 
 
-def test_without_a_regularizer_the_images_come_in_the_same_order(whole: Path, tmp_path: Path) -> None:
+def test_regularizer_does_not_change_the_order_of_images(whole: Path, tmp_path: Path) -> None:
     run(tmp_path)
     plain, regularized = saved(tmp_path), saved(whole)
     assert "hookdrop" not in plain
@@ -208,7 +185,7 @@ def test_without_a_regularizer_the_images_come_in_the_same_order(whole: Path, tm
     assert not torch.equal(plain["rng"]["torch"], regularized["rng"]["torch"])  # DropBlock drew from it
 
 
-def test_a_step_that_the_scaler_skips_does_not_count(
+def test_step_skipped_by_the_scaler_does_not_count(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = []
@@ -224,7 +201,7 @@ def test_a_step_that_the_scaler_skips_does_not_count(
     assert saved(tmp_path)["scaler"]["scale"] == 65536 / 2
 
 
-def test_weights_from_a_file_get_a_new_head(whole: Path) -> None:
+def test_checkpoint_weights_get_a_new_head(whole: Path) -> None:
     args = finetune.parse_args(["--checkpoint", str(whole / "model.pt"), "--device", "cpu"])
     weights, model = torch.load(whole / "model.pt", weights_only=True), finetune.create_model(args, 3)
     assert model.fc.out_features == 3
@@ -234,7 +211,7 @@ def test_weights_from_a_file_get_a_new_head(whole: Path) -> None:
     ]
 
 
-def test_a_folder_of_images(folder: Path, tmp_path: Path) -> None:
+def test_image_folder(folder: Path, tmp_path: Path) -> None:
     result = run(tmp_path, DROPBLOCK, f"--data {folder} --limit 30 --epochs 1")
     assert result["model accuracy"] in {i / 8 for i in range(9)}
     settings = saved(tmp_path)["settings"]
@@ -242,14 +219,14 @@ def test_a_folder_of_images(folder: Path, tmp_path: Path) -> None:
     assert saved(tmp_path)["model"]["fc.bias"].shape == (2,)
 
 
-def test_a_folder_with_other_classes_for_validation(tmp_path: Path) -> None:
+def test_image_folder_with_different_validation_classes_is_rejected(tmp_path: Path) -> None:
     folder = image_folder(tmp_path / "data", ("circle", "square"), ("square", "star"))
-    with pytest.raises(SystemExit, match="differ in their classes"):
+    with pytest.raises(SystemExit, match="have different classes"):
         run(tmp_path / "out", f"--data {folder}")
 
 
 def cifar10_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few images in CIFAR-10's own format, with torchvision told their checksums."""
+    """Write a few images in CIFAR-10's format, and set their checksums in torchvision."""
     folder = root / CIFAR10.base_folder
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -283,24 +260,24 @@ def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("--model test_vit --regularizer 'DropBlock(p=0.1)' --layers 'blocks.*'", hookdrop.ShapeError, "have no map"),
     ],
 )
-def test_a_mistake_ends_it_before_training(
+def test_invalid_layers_or_regularizers_raise_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, error: type[Exception], text: str
 ) -> None:
-    monkeypatch.setattr(finetune, "train_epoch", lambda run: pytest.fail("it trained"))
+    monkeypatch.setattr(finetune, "train_epoch", lambda run: pytest.fail("training started"))
     with pytest.raises(error, match=text):
         run(tmp_path / "out", flags)
     assert not (tmp_path / "out").exists()
 
 
-def test_flags_that_do_nothing_alone_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomplete_or_invalid_flags_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path, "--layers layer1")
-    assert "--regularizer and --layers go together" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="48 training images do not make one step of 4 x 16"):
+    assert "--regularizer and --layers must be used together" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="48 training images are fewer than one step of 4 x 16"):
         run(tmp_path, "--accumulate 4")
 
 
-# --- the command lines in the docstrings
+# --- command lines in the docstrings
 
 
 def commands(module: ModuleType) -> list[argparse.Namespace]:
@@ -310,7 +287,7 @@ def commands(module: ModuleType) -> list[argparse.Namespace]:
 
 
 @pytest.mark.parametrize("module", [finetune, mc_dropout], ids=["finetune_timm", "mc_dropout"])
-def test_the_command_lines_name_layers_that_exist(module: ModuleType) -> None:
+def test_documented_commands_name_existing_layers(module: ModuleType) -> None:
     found = commands(module)
     assert len(found) == 3
     for args in found:
@@ -320,7 +297,7 @@ def test_the_command_lines_name_layers_that_exist(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("module", [finetune, mc_dropout], ids=["finetune_timm", "mc_dropout"])
-def test_help(module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_examples(module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         module.main(["--help"])
     assert "--regularizer TEXT" in capsys.readouterr().out
@@ -331,13 +308,13 @@ def test_help(module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
 FAST = ["--train-images", "60", "--steps", "20", "--samples", "3", "--device", "cpu"]
 
 
-def test_mc_dropout_prints_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mc_dropout_prints_and_writes_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = mc_dropout.main([*FAST, "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     assert f"{result['errors']} errors in 500 test images: accuracy {1 - result['errors'] / 500:.1%}" in printed
     assert f"ranks these {result['errors']} errors" in printed
-    assert "batch norm statistics are what they were before sampling: True" in printed
-    assert "eval output is bit-identical to that before sampling: True" in printed
+    assert "sampling left parameters and batch norm statistics unchanged: True" in printed
+    assert "eval output is bit-identical before and after sampling: True" in printed
     for row in (*result["by measure"], *result["by kind"]):
         assert f"\n{row} " in printed
     assert json.loads((tmp_path / "report.json").read_text()) == result
@@ -345,47 +322,47 @@ def test_mc_dropout_prints_what_it_found(tmp_path: Path, capsys: pytest.CaptureF
         assert picture.size == (1200, 400)
 
 
-def test_sampling_differs_and_leaves_nothing_behind() -> None:
+def test_sampling_is_random_and_leaves_the_model_unchanged() -> None:
     args = mc_dropout.parse_args(["--train-images", "32", "--steps", "2", "--device", "cpu"])
     images, _, labels, _ = mc_dropout.digits()
     model, drop = mc_dropout.prepare(args, images, labels)
     x = mc_dropout.batch(images[:8], model, args)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    once = mc_dropout.ask(model, x)
+    probabilities = mc_dropout.predict(model, x)
 
-    often = mc_dropout.ask_often(model, drop, x, 3)
+    samples = mc_dropout.sample(model, drop, x, 3)
 
-    assert often.shape == (3, 8, 10)
-    assert not torch.equal(often[0], often[1])
+    assert samples.shape == (3, 8, 10)
+    assert not torch.equal(samples[0], samples[1])
     assert before["bn1.running_mean"].abs().max() > 0
     assert differences(before, dict(model.state_dict())) == []
-    assert torch.equal(mc_dropout.ask(model, x), once)
+    assert torch.equal(mc_dropout.predict(model, x), probabilities)
 
 
-def test_it_would_say_so_if_batch_norm_had_moved(
+def test_mc_dropout_reports_changed_batch_norm_statistics(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def in_train_mode(model: torch.nn.Module, drop: object, x: torch.Tensor, samples: int) -> torch.Tensor:
         model.train()
         try:
-            return mc_dropout.ask(model, x)[None]
+            return mc_dropout.predict(model, x)[None]
         finally:
             model.eval()
 
-    monkeypatch.setattr(mc_dropout, "ask_often", in_train_mode)
+    monkeypatch.setattr(mc_dropout, "sample", in_train_mode)
     result = mc_dropout.main(FAST)
     assert not result["state untouched"]
     assert not result["eval identical"]
-    assert "before sampling: False" in capsys.readouterr().out
+    assert "statistics unchanged: False" in capsys.readouterr().out
 
 
-def test_mc_dropout_takes_the_weights_that_finetuning_wrote(whole: Path) -> None:
+def test_mc_dropout_loads_finetuned_weights(whole: Path) -> None:
     settings = ["--checkpoint", str(whole / "model.pt"), "--samples", "1", "--device", "cpu"]
     result = mc_dropout.main(settings)
     assert result["accuracy"] == pytest.approx(saved(whole)["metrics"]["model accuracy"], abs=0.0021)
 
 
-def test_both_examples_show_the_same_images_to_the_model() -> None:
+def test_both_examples_preprocess_images_identically() -> None:
     model = timm.create_model("test_resnet", num_classes=10)
     args = finetune.parse_args(["--image-size", "32", "--device", "cpu"])
     train, val = finetune.datasets(args)
@@ -396,7 +373,7 @@ def test_both_examples_show_the_same_images_to_the_model() -> None:
     assert len(train) + len(val) == 1797
 
 
-def test_uncertainty_of_known_answers() -> None:
+def test_uncertainty_of_known_probabilities() -> None:
     split = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]])  # (samples, images, classes)
     found = mc_dropout.uncertainty(split[0], split)
     assert found["softmax entropy"] == pytest.approx([0, math.log(2)])
@@ -404,7 +381,7 @@ def test_uncertainty_of_known_answers() -> None:
     assert found["MC mutual information"] == pytest.approx([math.log(2), 0])
 
 
-def test_the_verdict_follows_the_numbers() -> None:
+def test_verdict_depends_on_the_interval() -> None:
     rng = np.random.default_rng(0)
     wrong = np.arange(200) < 40
     good, noise = wrong + 0.1 * rng.random(200), rng.random(200)
@@ -414,6 +391,6 @@ def test_the_verdict_follows_the_numbers() -> None:
     assert "40 errors better than softmax" in mc_dropout.verdict(40, better)
     assert "40 errors worse than softmax" in mc_dropout.verdict(40, worse)
     assert "40 errors not distinguishable from softmax" in mc_dropout.verdict(40, same)
-    assert "nothing can be said" in mc_dropout.verdict(0, mc_dropout.gain({"MC entropy": good}, wrong & False))
-    table = mc_dropout.of_errors({"MC entropy": good}, wrong)["MC entropy"]
+    assert "there are no errors to rank" in mc_dropout.verdict(0, mc_dropout.gain({"MC entropy": good}, wrong & False))
+    table = mc_dropout.error_ranking({"MC entropy": good}, wrong)["MC entropy"]
     assert list(table.values()) == [1.0, 1.0, 0.0]

@@ -1,11 +1,9 @@
-"""The gallery: a picture of every regularizer, schedule and recipe, small, and made by the program that is there."""
+"""The gallery is complete and matches the output of `examples/gallery.py`."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import hookdrop
 from hookdrop.regularizers import REGULARIZERS
 from tests.support.paths import ROOT
+from tests.support.scripts import load
 
 PAGE = (ROOT / "docs" / "gallery.md").read_text()
 
@@ -23,32 +22,28 @@ for _needed in ("matplotlib", "sklearn", "torchvision"):
 
 @pytest.fixture(scope="module")
 def gallery() -> Any:
-    spec = importlib.util.spec_from_file_location("gallery", ROOT / "examples" / "gallery.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gallery"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "examples" / "gallery.py")
 
 
-def test_every_picture_of_the_page_is_there_and_small() -> None:
+def test_linked_figures_exist_and_are_small() -> None:
     linked = re.findall(r"\]\((gallery/[\w-]+\.png)\)", PAGE)
     assert {f"gallery/{path.name}" for path in (ROOT / "docs" / "gallery").glob("*.png")} == set(linked)
     assert all((ROOT / "docs" / path).stat().st_size < 80_000 for path in linked)
 
 
-def test_every_regularizer_is_on_the_page() -> None:
+def test_page_shows_every_regularizer() -> None:
     headings = set(re.findall(r"^### (.*)$", PAGE, re.MULTILINE))
     named = {name for heading in headings for name in heading.split(", ")}
     assert set(REGULARIZERS) <= named
 
 
-def test_every_schedule_is_drawn(gallery: Any) -> None:
-    there = {name for name in hookdrop.__all__ if name.endswith("Schedule")}
-    assert {type(schedule).__name__ for schedule in gallery.SCHEDULES} == there - {"Schedule", "LambdaSchedule"}
+def test_page_shows_every_schedule(gallery: Any) -> None:
+    public = {name for name in hookdrop.__all__ if name.endswith("Schedule")}
+    assert {type(schedule).__name__ for schedule in gallery.SCHEDULES} == public - {"Schedule", "LambdaSchedule"}
 
 
-def test_the_program_makes_the_page(gallery: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_see(command: list[str], **_: Any) -> None:  # examples/see.py has a test of its own
+def test_program_writes_the_committed_page(gallery: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_see(command: list[str], **_: Any) -> None:  # test_see.py covers examples/see.py
         Path(command[-1]).write_bytes((ROOT / "docs" / "gallery" / "see.png").read_bytes())
 
     monkeypatch.setattr(subprocess, "run", without_see)

@@ -1,4 +1,4 @@
-"""Every block of the README runs, in order, and prints what stands under it."""
+"""The code blocks of the README run in order and print the documented output."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ import torch
 from tests.support.paths import ROOT
 
 README = ROOT / "README.md"
-
-
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$|^<!-- runs before the block\n(?P<hidden>.*?)^-->$|"
                    r"^```text\n(?P<text>.*?)^```$", re.M | re.S)  # fmt: skip
-
-
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])")
 
 
 def blocks() -> list[tuple[str, str, int]]:
-    """(kind, text, line) of every block in order."""
+    """Return (kind, text, line) of each block in order."""
     text = README.read_text()
     found = []
     for match in BLOCK.finditer(text):
@@ -33,14 +29,14 @@ def blocks() -> list[tuple[str, str, int]]:
     return found
 
 
-def same(printed: str, promised: str) -> bool:
-    """Equal in words; numbers within 3 %, for they are drawn and summed in another order elsewhere."""
-    words = [NUMBER.sub("#", re.sub(r" +|-{2,}", " ", text)).split() for text in (printed, promised)]
-    numbers = [[float(n) for n in NUMBER.findall(text)] for text in (printed, promised)]
+def matches(printed: str, documented: str) -> bool:
+    """Compare words exactly and numbers within 3 %, as random draws and sums differ between machines."""
+    words = [NUMBER.sub("#", re.sub(r" +|-{2,}", " ", text)).split() for text in (printed, documented)]
+    numbers = [[float(n) for n in NUMBER.findall(text)] for text in (printed, documented)]
     return words[0] == words[1] and all(a == pytest.approx(b, rel=0.03) for a, b in zip(*numbers, strict=True))
 
 
-def test_every_block_runs_and_prints_what_stands_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_blocks_run_and_print_the_documented_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     names: dict[str, object] = {"__name__": "readme"}
@@ -50,7 +46,7 @@ def test_every_block_runs_and_prints_what_stands_under_it(tmp_path: Path, monkey
         warnings.filterwarnings("error", category=UserWarning, module="readme")
         for kind, text, line in blocks():
             if kind == "text":
-                assert same(printed, text), f"README line {line} promises\n{text}\nand got\n{printed}"
+                assert matches(printed, text), f"README line {line} documents\n{text}\nbut the code prints\n{printed}"
                 continue
             output = io.StringIO()
             with contextlib.redirect_stdout(output):
@@ -60,18 +56,18 @@ def test_every_block_runs_and_prints_what_stands_under_it(tmp_path: Path, monkey
     torch.compiler.reset()
 
 
-def test_there_is_something_to_check() -> None:
+def test_readme_contains_code_and_output() -> None:
     kinds = [kind for kind, _, _ in blocks()]
     assert kinds.count("code") >= 12
     assert kinds.count("text") >= 11
 
 
-def test_the_first_screen_is_a_program_and_what_it_prints() -> None:
+def test_readme_starts_with_a_program_and_its_output() -> None:
     assert [kind for kind, _, _ in blocks()][:4] == ["code", "text", "code", "text"]
     assert blocks()[1][2] < 60
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_resolve() -> None:
     text = README.read_text()
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (README.parent / target).exists(), target
@@ -80,8 +76,8 @@ def test_links_lead_somewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("printed", "promised", "equal"),
+    ("printed", "documented", "equal"),
     [("p 0.101\n", "p 0.100\n", True), ("p 0.2", "p 0.1", False), ("q 1", "p 1", False), ("p 1 2", "p 1", False)],
 )
-def test_the_comparison_can_fail(printed: str, promised: str, equal: bool) -> None:
-    assert same(printed, promised) is equal
+def test_output_comparison_detects_differences(printed: str, documented: str, equal: bool) -> None:
+    assert matches(printed, documented) is equal

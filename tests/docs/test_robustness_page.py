@@ -1,4 +1,4 @@
-"""What the documents say of the code is there."""
+"""The tests named in docs/robustness.md exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROBUSTNESS = ROOT / "docs" / "robustness.md"
 
 
 def named_tests() -> list[tuple[str, str]]:
-    """(file, name) of every test in the document; where the file is left out it is the one before."""
+    """Return (file, name) of each test in the document; an omitted file is that of the previous test."""
     found, file = [], ""
     for match in re.finditer(r"([\w/]+\.py)?::(\w+)", ROBUSTNESS.read_text()):
         file = match[1] or file
@@ -21,12 +21,11 @@ def named_tests() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("file", "name"), named_tests())
-def test_the_test_of_each_trap_is_there(file: str, name: str) -> None:
+def test_named_tests_exist(file: str, name: str) -> None:
     assert re.search(rf"^\s*(def|class) {name}\b", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}::{name}"
 
 
-def test_every_line_of_a_trap_names_a_test() -> None:
-    """But those that say "the same"."""
+def test_every_table_row_names_a_test() -> None:
     rows = [line for line in ROBUSTNESS.read_text().splitlines() if line.startswith("| ") and "---" not in line]
     traps = [row for row in rows if not row.startswith("| trap |")]
     assert len(traps) > 50

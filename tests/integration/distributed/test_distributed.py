@@ -639,7 +639,7 @@ def test_the_example_resumes_with_other_ranks_and_wrappers(three_runs: tuple[Pat
         assert (int(matched[1]), int(matched[4])) == (i, 13 * i)
         assert float(matched[3]) == pytest.approx(0.2 * i / 3, abs=1e-4)
         losses.append(float(matched[2]))
-        assert (f"{i - 1} of 3 epochs are done" in text) is (i > 1)
+        assert (f"{i - 1} of 3 epochs completed" in text) is (i > 1)
     assert losses == sorted(losses, reverse=True)
 
 
@@ -659,7 +659,7 @@ def test_the_example_saves_plain_weights_and_one_checkpoint(
         right = model.eval()(torch.stack([images[i][0] for i in range(500)])).argmax(1) == images.labels
     assert f"accuracy {right.float().mean():.2%}" in printed[2]
     assert sorted(path.name for path in out.iterdir()) == ["epoch-0003", "model.pt"]
-    assert re.search(r"dropped on rank 0(.|\n)*eval output bit-identical", printed[2])
+    assert re.search(r"measured on rank 0(.|\n)*eval output bit-identical", printed[2])
 
 
 @pytest.fixture
@@ -684,9 +684,9 @@ def test_a_resumed_run_of_the_example_ends_bit_equal(example: ModuleType, tmp_pa
     whole, parts = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    with pytest.raises(SystemExit, match="is there already: go on with --resume"):
+    with pytest.raises(SystemExit, match="already exists: continue it with --resume"):
         in_one_process(example, tmp_path / "whole")
-    with pytest.raises(SystemExit, match="the checkpoint is of another run"):
+    with pytest.raises(SystemExit, match="the checkpoint has different settings"):
         in_one_process(example, tmp_path / "whole", "--resume --lr 0.5")
     assert not dist.is_initialized()
 
@@ -700,9 +700,9 @@ def test_ranks_split_the_validation_images_without_duplicates(
     labels = []
     for rank in range(4):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        share = example.Share(images)
-        assert len(share) == 3
-        labels += [share[i][1] for i in range(3)]
+        shard = example.Shard(images)
+        assert len(shard) == 3
+        labels += [shard[i][1] for i in range(3)]
     assert sorted(label for label in labels if label >= 0) == list(range(100, 110))
 
 
@@ -710,5 +710,5 @@ def test_a_batch_size_not_divisible_by_the_ranks_raises(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    with pytest.raises(SystemExit, match="--batch-size 32 can't be divided among 3 ranks"):
+    with pytest.raises(SystemExit, match="--batch-size 32 is not divisible by 3 ranks"):
         example.run(example.parse_args(["--out", str(tmp_path)]), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Models and hooks that do next to nothing, so that what is measured is the hook."""
+"""Models and hooks that do almost nothing, so that the overhead of a hook dominates."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from torch import Tensor, nn
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy with the same parameters and buffers: where weights lie in memory makes a difference of its own."""
+    """Copy the modules and share parameters and buffers, as the memory location of weights affects the time."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 class Tiny(nn.Module):
-    """Does nothing, but has a weight: on a layer without one a hook counts calls, and tells at the thousandth."""
+    """An identity with a weight; on a layer without weights, a hook counts its calls and may warn."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` itself."""
+        """Return `x`."""
         return x
 
 
 class EmptyModule(nn.Module):
-    """A hook that is a module."""
+    """An empty hook that is a module."""
 
     def forward(self, *_: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def empty(*_: Any) -> None:
-    """A hook that is a function."""
+    """An empty hook that is a function."""
 
 
-def in_a_row(count: int) -> nn.Sequential:
-    """So many small layers."""
+def sequence(count: int) -> nn.Sequential:
+    """Create a sequence of `count` small layers."""
     return nn.Sequential(*(Tiny() for _ in range(count)))
 
 
 def nested(count: int, depth: int) -> nn.Module:
-    """So many in so many in ..."""
+    """Create a tree of small layers with `count` children per module."""
     return nn.Sequential(*(nested(count, depth - 1) for _ in range(count))) if depth else Tiny()

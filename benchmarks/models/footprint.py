@@ -1,4 +1,4 @@
-"""What a model is, to the last bit: its outputs, its parameters and buffers, its structure and its hooks."""
+"""Bit-exact comparison of outputs, parameters, buffers, module structure and hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 _FOLD = 2**15
-_TABLES = (
+_HOOK_TABLES = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -26,15 +26,15 @@ _TABLES = (
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Every tensor in the output of a model."""
+    """Collect all tensors in the output of a model."""
     if isinstance(value, Tensor):
         return [value]
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return [x for part in parts for x in tensors(part)]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Whether all bits are equal, those of NaN too."""
+def bit_equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Return whether all tensors are equal bit for bit, including NaNs."""
     return len(a) == len(b) and all(
         x.shape == y.shape and x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y))
         for x, y in zip(a, b, strict=True)
@@ -42,12 +42,12 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def fingerprint(model: nn.Module) -> dict[str, int]:
-    """A checksum of each parameter and buffer: a copy of a large model would not fit beside it."""
-    return {name: _bits(x) for named in (model.named_parameters(), model.named_buffers()) for name, x in named}
+    """Compute a checksum per parameter and buffer; a copy of a large model would not fit in memory."""
+    return {name: _checksum(x) for named in (model.named_parameters(), model.named_buffers()) for name, x in named}
 
 
-def _bits(x: Tensor) -> int:
-    """A checksum of the bytes: CRC-32, of sums of 8-byte words 32 KiB apart where there are many."""
+def _checksum(x: Tensor) -> int:
+    """Compute the CRC-32 of the bytes; large tensors are first summed over 8-byte words 32 KiB apart."""
     raw = _bytes(x)
     folded = len(raw) // _FOLD * _FOLD
     if raw.data_ptr() % 8 or not folded:
@@ -61,7 +61,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def footprint(model: nn.Module) -> dict[str, Any]:
-    """What no injection may change but the hooks, and what none may leave behind."""
+    """Describe everything that injecting must leave unchanged, except the hooks, and that `remove` must restore."""
     modules = list(model.named_modules(remove_duplicate=False))
     return {
         "class": type(model),
@@ -72,10 +72,10 @@ def footprint(model: nn.Module) -> dict[str, Any]:
         "buffers": [(name, id(b)) for name, b in model.named_buffers()],
         "attributes": [sorted(vars(module)) for _, module in modules],
         "training flags": [module.training for _, module in modules],
-        "hooks": [[list(getattr(module, table, None) or ()) for table in _TABLES] for _, module in modules],
+        "hooks": [[list(getattr(module, table, None) or ()) for table in _HOOK_TABLES] for _, module in modules],
     }
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The parts of two footprints that are not equal."""
+    """Return the names of the parts in which two footprints differ."""
     return [part for part in before if before[part] != after[part]]

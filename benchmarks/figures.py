@@ -1,4 +1,4 @@
-"""The pictures of speed.py."""
+"""The figures of speed.py."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from matplotlib.ticker import LogLocator
 
 import peers
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; hatches and markers say it again.
-OURS, BARE, THEIRS, LIMIT = "#D55E00", "#F0B48C", "#56B4E9", "#000000"
+# The color-blind safe palette of Okabe and Ito; hatches and markers repeat the distinction.
+HOOKDROP, NO_KERNEL, OTHER, LIMIT = "#D55E00", "#F0B48C", "#56B4E9", "#000000"
 LINES = {
     peers.LIMIT: (LIMIT, "o"),
-    peers.BATCH: (OURS, "D"),
+    peers.BATCH: (HOOKDROP, "D"),
     peers.TORCHVISION: ("#0072B2", "s"),
     peers.TIMM: ("#009E73", "^"),
     peers.TORCH_DROPOUT: ("#E69F00", "v"),
 }
-KINDS = {"hookdrop": (OURS, ""), "hookdrop without its compiled kernel": (BARE, "///"), "others": (THEIRS, "")}
+KINDS = {"hookdrop": (HOOKDROP, ""), "hookdrop without its compiled kernel": (NO_KERNEL, "///"), "others": (OTHER, "")}
 
 
-def draw(path: Path, found: Mapping[str, Any]) -> None:
-    """Bars for each shape, from the limit to what each takes."""
+def draw_ratios(path: Path, found: Mapping[str, Any]) -> None:
+    """Draw a panel per shape with a bar from the limit to the time of each implementation."""
     figure = Figure(figsize=(5.2 * len(found) + 1.5, 6.4), layout="constrained")
     panels = figure.subplots(1, len(found), sharey=True, sharex=True, squeeze=False)[0]
     for axes, (shape, numbers) in zip(panels, found.items(), strict=True):
-        _bars(axes, numbers["contestants"])
+        _draw_bars(axes, numbers["contestants"])
         _label(axes, shape, f"time / ({peers.LIMIT}), forward + backward")
     handles = [panels[0].barh(0, 0, color=color, hatch=hatch, edgecolor="white") for color, hatch in KINDS.values()]
     figure.legend(handles, list(KINDS), loc="outside upper center", ncols=len(KINDS), frameon=False, fontsize=11)
@@ -38,30 +38,31 @@ def draw(path: Path, found: Mapping[str, Any]) -> None:
 
 
 def draw_growth(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
-    """Time over elements, both logarithmic."""
+    """Draw time over elements, both on log scales."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     for name, (color, marker) in LINES.items():
-        points = [(size, of_size[name]["milliseconds"]) for size, of_size in found.items() if name in of_size]
+        points = [(size, times[name]["milliseconds"]) for size, times in found.items() if name in times]
         sizes = [size for size, _ in points]
-        axes.plot(sizes, [spread["median"] for _, spread in points], color=color, marker=marker, label=name)
-        low, high = ([spread[end] for _, spread in points] for end in ("low", "high"))
+        axes.plot(sizes, [quartiles["median"] for _, quartiles in points], color=color, marker=marker, label=name)
+        low, high = ([quartiles[end] for _, quartiles in points] for end in ("low", "high"))
         axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
     axes.set(xscale="log", yscale="log", ylabel="milliseconds, forward + backward")
-    _label(axes, "Time over the size of the tensor: median and middle half of the rounds", "elements")
+    _label(axes, "Time by tensor size: median and quartiles over the rounds", "elements")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
 
 
-def _bars(axes: Axes, contestants: Mapping[str, Any]) -> None:
-    shown = {name: numbers["over_limit"] for name, numbers in contestants.items() if name != peers.LIMIT}
-    for row, (name, spread) in enumerate(shown.items()):
+def _draw_bars(axes: Axes, implementations: Mapping[str, Any]) -> None:
+    shown = {name: numbers["over_limit"] for name, numbers in implementations.items() if name != peers.LIMIT}
+    for row, (name, quartiles) in enumerate(shown.items()):
         color, hatch = KINDS[_kind(name)]
-        median = spread["median"]
-        error = [[median - spread["low"]], [spread["high"] - median]]
+        median = quartiles["median"]
+        error = [[median - quartiles["low"]], [quartiles["high"] - median]]
         axes.barh(row, median - 1, left=1, color=color, hatch=hatch, edgecolor="white")
         axes.errorbar(median, row, xerr=error, color="#333333", capsize=3, linewidth=1)
-        axes.annotate(f"{median:.3g}", (max(spread["high"], 1), row), (6, 0), textcoords="offset points", va="center")
+        end = max(quartiles["high"], 1), row
+        axes.annotate(f"{median:.3g}", end, (6, 0), textcoords="offset points", va="center")
     axes.axvline(1, color=LIMIT, linewidth=1.5)
     axes.set_xscale("log")
     axes.margins(x=0.12)

@@ -1,0 +1,133 @@
+"""Time jobs in interleaved rounds, and compute ratios of their times.
+
+Absolute times on a busy machine are unreliable; the ratio of two calls within the same second is more robust. The jobs
+therefore run in rounds, in a new random order each round, and ratios are computed within a round. Results are the
+median and the quartiles over the rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+WARM_UPS = 3
+SLOW, SLOW_EVERY = 0.15, 3
+"""Jobs that take longer than `SLOW` seconds run in every third round only."""
+MIN_SECONDS, MAX_REPEATS = 2e-3, 50
+"""Shorter jobs are repeated within their turn, at most `MAX_REPEATS` times."""
+MAX_SWITCHES = 50.0
+"""Involuntary context switches per second; a busy machine has hundreds, an idle one almost none."""
+
+
+class Quartiles(NamedTuple):
+    """Lower quartile, median and upper quartile."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quartiles:
+        """Compute the quartiles of at least one value."""
+        return cls(*(float(value) for value in np.quantile(values, (0.25, 0.5, 0.75))))
+
+    def __str__(self) -> str:
+        """Format as `1.25 [1.20, 1.31]`."""
+        low, median, high = map(three_digits, self)
+        return f"{median} [{low}, {high}]"
+
+
+@dataclass
+class Samples:
+    """Seconds, page faults and involuntary context switches per call of one job, by round."""
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    faults: dict[int, float] = field(default_factory=dict)
+    switches: dict[int, float] = field(default_factory=dict)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the values for the JSON file."""
+        return {
+            "milliseconds": Quartiles.of([1e3 * value for value in self.seconds.values()])._asdict(),
+            "page_faults_per_call": Quartiles.of(list(self.faults.values()))._asdict(),
+            "involuntary_switches_per_call": Quartiles.of(list(self.switches.values()))._asdict(),
+            "rounds": list(self.seconds),
+            "seconds_of_rounds": list(self.seconds.values()),
+        }
+
+
+def measure(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, Samples]:
+    """Run all jobs in random order in every round (slow jobs in every third), after `WARM_UPS` warm-up calls."""
+    samples = {name: Samples() for name in jobs}
+    shuffler = random.Random(0)
+    with _garbage_collection_disabled():
+        estimates = {name: _fastest(job, device) for name, job in jobs.items()}
+        for turn in range(rounds):
+            names = [name for name in jobs if turn % (SLOW_EVERY if estimates[name] > SLOW else 1) == 0]
+            shuffler.shuffle(names)
+            for name in names:
+                repeats = min(MAX_REPEATS, max(1, round(MIN_SECONDS / estimates[name])))
+                found = samples[name]
+                found.seconds[turn], found.faults[turn], found.switches[turn] = time_call(jobs[name], repeats, device)
+            gc.collect()
+    return samples
+
+
+def time_call(job: Callable[[], object], repeats: int, device: str) -> tuple[float, float, float]:
+    """Return seconds, page faults and involuntary context switches per call."""
+    synchronize(device)
+    before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    for _ in range(repeats):
+        job()
+    synchronize(device)
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
+    faults, switches = after.ru_minflt - before.ru_minflt, after.ru_nivcsw - before.ru_nivcsw
+    return seconds / repeats, faults / repeats, switches / repeats
+
+
+def preempted_fraction(samples: Mapping[str, Samples]) -> float:
+    """Return the fraction of turns in which other processes often preempted a job."""
+    rates = [count / found.seconds[turn] for found in samples.values() for turn, count in found.switches.items()]
+    return sum(rate > MAX_SWITCHES for rate in rates) / len(rates)
+
+
+def ratios(samples: Mapping[str, Samples], over: str, under: str) -> Quartiles:
+    """Divide the times of `over` by those of `under`, in the rounds that have both."""
+    above, below = samples[over].seconds, samples[under].seconds
+    return Quartiles.of([above[turn] / below[turn] for turn in above if turn in below])
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device; does nothing on a CPU."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def three_digits(value: float) -> str:
+    """Format with three digits and without an exponent."""
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.{1 if value >= 9.995 else 2}f}"
+
+
+def _fastest(job: Callable[[], object], device: str) -> float:
+    return min(time_call(job, 1, device)[0] for _ in range(WARM_UPS))
+
+
+@contextmanager
+def _garbage_collection_disabled() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
