@@ -306,7 +306,7 @@ def test_the_rank_is_that_of_torchrun_before_the_ranks_have_met(
     monkeypatch.setenv("RANK", "1")
     assert seed_per_rank(3) == seed_per_rank(3, rank=1) != alone == seed_per_rank(3, rank=0)
     monkeypatch.setenv("RANK", "first")
-    with pytest.raises(ValueError, match=r"RANK='first', is not a rank; nothing was seeded"):
+    with pytest.raises(ValueError, match=r"RANK='first' is not a rank; nothing was seeded"):
         seed_per_rank(3)
 
 

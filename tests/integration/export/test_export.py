@@ -274,7 +274,7 @@ class TestExportsOfATraining:
 class TestScripts:
     def test_a_hooked_model_is_not_scripted_and_it_says_how(self, model: Small) -> None:
         inject(model, Dropout(0.4), layers="fc")
-        with pytest.raises(AttributeError, match=r"torch.jit.script does not take(.|\n)*without_hooks\(model\)"):
+        with pytest.raises(AttributeError, match=r"torch.jit.script does not support(.|\n)*without_hooks\(model\)"):
             torch.jit.script(model)
 
     @pytest.mark.parametrize("at", ["output", "input"])

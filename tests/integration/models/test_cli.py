@@ -401,7 +401,7 @@ def test_the_line_of_python_of_a_recipe_does_what_was_planned(run: Any) -> None:
     [
         ("dropblock_resnt", "did you mean: dropblock_resnet"),
         ("stochastic_depth(q=0.2)", "unexpected keyword argument 'q'"),
-        ("set_dropout", "is not a recipe"),
+        ("set_dropout", "is not a hookdrop recipe"),
         ("stochastic_depth(p=open('x'))", "not a literal"),
         ("recipes.stochastic_depth", "cannot parse"),
         ("stochastic_depth(example_input=1)", "the command line creates example_input"),

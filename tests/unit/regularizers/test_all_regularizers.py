@@ -239,7 +239,7 @@ class TestBadRates:
 
 @pytest.mark.parametrize("cls", [Dropout, Dropout2d, DropPath, GaussianDropout], ids=lambda cls: cls.__name__)
 def test_a_missing_rate_says_what_to_write(cls: type[Regularizer]) -> None:
-    with pytest.raises(TypeError, match=rf"as in {cls.__name__}\(p=0.1\)"):
+    with pytest.raises(TypeError, match=rf"drop: {cls.__name__}\(p=0.1\)"):
         cls()
 
 

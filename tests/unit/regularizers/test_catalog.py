@@ -58,7 +58,7 @@ class TestParse:
             parse(text)
 
     def test_an_unknown_name_gets_near_ones(self) -> None:
-        with pytest.raises(ValueError, match=r"'Dropblok' is not a regularizer(.|\n)*did you mean: DropBlock"):
+        with pytest.raises(ValueError, match=r"'Dropblok' is not a hookdrop regularizer(.|\n)*did you mean: DropBlock"):
             parse("Dropblok(p=0.1)")
 
     def test_a_bare_name_is_told_its_settings(self) -> None:
