@@ -295,7 +295,7 @@ def test_the_rank_comes_from_torchrun_before_init_process_group(
     monkeypatch.setenv("RANK", "1")
     assert seed_per_rank(3) == seed_per_rank(3, rank=1) != alone == seed_per_rank(3, rank=0)
     monkeypatch.setenv("RANK", "first")
-    with pytest.raises(ValueError, match=r"RANK='first', is not a rank; nothing was seeded"):
+    with pytest.raises(ValueError, match=r"RANK='first' is not a rank; nothing was seeded"):
         seed_per_rank(3)
 
 

@@ -264,7 +264,7 @@ class TestExportInTrainMode:
 class TestScripts:
     def test_scripting_a_hooked_model_raises_with_the_fix(self, model: Small) -> None:
         inject(model, Dropout(0.4), layers="fc")
-        with pytest.raises(AttributeError, match=r"torch.jit.script does not take(.|\n)*without_hooks\(model\)"):
+        with pytest.raises(AttributeError, match=r"torch.jit.script does not support(.|\n)*without_hooks\(model\)"):
             torch.jit.script(model)
 
     @pytest.mark.parametrize("at", ["output", "input"])

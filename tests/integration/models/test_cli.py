@@ -407,7 +407,7 @@ def test_printed_python_line_reproduces_the_recipe(run: Any) -> None:
     [
         ("dropblock_resnt", "did you mean: dropblock_resnet"),
         ("stochastic_depth(q=0.2)", "unexpected keyword argument 'q'"),
-        ("set_dropout", "is not a recipe"),
+        ("set_dropout", "is not a hookdrop recipe"),
         ("stochastic_depth(p=open('x'))", "not a literal"),
         ("recipes.stochastic_depth", "cannot parse"),
         ("stochastic_depth(example_input=1)", "the command line creates example_input"),

@@ -505,7 +505,7 @@ class TestSkip:
         torch.manual_seed(2)
         out = block(x)
         if reentrant:
-            with pytest.raises(InjectionError, match="a checkpoint inside of the block"):
+            with pytest.raises(InjectionError, match="a checkpoint inside the block"):
                 out.sum().backward()
         else:
             assert all_equal(list(torch.autograd.grad(out.sum(), [x, block.block.conv1.weight])), list(expected))

@@ -492,7 +492,7 @@ def test_lost_hooks_are_garbage_collected(model: Small) -> None:
     hook = weakref.ref(next(hook for hook in model.fc._forward_hooks.values() if isinstance(hook, SiteHook)))
     model.fc = nn.Linear(8, 10)
     gc.collect()
-    assert re.match("'dropout': 1 of 4 sites carry no hook", drop.check()[0])
+    assert re.match("'dropout': 1 of 4 sites no longer have a hook", drop.check()[0])
     with pytest.warns(HookdropWarning, match="no longer have a hook"):
         drop.remove()
     del drop
@@ -516,7 +516,7 @@ class TestDiscardedModels:
 
     def test_training_another_model_warns_once(self) -> None:
         drop = inject(self.layers(), Dropout(0.5), layers="1")
-        with pytest.warns(HookdropWarning, match="your trainer built a new model") as caught:
+        with pytest.warns(HookdropWarning, match="your trainer builds a new model") as caught:
             self.train(self.layers())
         assert len(caught) == 1
         (problem,) = drop.check()
