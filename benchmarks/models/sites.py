@@ -1,6 +1,6 @@
 """Choose the sites of an arbitrary model, and a regularizer that fits the rank of each.
 
-The sites are all normalization layers that run or, without any, all convolution and linear layers. Images and videos
+The sites are all normalization layers that run or, without any, all convolution and linear layers. 2-D and 3-D maps
 get DropBlock; tokens and vectors get Dropout.
 """
 
