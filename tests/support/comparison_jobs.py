@@ -1,4 +1,4 @@
-"""Runs without training: what the engines are tried on. Each job is what went wrong once, or right."""
+"""Jobs without training for tests of the engines: each succeeds or fails in a specific way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Job = Callable[[Run, Beat, Path], Record]
 
 
 def run_of(seed: int, arm: str = "good", **changes: Any) -> Run:
-    """A run whose arm's name says what happens in it."""
+    """A run whose arm's name selects the job."""
     fields = {"data": Data(name="digits"), "model": Model(name="resnet18"), "epochs": 1, "seed": seed}
     return Run(arm=Arm(name=arm, kind="none"), **(fields | changes))
 
@@ -40,7 +40,7 @@ def record_of(run: Run, **outcome: Any) -> Record:
 
 
 def is_first(run: Run, scratch: Path) -> bool:
-    """Whether a run is started for the first time."""
+    """Whether this is the first start of a run."""
     scratch.mkdir(parents=True, exist_ok=True)
     mark = scratch / f"{run.arm.name} {run.seed}"
     first = not mark.exists()
@@ -49,7 +49,7 @@ def is_first(run: Run, scratch: Path) -> bool:
 
 
 def job(run: Run, beat: Beat, scratch: Path) -> Record:
-    """What the arm's name says."""
+    """Execute the job that the arm's name selects."""
     arm: Job = globals()[f"_{run.arm.name}"]
     return arm(run, beat, scratch)
 
@@ -68,7 +68,7 @@ def _slow(run: Run, beat: Beat, scratch: Path) -> Record:
 
 
 def _held(run: Run, beat: Beat, scratch: Path) -> Record:
-    """Goes on for ever at its first start."""
+    """Run forever at the first start."""
     if is_first(run, scratch):
         (scratch / f"pid {os.getpid()}").touch()
         while True:
@@ -115,6 +115,6 @@ def _doubt(run: Run, beat: Beat, scratch: Path) -> Record:
 
 
 def _store_full(run: Run, beat: Beat, scratch: Path) -> Record:
-    """No file may grow, as if the disk were full."""
+    """Limit the file size, as if the disk were full."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     return record_of(run)
