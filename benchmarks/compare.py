@@ -1,6 +1,6 @@
-"""Regularizers compared in paired training runs: `python benchmarks/compare.py --config benchmarks/configs/quick.yaml`.
+"""Compare regularizers in paired training runs: `python benchmarks/compare.py --config benchmarks/configs/quick.yaml`.
 
-Interrupt it whenever you like: started again with the same command, it makes only the runs that are missing.
+It can be interrupted at any time. The same command resumes it and trains only the missing runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rich.console import Console
 
 from comparison import checks, costs, estimate
 from comparison.analysis.schema import Controls, Spread, Summary
-from comparison.analysis.summary import About, summarise
-from comparison.engines import laboratory
+from comparison.analysis.summary import About, summarize
+from comparison.engines import runner
 from comparison.engines.base import Engine, EngineError
 from comparison.engines.folder import Folder, replace_text
 from comparison.engines.store import Store, StoreError
@@ -37,54 +37,54 @@ from terminal import make_console, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and report; 1 if runs failed or a control did not hold, 2 if what was asked for can't be done."""
-    asked = options.parse(argv, (__doc__ or "").partition(":")[0])
+    """Train, compare and report. Return 1 if a run failed or a control does not hold, 2 if the request is invalid."""
+    args = options.parse(argv, (__doc__ or "").partition(":")[0])
     console = make_console() if launched_rank() == 0 else Console(quiet=True)
     try:
-        return _compare(asked, console)
+        return _compare(args, console)
     except (ConfigError, StoreError, EngineError) as error:
         say(console, f"compare.py: {error}")
         return 2
     except KeyboardInterrupt:
-        say(console, f"\nInterrupted. What is finished is in {asked.out}; the same command goes on from there.")
+        say(console, f"\nInterrupted. Finished runs are kept in {args.out}; the same command resumes the comparison.")
         return 130
 
 
-def _compare(asked: argparse.Namespace, console: Console) -> int:
+def _compare(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
-    config, lines, text = options.config_of(asked)
-    study = Study(config, asked.only, launched_world(), asked.command)
-    remarks = _look(study, lines, console)
-    engine = laboratory.choose_engine(asked.engine, asked.workers, asked.address)
+    config, lines, text = options.config_of(args)
+    study = Study(config, args.only, launched_world(), args.command)
+    remarks = _check(study, lines, console)
+    engine = runner.choose_engine(args.engine, args.workers, args.address)
     if launched_rank() != 0:
-        return laboratory.follow(engine, asked.out / "checkpoints")
-    with Folder(asked.out) as folder:
-        if asked.dry_run:
-            console.print(estimate.table(estimate.batches(study, folder.store), asked.workers))
-            say(console, "Nothing was trained: this was a dry run.")
+        return runner.follow(engine, args.out / "checkpoints")
+    with Folder(args.out) as folder:
+        if args.dry_run:
+            console.print(estimate.table(estimate.batches(study, folder.store), args.workers))
+            say(console, "Dry run: nothing was trained.")
             return 0
-        amendments = folder.claim(config, asked.amend)
-        entries, seen = _run(study, engine, folder, console, asked.retry)
-        spent, held = _costs(entries, seen, folder, console, config.timing)
+        amendments = folder.claim(config, args.amend)
+        entries, records = _run(study, engine, folder, console, args.retry)
+        time_ratios, memory_ratios = _costs(entries, records, folder, console, config.timing)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        part = _left_out(study)
-        about = About(config.title, now, asked.whole_command, text, config.seeds, amendments, part, remarks)
-        summary = summarise(entries, seen, about, spent, held)
-        return _report(summary, folder, console, bool(part), time.perf_counter() - started)
+        partial_note = _partial_note(study)
+        about = About(config.title, now, args.whole_command, text, config.seeds, amendments, partial_note, remarks)
+        summary = summarize(entries, records, about, time_ratios, memory_ratios)
+        return _report(summary, folder, console, bool(partial_note), time.perf_counter() - started)
 
 
 def _run(
-    study: Study, engine: Engine, folder: Folder, console: Console, again: bool
+    study: Study, engine: Engine, folder: Folder, console: Console, retry: bool
 ) -> tuple[list[Entry], Mapping[str, Record]]:
-    """Make all runs that are missing; the arms, and the records of everything that was asked for."""
-    shown = partial(_watch, console, folder.store)
-    lab = laboratory.Laboratory(folder.store, engine, folder.checkpoints, shown, again=again)
-    entries = study.entries(lab.tune(study.searches()))
-    # Seed by seed: what is interrupted has whole pairs.
+    """Train all missing runs. Return the arms and the records of all requested runs."""
+    show_progress = partial(_watch, console, folder.store)
+    trainer = runner.Runner(folder.store, engine, folder.checkpoints, show_progress, retry=retry)
+    entries = study.entries(trainer.tune(study.searches()))
+    # Seed by seed, so that an interrupted comparison has complete pairs.
     runs = [entry.runs[seed] for seed in entries[0].runs for entry in entries]
-    lab.demand(runs, "Final runs")
-    laboratory.dismiss(engine)
-    return entries, lab.seen
+    trainer.ensure(runs, "Final runs")
+    runner.release_ranks(engine)
+    return entries, trainer.requested
 
 
 def _watch(console: Console, store: Store, total: int, title: str) -> AbstractContextManager[Callable[[Record], None]]:
@@ -92,24 +92,24 @@ def _watch(console: Console, store: Store, total: int, title: str) -> AbstractCo
     return watch(console, total, store)
 
 
-def _left_out(study: Study) -> list[str]:
-    """What a part of a comparison has to say of the whole."""
-    left = [arm.name for arm in study.config.all_arms() if study.only and arm.name not in study.only]
-    if not left:
+def _partial_note(study: Study) -> list[str]:
+    """A note for the report if `--only` excludes arms."""
+    excluded = [arm.name for arm in study.config.all_arms() if study.only and arm.name not in study.only]
+    if not excluded:
         return []
     return [
-        f"This is a part of a comparison: {', '.join(left)} are left out, and Holm's correction is over what is shown "
-        "alone. Don't pick arms by it: the whole one corrects for all of them."
+        f"This is a partial comparison without {', '.join(excluded)}. Holm's correction covers only the arms shown. "
+        "Use the complete comparison, which corrects for all arms, to choose between them."
     ]
 
 
-def _look(study: Study, lines: Lines, console: Console) -> Mapping[str, list[str]]:
-    """Say where the hooks will be, or what is wrong.
+def _check(study: Study, lines: Lines, console: Console) -> Mapping[str, list[str]]:
+    """Check the study, print the plan of each arm, and return the notes on the data by cell.
 
     Raises:
-        ConfigError: something is.
+        ConfigError: The study has errors.
     """
-    found = checks.look(study, lines)
+    found = checks.check_study(study, lines)
     if found.errors:
         raise ConfigError("\n\n".join([*found.errors, "Nothing was trained."]))
     for name, planned in found.plans.items():
@@ -123,25 +123,27 @@ Costs = dict[tuple[str, str], Spread]
 
 
 def _costs(
-    entries: Sequence[Entry], seen: Mapping[str, Record], folder: Folder, console: Console, seconds: float
+    entries: Sequence[Entry], records: Mapping[str, Record], folder: Folder, console: Console, seconds: float
 ) -> tuple[Costs, Costs]:
-    """Ratios of time and of memory by cell and arm, from a process of its own; of arms that can be trained at all."""
+    """Measure time and memory ratios by cell and arm in a separate process; skip arms without a finished run."""
     if not seconds:
         return {}, {}
-    say(console, "Timing training steps, in one process with no run beside it ...")
-    entries = [entry for entry in entries if any(seen[run.key].done for run in entry.runs.values() if run.key in seen)]
+    say(console, "Timing training steps in a single process, with no other runs active ...")
+    entries = [
+        entry for entry in entries if any(records[run.key].done for run in entry.runs.values() if run.key in records)
+    ]
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            found = pool.submit(costs.measured, entries, seconds, folder.costs).result()
+            found = pool.submit(costs.measure, entries, seconds, folder.costs).result()
     except Exception as error:
-        # What the runs found is not lost with it.
-        say(console, f"Nothing was timed, and the report says so: {type(error).__name__}: {error}")
+        # A failure to measure costs must not lose the results of the runs.
+        say(console, f"Timing failed; the report has no costs: {type(error).__name__}: {error}")
         return {}, {}
-    return {key: spent for key, (spent, _) in found.items()}, {key: held for key, (_, held) in found.items()}
+    return {key: time for key, (time, _) in found.items()}, {key: memory for key, (_, memory) in found.items()}
 
 
-def _report(summary: Summary, folder: Folder, console: Console, part: bool, seconds: float) -> int:
-    """Print what was found and write the page; the exit status."""
+def _report(summary: Summary, folder: Folder, console: Console, partial: bool, seconds: float) -> int:
+    """Print the results, write the report, and return the exit status."""
     for cell in summary.cells:
         console.print(table(cell))
         for sentence in cell.words:
@@ -149,23 +151,26 @@ def _report(summary: Summary, folder: Folder, console: Console, part: bool, seco
         say(console, "")
     for failure in summary.failures:
         say(console, f"FAILED: {failure.cell}, {failure.arm}, seed {failure.seed}: {failure.kind}: {failure.message}")
-    # A part of the arms is not to take the place of the report of all.
-    html, numbers = (path.with_stem(f"{path.stem}-only") if part else path for path in (folder.report, folder.summary))
+    # A partial comparison must not overwrite the complete report.
+    html, numbers = (
+        path.with_stem(f"{path.stem}-only") if partial else path for path in (folder.report, folder.summary)
+    )
     try:
         replace_text(numbers, summary.model_dump_json(indent=1))
         page.write(summary, html)
     except OSError as error:
         say(
             console,
-            f"compare.py: the report can't be written: {error}.\n  The runs are kept: the same command makes it.",
+            f"compare.py: cannot write the report: {error}.\n"
+            "  All runs are kept; run the same command again to write it.",
         )
         return 2
     say(console, f"Total time: {seconds:.0f} s\nAll numbers: {numbers}\nReport: {html.resolve()}")
-    return 1 if summary.failures or not all(_sound(cell.controls) for cell in summary.cells) else 0
+    return 1 if summary.failures or not all(_controls_hold(cell.controls) for cell in summary.cells) else 0
 
 
-def _sound(controls: Controls) -> bool:
-    """Whether what has to hold did; that none against none excludes 0 happens once in 20 times."""
+def _controls_hold(controls: Controls) -> bool:
+    """Whether all deterministic controls hold; the interval of none against none excludes 0 once in 20 times."""
     equal = controls.aa_equal == controls.aa_seeds
     return equal and controls.paired and controls.unchanged == controls.hooked
 

@@ -1,6 +1,6 @@
-"""The parts of `compare.py`, which compares regularizers in paired training runs.
+"""The implementation of `compare.py`, which compares regularizers in paired training runs.
 
-`spec` is what is asked for, `data` the images, `run` one training run, `engines` make and store runs, `analysis` turns
-their records into findings, and `report` shows them. `checks` and `estimate` come before the first run, `costs` after
-the last. Imports point downward: `report`; `analysis` and `engines`; `run`; `data`; `spec`.
+`spec` describes a comparison, `data` loads images, `run` trains one run, `engines` execute and store runs, `analysis`
+computes results from their records, and `report` displays them. `checks` and `estimate` run before the first training
+run, `costs` after the last. Imports point downward: `report`; `analysis` and `engines`; `run`; `data`; `spec`.
 """

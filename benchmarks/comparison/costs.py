@@ -1,4 +1,4 @@
-"""What a training step with each arm costs, against one without: measured apart, in turn, with no run beside it."""
+"""Time and memory of a training step with each arm, relative to the baseline without a regularizer."""
 
 from __future__ import annotations
 
@@ -24,49 +24,51 @@ STEPS_IN_TURN = 4
 FEWEST_ROUNDS = 5
 
 Costs = Mapping[str, tuple[Spread, Spread]]
-"""By arm: ratios of time and of memory to none's."""
+"""Time and memory relative to none, by arm."""
 
 
-def measured(entries: Sequence[Entry], seconds: float, path: Path) -> dict[tuple[str, str], tuple[Spread, Spread]]:
-    """The costs of all cells; what was measured for the same runs before is read from `path`.
+def measure(entries: Sequence[Entry], seconds: float, path: Path) -> dict[tuple[str, str], tuple[Spread, Spread]]:
+    """Measure the costs of all cells. Earlier measurements of the same runs are read from `path`.
 
-    Call it when nothing else runs; a process of its own is best.
+    Call this in a separate process, when nothing else is running.
     """
-    kept = _kept(path)
+    cache = _read_cache(path)
     found: dict[tuple[str, str], tuple[Spread, Spread]] = {}
     for cell in dict.fromkeys(entry.cell for entry in entries):
         runs = {entry.arm.name: next(iter(entry.runs.values())) for entry in entries if entry.cell == cell}
         key = hashlib.sha256("".join(run.key for run in runs.values()).encode()).hexdigest()[:16]
-        if key not in kept:
-            kept[key] = {name: [part.model_dump() for part in parts] for name, parts in of_cell(runs, seconds).items()}
-            replace_text(path, json.dumps(kept))
-        for name, (spent, held) in kept[key].items():
-            found[cell, name] = Spread(**spent), Spread(**held)
+        if key not in cache:
+            cache[key] = {
+                name: [part.model_dump() for part in parts] for name, parts in measure_cell(runs, seconds).items()
+            }
+            replace_text(path, json.dumps(cache))
+        for name, (time_ratio, memory_ratio) in cache[key].items():
+            found[cell, name] = Spread(**time_ratio), Spread(**memory_ratio)
     return found
 
 
-def _kept(path: Path) -> dict[str, Any]:
-    """What was measured before; nothing if that can't be read: it can be measured again."""
+def _read_cache(path: Path) -> dict[str, Any]:
+    """Earlier measurements; empty if the file is missing or unreadable."""
     try:
-        kept = json.loads(path.read_text())
+        cache = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return kept if isinstance(kept, dict) else {}
+    return cache if isinstance(cache, dict) else {}
 
 
-def of_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
-    """Time and memory of training steps at the final rate over those of `none` in the same round.
+def measure_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
+    """Measure training steps at the final rate, relative to `none` in the same round.
 
-    The arms take turns, so that a machine that slows down or speeds up does so for all of them.
+    The arms take turns, so that changes in machine speed affect all of them equally.
 
     Args:
-        runs: of each arm, `none` among them.
-        seconds: start no further round after this.
+        runs: One run per arm, including `none`.
+        seconds: No round starts after this time.
     """
     torch.set_num_threads(1)
     setups = {name: at_final_rate(run) for name, run in runs.items()}
     batches = {name: batch_of(setup) for name, setup in setups.items()}
-    held = {name: _memory(setup, *batches[name]) for name, setup in setups.items()}
+    memory = {name: _memory(setup, *batches[name]) for name, setup in setups.items()}
     rounds: list[dict[str, float]] = []
     started = time.perf_counter()
     while len(rounds) < FEWEST_ROUNDS or time.perf_counter() - started < seconds:
@@ -74,23 +76,23 @@ def of_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
     return {
         name: (
             _spread([times[name] / times["none"] for times in rounds]),
-            _spread([held[name] / held["none"]] * 2),
+            _spread([memory[name] / memory["none"]] * 2),
         )
         for name in runs
     }
 
 
 def _time(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> float:
-    _wait(setup)
+    _synchronize(setup)
     started = time.perf_counter()
     for _ in range(STEPS_IN_TURN):
         step(setup, x_BCHW, y_B)
-    _wait(setup)
+    _synchronize(setup)
     return time.perf_counter() - started
 
 
 def _memory(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> float:
-    """Bytes: on CUDA the most that is allocated during a step, on a CPU what a forward keeps for its backward."""
+    """Peak memory of a step on CUDA; on the CPU, the memory saved for backward. In bytes."""
     step(setup, x_BCHW, y_B)
     if setup.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(setup.device)
@@ -99,7 +101,7 @@ def _memory(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> float:
     storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        # Held until all are counted: an address must not be used again meanwhile.
+        # Keep a reference so that the address is not reused.
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
@@ -108,7 +110,7 @@ def _memory(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> float:
     return float(sum(storage.nbytes() for storage in storages.values()))
 
 
-def _wait(setup: RunSetup) -> None:
+def _synchronize(setup: RunSetup) -> None:
     if setup.device.type == "cuda":
         torch.cuda.synchronize(setup.device)
 

@@ -1,4 +1,4 @@
-"""What a comparison will take: its runs, their seconds, and how long so many workers need for them."""
+"""Estimate the number of runs and the duration of a comparison for different numbers of workers."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from comparison.spec.study import Study
 
 TIMED_STEPS = 3
 START_SECONDS = 8.0
-"""Of a worker: importing torch, timm and the rest; about as seen on two cores, seconds."""
+"""Start-up time of a worker (imports), in seconds, as measured on two cores."""
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Runs that can be made side by side; the next batch needs their results."""
+    """Runs that can be trained in parallel; the next batch depends on their results."""
 
     title: str
     seconds: tuple[float, ...]
-    """Of each run that is missing."""
+    """Estimated duration of each missing run."""
     done: int = 0
-    """Runs that are in the store."""
+    """Number of runs already in the store."""
 
 
 def batches(study: Study, store: Store) -> list[Batch]:
-    """The trials round by round, then the final runs, each with its measured or estimated seconds."""
+    """The tuning rounds, then the final runs, with the measured or estimated duration of each run."""
     searches = list(study.searches().values())
-    times = _Times(store)
+    times = _RunTimes(store)
     found = []
     if searches and study.config.tuning:
         first, *later = rounds(study.config.tuning)
         runs = [run for search in searches for _ in range(first) for run in search.ask()[1]]
         found.append(times.batch("tuning", runs))
-        # What is tried later depends on what the first trials score; how much it is does not.
+        # The scores of earlier trials determine the settings of later ones, but not their number.
         seconds = tuple(times.of(run) for run in runs)
         found += [Batch(f"tuning, round {i}", seconds) for i, _ in enumerate(later, 2)]
     finals = [run for entry in study.entries({}) for run in entry.runs.values()]
@@ -54,10 +54,10 @@ def batches(study: Study, store: Store) -> list[Batch]:
 
 
 def makespan(jobs: Sequence[Batch], workers: int) -> tuple[float, float]:
-    """Seconds until all is done, and the fraction of the workers' time that is spent on runs."""
+    """The total duration in seconds, and the fraction of worker time spent on training."""
     total = 0.0
     for batch in jobs:
-        # Each has processes of its own.
+        # Each batch starts new worker processes.
         ends = [START_SECONDS if batch.seconds else 0.0] * workers
         for seconds in batch.seconds:
             heapq.heapreplace(ends, ends[0] + seconds)
@@ -66,9 +66,9 @@ def makespan(jobs: Sequence[Batch], workers: int) -> tuple[float, float]:
 
 
 def table(jobs: Sequence[Batch], workers: int) -> Table:
-    """What there is to do, and how long that takes on `workers` and on other numbers of workers."""
+    """The missing runs, and the estimated duration with `workers` and other numbers of workers."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    for column in ("", "runs to make", "in the store", "seconds each", "seconds in all"):
+    for column in ("", "runs to train", "in the store", "seconds each", "total seconds"):
         shown.add_column(column, justify="left" if not column else "right")
     for batch in jobs:
         each = f"{statistics.fmean(batch.seconds):.1f}" if batch.seconds else "-"
@@ -76,13 +76,13 @@ def table(jobs: Sequence[Batch], workers: int) -> Table:
     shown.add_section()
     for count in sorted({workers, *WORKERS}):
         seconds, busy = makespan(jobs, count)
-        mark = " (as asked for)" if count == workers else ""
+        mark = " (--workers)" if count == workers else ""
         shown.add_row(f"{count} workers{mark}", "", "", f"{100 * busy:.0f} % busy", f"{seconds:.0f}")
     return shown
 
 
-class _Times:
-    """Seconds of runs: those that runs of the same arm took, or else those that a few steps without hooks take."""
+class _RunTimes:
+    """Durations of runs: those of finished runs of the same arm, otherwise estimated from a few steps without hooks."""
 
     def __init__(self, store: Store) -> None:
         self._known = store.records()
@@ -94,7 +94,7 @@ class _Times:
                 self._of_arm.setdefault(self._kind(run, run.arm.name), []).append(record.seconds)
 
     def of(self, run: Run) -> float:
-        """Seconds of a run."""
+        """Seconds for a run."""
         if times := self._of_arm.get(self._kind(run, run.arm.name)):
             return statistics.median(times)
         kind = str(self._kind(run, "none"))
@@ -102,11 +102,11 @@ class _Times:
             bare = run.model_copy(
                 update={"arm": run.arm.model_copy(update={"kind": "none", "name": "none", "p": None})}
             )
-            self._measured[kind] = seconds_of(bare.model_copy(update={"world": 1, "compile": False}))
+            self._measured[kind] = estimate_seconds(bare.model_copy(update={"world": 1, "compile": False}))
         return self._measured[kind]
 
     def batch(self, title: str, runs: Sequence[Run]) -> Batch:
-        """Those of the runs that are missing."""
+        """The missing runs among `runs`."""
         wanted = {run.key: run for run in runs}
         missing = [run for key, run in wanted.items() if key not in self._known]
         return Batch(title, tuple(self.of(run) for run in missing), len(wanted) - len(missing))
@@ -116,8 +116,8 @@ class _Times:
         return f"{run.cell}, {run.epochs} epochs, {run.max_steps}", arm
 
 
-def seconds_of(run: Run) -> float:
-    """What a whole run would take, from the time of a few of its steps and of one validation."""
+def estimate_seconds(run: Run) -> float:
+    """Extrapolate the duration of a run from a few steps and one validation."""
     torch.set_num_threads(1)
     setup = prepare(run)
     setup.forward.train()

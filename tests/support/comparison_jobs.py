@@ -1,4 +1,4 @@
-"""Jobs without training, to test the engines. Each one simulates an outcome, such as a crash."""
+"""Jobs without training for tests of the engines: each succeeds or fails in a specific way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Job = Callable[[Run, Beat, Path], Record]
 
 
 def run_of(seed: int, arm: str = "good", **changes: Any) -> Run:
-    """A run whose arm names the simulated outcome."""
+    """A run whose arm's name selects the job."""
     fields = {"data": Data(name="digits"), "model": Model(name="resnet18"), "epochs": 1, "seed": seed}
     return Run(arm=Arm(name=arm, kind="none"), **(fields | changes))
 
@@ -49,7 +49,7 @@ def is_first(run: Run, scratch: Path) -> bool:
 
 
 def job(run: Run, beat: Beat, scratch: Path) -> Record:
-    """Run the job that the arm names."""
+    """Execute the job that the arm's name selects."""
     arm: Job = globals()[f"_{run.arm.name}"]
     return arm(run, beat, scratch)
 
@@ -68,7 +68,7 @@ def _slow(run: Run, beat: Beat, scratch: Path) -> Record:
 
 
 def _held(run: Run, beat: Beat, scratch: Path) -> Record:
-    """Never ends at its first start."""
+    """Run forever at the first start."""
     if is_first(run, scratch):
         (scratch / f"pid {os.getpid()}").touch()
         while True:
@@ -115,6 +115,6 @@ def _doubt(run: Run, beat: Beat, scratch: Path) -> Record:
 
 
 def _store_full(run: Run, beat: Beat, scratch: Path) -> Record:
-    """No file can grow, as with a full disk."""
+    """Limit the file size, as if the disk were full."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     return record_of(run)

@@ -1,4 +1,4 @@
-"""Synthetic summaries of comparisons, as input for the report."""
+"""Synthetic summaries for tests of the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from comparison.analysis.schema import (
     METRICS,
-    ArmFound,
+    ArmSummary,
     Band,
     Bin,
     Cell,
@@ -18,7 +18,7 @@ from comparison.analysis.schema import (
     Controls,
     Difference,
     Environment,
-    FailureFound,
+    FailedRun,
     Mask,
     Metric,
     Site,
@@ -53,7 +53,7 @@ PER_POINT: dict[Metric, float] = {"accuracy": 1.0, "nll": -0.05, "ece": -0.4}
 
 
 def summary(cells: int = 1, arms: int = 12, seeds: int = 16, *, seed: int = 0, **others: Any) -> Summary:
-    """A comparison with one failed run. Keyword arguments replace fields."""
+    """A comparison with one failed run; keywords replace fields."""
     rng = np.random.default_rng(seed)
     # The controls come last, and are kept if there are fewer arms.
     names = (*NAMES[: max(1, arms - 2)], *NAMES[-2:]) if arms > 2 else NAMES[:arms]
@@ -76,7 +76,7 @@ def summary(cells: int = 1, arms: int = 12, seeds: int = 16, *, seed: int = 0, *
 
 
 def cell(title: str, slug: str, names: tuple[str, ...], seeds: int, rng: np.random.Generator) -> Cell:
-    """A cell in which the arms differ by EFFECTS."""
+    """A cell whose arms differ by EFFECTS."""
     none = {metric: BASE[metric] + SPREAD[metric] * rng.standard_normal(seeds) for metric in METRICS}
     arms = [arm(name, i, none, seeds, rng) for i, name in enumerate(names)]
     shown = [found for found in arms if found.kind not in ("none", "control")][:6]
@@ -97,13 +97,13 @@ def cell(title: str, slug: str, names: tuple[str, ...], seeds: int, rng: np.rand
         controls=Controls(aa_equal=seeds, aa_seeds=seeds, none_none=arms[-1].against_none if seeds > 1 else None, paired=True, unchanged=176, hooked=176),
         words=[
             "Accuracy: DropBlock and Dropout2d are above none; timm DropPath is below none; the others cannot be distinguished from none.",
-            "The rates were tuned on validation images with the same number of trials for every arm; nothing here says what other rates do.",
+            "The rates were tuned on validation images with the same number of trials for every arm.",
         ],
     )  # fmt: skip
 
 
 def difference(values: np.ndarray) -> Difference:
-    """A summary of paired differences, with normal intervals."""
+    """The result for these paired differences, with normal intervals."""
     n = len(values)
     mean, error = float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else 0.0
     smallest = min(1.0, 2.0 ** (1 - n))
@@ -126,8 +126,8 @@ def difference(values: np.ndarray) -> Difference:
     )
 
 
-def arm(name: str, i: int, none: dict[Metric, np.ndarray], seeds: int, rng: np.random.Generator) -> ArmFound:
-    """An arm of a cell, given the values of its arm "none"."""
+def arm(name: str, i: int, none: dict[Metric, np.ndarray], seeds: int, rng: np.random.Generator) -> ArmSummary:
+    """An arm of a cell, given the values of none."""
     kind = KINDS.get(name, "peer" if name.startswith(("torchvision", "timm")) else "regularizer")
     drops = kind not in ("none", "control") and name != "GaussianNoise"
     same = kind == "none" or name.startswith("A/A")
@@ -148,7 +148,7 @@ def arm(name: str, i: int, none: dict[Metric, np.ndarray], seeds: int, rng: np.r
     epochs, steps = np.arange(1, 41), np.linspace(0, STEPS, 41)
     fade = np.exp(-epochs / (9 + i % 4))
     target = 0.1 if drops else 0.0
-    return ArmFound(
+    return ArmSummary(
         name=name,
         kind=kind,  # type: ignore[arg-type]
         call="" if kind == "none" else f"{name.split()[0]}(p=0.1, block_size=3)",
@@ -185,13 +185,13 @@ def _centered(values: np.ndarray) -> np.ndarray:
 
 
 def band(x: np.ndarray, median: np.ndarray, share: float) -> Band:
-    """A band that extends by `share` of its median on each side."""
+    """A band with the relative half-width `share`."""
     low, high = median * (1 - share), median * (1 + share)
     return Band(x=x.tolist(), low=low.tolist(), median=median.tolist(), high=high.tolist())
 
 
 def tuning(i: int, none: bool) -> Tuning:
-    """A grid of four values. The last one is best for every third arm."""
+    """A grid of four trials; for every third arm, the best value is the last."""
     name, space = ("weight_decay", [0.01, 0.05, 0.1, 0.2]) if none else ("p", [0.05, 0.1, 0.2, 0.3])
     best = 3 if i % 3 == 1 else 1
     trials = [
@@ -208,7 +208,7 @@ def tuning(i: int, none: bool) -> Tuning:
 
 
 def mask(name: str, rng: np.random.Generator) -> Mask:
-    """A map with dropped 3x3 blocks or single elements."""
+    """A mask with dropped blocks of 3 or single elements."""
     rows = np.ones((14, 14), dtype=int)
     size = 3 if "Block" in name else 1
     for y, x in rng.integers(0, 15 - size, (3 if size == 3 else 20, 2)):
@@ -216,10 +216,10 @@ def mask(name: str, rng: np.random.Generator) -> Mask:
     return Mask(site="layer3.1.bn1", rows=rows.tolist())
 
 
-def failure(name: str, seed: int) -> FailureFound:
-    """A run whose loss became NaN."""
+def failure(name: str, seed: int) -> FailedRun:
+    """A run that failed with a NaN loss."""
     message = "the loss was nan at step 211"
-    return FailureFound(
+    return FailedRun(
         cell="resnet18 on digits, 100 images",
         arm=name,
         seed=seed,
@@ -231,7 +231,7 @@ def failure(name: str, seed: int) -> FailureFound:
 
 
 def environment(revision: str = "8f161cd") -> Environment:
-    """The software and hardware of the runs."""
+    """The environment of the runs."""
     return Environment(
         runs=192,
         details={

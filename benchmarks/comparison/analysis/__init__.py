@@ -1,1 +1,1 @@
-"""From records to findings: pairs, contrasts, intervals and tests, and the sentences that the results support."""
+"""Compute results from records: pairs, contrasts, intervals, tests, and the statements that they support."""

@@ -1,4 +1,4 @@
-"""What the runs of one arm have in common."""
+"""Summarize the runs of an arm."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from comparison.analysis.pairs import Paired
-from comparison.analysis.schema import METRICS, ArmFound, Band, Bin, Difference, Mask, Metric, Site, Spread
+from comparison.analysis.pairs import PairedArm
+from comparison.analysis.schema import METRICS, ArmSummary, Band, Bin, Difference, Mask, Metric, Site, Spread
 from comparison.run.metrics import BINS, bin_of
 from comparison.run.record import Outcome
 
 Point = tuple[float, float]
 
 
-def arm_found(
-    arm: Paired, against_none: dict[Metric, Difference] | None, time: Spread | None, memory: Spread | None
-) -> ArmFound:
-    """One arm, over those of its runs that finished."""
+def summarize_arm(
+    arm: PairedArm, against_none: dict[Metric, Difference] | None, time: Spread | None, memory: Spread | None
+) -> ArmSummary:
+    """Summarize the finished runs of an arm."""
     entry, runs = arm.entry, arm.outcomes
     first = runs[0] if runs else None
     dropped = _known(run["dropped"] for run in runs)
     values: dict[Metric, list[float]] = {metric: [run[metric] for run in runs] for metric in METRICS}
-    return ArmFound(
+    return ArmSummary(
         name=entry.arm.name,
         kind="control" if entry.control else entry.arm.kind,
         call=first["call"] if first else entry.arm.call,
@@ -40,7 +40,7 @@ def arm_found(
         dropped_half=half_width(dropped),
         rate_at_end=_mean(_known(run["rate_at_end"] for run in runs)),
         ramp_end=_last([run["ramp_end"] for run in runs]),
-        realised=_realised(runs),
+        realised=_site_rates(runs),
         values=values,
         seeds=list(arm.finished),
         means={metric: statistics.fmean(found) for metric, found in values.items() if found},
@@ -60,7 +60,7 @@ def arm_found(
 
 
 def band(curves: Sequence[Sequence[Point]]) -> Band:
-    """Quartiles over the runs at each x that all of them have."""
+    """Quartiles over the runs at each x that all runs share."""
     tables = [dict(curve) for curve in curves]
     shared = sorted(set.intersection(*map(set, tables))) if tables else []
     if not shared:
@@ -70,14 +70,14 @@ def band(curves: Sequence[Sequence[Point]]) -> Band:
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Half the width of Student's 95 % interval of the mean; None for fewer than two values."""
+    """Half-width of the 95 % t interval of the mean; None for fewer than two values."""
     if len(values) < 2:
         return None
     error: float = statistics.stdev(values) / math.sqrt(len(values))
     return float(student.ppf(0.975, len(values) - 1)) * error
 
 
-def _calibration(arm: Paired) -> list[Bin]:
+def _calibration(arm: PairedArm) -> list[Bin]:
     images = [record.images for record in arm.finished.values()]
     if not images:
         return []
@@ -86,18 +86,18 @@ def _calibration(arm: Paired) -> list[Bin]:
 
 
 def reliability(confidence_N: NDArray[np.generic], correct_N: NDArray[np.generic], bins: int = BINS) -> list[Bin]:
-    """Mean confidence and fraction right of the predictions in each bin that has any, in order."""
+    """Mean confidence and accuracy of the predictions in each nonempty bin, in order."""
     confidences, places = confidence_N.astype(np.float64), bin_of(confidence_N, bins)
-    counts, confident, right = (
+    counts, confidence, correct = (
         np.bincount(places, weights=weights, minlength=bins) for weights in (None, confidences, correct_N)
     )
     return [
-        Bin(confidence=confident[i] / counts[i], accuracy=right[i] / counts[i], count=int(counts[i]))
+        Bin(confidence=confidence[i] / counts[i], accuracy=correct[i] / counts[i], count=int(counts[i]))
         for i in np.flatnonzero(counts)
     ]
 
 
-def _realised(runs: Sequence[Outcome]) -> list[Site]:
+def _site_rates(runs: Sequence[Outcome]) -> list[Site]:
     sites: dict[str, list[Point]] = {}
     for run in runs:
         for site in run["realised"]:

@@ -1,4 +1,4 @@
-"""Whether paired differences are more than chance, and what could have been found."""
+"""Tests of paired differences, and their power."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from comparison.run.record import Record
 LEVEL = 0.05
 POWER = 0.8
 EXACT_PAIRS = 20
-"""Up to so many, all sign flips are tried; beyond, `RANDOM_FLIPS` of them."""
+"""Maximum number of pairs for the exact test with all sign flips; with more, `RANDOM_FLIPS` random ones are used."""
 RANDOM_FLIPS = 100_000
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One run in one metric."""
+class RunMetric:
+    """The value of a metric for one run."""
 
     value: float
     resampled_B: NDArray[np.float64] = field(repr=False)
-    """On resamples of the test images, the same ones for all runs."""
+    """Values on bootstrap samples of the test images, which are the same for all runs."""
 
 
-def measured(record: Record) -> dict[Metric, Measured]:
-    """A finished run in each metric."""
+def run_metrics(record: Record) -> dict[Metric, RunMetric]:
+    """All metrics of a finished run."""
     if record.outcome is None:
-        raise ValueError(f"run {record.key} has no outcome; it cannot be measured.")
+        raise ValueError(f"run {record.key} has no outcome.")
     counts_BN = resamples(len(record.images["correct"]), IMAGE_RESAMPLES, 1)
     again = resampled(record.images, counts_BN)
-    return {metric: Measured(record.outcome[metric], again[metric]) for metric in METRICS}
+    return {metric: RunMetric(record.outcome[metric], again[metric]) for metric in METRICS}
 
 
 def resampled(
     images: Mapping[str, NDArray[np.generic]], counts_BN: NDArray[np.uint8]
 ) -> dict[Metric, NDArray[np.float64]]:
-    """Each metric on each of B resamples of the images.
+    """Compute each metric on B bootstrap samples of the images.
 
     Args:
-        images: as in `Scores`.
-        counts_BN: (B, N), how often each image is in each resample.
+        images: As in `Scores`.
+        counts_BN: The count of each image in each bootstrap sample, of shape (B, N).
     """
     confidence_N, correct_N = (images[name].astype(np.float64) for name in ("confidence", "correct"))
     size = len(correct_N)
@@ -62,15 +62,15 @@ def resampled(
     return {"accuracy": 100 * means[:, 0], "nll": means[:, 1], "ece": 100 * np.abs(means[:, 2:]).sum(axis=1)}
 
 
-def difference(a: Mapping[int, Measured], b: Mapping[int, Measured]) -> Difference:
-    """`a - b`, seed by seed, over the seeds that both have; Holm's correction is still to come.
+def difference(a: Mapping[int, RunMetric], b: Mapping[int, RunMetric]) -> Difference:
+    """The paired difference `a - b` over the common seeds, before Holm's correction.
 
     Raises:
-        ValueError: they have no seed in common.
+        ValueError: There are no common seeds.
     """
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
-        raise ValueError(f"no pairs: the seeds of one are {sorted(a)}, of the other {sorted(b)}. Nothing was compared.")
+        raise ValueError(f"no common seeds: {sorted(a)} and {sorted(b)}. Nothing was compared.")
     values = [a[seed].value - b[seed].value for seed in seeds]
     low, high = over_seeds(values)
     images = over_both(values, np.stack([a[seed].resampled_B - b[seed].resampled_B for seed in seeds]))
@@ -92,17 +92,17 @@ def difference(a: Mapping[int, Measured], b: Mapping[int, Measured]) -> Differen
     )
 
 
-def corrected(family: Sequence[Difference]) -> list[Difference]:
-    """The same differences with Holm's correction over all of them."""
+def holm_corrected(family: Sequence[Difference]) -> list[Difference]:
+    """The differences with Holm's correction over the whole family."""
     adjusted = holm([found.p for found in family])
     return [found.model_copy(update={"p_holm": p}) for found, p in zip(family, adjusted, strict=True)]
 
 
 def permutation_p(values: ArrayLike) -> float:
-    """Two-sided p of the sign-flip test of the mean: how often flipped differences lie as far from 0, or farther.
+    """Two-sided p of the sign-flip permutation test of the mean.
 
-    Exact with up to `EXACT_PAIRS` values. With more, (1 + count) / (1 + flips) of random flips, always the same ones.
-    1 without values, or if all are 0.
+    The test is exact for up to `EXACT_PAIRS` values. With more, p is (1 + count) / (1 + flips) over a fixed set of
+    random flips. p is 1 without values, or if all are 0.
     """
     values_S = np.asarray(values, dtype=np.float64)
     tolerance = 1e-9 * float(np.abs(values_S).sum())
@@ -110,7 +110,7 @@ def permutation_p(values: ArrayLike) -> float:
     if len(values_S) > EXACT_PAIRS:
         signs = np.random.default_rng(len(values_S)).choice((-1.0, 1.0), size=(RANDOM_FLIPS, len(values_S)))
         return (1 + int((np.abs(signs @ values_S) >= reached).sum())) / (1 + RANDOM_FLIPS)
-    # The first sign can stay: all signs turned give the same distance from 0.
+    # By symmetry, the first sign can be fixed.
     sums = values_S[:1].copy()
     for value in values_S[1:]:
         sums = np.concatenate([sums + value, sums - value])
@@ -118,12 +118,12 @@ def permutation_p(values: ArrayLike) -> float:
 
 
 def smallest_p(pairs: int) -> float:
-    """What `permutation_p` cannot be smaller than with so many values."""
+    """The smallest possible `permutation_p` for a number of pairs."""
     return min(1.0, 2.0 ** (1 - pairs)) if pairs <= EXACT_PAIRS else 1 / (1 + RANDOM_FLIPS)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: reject where the result is at most the level, and the family-wise error is too."""
+    """Holm's step-down adjusted p-values, which control the family-wise error rate."""
     adjusted, running = [0.0] * len(ps), 0.0
     for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         running = max(running, min(1.0, (len(ps) - rank) * ps[i]))
@@ -132,15 +132,15 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def more_than_chance(of_metrics: Mapping[Metric, Difference]) -> bool:
-    """Whether a difference that should be none is one at 5 %, by the permutation test corrected over the metrics."""
+    """Whether any metric differs at 5 % in the permutation test, with Holm's correction over the metrics."""
     return min(holm([found.p for found in of_metrics.values()]), default=1.0) <= LEVEL
 
 
 def minimum_detectable(values: ArrayLike) -> float | None:
-    """The true difference that a paired t test at 5 %, two-sided, finds with 80 % power, given the spread seen.
+    """The true difference that a two-sided paired t test at 5 % detects with 80 % power, at the observed spread.
 
-    The interval over seeds is nowhere narrower than Student's, so the verdict finds it with 80 % power at the most.
-    None for one value, and where all are the same: there is no spread to go by.
+    The interval over seeds is never narrower than the t interval, so the verdict has at most 80 % power. None for a
+    single value or for equal values, which have no spread.
     """
     values_S = np.asarray(values, dtype=np.float64)
     error = standard_error(values_S)
@@ -148,20 +148,20 @@ def minimum_detectable(values: ArrayLike) -> float | None:
 
 
 def pairs_for_half(pairs: int) -> int:
-    """How many pairs it takes for half the `minimum_detectable` of `pairs` (2 or more) with the same spread."""
-    aim = _noncentrality(pairs) / pairs**0.5 / 2
+    """The number of pairs that halves `minimum_detectable` at the same spread, given `pairs` (at least 2)."""
+    target = _noncentrality(pairs) / pairs**0.5 / 2
     low, high = pairs, 8 * pairs
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _noncentrality(middle) / middle**0.5 <= aim else (middle, high)
+        low, high = (low, middle) if _noncentrality(middle) / middle**0.5 <= target else (middle, high)
     return high
 
 
 @lru_cache(maxsize=4096)
 def _noncentrality(pairs: int) -> float:
-    """The true mean over its standard error that the t test finds with 80 % power.
+    """The ratio of true mean to standard error that the t test detects with 80 % power.
 
-    The tail on the other side adds less than 1e-5 to that power.
+    The opposite tail adds less than 1e-5 to the power.
     """
     critical = student.ppf(1 - LEVEL / 2, pairs - 1)
     return float(brentq(lambda shift: nct.sf(critical, pairs - 1, shift) - POWER, 1.0, 100.0))
@@ -170,7 +170,7 @@ def _noncentrality(pairs: int) -> float:
 def _verdict(
     values: Sequence[float], low: float, high: float, p: float
 ) -> Literal["above", "below", "cannot be distinguished"]:
-    # Without a spread the interval is a point, which excludes 0 however few the pairs are; the exact test does not.
+    # Without spread, the interval is a point that excludes 0 for any number of pairs; the exact test accounts for it.
     certain = low < high or p <= LEVEL
     if len(values) > 1 and certain and low > 0:
         return "above"

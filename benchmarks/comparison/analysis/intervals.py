@@ -1,10 +1,10 @@
-"""95 % bootstrap intervals of a mean of paired differences: over seeds, and over seeds and test images.
+"""95 % bootstrap intervals of the mean paired difference: over seeds, and over seeds and test images.
 
-Which bootstrap is a matter of how few seeds there are. So many per cent of the intervals cover the truth, in 2,000
-simulated comparisons each. `PYTHONPATH=benchmarks python -m tests.benchmarks.comparison.test_inference` prints this table, and
-the test class `TestCoverage` checks it:
+With few seeds, the choice of the bootstrap matters. The table shows the coverage in percent over 2,000 simulated
+comparisons. `PYTHONPATH=benchmarks python -m tests.benchmarks.comparison.test_inference` prints it, and the test class
+`TestCoverage` checks it:
 
-    differences seeds percentile  BCa  bootstrap-t Student's   here
+    differences seeds percentile  BCa  bootstrap-t Student t  ours
     normal         4      80.2      80.8      94.8      94.8      97.1
     normal         8      87.4      87.2      93.8      94.7      95.9
     normal        16      91.1      91.1      94.5      94.8      95.6
@@ -15,12 +15,12 @@ the test class `TestCoverage` checks it:
     log-normal     8      76.4      78.2      88.8      82.0      89.2
     log-normal    16      82.8      84.8      92.0      84.9      92.7
 
-Percentile and BCa intervals cannot leave the range of the differences, which misses the truth in 1 of 8 comparisons
-with 4 normal seeds however wide they are made; they claim too much. Bootstrap-t resamples mean / standard error. It
-has no finite limit with 2 or 3 seeds, or with many ties (accuracies of a small test set), and it is now and then
-narrower than Student's. So a limit here is bootstrap-t's, but never inside of Student's, whose power the minimum
-detectable effect is, and never more than `WIDEST` times as far out. Where differences have a tail as long as the log-
-normal's, even this covers less than it says.
+Percentile and BCa intervals undercover: they cannot leave the range of the differences, which does not contain the
+truth in 1 of 8 comparisons with 4 normal seeds. The bootstrap-t, which resamples mean / standard error, has no finite
+limits with 2 or 3 seeds or with many ties (accuracies on a small test set), and is sometimes narrower than Student's t
+interval. Our limits are those of the bootstrap-t, but never inside the t interval (on which the minimum detectable
+effect is based), and at most `WIDEST` times as wide. With tails as long as the log-normal's, even these intervals
+undercover.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ RESAMPLES = 10_000
 IMAGE_RESAMPLES = 2_000
 TAIL = 0.025
 WIDEST = 5.0
-"""A limit of the bootstrap-t is at most so many times Student's."""
+"""Maximum ratio of a bootstrap-t limit to the t interval's limit."""
 Interval = tuple[float, float]
-# Two differences that differ by less than this part of the larger one are the same number.
+# Relative tolerance below which two differences count as equal.
 ROUNDING = 1e-9
 
 
 def over_seeds(values: ArrayLike) -> Interval:
-    """Bootstrap-t interval of the mean, at least as wide as Student's on each side; one value is its own interval.
+    """Bootstrap-t interval of the mean, at least as wide as the t interval on each side; a point for one value.
 
-    Deterministic: the resamples depend on nothing but the number of values.
+    It is deterministic: the bootstrap samples depend only on the number of values.
     """
     values_S = np.asarray(values, dtype=np.float64)
     error = standard_error(values_S)
@@ -58,18 +58,18 @@ def over_seeds(values: ArrayLike) -> Interval:
 
 
 def over_both(values: ArrayLike, resampled_SB: NDArray[np.float64]) -> Interval:
-    """The interval that also allows for other test images; nowhere inside `over_seeds`.
+    """Interval that also accounts for the sampling of test images; it contains `over_seeds`.
 
-    Seeds and images are resampled independently of one another, the same images in all runs (crossed, as Owen 2007),
-    and each resampled mean is divided by its standard error: of the resampled seeds, and of the images by their own
-    bootstrap. What only one seed and one image together make is thereby counted twice: an interval is rather too wide.
-    Of 4, 8 or 16 seeds with normal differences, 93 to 99 % cover, whether seeds or images differ most; where images do,
-    those over seeds alone cover 11 to 50 % (`TestCoverage` checks the one and the other with wide bounds).
+    Seeds and images are resampled independently, with the same images in all runs (crossed, as in Owen 2007). Each
+    resampled mean is divided by its standard error over the resampled seeds and over the image bootstrap. This counts
+    the seed-image interaction twice, so the interval is conservative. With 4, 8 or 16 seeds and normal differences,
+    the coverage is 93 to 99 %, whether seeds or images dominate; if images dominate, intervals over seeds alone cover
+    only 11 to 50 % (`TestCoverage` checks both with wide bounds).
 
     Args:
-        values: (S,), the differences with the images as they are.
-        resampled_SB: (S, B), the same with the images of resample b, from `resamples(N, B, 1)`.
-            Only its spread is used: a metric such as ECE is biased upward by resampling.
+        values: The differences on all images, of shape (S,).
+        resampled_SB: The differences on the bootstrap samples of images from `resamples(N, B, 1)`, of shape (S, B).
+            Only their spread is used, because resampling biases metrics such as ECE upward.
     """
     values_S = np.asarray(values, dtype=np.float64)
     if len(values_S) == 1:
@@ -87,14 +87,14 @@ def over_both(values: ArrayLike, resampled_SB: NDArray[np.float64]) -> Interval:
 
 
 def _capped(limit: float, least: float) -> float:
-    """At most `WIDEST` times Student's: of 4 seeds, some resamples have next to no spread to be divided by."""
+    """Limit to `WIDEST` times the t interval: with few seeds, some resamples have almost no spread."""
     return (
         float(np.clip(limit, -WIDEST * least, WIDEST * least)) if np.isfinite(limit) else least * float(np.sign(limit))
     )
 
 
 def standard_error(values_S: NDArray[np.float64]) -> float:
-    """Of the mean; 0 for one value, and if all are the same."""
+    """Standard error of the mean; 0 for a single value or equal values."""
     if np.ptp(values_S) <= ROUNDING * np.abs(values_S).max():
         return 0.0
     return float(values_S.std(ddof=1) / np.sqrt(len(values_S)))
@@ -102,17 +102,16 @@ def standard_error(values_S: NDArray[np.float64]) -> float:
 
 @lru_cache(maxsize=16)
 def resamples(size: int, count: int, stream: int) -> NDArray[np.uint8]:
-    """How often each of `size` things is in each of `count` resamples: (count, size); the same in every call."""
+    """Counts of each item in each bootstrap sample, of shape (count, size); deterministic."""
     drawn = np.random.default_rng((stream, size, count)).integers(size, size=(count, size))
     drawn += np.arange(count)[:, None] * size
     return np.bincount(drawn.ravel(), minlength=count * size).astype(np.uint8).reshape(count, size)
 
 
 def _limits(counts_BS: NDArray[np.uint8], values_BS: NDArray[np.float64], of_images: float) -> Interval:
-    """The quantiles of (resampled mean - mean) / standard error; infinite where resamples without spread reach them."""
+    """The 2.5 % and 97.5 % quantiles of (resampled mean - mean) / standard error; infinite without spread."""
     count, seeds = counts_BS.shape
-    centre = values_BS.mean()
-    deviations_BS = values_BS - centre
+    deviations_BS = values_BS - values_BS.mean()
     mean_B = (counts_BS * deviations_BS).sum(axis=1) / seeds
     square_B = (counts_BS * deviations_BS**2).sum(axis=1) / seeds
     variance_B = square_B - mean_B**2

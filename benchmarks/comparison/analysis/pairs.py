@@ -1,4 +1,4 @@
-"""Which runs of a cell are pairs, and why others are not."""
+"""Match the runs of a cell into pairs, and explain why others are excluded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NOT_RUN = "not run"
 
 
 @dataclass(frozen=True)
-class Paired:
-    """An arm's finished runs, and those of them that have a partner without a regularizer; by seed of the pair."""
+class PairedArm:
+    """An arm's finished runs, and the seeds with a complete pair; by seed of the pair."""
 
     entry: Entry
     finished: Mapping[int, Record]
@@ -25,42 +25,42 @@ class Paired:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Of the finished runs, in the order of their seeds."""
+        """Outcomes of the finished runs, in order of their seeds."""
         return [record.outcome for record in self.finished.values() if record.outcome]
 
 
 def in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """None first, then as configured, then the controls.
+    """Sort the arms: none, the configured ones, the controls.
 
     Raises:
-        ValueError: there is not one arm without a regularizer, or two arms have the same name.
+        ValueError: There is not exactly one arm without a regularizer, or two arms have the same name.
     """
     ordered = sorted(entries, key=lambda entry: (entry.control != "", entry.arm.kind != "none"))
     plain = [entry.arm.name for entry in entries if entry.arm.kind == "none" and not entry.control]
     names = [entry.arm.name for entry in entries]
     if len(plain) != 1:
         raise ValueError(
-            f"{entries[0].cell}: the arms without a regularizer are {plain}; there has to be one to compare with."
+            f"{entries[0].cell}: exactly one arm without a regularizer is required as the baseline, got {plain}."
         )
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{entries[0].cell}: more than one arm is named {', '.join(twice)}. Rename all but one.")
+        raise ValueError(f"{entries[0].cell}: duplicate arm names: {', '.join(twice)}. Names must be unique.")
     return ordered
 
 
-def paired(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[Paired]:
-    """The arms of one cell, `in_order`, with their pairs; a pair without its other half is set aside."""
+def paired(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[PairedArm]:
+    """The arms of one cell, `in_order`, with their pairs; incomplete pairs are excluded."""
     none, *_ = entries = in_order(entries)
     found = []
     for entry in entries:
         reasons = {seed: _reason(entry, none, seed, records) for seed in sorted(entry.runs)}
         finished = {seed: records[entry.runs[seed].key] for seed in reasons if not _missing(entry, seed, records)}
         complete = frozenset(seed for seed, reason in reasons.items() if not reason)
-        found.append(Paired(entry, finished, complete, {seed: why for seed, why in reasons.items() if why}))
+        found.append(PairedArm(entry, finished, complete, {seed: why for seed, why in reasons.items() if why}))
     return found
 
 
-def same_start(arms: Sequence[Paired]) -> bool:
-    """Whether the runs of each seed began with the same weights and saw the same batches; but for other seeds' none."""
+def same_start(arms: Sequence[PairedArm]) -> bool:
+    """Whether all runs of a seed had the same initial weights and batches, except for the control with other seeds."""
     of_seed: dict[int, Any] = {}
     return all(
         of_seed.setdefault(seed, _start(record)) == _start(record)
@@ -79,9 +79,9 @@ def _reason(entry: Entry, none: Entry, seed: int, records: Mapping[str, Record])
         return f"{none.arm.name}: {missing}"
     run, other = (records[each.runs[seed].key] for each in (entry, none))
     if entry.control != "seeds" and _start(run) != _start(other):
-        return f"no pair: it did not begin with the weights of {none.arm.name}, or saw other batches"
+        return f"no pair: initial weights or batches differ from {none.arm.name}"
     if len(run.images["correct"]) != len(other.images["correct"]):
-        return f"no pair: it was scored on {len(run.images['correct'])} images, not {len(other.images['correct'])}"
+        return f"no pair: scored on {len(run.images['correct'])} images instead of {len(other.images['correct'])}"
     return ""
 
 
@@ -93,7 +93,7 @@ def _missing(entry: Entry, seed: int, records: Mapping[str, Record]) -> str:
         lines = record.failure.message.strip().splitlines() or [""]
         return f"{record.failure.kind}: {lines[0]}".rstrip(": ")
     if record.outcome is None or not all(math.isfinite(record.outcome[metric]) for metric in METRICS):
-        return "nan: a metric is not a finite number"
+        return "nan: a metric is not finite"
     return ""
 
 

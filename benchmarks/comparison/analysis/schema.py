@@ -1,4 +1,4 @@
-"""What a comparison found, as the report and the terminal show it; all of it is JSON."""
+"""The results of a comparison, as stored in summary.json. The names of the fields are part of the file format."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ Metric = Literal["accuracy", "nll", "ece"]
 METRICS: tuple[Metric, ...] = ("accuracy", "nll", "ece")
 TITLES = {"accuracy": "Accuracy, %", "nll": "NLL, nats", "ece": "ECE, %"}
 BETTER: dict[Metric, int] = {"accuracy": 1, "nll": -1, "ece": -1}
-"""1 where more is better, -1 where less is."""
+"""1 if higher is better, -1 if lower is."""
 DECIMALS = {"accuracy": 2, "nll": 3, "ece": 2}
 
 
-class Found(BaseModel):
-    """A part of what was found."""
+class Part(BaseModel):
+    """Base class of all parts of a summary."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Difference(Found):
-    """Paired differences `a - b` of one metric, seed by seed."""
+class Difference(Part):
+    """PairedArm differences `a - b` in one metric."""
 
     seeds: list[int]
-    """Those of complete pairs."""
+    """Seeds of the complete pairs."""
     values: list[float]
     mean: float
     low: float
     high: float
-    """Bootstrap 95 % interval over seeds; one pair has none: both limits are its difference."""
+    """Bootstrap 95 % interval over seeds; for a single pair, both limits are its difference."""
     low_images: float
     high_images: float
-    """The same over seeds and test images."""
+    """The interval over seeds and test images."""
     p: float
-    """Of the exact permutation test (sign flips), two-sided."""
+    """Two-sided p of the exact permutation test (sign flips)."""
     p_holm: float
-    """The same after Holm's correction: over all differences to none of this metric and cell, or over all between."""
+    """p after Holm's correction over all differences from none, or between regularizers, in this metric and cell."""
     p_smallest: float
-    """What `p` could not be smaller than with so many pairs."""
+    """The smallest possible p for this number of pairs."""
     mde: float | None
-    """Minimum detectable effect: found with 80 % power at 5 %, two-sided, given the spread seen.
+    """Minimum detectable effect: detected with 80 % power at 5 %, two-sided, at the observed spread.
 
-    None for one pair, and where all differences are the same.
+    None for a single pair, or if all differences are equal.
     """
     seeds_for_half: int | None
-    """Pairs that it would take to find half of `mde`."""
+    """Number of pairs that would halve `mde`."""
     verdict: Literal["above", "below", "cannot be distinguished"]
-    """By the interval over seeds; better or worse depends on the metric."""
+    """From the interval over seeds; whether above is better depends on the metric."""
 
 
-class Band(Found):
+class Band(Part):
     """Lower quartile, median and upper quartile over the seeds, at each x."""
 
     x: list[float]
@@ -61,70 +61,70 @@ class Band(Found):
     high: list[float]
 
 
-class Bin(Found):
-    """Predictions of a range of confidence, over all seeds."""
+class Bin(Part):
+    """A calibration bin over all seeds."""
 
     confidence: float
-    """Their mean."""
+    """Mean confidence."""
     accuracy: float
-    """The fraction that is right."""
+    """Fraction of correct predictions."""
     count: int
 
 
-class Site(Found):
-    """What one site was asked to drop in the last steps, and what it dropped."""
+class Site(Part):
+    """The requested rate and the dropped fraction of a site in the last steps."""
 
     name: str
     asked: float
     dropped: float
 
 
-class Spread(Found):
-    """Lower quartile, median and upper quartile of ratios measured in turn."""
+class Spread(Part):
+    """Quartiles of the ratios of interleaved measurements."""
 
     low: float
     median: float
     high: float
 
 
-class Mask(Found):
-    """What was dropped on one map of one sample."""
+class Mask(Part):
+    """The mask of one channel of one sample."""
 
     site: str
     rows: list[list[int]]
-    """1 where the map was kept, 0 where it was dropped."""
+    """1 is kept, 0 is dropped."""
 
 
-class ArmFound(Found):
-    """What was found of one arm."""
+class ArmSummary(Part):
+    """The results of an arm."""
 
     name: str
     kind: Literal["none", "regularizer", "recipe", "peer", "control"]
     call: str
-    """As it would be written, with its rate."""
+    """The call with its rate."""
     layers: list[str]
     sites: int
     flags: list[str]
-    """What hookdrop warned of, such as a block that covers its whole map."""
+    """hookdrop's warnings, such as a block that covers its whole map."""
     command: str
-    """A shell command that makes this row."""
+    """A shell command that reproduces this row."""
     runs: int
     asked: float | None
-    """Mean rate asked for in the forwards that were measured; None without a regularizer that drops."""
+    """Mean requested rate in the measured forwards; None if nothing is dropped."""
     dropped: float | None
     dropped_half: float | None
-    """Half the width of the 95 % t interval of `dropped` over the seeds."""
+    """Half-width of the 95 % t interval of `dropped` over the seeds."""
     rate_at_end: float | None
     ramp_end: int | None
-    """The optimizer step at which the rate was first within 1e-9 of its target; None if never."""
+    """The first optimizer step with the rate within 1e-9 of its target; None if never."""
     realised: list[Site]
     values: dict[Metric, list[float]]
-    """One a seed that finished, in the order of `seeds`."""
+    """One value per finished seed, in the order of `seeds`."""
     seeds: list[int]
     means: dict[Metric, float]
     against_none: dict[Metric, Difference] | None
     set_aside: dict[int, str]
-    """Seeds whose pair with none is incomplete, and why."""
+    """Seeds without a complete pair, and the reasons."""
     train_loss: Band
     validation_accuracy: Band
     validation_nll: Band
@@ -133,16 +133,16 @@ class ArmFound(Found):
     calibration: list[Bin]
     tuning: Tuning | None
     like: str = ""
-    """The arm whose tuned settings it has, if it was not tuned itself."""
+    """The arm whose tuned settings it uses, if any."""
     time: Spread | None
-    """Of a training step at the final rate / of one of none."""
+    """Time of a training step at the final rate, relative to none."""
     memory: Spread | None
-    """Peak of a training step, likewise."""
+    """Peak memory of a training step, relative to none."""
     mask: Mask | None
 
 
-class Contrast(Found):
-    """Two arms that are not none."""
+class Contrast(Part):
+    """The difference between two regularizers."""
 
     a: str
     b: str
@@ -150,48 +150,48 @@ class Contrast(Found):
     difference: Difference
 
 
-class Controls(Found):
-    """What has to come out if the comparison itself is sound."""
+class Controls(Part):
+    """The results of the controls, which validate the comparison."""
 
     aa_equal: int
-    """Seeds whose arm with p = 0 injected ended bit-equal to none: weights and outputs."""
+    """Number of seeds whose run with p = 0 injected ended bit-identical to none: weights and outputs."""
     aa_seeds: int
-    """Seeds for which both finished."""
+    """Number of seeds for which both runs finished."""
     none_none: dict[Metric, Difference] | None
-    """None with other seeds - none."""
+    """None with other seeds minus none."""
     paired: bool
-    """Whether all arms of a seed saw the same batches from the same weights."""
+    """Whether all arms of a seed had the same initial weights and batches."""
     unchanged: int
-    """Runs after which state_dict, repr and eval output were bit-equal with hooks and after `remove()`."""
+    """Number of runs with bit-identical state_dict, repr and eval output with hooks and after `remove()`."""
     hooked: int
-    """Runs with hooks."""
+    """Number of runs with hooks."""
 
 
-class Cell(Found):
-    """One data set, training-set size and model."""
+class Cell(Part):
+    """One combination of dataset, training set size and model."""
 
     title: str
     slug: str
-    """For ids and file names."""
+    """Used in ids and file names."""
     epochs: int
     steps: int
     train_images: int
     test_images: int
     skipped_images: int
-    arms: list[ArmFound]
+    arms: list[ArmSummary]
     between: list[Contrast]
     controls: Controls
     varied: list[str] = ["training set", "weights", "batch order", "augmentation", "masks"]
     """What differs between seeds."""
     remarks: list[str] = []
-    """Of the data, such as that all seeds train on the same images."""
+    """Notes on the data, such as that all seeds train on the same images."""
     words: list[str]
-    """What may be said, in sentences: the findings first, then what goes with them."""
+    """Sentences: the findings first, then the caveats."""
     findings: int | None = None
-    """How many of the sentences are findings; all of them if None."""
+    """Number of sentences that are findings; None if all are."""
 
 
-class FailureFound(Found):
+class FailedRun(Part):
     """A run without an outcome."""
 
     cell: str
@@ -203,16 +203,16 @@ class FailureFound(Found):
     key: str
 
 
-class Environment(Found):
-    """What runs were made with."""
+class Environment(Part):
+    """Software and hardware of some runs."""
 
     runs: int
     details: dict[str, Any]
-    """Nested at most once."""
+    """At most one level of nesting."""
 
 
-class Summary(Found):
-    """A whole comparison."""
+class Summary(Part):
+    """The results of a comparison."""
 
     title: str
     created: str
@@ -223,10 +223,10 @@ class Summary(Found):
     seeds: int
     """Fixed before the first run, unless there are amendments."""
     amendments: list[str] = []
-    """What was changed after the first run, and why."""
+    """Changes after the first run, with their reasons."""
     cells: list[Cell]
-    failures: list[FailureFound]
+    failures: list[FailedRun]
     environments: list[Environment]
-    """More than one if runs of other revisions or machines are among them."""
+    """More than one if runs used different revisions or machines."""
     seconds: float
-    """Of training, all runs together."""
+    """Total training time of all runs."""

@@ -1,4 +1,4 @@
-"""What a comparison found, from its records; also of one that was interrupted."""
+"""Summarize a comparison from its records, also if it is incomplete."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from comparison.analysis import caveats, summary_text
-from comparison.analysis.arm_summary import arm_found
-from comparison.analysis.contrasts import contrasts, controls, differences, measures
-from comparison.analysis.pairs import Paired, paired
-from comparison.analysis.schema import Cell, Environment, FailureFound, Spread, Summary
+from comparison.analysis.arm_summary import summarize_arm
+from comparison.analysis.contrasts import contrasts, controls, differences, paired_metrics
+from comparison.analysis.pairs import PairedArm, paired
+from comparison.analysis.schema import Cell, Environment, FailedRun, Spread, Summary
 from comparison.run.record import Record
 from comparison.spec.run_spec import Run
 from comparison.spec.study import Entry
@@ -22,7 +22,7 @@ Ratios = Mapping[tuple[str, str], Spread]
 
 @dataclass(frozen=True)
 class About:
-    """What is said of a comparison besides its numbers."""
+    """Metadata of a comparison."""
 
     title: str
     created: str
@@ -33,27 +33,27 @@ class About:
     seeds: int
     """Fixed before the first run, unless there are amendments."""
     amendments: list[str] = field(default_factory=list)
-    """What was changed after the first run, and why."""
+    """Changes after the first run, with their reasons."""
     first: list[str] = field(default_factory=list)
-    """Sentences that have to be read before the findings."""
+    """Notes to read before the findings."""
     remarks: Mapping[str, list[str]] = field(default_factory=dict)
-    """Of the data, by cell."""
+    """Notes on the data, by cell."""
 
 
-def summarise(
+def summarize(
     entries: Sequence[Entry], records: Mapping[str, Record], about: About, times: Ratios, memory: Ratios
 ) -> Summary:
-    """Everything that the report and the terminal show.
+    """Compute everything that the report and the terminal show.
 
     Args:
-        entries: the arms of all cells, with the runs that they should have.
-        records: by key, the runs that were made, of tuning too; a run without a record has not been made yet.
-        about: what goes into the head.
-        times: a training step / one of none, by cell and arm; arms that were not measured are left out.
-        memory: likewise.
+        entries: The arms of all cells with their runs.
+        records: Records of finished runs by key, including tuning runs.
+        about: Metadata.
+        times: Time of a training step relative to none, by cell and arm; arms may be missing.
+        memory: Memory of a training step, likewise.
 
     Raises:
-        ValueError: a cell has no arm without a regularizer, or more than one, or two arms of one name.
+        ValueError: A cell does not have exactly one arm without a regularizer, or has duplicate names.
     """
     of_cell: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -61,9 +61,9 @@ def summarise(
     cells: list[Cell] = []
     for title, arms in of_cell.items():
         cells.append(_cell(title, _slug(title, cells), paired(arms, records), times, memory, about))
-    said = {name: value for name, value in vars(about).items() if name not in ("first", "remarks")}
+    head = {name: value for name, value in vars(about).items() if name not in ("first", "remarks")}
     return Summary(
-        **said,
+        **head,
         cells=cells,
         failures=_failures(entries, records),
         environments=_environments(records.values()),
@@ -71,9 +71,9 @@ def summarise(
     )
 
 
-def _cell(title: str, slug: str, arms: Sequence[Paired], times: Ratios, memory: Ratios, about: About) -> Cell:
-    of = measures(arms)
-    against = differences(arms, of)
+def _cell(title: str, slug: str, arms: Sequence[PairedArm], times: Ratios, memory: Ratios, about: About) -> Cell:
+    metrics = paired_metrics(arms)
+    against = differences(arms, metrics)
     outcomes = [outcome for arm in arms for outcome in arm.outcomes]
     runs = [run for arm in arms for run in arm.entry.runs.values()]
     cell = Cell(
@@ -85,14 +85,14 @@ def _cell(title: str, slug: str, arms: Sequence[Paired], times: Ratios, memory: 
         test_images=max((outcome["scored_images"] for outcome in outcomes), default=0),
         skipped_images=max((outcome["skipped_images"] for outcome in outcomes), default=0),
         arms=[
-            arm_found(
+            summarize_arm(
                 arm,
                 against.get(arm.entry.arm.name),
                 *(ratios.get((title, arm.entry.arm.name)) for ratios in (times, memory)),
             )
             for arm in arms
         ],
-        between=contrasts(arms, of),
+        between=contrasts(arms, metrics),
         controls=controls(arms, against),
         varied=_varied(runs),
         remarks=about.remarks.get(title, []),
@@ -100,13 +100,13 @@ def _cell(title: str, slug: str, arms: Sequence[Paired], times: Ratios, memory: 
     )
     first = [*about.first, *(f"Changed after the first run: {change}" for change in about.amendments)]
     found = findings(cell)
-    words = [*first, *found, *caveats.after(cell)]
-    return cell.model_copy(update={"words": words, "findings": len(first) + len(found)})
+    sentences = [*first, *found, *caveats.after_findings(cell)]
+    return cell.model_copy(update={"words": sentences, "findings": len(first) + len(found)})
 
 
 def findings(cell: Cell) -> list[str]:
-    """What was found, and what has to be known before; the words of the cell itself are not used."""
-    return [*caveats.first(cell), *summary_text.findings(cell)]
+    """The findings and the caveats to read before them; ignores the sentences stored in the cell."""
+    return [*caveats.before_findings(cell), *summary_text.findings(cell)]
 
 
 def _varied(runs: Sequence[Run]) -> list[str]:
@@ -121,14 +121,14 @@ def _slug(title: str, cells: Sequence[Cell]) -> str:
     return slug if slug not in taken else next(s for i in range(2, 3 + len(taken)) if (s := f"{slug}-{i}") not in taken)
 
 
-def _failures(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[FailureFound]:
-    """Of the final runs in the order of the entries, then of tuning."""
+def _failures(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[FailedRun]:
+    """Failed final runs in the order of the entries, then failed tuning runs."""
     final = {run.key: (entry.cell, entry.arm.name) for entry in entries for run in entry.runs.values()}
     failed = {key: record for key, record in records.items() if not record.done}
     others = {key: Run.model_validate(record.spec) for key, record in failed.items() if key not in final}
     tuning = {key: (run.cell, run.arm.name) for key, run in others.items()}
     return [
-        FailureFound(
+        FailedRun(
             cell=cell,
             arm=arm,
             seed=records[key].spec["seed"],

@@ -1,1 +1,1 @@
-"""The data sets of a comparison, how they are split, and their batches."""
+"""Datasets, their splits and batches."""

@@ -1,4 +1,4 @@
-"""The batches of an epoch."""
+"""Batches of an epoch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Batch = tuple[Tensor, Tensor, Tensor]
 def loader(
     task: Task, split_train: Tensor, batch_size: int, seed: int, epoch: int, labels: Tensor, workers: int = 0
 ) -> Iterable[Batch]:
-    """The training images in an order of the seed's and the epoch's.
+    """Iterate over the training images in an order that depends on seed and epoch.
 
-    What is left over after the last full batch is not trained on in this epoch, unless there is no full batch.
+    The last incomplete batch is dropped, unless it is the only one.
 
     Args:
-        task: Where the images are.
+        task: The dataset.
         split_train: Indices of the training images.
-        batch_size: Images a batch.
-        seed: Of the order and of the augmentation.
-        epoch: Likewise.
-        labels: Of the images of `split_train`, in that order; as of `task.training_labels`.
-        workers: Processes that read the images; the batches are the same to the last bit for any number.
+        batch_size: Images per batch.
+        seed: Seed of the order and the augmentation.
+        epoch: Epoch of the order and the augmentation.
+        labels: Labels of `split_train` in the same order, such as `task.training_labels`.
+        workers: Number of data loading processes; the batches are bit-identical for any number.
 
     Returns:
         An iterable of (indices_B, x_BCHW, y_B).
@@ -47,7 +47,7 @@ def loader(
 
 @dataclass(frozen=True, eq=False)
 class _Epoch(Dataset[Batch]):
-    """Whole batches as the items of a data set: what a worker makes does not depend on which worker it is."""
+    """A dataset whose items are batches, so that they do not depend on the worker that loads them."""
 
     task: Task
     indices_N: Tensor
@@ -66,7 +66,7 @@ class _Epoch(Dataset[Batch]):
 
 
 def _by_workers(batches: _Epoch, workers: int) -> Iterator[Batch]:
-    # Without a generator of its own the loader draws its workers' seeds from the global one.
+    # Without its own generator, the loader would draw the workers' seeds from the global one.
     own = generator(batches.seed, "workers", batches.epoch)
     processes = DataLoader(batches, batch_size=None, num_workers=workers, generator=own)
     with _allowed_children():
@@ -76,7 +76,7 @@ def _by_workers(batches: _Epoch, workers: int) -> Iterator[Batch]:
 
 @contextlib.contextmanager
 def _allowed_children() -> Iterator[None]:
-    """Let a daemonic process, as those of a pool may be, start workers: they end by themselves when it ends."""
+    """Let a daemonic process, such as a pool worker, start data loading workers; they exit with it."""
     config = getattr(multiprocessing.current_process(), "_config", {})
     daemon = config.get("daemon")
     config["daemon"] = False

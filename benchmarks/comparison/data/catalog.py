@@ -1,4 +1,4 @@
-"""The data of a comparison: `load` it, and `check` beforehand that it is enough."""
+"""Load datasets by name, and check them before training."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ NAMES = (*_LOADERS, f"{FOLDER}:PATH")
 
 
 def load(data: Data) -> Task:
-    """The data; what was loaded once is kept for as long as the process lives.
+    """Load a dataset; datasets are cached for the lifetime of the process.
 
     Raises:
-        DataError: its name is not known, or it can't be had.
+        DataError: The name is unknown, or the data is not available.
     """
     return _load(data.model_copy(update={"train_size": None, "validation_size": None, "workers": 0}))
 
 
 def check(data: Data, seeds: int) -> list[str]:
-    """See that the data can be had and has enough images for so many seeds; what to know about it, in sentences.
+    """Check that the data is available and has enough images for all seeds. Return notes for the report.
 
-    CIFAR is downloaded here, in one process, if it is not there.
+    Missing CIFAR files are downloaded here, in a single process.
 
     Raises:
-        DataError: it can't, or it has not.
+        DataError: The data is not available, or there are too few images.
     """
     return check_seeds(load(data), data.train_size, data.validation_size, seeds)
 
@@ -47,40 +47,39 @@ def _load(data: Data) -> Task:
     if kind == FOLDER and path:
         return image_folder.load(data)
     if kind == FOLDER:
-        raise DataError(f"{data.name!r} does not say which folder.", f"write it as {FOLDER}:PATH")
+        raise DataError(f"{data.name!r} has no path.", f"use {FOLDER}:PATH")
     if data.name in _LOADERS:
         return _LOADERS[data.name](data)
     near = [NAMES[[*_LOADERS, FOLDER].index(name)] for name in difflib.get_close_matches(kind, [*_LOADERS, FOLDER])]
     raise DataError(
-        f"there is no data named {data.name!r}.",
+        f"no dataset is named {data.name!r}.",
         *([f"did you mean: {', '.join(map(repr, near))}"] if near else []),
-        f"there are:    {', '.join(NAMES)}",
+        f"available:    {', '.join(NAMES)}",
     )
 
 
 def check_seeds(task: Task, train_size: int | None, validation_size: int | None, seeds: int) -> list[str]:
-    """See that the training sets of so many seeds can all be different; what to know about them, in sentences.
+    """Check that each seed can have a different training set. Return notes for the report.
 
-    The rule: a training set of n images is one of all sets of n images with as many of each class as is possible,
-    drawn without regard to other seeds' sets; of such sets there have to be as many as there are seeds. It is no
-    error to train on all images: the seeds differ in weights and order then, and a sentence says so. Another one
-    says so where training sets of two seeds share more than half of their images.
+    Each seed draws its balanced training set independently, so there must be at least as many such sets as seeds.
+    Training on all images is allowed: the seeds then differ in weights and order, and a note says so. Another note is
+    added if the training sets of two seeds share more than half of their images on average.
 
     Raises:
-        DataError: there are fewer such sets than seeds, or a size is out of range.
+        DataError: There are fewer such sets than seeds, or a size is out of range.
     """
     split = task.split(train_size, validation_size, 0)
-    notes = _left_out(task)
+    notes = _skipped_note(task)
     rest = strata.without(task.pool, split.validation)
     if len(split.train) == len(rest):
-        shared = "All seeds train on the same images; they differ in weights, order and augmentation alone."
+        shared = "All seeds train on the same images; they differ only in weights, order and augmentation."
         return [*notes, f"{task.name}: {shared}"]
     available = strata.per_class(rest, task.labels_N, task.classes)
     size = len(split.train)
     ways = strata.even_ways(available, size)
     if ways < seeds:
         raise _too_many_seeds(task, available, size, seeds, ways)
-    # Any image of a class is as likely as any other to be drawn.
+    # All images of a class are drawn with the same probability.
     taken = strata.per_class(split.train, task.labels_N, task.classes)
     overlap = sum(n * n / have for n, have in zip(taken, available, strict=True) if have) / size
     if overlap > 0.5:
@@ -90,18 +89,18 @@ def check_seeds(task: Task, train_size: int | None, validation_size: int | None,
     return notes
 
 
-def _left_out(task: Task) -> list[str]:
+def _skipped_note(task: Task) -> list[str]:
     count = len(task.skipped)
-    return [f"{task.name}: {count:,} unreadable image{'s' * (count > 1)} left out."] if count else []
+    return [f"{task.name}: skipped {count:,} unreadable image{'s' * (count > 1)}."] if count else []
 
 
 def _too_many_seeds(task: Task, available: list[int], size: int, seeds: int, ways: int) -> DataError:
     smaller = range(size - 1, task.classes - 1, -1)
     fits = next((n for n in smaller if strata.even_ways(available, n) >= seeds), None)
     return DataError(
-        f"{seeds} seeds can't each have a training set of their own: {size} of the {sum(available)} images of "
-        f"{task.name!r} that are left for training can be chosen in {ways} ways, as even over classes as they can be.",
-        f"at most {ways} seeds",
-        *([f"or train_size={fits} at most"] if fits else []),
-        "or no train_size: all seeds train on all images then, and differ in weights, order and augmentation",
+        f"{seeds} seeds need different training sets, but there are only {ways} balanced sets of {size} out of the "
+        f"{sum(available)} training images of {task.name!r}.",
+        f"use at most {ways} seeds",
+        *([f"or train_size={fits} or less"] if fits else []),
+        "or no train_size: all seeds then train on all images, and differ in weights, order and augmentation",
     )

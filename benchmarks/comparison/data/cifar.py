@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100, as torchvision reads them."""
+"""CIFAR-10 and CIFAR-100 from torchvision."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SIDE = 32
 
 
 def load(data: Data) -> Task:
-    """The 50,000 images of the training set as pool, the 10,000 of the test set to test; downloaded if need be.
+    """Load CIFAR, downloading it if needed. The pool is the training set (50,000 images); the test set has 10,000.
 
     Raises:
-        DataError: they are neither there nor can they be downloaded, or a file is not what it should be.
+        DataError: The files are missing or corrupted, and cannot be downloaded.
     """
     try:
         train, test = (_SETS[data.name](data.root, train=part, download=True) for part in (True, False))
-    # Of the network, the disk, the archive or the pickle: nobody can list what these raise.
+    # Network, disk, archive and pickle errors have no common base class.
     except Exception as error:
-        raise _unreadable(data, error) from error
+        raise _unavailable(data, error) from error
     x_NHWC = torch.cat([torch.from_numpy(part.data) for part in (train, test)])
     size = None if data.image_size in (None, SIDE) else data.image_size
     source = Stored(
@@ -50,11 +50,10 @@ def load(data: Data) -> Task:
     )
 
 
-def _unreadable(data: Data, error: Exception) -> DataError:
+def _unavailable(data: Data, error: Exception) -> DataError:
     kind = _SETS[data.name]
     return DataError(
-        f"{data.name!r} can't be had: {type(error).__name__}: {error}",
-        f"folder:    {Path(data.root).absolute()} (`root`)",
-        f"put there: {kind.filename}, or {kind.base_folder}/ as it is in it, whole",
-        f"it is at:  {kind.url}, and is downloaded where there is a network",
+        f"cannot load or download {data.name!r}: {type(error).__name__}: {error}",
+        f"download: {kind.url}",
+        f"put it:   into {Path(data.root).absolute()} (`root`), as {kind.filename} or extracted as {kind.base_folder}/",
     )

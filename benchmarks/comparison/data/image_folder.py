@@ -1,4 +1,4 @@
-"""Images in folders, a folder for each class: which files there are, which can be read, and which are for testing."""
+"""Image datasets with one folder per class: find the files, skip unreadable ones, and split off test images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from comparison.data import strata
-from comparison.data.readable import notes_of, unreadable
+from comparison.data.readable import cache_path, unreadable
 from comparison.data.sources import Files
 from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
@@ -30,23 +30,24 @@ class Found:
     paths: tuple[str, ...]
     labels: tuple[int, ...]
     for_test: tuple[bool, ...] | None
-    """None if the folder does not say which."""
+    """None if the folder has no test split."""
     skipped: tuple[str, ...]
 
 
 def load(data: Data) -> Task:
-    """The images of `imagefolder:PATH`.
+    """Load `imagefolder:PATH`.
 
-    PATH has either a folder of each class, and a fifth of each class's images is for testing, the same fifth
-    always; or `train` and `val` or `test` with folders of the same classes. With both `val` and `test`, the
-    images of `val` are added to those of `train`: validation images are drawn from all that are not for testing.
-    All images are read once beforehand; which could be read is noted in the folder `data.root`.
+    PATH has either one folder per class, of which a fixed fifth is used for testing, or the splits `train` and `val`
+    or `test` with such folders. With both `val` and `test`, the images of `val` are added to those of `train`, because
+    validation images are drawn from all images that are not test images. Every image is read once, and the result is
+    cached in `data.root`.
 
     Raises:
-        DataError: there is no such folder, there are no images or no two classes, or `strict` and an unreadable image.
+        DataError: The folder does not exist, has no images or fewer than two classes, or has an unreadable image with
+            `strict`.
     """
     path = Path(data.name.partition(":")[2])
-    found = find(path, data.strict, notes_of(path, Path(data.root)))
+    found = find(path, data.strict, cache_path(path, Path(data.root)))
     labels_N = torch.tensor(found.labels)
     pool, test = _pool_and_test(found, labels_N)
     source = Files(found.paths, data.image_size or SIDE, data.augmentation)
@@ -72,26 +73,26 @@ def _pool_and_test(found: Found, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     if min(available) < 2:
         alone = ", ".join(repr(name) for name, have in zip(found.classes, available, strict=True) if have < 2)
         raise DataError(
-            f"{str(found.root)!r} has one image only of {alone}: it can't be both trained on and tested on.",
-            "add images, take the class away, or have folders train/ and val/ of your own",
+            f"{str(found.root)!r} has only one image of {alone}; training and testing need one each.",
+            "add images, remove the class, or provide your own train/ and val/ folders",
         )
     counts = strata.proportional(available, max(1, round(TEST_FRACTION * len(every))))
     test = strata.drawn(every, labels_N, counts, generator(0, "test"))
     return strata.without(every, test), test
 
 
-def find(root: Path, strict: bool, notes: Path) -> Found:
-    """All images below `root`, each of them read once to see that it can be; what was found is kept in `notes`.
+def find(root: Path, strict: bool, cache: Path) -> Found:
+    """Find all readable images below `root`. Readability is checked once and stored in `cache`.
 
     Raises:
-        DataError: there is nothing to train on, or `strict` and an unreadable image.
+        DataError: There is nothing to train on, or an image is unreadable with `strict`.
     """
     if not root.is_dir():
         near = next(folder for folder in root.absolute().parents if folder.is_dir())
         raise DataError(
-            f"there is no folder {str(root)!r}.",
-            f"the nearest that exists is {str(near)!r}, with the folders {_some(_folders(near))}",
-            "it should have a folder of images for each class",
+            f"the folder {str(root)!r} does not exist.",
+            f"nearest existing folder: {str(near)!r}, with the subfolders {_some(_folders(near))}",
+            "expected: one folder of images per class",
         )
     parts = _parts(root)
     classes = _classes(root, parts)
@@ -99,19 +100,19 @@ def find(root: Path, strict: bool, notes: Path) -> Found:
     samples = [(*sample, test) for part, test in parts for sample in _samples(part, numbers)]
     if not samples:
         raise DataError(
-            f"{str(root)!r} has folders, but no image in them.", f"an image ends in {', '.join(IMG_EXTENSIONS)}"
+            f"the folders of {str(root)!r} contain no images.", f"supported extensions: {', '.join(IMG_EXTENSIONS)}"
         )
-    bad = unreadable([path for path, _, _ in samples], notes)
+    bad = unreadable([path for path, _, _ in samples], cache)
     _check_readable(root, bad, len(samples), strict)
-    left_out = set(bad)
-    good = [sample for sample in samples if sample[0] not in left_out]
+    skipped = set(bad)
+    good = [sample for sample in samples if sample[0] not in skipped]
     _check_all_have_images(root, classes, {(label, test) for _, label, test in good}, [test for _, test in parts])
     paths, labels, tests = zip(*good, strict=True)
     return Found(root, classes, paths, labels, tests if len(parts) > 1 else None, tuple(bad))
 
 
 def _parts(root: Path) -> list[tuple[Path, bool]]:
-    """Folders that have the classes' folders in them, and whether they are for testing."""
+    """The folders that contain class folders, and whether each is for testing."""
     train, val, test = (root / name for name in ("train", "val", "test"))
     if not train.is_dir():
         return [(root, False)]
@@ -120,9 +121,9 @@ def _parts(root: Path) -> list[tuple[Path, bool]]:
     if val.is_dir():
         return [(train, False), (val, True)]
     raise DataError(
-        f"{str(root)!r} has train/, but neither val/ nor test/.",
-        "add one of them with the same classes' folders,",
-        f"or name {str(train)!r} itself: a fifth of its images is tested on then",
+        f"{str(root)!r} has train/ but neither val/ nor test/.",
+        "add one of them with the same class folders,",
+        f"or use {str(train)!r}, which reserves a fifth of its images for testing",
     )
 
 
@@ -132,14 +133,14 @@ def _classes(root: Path, parts: list[tuple[Path, bool]]) -> tuple[str, ...]:
         if set(of_part) != set(names[0]):
             more, less = sorted(set(of_part) - set(names[0])), sorted(set(names[0]) - set(of_part))
             raise DataError(
-                f"the classes of {part.name}/ in {str(root)!r} are not those of train/.",
+                f"{part.name}/ and train/ in {str(root)!r} have different classes.",
                 *([f"only in {part.name}/: {_some(more)}"] if more else []),
                 *([f"only in train/: {_some(less)}"] if less else []),
             )
     if len(names[0]) < 2:
         raise DataError(
-            f"{str(parts[0][0])!r} has {f'one class only, {names[0][0]!r}' if names[0] else 'no folders of classes'}.",
-            "it should have a folder of images for each of at least two classes",
+            f"{str(parts[0][0])!r} has {f'only one class, {names[0][0]!r}' if names[0] else 'no class folders'}.",
+            "expected: one folder of images for each of at least two classes",
         )
     return names[0]
 
@@ -155,11 +156,11 @@ def _samples(part: Path, numbers: dict[str, int]) -> list[tuple[str, int]]:
 
 def _check_readable(root: Path, bad: list[str], count: int, strict: bool) -> None:
     if len(bad) == count:
-        raise DataError(f"none of the {count} images of {str(root)!r} can be read.", f"such as {_some(bad)}")
+        raise DataError(f"none of the {count} images of {str(root)!r} can be read.", f"for example: {_some(bad)}")
     if bad and strict:
         raise DataError(
-            f"{len(bad)} of the {count} images of {str(root)!r} can't be read: {_some(bad)}",
-            "mend them or take them away; without strict they are left out and counted",
+            f"{len(bad)} of the {count} images of {str(root)!r} cannot be read: {_some(bad)}",
+            "repair or remove them; without strict they are skipped and counted",
         )
 
 
@@ -171,13 +172,13 @@ def _check_all_have_images(
         if bare:
             raise DataError(
                 f"{str(root)!r} has no readable image of {_some(bare)}"
-                f"{(' to test on' if test else ' to train on') if len(tests) > 1 else ''}.",
-                f"an image ends in {', '.join(IMG_EXTENSIONS)}",
+                f"{(' for testing' if test else ' for training') if len(tests) > 1 else ''}.",
+                f"supported extensions: {', '.join(IMG_EXTENSIONS)}",
             )
 
 
 def _some(names: list[str]) -> str:
-    """The first few."""
+    """Quote the first few names."""
     if not names:
         return "(none)"
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""

@@ -1,4 +1,4 @@
-"""Which image files can be read; it is noted down, as the process of every run would have to read them all again."""
+"""Check which image files are readable, with a cache that all processes share."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from typing import Any
 from PIL import Image
 
 
-def unreadable(paths: Sequence[str], notes: Path) -> list[str]:
-    """Those that are not whole images; files that `notes` knows and that have not changed since are not read again."""
-    known = _noted(notes)
-    found = {path: _looked_at(path, known.get(path)) for path in paths}
+def unreadable(paths: Sequence[str], cache: Path) -> list[str]:
+    """The files that are not complete images. Files in the cache are not read again unless they changed."""
+    known = _load_cache(cache)
+    found = {path: _check(path, known.get(path)) for path in paths}
     if found != known:
-        _note(notes, found)
+        _save_cache(cache, found)
     return [path for path in paths if not found[path][1]]
 
 
-def notes_of(folder: Path, root: Path) -> Path:
-    """Where in `root` it is noted which images of a folder can be read."""
+def cache_path(folder: Path, root: Path) -> Path:
+    """The cache file in `root` for the images of a folder."""
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     return root / "readable" / f"{name}.json"
 
 
 def readable(path: str) -> bool:
-    """Whether the image is whole."""
+    """Whether the file is a complete image."""
     try:
         with Image.open(path) as image:
             image.verify()
-        # A file that ends early passes the check of its structure.
+        # verify() does not detect truncated files.
         with Image.open(path) as image:
             image.load()
-    # Whatever a decoder raises on what is no image: OSError, SyntaxError, ValueError, struct.error ...
+    # Decoders raise OSError, SyntaxError, ValueError, struct.error, ... on invalid files.
     except Exception:
         return False
     return True
 
 
-def _looked_at(path: str, known: Any) -> list[Any]:
+def _check(path: str, known: Any) -> list[Any]:
     try:
         stat = os.stat(path)
     except OSError:
@@ -52,17 +52,17 @@ def _looked_at(path: str, known: Any) -> list[Any]:
     return known if known and known[0] == version else [version, readable(path)]
 
 
-def _noted(notes: Path) -> dict[str, Any]:
+def _load_cache(cache: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(notes.read_text())
+        found = json.loads(cache.read_text())
         return found if isinstance(found, dict) else {}
     return {}
 
 
-def _note(notes: Path, found: dict[str, list[Any]]) -> None:
-    # Where nothing can be written the next process reads the images again.
+def _save_cache(cache: Path, found: dict[str, list[Any]]) -> None:
+    # If the cache cannot be written, the next process reads the images again.
     with contextlib.suppress(OSError):
-        notes.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=notes.parent, delete=False) as file:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
             json.dump(found, file)
-        os.replace(file.name, notes)
+        os.replace(file.name, cache)

@@ -1,4 +1,4 @@
-"""Sources of images, in memory or in files; training images may be shifted, or cropped and flipped."""
+"""Image sources, in memory or in files, with optional augmentation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def square_transform(name: Augmentation, side: int, fill: float) -> Transform | None:
-    """What is done to an image that is as large as it should be.
+    """The augmentation of an image of the final size.
 
-    `shift` is by -2 to 2 pixels each way; `crop-flip` by up to an eighth of the side, and a flip from left to right
-    half of the time. What comes in at the edges is `fill`.
+    `shift` moves it by -2 to 2 pixels in each direction; `crop-flip` moves it by up to an eighth of the side length
+    and flips it horizontally with probability 0.5. New pixels at the edges are `fill`.
     """
     if name == "shift":
         crop: Transform = v2.RandomCrop(side, padding=SHIFT, fill=fill)
@@ -39,14 +39,14 @@ def square_transform(name: Augmentation, side: int, fill: float) -> Transform | 
 def transformed(
     transform: Transform, read: Callable[[int], Tensor], indices_B: Tensor, seed: int, epoch: int
 ) -> Tensor:
-    """`transform(read(index))` of each index, stacked; drawn from the stream of (seed, epoch, index).
+    """Stack `transform(read(index))` for all indices, each with the random stream of (seed, epoch, index).
 
-    The global generator is as it was before.
+    The global generator is restored.
     """
     images = []
     with torch.random.fork_rng(devices=[]):
         for index in indices_B.tolist():
-            # torch.manual_seed would seed the generators of GPUs as well, which are not put back here.
+            # torch.manual_seed would also seed the GPU generators, which are not restored here.
             torch.default_generator.manual_seed(seed_of(seed, "augmentation", epoch, index))
             images.append(transform(read(index)))
     return torch.stack(images)
@@ -54,15 +54,15 @@ def transformed(
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A source that has all images in a tensor."""
+    """A source with all images in one tensor."""
 
     x_NCHW: Tensor
-    """uint8, which is divided by 255 and normalised by `mean` and `std`, or float32, which is taken as it is."""
+    """uint8, which is divided by 255 and normalized by `mean` and `std`, or float32, which is used as is."""
     augmentation: Augmentation = "none"
     size: int | None = None
-    """Side in pixels, if not that of the tensor."""
+    """Side length in pixels, if it differs from the tensor's."""
     fill: float = 0.0
-    """What is beyond the edges, in the tensor's own values."""
+    """Value of pixels beyond the edges, in the units of the tensor."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
@@ -73,17 +73,17 @@ class Stored:
         return self.x_NCHW.shape[1], side, side
 
     def images(self, indices_B: Tensor) -> Tensor:
-        """As they are tested on."""
+        """Images without augmentation."""
         if self.size is None:
-            return self._normalised(self.x_NCHW[indices_B])
-        return self._normalised(torch.stack([self._read(index) for index in indices_B.tolist()]))
+            return self._normalized(self.x_NCHW[indices_B])
+        return self._normalized(torch.stack([self._read(index) for index in indices_B.tolist()]))
 
     def augmented(self, indices_B: Tensor, seed: int, epoch: int) -> Tensor:
-        """As they are trained on."""
+        """Images with augmentation."""
         transform = square_transform(self.augmentation, self.shape[1], self.fill)
         if transform is None:
             return self.images(indices_B)
-        return self._normalised(transformed(transform, self._read, indices_B, seed, epoch))
+        return self._normalized(transformed(transform, self._read, indices_B, seed, epoch))
 
     def _read(self, index: int) -> Tensor:
         x_CHW = self.x_NCHW[index]
@@ -92,7 +92,7 @@ class Stored:
         resized: Tensor = v2.functional.resize(x_CHW, [self.size, self.size], antialias=True)
         return resized
 
-    def _normalised(self, x_BCHW: Tensor) -> Tensor:
+    def _normalized(self, x_BCHW: Tensor) -> Tensor:
         if x_BCHW.dtype != torch.uint8:
             return x_BCHW
         mean, std = torch.tensor(self.mean), torch.tensor(self.std)
@@ -101,21 +101,21 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """A source that reads each image from its file whenever it is asked for."""
+    """A source that reads each image from its file on every access."""
 
     paths: tuple[str, ...]
     side: int
     augmentation: Augmentation
 
     def images(self, indices_B: Tensor) -> Tensor:
-        """The middle square of each, its shorter side made `side`."""
-        return _normalised(torch.stack([self._square(self._read(index)) for index in indices_B.tolist()]))
+        """Images resized to the shorter side and center-cropped to `side`."""
+        return _normalized(torch.stack([self._square(self._read(index)) for index in indices_B.tolist()]))
 
     def augmented(self, indices_B: Tensor, seed: int, epoch: int) -> Tensor:
-        """As they are trained on; `crop-flip` is RandomResizedCrop and a flip, as usual for photographs."""
+        """Images with augmentation; `crop-flip` is RandomResizedCrop with a horizontal flip."""
         if self.augmentation == "none":
             return self.images(indices_B)
-        return _normalised(transformed(self._transform(), self._read, indices_B, seed, epoch))
+        return _normalized(transformed(self._transform(), self._read, indices_B, seed, epoch))
 
     def _transform(self) -> Transform:
         if self.augmentation == "crop-flip":
@@ -137,6 +137,6 @@ class Files:
         return x_CHW
 
 
-def _normalised(x_BCHW: Tensor) -> Tensor:
-    normalised: Tensor = v2.functional.normalize(x_BCHW / 255, _MEAN, _STD)
-    return normalised
+def _normalized(x_BCHW: Tensor) -> Tensor:
+    normalized: Tensor = v2.functional.normalize(x_BCHW / 255, _MEAN, _STD)
+    return normalized

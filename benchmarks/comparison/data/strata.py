@@ -1,4 +1,4 @@
-"""How many images of each class are drawn, and which."""
+"""Stratified sampling of images."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ENOUGH = 10**9
 
 
 def even(available: Sequence[int], size: int, draws: torch.Generator) -> list[int]:
-    """`size` images, of each class as many as of any other or one more, or all that there are.
+    """Class counts of a balanced sample of `size` images: equal up to one, limited by the available images.
 
-    Which classes have one more is drawn.
+    The classes with one more image are drawn at random.
     """
     level, extra, able = _levels(available, size)
     counts = [min(have, level) for have in available]
@@ -25,7 +25,7 @@ def even(available: Sequence[int], size: int, draws: torch.Generator) -> list[in
 
 
 def even_ways(available: Sequence[int], size: int) -> int:
-    """How many sets of `size` images `even` allows; `ENOUGH` stands for it or more."""
+    """The number of different samples that `even` allows, at most `ENOUGH`."""
     level, extra, able = _levels(available, size)
     ways = [1] + [0] * extra
     for have in (available[i] for i in able):
@@ -35,9 +35,9 @@ def even_ways(available: Sequence[int], size: int) -> int:
 
 
 def proportional(available: Sequence[int], size: int) -> list[int]:
-    """`size` images with the classes as frequent as they are, but of none the last image.
+    """Class counts of a proportional sample of `size` images that leaves at least one image of each class.
 
-    `size` is at the most what is there less one image a class.
+    `size` must not exceed the available images minus one per class.
     """
     total, room = sum(available), [max(0, have - 1) for have in available]
     counts = [min(size * have // total, most) for have, most in zip(available, room, strict=True)]
@@ -48,13 +48,13 @@ def proportional(available: Sequence[int], size: int) -> list[int]:
 
 
 def per_class(indices: Tensor, labels_N: Tensor, classes: int) -> list[int]:
-    """How many of these images each class has."""
+    """The number of these images in each class."""
     counts: list[int] = labels_N[indices].bincount(minlength=classes).tolist()
     return counts
 
 
 def drawn(indices: Tensor, labels_N: Tensor, counts: Sequence[int], draws: torch.Generator) -> Tensor:
-    """The indices of `counts` images of each class, drawn from `indices`; in ascending order."""
+    """Draw `counts` images of each class from `indices`; returns ascending indices."""
     shuffled = indices[torch.randperm(len(indices), generator=draws)]
     by_class = shuffled[labels_N[shuffled].argsort(stable=True)]
     of_classes = torch.split(by_class, per_class(indices, labels_N, len(counts)))
@@ -62,12 +62,12 @@ def drawn(indices: Tensor, labels_N: Tensor, counts: Sequence[int], draws: torch
 
 
 def without(indices: Tensor, others: Tensor) -> Tensor:
-    """Those indices that are not among the others."""
+    """The indices that are not in `others`."""
     return indices[~torch.isin(indices, others)]
 
 
 def _levels(available: Sequence[int], size: int) -> tuple[int, int, list[int]]:
-    """What all classes have that can, how many of them have one more, and which could."""
+    """The common count of all large enough classes, how many have one more, and which classes could."""
 
     def filled(level: int) -> int:
         return sum(min(have, level) for have in available)

@@ -1,4 +1,4 @@
-"""Images, their labels, and which of them are for training and which for testing."""
+"""A dataset with its labels and splits."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from comparison.spec.seeds import generator
 
 
 class DataError(ValueError):
-    """Data that can't be had, or that can't be split as asked; its text says what to do."""
+    """The data is not available or cannot be split as requested; the message names the fix."""
 
     def __init__(self, fact: str, *lines: str) -> None:
         super().__init__("\n".join([fact, *(f"  {line}" for line in lines), "Nothing was trained."]))
 
 
 class Source(Protocol):
-    """Where the pixels of an image come from."""
+    """Provides the pixels of images."""
 
     def images(self, indices_B: Tensor) -> Tensor:
-        """(B, C, H, W), float32, normalised."""
+        """Images without augmentation: (B, C, H, W), float32, normalized."""
         ...
 
     def augmented(self, indices_B: Tensor, seed: int, epoch: int) -> Tensor:
-        """The same in training form; what is drawn for an image depends on seed, epoch and its index alone."""
+        """Images with augmentation, which depends only on seed, epoch and the index of each image."""
         ...
 
 
 class Split(NamedTuple):
-    """Indices in ascending order; no image is in two of them."""
+    """Disjoint sets of indices in ascending order."""
 
     train: Tensor
     validation: Tensor
@@ -44,44 +44,44 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A data set as the comparison sees it. Its methods leave the global random generators alone."""
+    """A dataset. Its methods do not affect the global random generators."""
 
     name: str
     classes: int
     shape: tuple[int, int, int]
-    """(C, H, W) of an image."""
+    """Shape of an image, (C, H, W)."""
     labels_N: Tensor
-    """Of all images, int64."""
+    """Labels of all images, int64."""
     pool: Tensor
-    """Indices of the images that are not for testing."""
+    """Indices of the images that are not test images."""
     test: Tensor
     source: Source
     label_noise: float = 0.0
-    """The fraction of a training set's labels that are wrong."""
+    """Fraction of wrong training labels."""
     skipped: tuple[str, ...] = ()
-    """Files that could not be read and are left out."""
+    """Unreadable files that are skipped."""
     groups: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of some data: which images of `test` belong to a group, bool, in the order of `test`."""
+    """Named groups of test images, as bool masks over `test`."""
 
     def images(self, indices_B: Tensor) -> Tensor:
-        """The images as a model is tested on them: (B, C, H, W), float32, normalised."""
+        """Images without augmentation: (B, C, H, W), float32, normalized."""
         return self.source.images(indices_B)
 
     def augmented(self, indices_B: Tensor, seed: int, epoch: int) -> Tensor:
-        """The images as a model is trained on them in an epoch; each depends on (seed, epoch, index) alone."""
+        """Images with augmentation, which depends only on (seed, epoch, index)."""
         return self.source.augmented(indices_B, seed, epoch)
 
     def split(self, train_size: int | None, validation_size: int | None, seed: int) -> Split:
-        """The seed's training set, with the validation and test sets that all seeds share.
+        """Return the seed's training set with the shared validation and test sets.
 
         Args:
-            train_size: Images, as many of each class (or one more, or all that a class has); all that are not for
-                validation if None.
-            validation_size: Images, classes as frequent as in the pool; a fifth of the pool if None.
-            seed: Of the training set.
+            train_size: Number of training images, balanced over classes; None uses all images that are not for
+                validation.
+            validation_size: Number of validation images, stratified; None uses a fifth of the pool.
+            seed: Seed of the training set.
 
         Raises:
-            DataError: there are not so many images.
+            DataError: There are too few images.
         """
         validation = self._validation(validation_size)
         rest = strata.without(self.pool, validation)
@@ -93,10 +93,10 @@ class Task:
         return Split(strata.drawn(rest, self.labels_N, counts, draws), validation, self.test)
 
     def training_labels(self, indices_B: Tensor, seed: int) -> Tensor:
-        """The labels to train with, of a whole training set, in its order.
+        """The labels of a training set, with label noise.
 
-        `round(label_noise * len(indices_B))` of them are replaced by another class; which, and by which class,
-        depends on the seed and the set, not on its order.
+        `round(label_noise * len(indices_B))` labels are replaced by another class. The choice depends on the seed and
+        the set, not on its order.
         """
         labels_B = self.labels_N[indices_B]
         wrong = round(self.label_noise * len(indices_B))
@@ -112,15 +112,15 @@ class Task:
         size = len(self.pool) // 5 if size is None else size
         if not most:
             raise DataError(
-                f"{self.name!r} has {len(self.pool)} images of {self.classes} classes that are not for testing: "
-                "none can be spared for validation.",
+                f"{self.name!r} has only {len(self.pool)} images of {self.classes} classes besides the test images: "
+                "none is left for validation.",
                 "add images: at least one class needs two",
             )
         if not 1 <= size <= most:
             raise DataError(
-                f"validation_size={size} can't be drawn from the {len(self.pool):,} images of {self.name!r} "
-                "that are not for testing.",
-                f"allowed: 1 to {most}, so that an image of each class is left to train on",
+                f"validation_size={size} is out of range: {self.name!r} has {len(self.pool):,} images besides the test "
+                "images.",
+                f"allowed: 1 to {most}, which leaves one training image of each class",
             )
         draws = generator(0, "validation")
         return strata.drawn(self.pool, self.labels_N, strata.proportional(available, size), draws)
@@ -128,8 +128,8 @@ class Task:
     def _check_train_size(self, size: int | None, most: int, validation: int) -> None:
         if size is not None and not self.classes <= size <= most:
             raise DataError(
-                f"train_size={size} can't be drawn from {self.name!r}: {most:,} images of "
-                f"{self.classes} classes are neither for testing nor among the {validation:,} for validation.",
-                f"allowed: {self.classes} (one a class) to {most}, or none for all",
-                *(["a smaller validation_size leaves more"] if size > most else []),
+                f"train_size={size} is out of range: {self.name!r} has {most:,} images of {self.classes} classes "
+                f"besides the test images and {validation:,} validation images.",
+                f"allowed: {self.classes} (one per class) to {most}, or none for all",
+                *(["or reduce validation_size"] if size > most else []),
             )

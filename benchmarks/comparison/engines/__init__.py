@@ -1,1 +1,1 @@
-"""How runs are made and kept: in processes, on a Ray cluster or in torchrun's ranks; the store and the folder."""
+"""Execute runs in local processes, on a Ray cluster or under torchrun, and store their records."""

@@ -1,4 +1,4 @@
-"""What an engine is given and what it gives back."""
+"""The interface of engines."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ BEAT_SECONDS = 0.5
 
 
 class Job(Protocol):
-    """Trains one run: a callable of a module, so that it can be pickled."""
+    """Trains one run; must be picklable."""
 
     def __call__(self, run: Run, beat: Beat, scratch: Path) -> Record: ...
 
 
 class Engine(Protocol):
-    """Does runs, and keeps their records."""
+    """Executes runs and stores their records."""
 
     def run(self, runs: Sequence[Run], job: Job, store: Store, scratch: Path) -> Iterator[Record]:
-        """Each run's record as it finishes, in the store already; failures are records too.
+        """Yield the record of each run when it finishes, including failed runs.
 
-        A failed record is not in the store only if the store has no room for it.
+        Every record has been added to the store, except for failed records when the disk is full.
 
         Args:
-            runs: runs with different keys, none of them done. `LocalEngine` and `RayEngine` give the record of one
-                that is done after all; `TorchrunEngine` does it again, and the first record stays.
-            job: what trains one.
-            store: where records go.
-            scratch: a folder for what the job leaves while it works.
+            runs: Runs with different keys that are not done. If one is done, `LocalEngine` and `RayEngine` yield the
+                stored record; `TorchrunEngine` trains it again, and the store keeps the first record.
+            job: Trains one run.
+            store: The store of records.
+            scratch: A folder for temporary files of the job.
         """
         ...
 
 
 class EngineError(Exception):
-    """The engine can't work at all; nothing was trained."""
+    """The engine cannot run; nothing was trained."""
 
 
 def label(run: Run) -> str:
-    """A run for a person who watches."""
+    """A human-readable name of the run."""
     stage = "" if run.stage == "final" else f", {run.stage}"
     return f"{run.cell}: {run.arm.name}, seed {run.seed}{stage}"
 
 
-def seldom(beat: Beat, seconds: float = BEAT_SECONDS) -> Beat:
-    """A beat that is passed on at most so often: a step may take a millisecond."""
+def throttled(beat: Beat, seconds: float = BEAT_SECONDS) -> Beat:
+    """Limit how often a progress callback is called."""
     last = -float("inf")
 
-    def pass_on(step: int, steps: int, loss: float) -> None:
+    def forward(step: int, steps: int, loss: float) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= seconds:
             last = now
             beat(step, steps, loss)
 
-    return pass_on
+    return forward

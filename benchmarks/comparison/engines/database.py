@@ -1,4 +1,4 @@
-"""A SQLite file that several processes read and write."""
+"""A SQLite file with concurrent readers and writers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
 VERSION = 1
-"""Of the tables below; `PRAGMA user_version` of the file."""
+"""Schema version: `PRAGMA user_version` of the file."""
 APPLICATION = int.from_bytes(b"hkdp", "big")
 """`PRAGMA application_id` of the file."""
 BUSY_SECONDS = 60.0
 
 
-# What a full disk, an exceeded quota or a limit on the size of files comes as.
-_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_TRUNCATE)
-# SQLite's connections must not even be closed in a forked child.
-_OF_THE_PARENT: list[Any] = []
+# The error codes of a full disk, an exceeded quota or a file size limit.
+_DISK_FULL = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_FSYNC,
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+)
+# Connections of the parent process must not be closed in a forked child.
+_PARENT_CONNECTIONS: list[Any] = []
 
 
 class StoreError(Exception):
-    """The store can't be opened or written; `kind` is `disk` if there is no room."""
+    """The store cannot be opened or written; `kind` is `disk` if the disk is full."""
 
     def __init__(self, message: str, kind: Literal["disk", "error"] = "error") -> None:
         super().__init__(message, kind)
@@ -36,12 +41,13 @@ class StoreError(Exception):
 
 
 class Database:
-    """The file, with the tables that it has when it is new.
+    """A SQLite database, created with its tables if the file is new.
 
-    Each process and each thread has a connection of its own; what is pickled is the path alone.
+    Each process and thread uses its own connection. Only the path is pickled.
 
     Raises:
-        StoreError: the file can't be made or written, is not ours, or is of another version; it is unchanged.
+        StoreError: The file cannot be created or written, belongs to another program, or has another version. It is
+            unchanged.
     """
 
     tables: ClassVar[str]
@@ -77,9 +83,9 @@ class Database:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """The thread's own, in autocommit mode."""
+        """The connection of this thread, in autocommit mode."""
         if self._pid != os.getpid():
-            _OF_THE_PARENT.append((self._connections, self._local))
+            _PARENT_CONNECTIONS.append((self._connections, self._local))
             self._start()
         try:
             found: sqlite3.Connection = self._local.connection
@@ -94,10 +100,10 @@ class Database:
         self._connections: list[sqlite3.Connection] = []
 
     def _open(self) -> sqlite3.Connection:
-        with self._teaching():
+        with self._translated_errors():
             connection = sqlite3.connect(self.path, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
-            with self._teaching():
+            with self._translated_errors():
                 connection.execute("PRAGMA synchronous = NORMAL")
         except StoreError:
             connection.close()
@@ -105,17 +111,17 @@ class Database:
         return connection
 
     def _check(self) -> None:
-        """Make the tables of a new file; refuse what is not ours before anything in it changes."""
+        """Create the tables of a new file; reject an incompatible file before changing it."""
         try:
-            with self._teaching():
-                if not self._known():
-                    self._make_tables()
+            with self._translated_errors():
+                if not self._has_tables():
+                    self._create_tables()
                 (mode,) = self.connection.execute("PRAGMA journal_mode = WAL").fetchone()
-                # A file system without shared memory, such as a network's, says what it has instead.
+                # A file system without shared memory, such as a network file system, returns another mode.
                 if mode != "wal":
                     raise StoreError(
-                        f"{self.path} can't have a write-ahead log: its file system (a network's?) can't share memory."
-                        "\n  name a folder on a local disk with --out.\nNothing was trained."
+                        f"{self.path} cannot use a write-ahead log: its file system (network?) has no shared memory.\n"
+                        "  choose a folder on a local disk with --out.\nNothing was trained."
                     )
             with self.transaction():
                 pass
@@ -123,8 +129,8 @@ class Database:
             self.close()
             raise
 
-    def _known(self) -> bool:
-        """Whether there are tables of this version; False for a new file."""
+    def _has_tables(self) -> bool:
+        """Whether the file has the tables of this version; False for a new file."""
         (application,) = self.connection.execute("PRAGMA application_id").fetchone()
         (version,) = self.connection.execute("PRAGMA user_version").fetchone()
         (tables,) = self.connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -132,35 +138,35 @@ class Database:
             return False
         if application != APPLICATION:
             raise StoreError(
-                f"{self.path} is a database of another program (application_id {application}).\n"
-                "  name another folder with --out.\nThe file is unchanged. Nothing was trained."
+                f"{self.path} is the database of another program (application_id {application}).\n"
+                "  choose another folder with --out.\nThe file is unchanged. Nothing was trained."
             )
         if version != VERSION:
             raise StoreError(
-                f"{self.path} is a store of version {version}; this program reads and writes version {VERSION}.\n"
-                "  name another folder with --out, or go on with the version of hookdrop's benchmarks that wrote it.\n"
+                f"{self.path} has store version {version}; this program requires version {VERSION}.\n"
+                "  choose another folder with --out, or use the version of hookdrop's benchmarks that wrote it.\n"
                 "The file is unchanged. Nothing was trained."
             )
         return True
 
-    def _make_tables(self) -> None:
+    def _create_tables(self) -> None:
         with self.transaction("FULL") as connection:
-            # Another process may have been faster.
-            if not self._known():
+            # Another process may have created them in the meantime.
+            if not self._has_tables():
                 for statement in self.tables.strip().split(";")[:-1]:
                     connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {APPLICATION}")
                 connection.execute(f"PRAGMA user_version = {VERSION}")
 
     def read(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        """All rows of an answer."""
-        with self._teaching():
+        """Run a query and return all rows."""
+        with self._translated_errors():
             return self.connection.execute(statement, values).fetchall()
 
     @contextmanager
     def transaction(self, synchronous: Literal["NORMAL", "FULL"] = "NORMAL") -> Iterator[sqlite3.Connection]:
-        """All or nothing. After NORMAL a power cut may undo it, but no SIGKILL."""
-        with self._teaching():
+        """An atomic transaction. With NORMAL, a power failure may undo it, but SIGKILL cannot."""
+        with self._translated_errors():
             connection = self.connection
             connection.execute(f"PRAGMA synchronous = {synchronous}")
             connection.execute("BEGIN IMMEDIATE")
@@ -168,35 +174,35 @@ class Database:
                 yield connection
                 connection.execute("COMMIT")
             except BaseException:
-                # SQLite may have rolled back by itself.
+                # SQLite may have rolled back already.
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
 
     @contextmanager
-    def _teaching(self) -> Iterator[None]:
-        """SQLite's errors as StoreErrors."""
+    def _translated_errors(self) -> Iterator[None]:
+        """Raise SQLite errors as StoreError."""
         try:
             yield
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", None)
-            if code in _FULL:
+            if code in _DISK_FULL:
                 raise StoreError(
-                    f"{self.path} can't grow: {error}. The disk or a quota is full.\n"
-                    "  make room and start again: what is in the store is whole, and only what is missing is done.",
+                    f"{self.path} cannot grow: {error}. The disk or quota is full.\n"
+                    "  free some space and run the same command again: the store is intact, only missing runs are "
+                    "trained.",
                     "disk",
                 ) from error
             if code == sqlite3.SQLITE_NOTADB:
                 raise StoreError(
-                    f"{self.path} is no database.\n"
-                    "  name another folder with --out, or move the file away.\nIt is unchanged. Nothing was trained."
+                    f"{self.path} is not a SQLite database.\n"
+                    "  choose another folder with --out, or move the file.\nIt is unchanged. Nothing was trained."
                 ) from error
             raise StoreError(unwritable(self.path, str(error))) from error
 
 
-def unwritable(path: Path, why: str) -> str:
-    """What to say of a file that can't be written."""
+def unwritable(path: Path, reason: str) -> str:
+    """The error message for a file that cannot be written."""
     return (
-        f"{path} can't be opened and written: {why}.\n"
-        "  name a folder with --out that can be written to.\nWhat was stored before is unchanged."
+        f"cannot open {path} for writing: {reason}.\n  choose a writable folder with --out.\nStored runs are unchanged."
     )

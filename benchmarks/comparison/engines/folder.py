@@ -1,4 +1,4 @@
-"""The output folder: one comparison, one driver at a time."""
+"""The output folder of a comparison, used by one process at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from comparison.engines.store import Lock, Store
 from comparison.spec.config import Config
 from comparison.spec.errors import ConfigError
 
-# What changes no run and no claim.
-_FREE = ("title", "timing")
+# Settings that may change between sessions: they affect neither runs nor results.
+_MAY_CHANGE = ("title", "timing")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file, or leave the one that is there as it is."""
+    """Replace a file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text)
@@ -28,14 +28,14 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class Folder:
-    """Where everything that a comparison leaves behind is."""
+    """The folder with all files of a comparison."""
 
     def __init__(self, path: Path) -> None:
-        """Make it if it isn't there.
+        """Create the folder if needed, and lock it.
 
         Raises:
-            ConfigError: it can't be written.
-            StoreError: another comparison is writing there, or its database is of another version.
+            ConfigError: The folder cannot be written.
+            StoreError: Another comparison uses the folder, or its database has another version.
         """
         self.path = path
         try:
@@ -45,8 +45,8 @@ class Folder:
             probe.unlink()
         except OSError as error:
             raise ConfigError(
-                f"--out: can't write to {path}: {error.strerror or error}.\n  choose another folder: --out runs/mine\n"
-                "Nothing was trained."
+                f"--out: cannot write to {path}: {error.strerror or error}.\n"
+                "  choose another folder: --out runs/mine\nNothing was trained."
             ) from None
         self.report, self.summary = path / "report.html", path / "summary.json"
         self.costs, self.checkpoints = path / "costs.json", path / "checkpoints"
@@ -56,7 +56,7 @@ class Folder:
                 held.enter_context(Lock(path / "lock"))
                 self.store = held.enter_context(Store(path / "runs.sqlite"))
             except OSError as error:
-                raise ConfigError(f"--out: can't write to {path}: {error}.\nNothing was trained.") from None
+                raise ConfigError(f"--out: cannot write to {path}: {error}.\nNothing was trained.") from None
             self._held = held.pop_all()
 
     def __enter__(self) -> Self:
@@ -66,29 +66,29 @@ class Folder:
         self._held.close()
 
     def claim(self, config: Config, amend: str | None) -> list[str]:
-        """See that the folder belongs to this comparison, and write down what it is before its first run.
+        """Claim the folder for this comparison, and record its configuration before the first run.
 
-        What is compared, and over how many seeds, is fixed beforehand: another config is refused, or with a reason
-        written down as an amendment, which the report shows.
+        The configuration, including the number of seeds, is fixed in advance. A changed configuration is rejected, or
+        recorded with its reason as an amendment, which the report shows.
 
         Returns:
-            The amendments so far.
+            All amendments.
 
         Raises:
-            ConfigError: the folder holds another comparison.
+            ConfigError: The folder holds another comparison.
         """
-        asked = {name: value for name, value in config.model_dump(mode="json").items() if name not in _FREE}
-        plan: dict[str, Any] = {"config": asked, "amendments": []}
+        requested = {name: value for name, value in config.model_dump(mode="json").items() if name not in _MAY_CHANGE}
+        plan: dict[str, Any] = {"config": requested, "amendments": []}
         if self._plan.exists():
             plan = self._read()
-        if plan["config"] != asked:
-            changed = [name for name in asked if asked[name] != plan["config"].get(name)]
+        if plan["config"] != requested:
+            changed = [name for name in requested if requested[name] != plan["config"].get(name)]
             if amend is None:
-                raise ConfigError(_differs(self.path, changed, asked, plan["config"]))
+                raise ConfigError(_config_changed(self.path, changed, requested, plan["config"]))
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
             runs = len(self.store.records())
             plan["amendments"].append(f"{now}, after {runs} runs, {', '.join(changed)} changed: {amend}")
-            plan["config"] = asked
+            plan["config"] = requested
         text = json.dumps(plan, indent=1)
         if not self._plan.exists() or self._plan.read_text() != text:
             replace_text(self._plan, text)
@@ -100,29 +100,29 @@ class Folder:
             return {"config": dict(plan["config"]), "amendments": list(plan["amendments"])}
         except (OSError, ValueError, TypeError, KeyError):
             raise ConfigError(
-                f"{self._plan} can't be read, so what was compared in this folder is not known.\n"
-                "  put the file back, or take another folder: --out runs/other\nNothing was trained."
+                f"cannot read {self._plan}, so the comparison in this folder is unknown.\n"
+                "  restore the file, or use another folder: --out runs/other\nNothing was trained."
             ) from None
 
 
-def _differs(path: Path, changed: list[str], asked: dict[str, Any], there: dict[str, Any]) -> str:
-    shown = "\n".join(f"  {name}: {_difference(there.get(name), asked[name])}" for name in changed)
+def _config_changed(path: Path, changed: list[str], requested: dict[str, Any], stored: dict[str, Any]) -> str:
+    shown = "\n".join(f"  {name}: {_difference(stored.get(name), requested[name])}" for name in changed)
     return (
-        f"{path} holds another comparison, and what is compared is fixed before its first run:\n{shown}\n"
-        "  another folder:        --out runs/other\n"
-        "  change this one, which the report will say:  --amend 'the reason'\nNothing was trained."
+        f"{path} holds another comparison; its configuration was fixed before the first run:\n{shown}\n"
+        "  use another folder:                   --out runs/other\n"
+        "  amend it (shown in the report):       --amend 'the reason'\nNothing was trained."
     )
 
 
-def _difference(there: Any, asked: Any) -> str:
-    if not (isinstance(there, list) and isinstance(asked, list)):
-        return f"{_short(there)} there, {_short(asked)} asked for"
-    gone = [f"without {_short(one)}" for one in there if one not in asked]
-    new = [f"with {_short(one)}" for one in asked if one not in there]
-    return ", ".join([*gone, *new]) or "in another order"
+def _difference(stored: Any, requested: Any) -> str:
+    if not (isinstance(stored, list) and isinstance(requested, list)):
+        return f"stored {_shortened(stored)}, requested {_shortened(requested)}"
+    removed = [f"removed {_shortened(one)}" for one in stored if one not in requested]
+    added = [f"added {_shortened(one)}" for one in requested if one not in stored]
+    return ", ".join([*removed, *added]) or "reordered"
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     if isinstance(value, dict):
         value = {name: part for name, part in value.items() if part is not None}
     text = json.dumps(value)

@@ -1,4 +1,4 @@
-"""A run that fails is a record too."""
+"""Turn failures of a run into failed records."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from comparison.spec.run_spec import Run
 FRAMES = 4
 LONGEST = 2000
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
-# The last two are torch.save's, which does not say why.
+# The last two are raised by torch.save, without the cause.
 _NO_ROOM = ("database or disk is full", "no space left on device", "failed writing file", "unexpected pos ")
 _KILLED = ("is killed by signal", "exited unexpectedly")
 _DISK_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def prepare(threads: int) -> None:
-    """Make a process ready to train: so many threads, and a doubt of hookdrop's fails the run."""
+    """Prepare a worker process: set the number of threads, and turn hookdrop's warnings into errors."""
     torch.set_num_threads(threads)
     warnings.simplefilter("error", hookdrop.HookdropWarning)
 
 
 def guarded(job: Job, run: Run, beat: Beat, scratch: Path) -> Record:
-    """What the job returns, or a failed record if it raises or returns a number that is not finite.
+    """Run the job; return a failed record if it raises or its record has a number that is not finite.
 
-    KeyboardInterrupt passes through.
+    KeyboardInterrupt is not caught.
     """
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     try:
@@ -53,7 +53,7 @@ def guarded(job: Job, run: Run, beat: Beat, scratch: Path) -> Record:
         record, failure = None, failure_of(error)
     if record is not None and failure is None:
         return record
-    # The traceback held what the failed run had allocated.
+    # Free the memory that the traceback kept alive.
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
@@ -61,23 +61,23 @@ def guarded(job: Job, run: Run, beat: Beat, scratch: Path) -> Record:
 
 
 def failed(run: Run, failure: Failure) -> Record:
-    """The record of a run without an outcome."""
+    """A failed record."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return Record(run.key, run.model_dump(mode="json"), failure=failure, environment=environment(), started=now)
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What kind of failure an exception, or what it came from, is; with the last frames of the traceback."""
+    """Classify an exception by itself or its causes; the message includes the last frames of the traceback."""
     chain = list(_chain(error))
     kinds: list[Kind] = [kind for each in chain if (kind := _kind(each)) != "error"]
     frames = traceback.extract_tb(chain[-1].__traceback__)[-FRAMES:]
     where = "".join(f"\n  {'/'.join(Path(at.filename).parts[-2:])}:{at.lineno} in {at.name}" for at in frames)
-    said = "\nfrom ".join(f"{type(each).__name__}: {each}"[:LONGEST] for each in chain)
-    return Failure(kinds[0] if kinds else "error", said + where)
+    text = "\nfrom ".join(f"{type(each).__name__}: {each}"[:LONGEST] for each in chain)
+    return Failure(kinds[0] if kinds else "error", text + where)
 
 
 def not_finite(record: Record) -> list[str]:
-    """Names of what is NaN or infinite in a record."""
+    """Names of the values of a record that are NaN or infinite."""
     outcome = [name for name, value in (record.outcome or {}).items() if not _finite(value)]
     return outcome + [f"images' {name}" for name, array in record.images.items() if not np.isfinite(array).all()]
 

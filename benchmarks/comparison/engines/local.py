@@ -1,4 +1,4 @@
-"""Runs in processes of this machine."""
+"""Execute runs in local processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
 
-from comparison.engines.base import EngineError, Job, label, seldom
+from comparison.engines.base import EngineError, Job, label, throttled
 from comparison.engines.guard import failed, failure_of, guarded, prepare
 from comparison.engines.store import Store, StoreError
 from comparison.run.record import Failure, Record
@@ -30,54 +30,54 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class Task:
-    """A run, and how often it was started."""
+    """A run and its attempts."""
 
     run: Run
     attempts: int = 0
-    ended: str = ""
-    """How the process ended that had it last."""
+    exit_status: str = ""
+    """How the process of its last attempt ended."""
 
 
 class LocalEngine:
-    """Processes with one thread each, by default; a killed one costs the run that it had, which is tried again.
+    """Trains runs in a pool of local processes. If a worker is killed, only its run is lost, and it is retried.
 
-    A worker writes its records itself, and ends with the process that started it, even if that is killed.
+    Workers write their own records, and exit with their parent process, even if it is killed.
 
     Args:
-        workers: processes, 1 or more.
-        threads: of each, 1 or more.
-        attempts: how often a run is started at the most whose worker is killed, 1 or more.
+        workers: Number of processes, at least 1.
+        threads: Threads per process, at least 1.
+        attempts: Maximum attempts for a run whose worker is killed, at least 1.
 
     Raises:
-        EngineError: one of them is less than 1.
+        EngineError: An argument is less than 1.
     """
 
     def __init__(self, workers: int, threads: int = 1, attempts: int = 2) -> None:
         for name, value in (("workers", workers), ("threads", threads), ("attempts", attempts)):
             if value < 1:
-                raise EngineError(f"{name} is {value}; it has to be 1 or more. Nothing was trained.")
+                raise EngineError(f"{name} must be at least 1, got {value}. Nothing was trained.")
         self.workers, self.threads, self.attempts = workers, threads, attempts
 
     def run(self, runs: Sequence[Run], job: Job, store: Store, scratch: Path) -> Iterator[Record]:
-        """See `Engine.run`. A worker that is idle gets the next run before a record is given back."""
+        """See `Engine.run`. An idle worker gets its next run before a record is yielded."""
         store.forget_beats()
         done_before = [record for record in store.records(run.key for run in runs).values() if record.done]
         yield from done_before
         keys = {record.key for record in done_before}
         waiting = deque(Task(run) for run in runs if run.key not in keys)
         slots = [Slot(self.threads) for _ in range(min(self.workers, len(waiting)))]
-        going: dict[Future[Record | None], tuple[Slot, Task]] = {}
+        running: dict[Future[Record | None], tuple[Slot, Task]] = {}
         try:
             for slot in slots:
-                self._next(waiting, slot, going, (job, store, scratch))
-            while going:
-                done, _ = wait(going, return_when=FIRST_COMPLETED)
+                self._next(waiting, slot, running, (job, store, scratch))
+            while running:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
-                    slot, task = going.pop(future)
+                    slot, task = running.pop(future)
                     record = self._record(future, slot, task, store)
                     if record is None:
                         waiting.append(task)
-                    self._next(waiting, slot, going, (job, store, scratch))
+                    self._next(waiting, slot, running, (job, store, scratch))
                     if record is not None:
                         yield record
         finally:
@@ -88,48 +88,48 @@ class LocalEngine:
         self,
         waiting: deque[Task],
         slot: Slot,
-        going: dict[Future[Record | None], tuple[Slot, Task]],
+        running: dict[Future[Record | None], tuple[Slot, Task]],
         how: tuple[Job, Store, Path],
     ) -> None:
         if waiting:
             task = waiting.popleft()
             task.attempts += 1
-            going[slot.start(task.run, *how)] = slot, task
+            running[slot.start(task.run, *how)] = slot, task
 
     def _record(self, future: Future[Record | None], slot: Slot, task: Task, store: Store) -> Record | None:
-        """What came of an attempt; None if the run has to be tried again."""
+        """The record of an attempt; None if the run must be retried."""
         try:
-            unkept = future.result()
+            unstored = future.result()
         except (ProcessExpired, BrokenProcessPool) as error:
             slot.stop()
-            task.ended = _ended(error)
-            # It may have been killed after its last word.
+            task.exit_status = _exit_status(error)
+            # It may have been killed after it stored its record.
             if (record := store.get(task.run.key)) is not None and record.done:
                 return record
-            return None if task.attempts < self.attempts else keep(store, failed(task.run, self._killed(task)))
+            return None if task.attempts < self.attempts else store_record(store, failed(task.run, self._killed(task)))
         except Exception as error:
-            return keep(store, failed(task.run, failure_of(error)))
-        record = unkept or store.get(task.run.key)
+            return store_record(store, failed(task.run, failure_of(error)))
+        record = unstored or store.get(task.run.key)
         if record is None:
-            raise RuntimeError(f"run {task.run.key} has ended, and {store.path} has no record of it.")
-        # An error of the device may spoil all that the process does on it afterwards.
+            raise RuntimeError(f"run {task.run.key} has finished, but {store.path} has no record of it.")
+        # After a device error, the process may not be able to use the device any more.
         if not record.done and task.run.device != "cpu":
             slot.stop()
-        return keep(store, record) if unkept else record
+        return store_record(store, record) if unstored else record
 
     def _killed(self, task: Task) -> Failure:
         return Failure(
             "killed",
-            f"the process that trained it {task.ended}, in each of {task.attempts} attempts.\n"
-            "  The usual cause is the kernel's out-of-memory killer (see `dmesg`): try fewer --workers.\n"
-            "The next start of the comparison tries again.",
+            f"the worker process {task.exit_status} in each of {task.attempts} attempts.\n"
+            "  The usual cause is the kernel's out-of-memory killer (see `dmesg`): use fewer --workers.\n"
+            "The next start of the comparison retries the run.",
         )
 
 
 class Slot:
-    """A place for one process, with one run at a time.
+    """One worker process with one run at a time.
 
-    A pool of its own: what a killed process may leave locked or half-written in a pool's pipes is nobody else's.
+    Each has its own pool, so that a killed process cannot leave the pipes of others locked or half-written.
     """
 
     def __init__(self, threads: int) -> None:
@@ -137,7 +137,7 @@ class Slot:
         self._pool: ProcessPool | None = None
 
     def start(self, run: Run, job: Job, store: Store, scratch: Path) -> Future[Record | None]:
-        """Give it a run; it has none."""
+        """Start a run in the idle process."""
         if self._pool is None:
             self._pool = ProcessPool(
                 max_workers=1,
@@ -148,7 +148,7 @@ class Slot:
         return self._pool.schedule(work, (run, job, store, scratch))
 
     def stop(self) -> None:
-        """End the process, whatever it does; the next run gets a new one."""
+        """Terminate the process; the next run starts a new one."""
         if self._pool is not None:
             self._pool.stop()  # type: ignore[no-untyped-call]
             self._pool.join()
@@ -156,42 +156,42 @@ class Slot:
 
 
 def start_worker(threads: int) -> None:
-    """Make this process one that trains, for as long as its parent lives."""
+    """Set up a worker process that exits with its parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     if sys.platform == "linux":
-        # The kernel's word reaches a process that is deep in C; the thread below is for other systems.
+        # The kernel's signal works even inside C code; the thread below is for other systems.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:
         os._exit(1)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     prepare(threads)
 
 
-def _end_with(parent: BaseProcess) -> None:
+def _exit_with(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
 
 
 def work(run: Run, job: Job, store: Store, scratch: Path) -> Record | None:
-    """Do one run in a worker; its record if the store could not take it, and None if it is there."""
+    """Train one run in a worker. Return its record only if it could not be stored."""
     name = label(run)
 
     def beat(step: int, steps: int, loss: float) -> None:
-        # It is for those who watch: a full disk fails the run when the record is written.
+        # Progress is optional: a full disk fails the run when its record is written.
         with contextlib.suppress(StoreError):
             store.beat(run.key, step, steps, loss, name)
 
     try:
         store.attempt(run.key, f"process {os.getpid()}")
-        store.add(guarded(job, run, seldom(beat), scratch))
+        store.add(guarded(job, run, throttled(beat), scratch))
     except StoreError as error:
         return failed(run, failure_of(error))
     return None
 
 
-def keep(store: Store, record: Record) -> Record:
-    """Add a record: it as it is in the store, or itself if the store has no room."""
+def store_record(store: Store, record: Record) -> Record:
+    """Add a record and return the stored one, or `record` itself if the disk is full."""
     try:
         store.add(record)
     except StoreError:
@@ -199,8 +199,8 @@ def keep(store: Store, record: Record) -> Record:
     return store.get(record.key) or record
 
 
-def _ended(error: BaseException) -> str:
+def _exit_status(error: BaseException) -> str:
     code = getattr(error, "exitcode", None)
     if code is None:
-        return "ended before it began"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return "failed to start"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

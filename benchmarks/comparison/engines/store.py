@@ -1,4 +1,4 @@
-"""One SQLite file of finished runs, attempts and the progress of runs under way; and the lock of its folder."""
+"""A SQLite file with finished runs, attempts and the progress of active runs, and the lock of its folder."""
 
 from __future__ import annotations
 
@@ -38,81 +38,81 @@ _NAMES = ", ".join(COLUMNS)
 
 @dataclass(frozen=True)
 class Attempt:
-    """A run was started."""
+    """A started run."""
 
     key: str
     worker: str
-    """The process that started it."""
+    """The process that trains it."""
     started: str
     """ISO 8601, UTC."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """How far a run has come that is going on."""
+    """The progress of an active run."""
 
     label: str
-    """For a person, as `DropBlock, seed 3`."""
+    """Human-readable name, such as `DropBlock, seed 3`."""
     step: int
     steps: int
     loss: float | None
-    """None if it is not a finite number."""
+    """None if it is not finite."""
 
 
 class Store(Database):
-    """Records by the key of their run: one each, and what is done is never replaced.
+    """One record for each run; the record of a finished run is never replaced.
 
-    A record is on the disk (`synchronous=FULL`) when `add` returns: neither SIGKILL nor a power cut loses a finished
-    run. The rest is written with NORMAL: a power cut may undo the last of it.
+    Records are on disk (`synchronous=FULL`) when `add` returns: neither SIGKILL nor a power failure loses a finished
+    run. Other rows use NORMAL: a power failure may undo the latest ones.
 
     Raises:
-        StoreError: the file can't be made or written, is not a store, or is one of another version; it is unchanged.
+        StoreError: The file cannot be created or written, is not a store, or has another version. It is unchanged.
     """
 
     tables = _TABLES
 
     def add(self, record: Record) -> bool:
-        """Keep a record in one transaction; whether it was kept, which it is not if the run is done already.
+        """Store a record in one transaction. Return False, without a change, if the run is already done.
 
         Raises:
-            ValueError: the outcome holds a number that is not finite.
-            StoreError: nothing was written.
+            ValueError: The outcome has a number that is not finite.
+            StoreError: Nothing was written.
         """
         row = row_of(record)
         with self.transaction("FULL") as connection:
-            kept = connection.execute(
+            inserted = connection.execute(
                 f"INSERT INTO records ({_NAMES}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET "
                 + ", ".join(f"{name} = excluded.{name}" for name in COLUMNS[1:])
                 + " WHERE NOT records.done",
                 row,
             )
             connection.execute("DELETE FROM beats WHERE key = ?", (record.key,))
-        return kept.rowcount == 1
+        return inserted.rowcount == 1
 
     def get(self, key: str) -> Record | None:
         """The record of one run."""
         return self.records([key]).get(key)
 
     def records(self, keys: Iterable[str] | None = None) -> dict[str, Record]:
-        """All records, or those of some runs, in the order in which the runs came in first."""
+        """All records, or those of the given runs, in order of their first insertion."""
         chosen = "" if keys is None else " WHERE key IN (SELECT value FROM json_each(?))"
         values = () if keys is None else (json.dumps(list(keys)),)
         rows = self.read(f"SELECT {_NAMES} FROM records{chosen} ORDER BY rowid", values)
         return {row[0]: record_of(row) for row in rows}
 
     def attempt(self, key: str, worker: str) -> None:
-        """Note that a worker starts a run."""
+        """Record that a worker starts a run."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         with self.transaction() as connection:
             connection.execute("INSERT INTO attempts (key, worker, started) VALUES (?, ?, ?)", (key, worker, now))
             connection.execute("DELETE FROM beats WHERE key = ?", (key,))
 
     def attempts(self) -> list[Attempt]:
-        """All starts in their order."""
+        """All attempts in order."""
         return [Attempt(*row) for row in self.read("SELECT key, worker, started FROM attempts ORDER BY id")]
 
     def beat(self, key: str, step: int, steps: int, loss: float, label: str = "") -> None:
-        """Say how far a run has come; it is forgotten when its record is added."""
+        """Update the progress of a run; it is deleted when the run's record is added."""
         values = (key, label, step, steps, loss if math.isfinite(loss) else None)
         with self.transaction() as connection:
             connection.execute(
@@ -120,7 +120,7 @@ class Store(Database):
             )
 
     def beats(self) -> dict[str, Beat]:
-        """How far those runs are that are going on."""
+        """The progress of active runs."""
         rows = self.read("SELECT key, label, step, steps, loss FROM beats ORDER BY rowid")
         return {key: Beat(*rest) for key, *rest in rows}
 
@@ -131,18 +131,20 @@ class Store(Database):
 
 
 def row_of(record: Record) -> tuple[Any, ...]:
-    """The values of `COLUMNS`; ValueError if one in the outcome is not finite."""
+    """The values of `COLUMNS`. Raises ValueError if the outcome has a number that is not finite."""
     try:
         outcome = None if record.outcome is None else _json(record.outcome)
     except ValueError as error:
-        raise ValueError(f"the outcome of run {record.key} can't be kept: {error}. It is a failure: nan.") from error
+        raise ValueError(
+            f"cannot store the outcome of run {record.key}: {error}. Store a failure of kind 'nan' instead."
+        ) from error
     kind, message = (record.failure.kind, record.failure.message) if record.failure else (None, None)
     rest = (_pack(record.images), kind, message, _json(record.environment), record.started, record.seconds)
     return (record.key, record.done, _json(record.spec), outcome, *rest)
 
 
 def record_of(row: tuple[Any, ...]) -> Record:
-    """What `row_of` made a row of; tuples in the outcome come back as lists."""
+    """The inverse of `row_of`; tuples in the outcome become lists."""
     key, done, spec, outcome, images, kind, message, environment, started, seconds = row
     return Record(
         key=key,
@@ -176,10 +178,10 @@ def _json(value: object) -> str:
 
 
 class Lock:
-    """One comparison a folder: held until `release` or until the process ends, however it ends.
+    """An exclusive lock on a folder, held until `release` or the end of the process.
 
     Raises:
-        StoreError: another process holds it, or the file can't be made.
+        StoreError: Another process holds the lock, or the file cannot be created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -196,8 +198,8 @@ class Lock:
                 file.seek(0)
                 pid = file.read().strip() or "unknown"
                 raise StoreError(
-                    f"{self.path.parent} is in use by another comparison, process {pid}.\n"
-                    "  wait for it or end it, or name another folder with --out.\nNothing was trained."
+                    f"{self.path.parent} is in use by another comparison (process {pid}).\n"
+                    "  wait for it, stop it, or choose another folder with --out.\nNothing was trained."
                 ) from error
             file.truncate(0)
             file.write(str(os.getpid()))
@@ -205,7 +207,7 @@ class Lock:
             self._held = stack.pop_all()
 
     def release(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         self._held.close()
 
     def __enter__(self) -> Self:

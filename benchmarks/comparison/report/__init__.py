@@ -1,1 +1,1 @@
-"""What a comparison shows: the HTML page, the table in the terminal, and progress while it runs."""
+"""The output of a comparison: the HTML report, the terminal table, and the progress display."""

@@ -1,4 +1,4 @@
-"""The page's larger figures as inline SVG: curves over training, the rate's ramp, calibration."""
+"""Figures of the report as inline SVG: training curves, rates, calibration."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from comparison.analysis.schema import ArmFound, Band, Bin
-from comparison.report.looks import Look
+from comparison.analysis.schema import ArmSummary, Band, Bin
+from comparison.report.arm_styles import ArmStyle
 
 WIDTH, HEIGHT = 328, 250
-"""In pixels: as wide as a phone, so that text keeps its 14 pixels there."""
-# Colours that nothing else has: the page's CSS variables take their place.
+"""Size in pixels: a phone's width, so that text keeps its 14 pixels there."""
+# Placeholder colors, which are replaced with the page's CSS variables.
 TEXT, GRID = "#010101", "#020202"
 _VARIABLES = {TEXT: "var(--ink)", GRID: "var(--grid)"}
 SETTINGS: Any = {
@@ -39,25 +39,25 @@ SETTINGS: Any = {
     "text.parse_math": False,
     "path.simplify": False,
 }
-Drawn = Sequence[tuple[int, Look, Band]]
-Binned = Sequence[tuple[int, Look, list[Bin]]]
+Drawn = Sequence[tuple[int, ArmStyle, Band]]
+Binned = Sequence[tuple[int, ArmStyle, list[Bin]]]
 
 
-def curves(arms: Sequence[ArmFound], looks: Sequence[Look], what: str) -> Drawn:
-    """The arms that have this curve: index, look and band."""
-    found = ((i, look, getattr(arm, what)) for i, (arm, look) in enumerate(zip(arms, looks, strict=True)))
-    return [(i, look, band) for i, look, band in found if band.x]
+def curves(arms: Sequence[ArmSummary], styles: Sequence[ArmStyle], what: str) -> Drawn:
+    """Index, style and band of the arms that have this curve."""
+    found = ((i, style, getattr(arm, what)) for i, (arm, style) in enumerate(zip(arms, styles, strict=True)))
+    return [(i, style, band) for i, style, band in found if band.x]
 
 
 def lines(drawn: Drawn, ident: str, label: str, x: str, marked: bool = True) -> Markup | None:
-    """Medians with their quartiles as bands; None if there is nothing to draw."""
+    """Medians with quartile bands; None if there is nothing to draw."""
     if not drawn:
         return None
     with mpl.rc_context(SETTINGS):
         figure, axes = _figure(HEIGHT)
-        for i, look, band in drawn:
-            _line(axes, i, look, band.x, band.median, marked=marked)
-            fill = axes.fill_between(band.x, band.low, band.high, color=arm_colour(look.colour), alpha=0.14, lw=0)
+        for i, style, band in drawn:
+            _line(axes, i, style, band.x, band.median, marked=marked)
+            fill = axes.fill_between(band.x, band.low, band.high, color=arm_color(style.color), alpha=0.14, lw=0)
             fill.set_gid(f"arm{i}-band")
         _scale(axes, [value for _, _, band in drawn for value in (*band.low, *band.high)])
         axes.set_xlabel(x)
@@ -66,18 +66,18 @@ def lines(drawn: Drawn, ident: str, label: str, x: str, marked: bool = True) -> 
 
 
 def calibration(binned: Binned, ident: str, label: str) -> Markup | None:
-    """A reliability diagram over a plot of the counts; None without bins."""
+    """A reliability diagram above a plot of the counts; None without bins."""
     if not binned:
         return None
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(WIDTH / 72, 1.5 * HEIGHT / 72), layout="constrained")
         axes, counts = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
         axes.plot((0, 1), (0, 1), color=TEXT, lw=1)
-        for i, look, bins in binned:
+        for i, style, bins in binned:
             x = [one.confidence for one in bins]
-            _line(axes, i, look, x, [one.accuracy for one in bins], every=1)
-            _line(counts, i, look, x, [one.count for one in bins], name="count", marked=False)
-        axes.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="fraction right")
+            _line(axes, i, style, x, [one.accuracy for one in bins], every=1)
+            _line(counts, i, style, x, [one.count for one in bins], name="count", marked=False)
+        axes.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
         counts.set(yscale="log", xlabel="confidence", ylabel="images")
         counts.yaxis.set_major_formatter("{x:g}")
         counts.yaxis.set_minor_formatter(NullFormatter())
@@ -94,26 +94,26 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 def _line(
     axes: Axes,
     i: int,
-    look: Look,
+    style: ArmStyle,
     x: Sequence[float],
     y: Sequence[float],
     name: str = "line",
     marked: bool = True,
     every: int = 0,
 ) -> None:
-    line = Line2D(x, y, color=arm_colour(look.colour), lw=1.7, markersize=5.5, gid=f"arm{i}-{name}")
-    if look.dash:
-        line.set_linestyle((0, tuple(length / 1.7 for length in look.dash)))
+    line = Line2D(x, y, color=arm_color(style.color), lw=1.7, markersize=5.5, gid=f"arm{i}-{name}")
+    if style.dash:
+        line.set_linestyle((0, tuple(length / 1.7 for length in style.dash)))
     if marked:
-        # Markers of different arms start at different points: they do not hide one another.
+        # Stagger the markers of different arms so that they do not overlap.
         step = every or max(1, len(x) // 5)
-        line.set(marker=look.marker, markevery=(i % step, step))
+        line.set(marker=style.marker, markevery=(i % step, step))
     axes.add_line(line)
     axes.autoscale_view()
 
 
 def _scale(axes: Axes, values: Sequence[float]) -> None:
-    """Logarithmic where the values span more than a factor of 8."""
+    """Use a log scale if the values span more than a factor of 8."""
     if min(values) > 0 and max(values) > 8 * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -123,13 +123,13 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
 
 
-def arm_colour(colour: int) -> str:
-    """The stand-in for `--arm-N`."""
-    return f"#0300{colour:02x}"
+def arm_color(color: int) -> str:
+    """The placeholder color of `--arm-N`."""
+    return f"#0300{color:02x}"
 
 
 def inline(figure: Figure, ident: str, label: str) -> Markup:
-    """The figure as an `<svg>` element; ids begin with `ident`, and artists with the gid `armN-...` get `data-arm`."""
+    """The figure as an `<svg>` element; ids start with `ident`, and artists with gid `armN-...` get `data-arm`."""
     file = io.BytesIO()
     with mpl.rc_context(SETTINGS):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -139,8 +139,8 @@ def inline(figure: Figure, ident: str, label: str) -> Markup:
     body = re.sub(r'\bid="(arm(\d+)-[^"]*)"', r'id="\1" data-arm="\2"', body)
     body = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{ident}-", body.replace("xlink:href", "href"))
     body = re.sub(r"#0300([0-9a-f]{2})", lambda found: f"var(--arm-{int(found[1], 16)})", body)
-    for colour, variable in _VARIABLES.items():
-        body = body.replace(colour, variable)
+    for color, variable in _VARIABLES.items():
+        body = body.replace(color, variable)
     body = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", body)
     width, height = (figure.get_size_inches() * 72).round(2)
     head = Markup('<svg role="img" aria-label="{}" viewBox="0 0 {:g} {:g}">').format(label, width, height)

@@ -1,4 +1,4 @@
-"""The report of a comparison: one HTML page that needs nothing else, no network either."""
+"""The report of a comparison: one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ FILTERS = (
 
 
 def write(summary: Summary, path: Path) -> None:
-    """Write the page to `path`; the same summary makes the same bytes."""
+    """Write the report to `path`. It is deterministic: equal summaries give identical files."""
     path.write_text(render(summary), encoding="utf-8", newline="\n")
 
 
 def render(summary: Summary) -> str:
-    """The page's HTML."""
+    """Render the report as HTML."""
     style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
     return (
         _environment()
         .get_template("page.html.j2")
         .render(
             summary=summary,
-            # Through pydantic's own JSON: NaN becomes null, which a browser can parse.
+            # pydantic's JSON encodes NaN as null, which browsers can parse.
             data=json.loads(summary.model_dump_json()),
             cells=[view.CellView(i, cell) for i, cell in enumerate(summary.cells)],
             sentence=view.sentence(summary),
@@ -72,5 +72,5 @@ def _environment() -> Environment:
 
 
 def _digest(script: str) -> str:
-    """What the page's own policy lets run: this script and no other."""
+    """The hash of the only script that the page's Content-Security-Policy allows."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""How far a comparison has come, in a terminal and in a pipe."""
+"""The progress of a comparison, in a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from comparison.run.record import Record
 from terminal import say
 
 LINES = 10
-"""In a pipe, for all runs."""
+"""Total number of progress lines in a pipe."""
 
 Advance = Callable[[Record], None]
-"""To be called with the record of each run that ended."""
+"""A callback for the record of each finished run."""
 
 
 @contextmanager
 def watch(console: Console, total: int, store: Store) -> Iterator[Advance]:
-    """A bar with the time left and a line for each run that goes on; in a pipe, a line after every tenth of runs."""
+    """Show a progress bar and a line for each active run; in a pipe, print a line for every 10 % of the runs."""
     with (_bar if console.is_terminal else _lines)(console, total, store) as advance:
         yield advance
 
@@ -41,20 +41,20 @@ def _bar(console: Console, total: int, store: Store) -> Iterator[Advance]:
         failed += not record.done
         bar.update(task, advance=1, description=f" ({failed} failed)" if failed else "")
 
-    with Live(get_renderable=lambda: Group(bar, *going_on(store)), console=console, refresh_per_second=2):
+    with Live(get_renderable=lambda: Group(bar, *active_runs(store)), console=console, refresh_per_second=2):
         yield advance
 
 
-def going_on(store: Store) -> list[RenderableType]:
-    """A line for each run that goes on."""
+def active_runs(store: Store) -> list[RenderableType]:
+    """A line for each active run."""
     beats: list[Beat] = []
-    # Nothing is lost if it can't be read just now.
+    # If the store cannot be read, the next refresh tries again.
     with suppress(StoreError):
         beats = list(store.beats().values())
-    return [Text(_said(beat), no_wrap=True, overflow="ellipsis") for beat in beats]
+    return [Text(_describe(beat), no_wrap=True, overflow="ellipsis") for beat in beats]
 
 
-def _said(beat: Beat) -> str:
+def _describe(beat: Beat) -> str:
     loss = "" if beat.loss is None else f", loss {beat.loss:.4f}"
     return f"  {beat.label}: step {beat.step} of {beat.steps}{loss}"
 
@@ -66,7 +66,7 @@ def _lines(console: Console, total: int, store: Store) -> Iterator[Advance]:
     def advance(record: Record) -> None:
         nonlocal done, failed
         done, failed = done + 1, failed + (not record.done)
-        # Another tenth is complete, though a tenth may be no whole number of runs.
+        # Print when another 10 % is complete; 10 % need not be an integer number of runs.
         if done * LINES // total > (done - 1) * LINES // total:
             say(console, line(done, total, failed, time.perf_counter() - started))
 
@@ -74,14 +74,16 @@ def _lines(console: Console, total: int, store: Store) -> Iterator[Advance]:
 
 
 def line(done: int, total: int, failed: int, seconds: float) -> str:
-    """As in `30 of 100 runs (1 failed) after 60 s, about 2 min left`; `seconds` since the first began."""
-    text = f"{done} of {total} runs{f' ({failed} failed)' if failed else ''} after {spell(seconds)}"
-    # The first runs have waited for their processes to start.
-    return text if done == total or done == 1 else f"{text}, about {spell(seconds / done * (total - done))} left"
+    """Format progress, such as `30 of 100 runs (1 failed) after 60 s, about 2 min left`."""
+    text = f"{done} of {total} runs{f' ({failed} failed)' if failed else ''} after {format_duration(seconds)}"
+    # The first run includes the start-up time of its process.
+    if done == total or done == 1:
+        return text
+    return f"{text}, about {format_duration(seconds / done * (total - done))} left"
 
 
-def spell(seconds: float) -> str:
-    """A duration in the largest unit of which there are two or more."""
+def format_duration(seconds: float) -> str:
+    """Format a duration in the largest unit that gives at least 2."""
     for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.1f} {name}" if unit > 60 else f"{seconds / unit:.0f} {name}"

@@ -1,9 +1,9 @@
 "use strict";
 const summary = JSON.parse(document.getElementById("summary").textContent);
 const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-const say = (text) => { document.getElementById("status").textContent = text; };
+const announce = (text) => { document.getElementById("status").textContent = text; };
 
-// Downloads: rows of what the summary holds, made here.
+// Downloads, generated from the summary.
 const METRICS = ["accuracy", "nll", "ece"];
 const DIFFERENCE = ["mean", "low", "high", "low_images", "high_images", "p", "p_holm", "p_smallest", "mde", "seeds_for_half", "verdict"];
 const numbersOf = (difference) => [difference ? difference.seeds.length : 0, ...DIFFERENCE.map((name) => difference ? difference[name] : null)];
@@ -48,7 +48,7 @@ function save(name, type, text) {
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-  say(`${name} saved.`);
+  announce(`${name} saved.`);
 }
 
 function download(table, cell) {
@@ -63,7 +63,7 @@ for (const button of all(".download")) {
   button.addEventListener("click", () => download(button.dataset.table, summary.cells[button.dataset.cell]));
 }
 
-// Sorting: what has no value stays last.
+// Sorting: rows without a value stay last.
 function valueOf(row, key, metric) {
   const data = [...row.children].find((cell) => cell.dataset.col === key).dataset;
   const text = data.sort ?? data["sort" + metric[0].toUpperCase() + metric.slice(1)] ?? "";
@@ -94,11 +94,11 @@ for (const button of all(".sort")) {
     const first = button.dataset.first === "best" ? best(header.closest(".cell")) : button.dataset.first;
     const direction = now === "none" ? first : now === "ascending" ? "descending" : "ascending";
     sort(header, direction);
-    say(`Sorted by ${button.firstChild.textContent}, ${direction}.`);
+    announce(`Sorted by ${button.firstChild.textContent}, ${direction}.`);
   });
 }
 
-// The metric, the filter and the arms shown belong to a cell.
+// The metric, the filter and the visible arms are specific to each cell.
 for (const cell of all(".cell")) {
   const form = cell.querySelector(".tools");
   const rows = all(".ranking tbody tr:not(.group)", cell);
@@ -108,7 +108,7 @@ for (const cell of all(".cell")) {
       const button = header.querySelector(".sort");
       sort(header, button.dataset.first === "best" ? best(cell) : header.getAttribute("aria-sort"));
     }
-    say(`Differences in ${form.querySelector("input[type=radio]:checked").parentElement.textContent.trim()}.`);
+    announce(`Differences in ${form.querySelector("input[type=radio]:checked").parentElement.textContent.trim()}.`);
   };
   const filter = () => {
     const words = form.elements.text.value.toLowerCase().split(/\s+/);
@@ -120,7 +120,7 @@ for (const cell of all(".cell")) {
     for (const group of all(".ranking .group", cell)) {
       group.hidden = all("tr:not(.group)", group.parentElement).every((row) => row.hidden);
     }
-    say(`${rows.filter((row) => !row.hidden).length} of ${rows.length} arms shown.`);
+    announce(`${rows.filter((row) => !row.hidden).length} of ${rows.length} arms shown.`);
   };
   form.addEventListener("submit", (event) => event.preventDefault());
   all("input[type=radio]", form).forEach((input) => input.addEventListener("change", choose));
@@ -139,27 +139,27 @@ for (const cell of all(".cell")) {
   }
 }
 
-// Copying: where the browser gives no clipboard, the text is selected.
+// Copying: without access to the clipboard, the text is selected instead.
 for (const button of all(".copy")) {
   button.addEventListener("click", async () => {
     const code = button.previousElementSibling;
     try {
       await navigator.clipboard.writeText(code.textContent);
-      say("Copied.");
+      announce("Copied.");
       button.firstChild.textContent = "Copied";
       setTimeout(() => { button.firstChild.textContent = "Copy"; }, 2000);
     } catch {
       getSelection().selectAllChildren(code);
-      say("Selected: copy it with the keyboard.");
+      announce("Selected: press the copy shortcut.");
     }
   });
 }
 
-// The colour scheme: the system's until the button is used.
+// The color scheme follows the system until the button is used.
 const theme = document.getElementById("theme");
 const system = matchMedia("(prefers-color-scheme: dark)");
 const dark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
-const label = () => { theme.textContent = dark() ? "Light colours" : "Dark colours"; };
+const label = () => { theme.textContent = dark() ? "Light colors" : "Dark colors"; };
 theme.addEventListener("click", () => { document.documentElement.dataset.theme = dark() ? "light" : "dark"; label(); });
 system.addEventListener("change", label);
 label();

@@ -1,4 +1,4 @@
-"""Axes that the small plots of a table's rows share."""
+"""Shared axes of the small plots in table rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH, HEIGHT, EDGE = 236, 40, 22
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values across the width of a strip."""
+    """Maps a range of values to the width of a strip."""
 
     low: float
     high: float
@@ -23,7 +23,7 @@ class Axis:
 
     @classmethod
     def of(cls, values: Iterable[float], through: float = 0.0) -> Axis:
-        """The axis that holds all finite values and one more."""
+        """An axis that contains all finite values and `through`."""
         finite = [through, *(value for value in values if math.isfinite(value))]
         low, high = min(finite), max(finite)
         if low == high:
@@ -32,17 +32,17 @@ class Axis:
         return cls(low, high, tuple(float(tick) for tick in found if low <= tick <= high))
 
     def at(self, value: float) -> str:
-        """Where a value lies, in pixels from the left."""
+        """The x position of a value, in pixels."""
         return f"{EDGE + (WIDTH - 2 * EDGE) * (value - self.low) / (self.high - self.low):.1f}"
 
     def label(self, tick: float, sign: bool = True) -> str:
-        """A tick's text."""
+        """The label of a tick."""
         text = f"{tick:+.6g}" if sign and tick else f"{tick:.6g}"
         return text.replace("-", "−")
 
 
 def axis_of(differences: Iterable[Difference | None]) -> Axis:
-    """The axis of some differences: zero, every seed and every interval are on it."""
+    """An axis that contains zero, all seeds and all intervals of the differences."""
     values: list[float] = []
     for found in differences:
         if found:
@@ -51,5 +51,5 @@ def axis_of(differences: Iterable[Difference | None]) -> Axis:
 
 
 def levels(values: Iterable[float]) -> list[tuple[float, float]]:
-    """Each value with a height, in turn, so that dots of like values stay apart."""
+    """Each value with a staggered y position, so that dots of similar values do not overlap."""
     return [(value, (7, 12, 17)[i % 3]) for i, value in enumerate(values)]

@@ -1,4 +1,4 @@
-"""The table of a cell in the terminal."""
+"""The terminal table of a cell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from comparison.analysis.schema import DECIMALS, METRICS, ArmFound, Cell, Metric
+from comparison.analysis.schema import DECIMALS, METRICS, ArmSummary, Cell, Metric
 from comparison.analysis.summary_text import interval_text
 
 WIDTH = 130
@@ -28,7 +28,7 @@ NOTHING = "-"
 
 
 def table(cell: Cell) -> Table:
-    """Two lines an arm, in at most `WIDTH` columns; long names are folded."""
+    """Two lines per arm, at most `WIDTH` columns; long names are folded."""
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, title=escape(cell.title))
     shown.add_column(COLUMNS[0], overflow="fold", min_width=20)
     for column in COLUMNS[1:]:
@@ -38,7 +38,7 @@ def table(cell: Cell) -> Table:
     return shown
 
 
-def _row(arm: ArmFound) -> list[str]:
+def _row(arm: ArmSummary) -> list[str]:
     against = arm.against_none
     row = [escape(arm.name), _number(arm.rate_at_end, ".3g"), _number(arm.asked, ".3f"), _dropped(arm)]
     row += [_number(arm.means.get(metric), f".{DECIMALS[metric]}f") for metric in METRICS]
@@ -52,7 +52,7 @@ def _row(arm: ArmFound) -> list[str]:
     return [*row, f"{arm.time.median:.2f}x" if arm.time else NOTHING]
 
 
-def _dropped(arm: ArmFound) -> str:
+def _dropped(arm: ArmSummary) -> str:
     half = "" if arm.dropped_half is None else f" ± {arm.dropped_half:.3f}"
     return _number(arm.dropped, ".3f") + half
 

@@ -1,4 +1,4 @@
-"""What the template shows of a cell: the summary with its order, looks and axes."""
+"""View models for the template: a cell with the order, styles and axes of its arms."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 from markupsafe import Markup
 
 from comparison.analysis.inference import more_than_chance
-from comparison.analysis.schema import BETTER, METRICS, ArmFound, Cell, Difference, Environment, Metric, Summary
+from comparison.analysis.schema import BETTER, METRICS, ArmSummary, Cell, Difference, Environment, Metric, Summary
+from comparison.analysis.summary_text import join
 from comparison.report import figures
-from comparison.report.looks import Look, looks_of
+from comparison.report.arm_styles import ArmStyle, arm_styles
 from comparison.report.numbers import count
 from comparison.report.strips import Axis, axis_of
 
 CURVES = (
-    ("train_loss", "Training loss", "with what was dropped; a regularized loss may be higher and the model no worse"),
-    ("validation_accuracy", "Validation accuracy, %", "more is better"),
-    ("validation_nll", "Validation NLL, nats", "less is better"),
+    ("train_loss", "Training loss", "with regularization active; a higher loss does not mean a worse model"),
+    ("validation_accuracy", "Validation accuracy, %", "higher is better"),
+    ("validation_nll", "Validation NLL, nats", "lower is better"),
 )
 KINDS = ("none", "regularizer", "recipe", "peer", "control")
 Differences = dict[Metric, Difference | None]
@@ -27,26 +28,26 @@ Differences = dict[Metric, Difference | None]
 
 @dataclass(frozen=True)
 class Row:
-    """An arm, its place in the cell and its look."""
+    """An arm with its index and style."""
 
     index: int
-    arm: ArmFound
-    look: Look
+    arm: ArmSummary
+    style: ArmStyle
 
     @property
     def differences(self) -> Differences:
-        """Against none; None for a metric without a complete pair."""
+        """Differences from none; None for a metric without a complete pair."""
         return {metric: (self.arm.against_none or {}).get(metric) for metric in METRICS}
 
     def key(self, metric: Metric) -> float | None:
-        """What the row is ranked by: none differs from itself by 0."""
+        """The sort key of the row; 0 for none itself."""
         found = self.differences[metric]
         return found.mean if found else 0.0 if self.arm.kind == "none" else None
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two arms that are not none, `a - b`."""
+    """The difference `a - b` between two regularizers."""
 
     a: str
     b: str
@@ -55,7 +56,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure with its words."""
+    """A figure with its title and note."""
 
     name: str
     title: str
@@ -64,8 +65,8 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A control: what is asked, whether it came out (None: not measured), and the numbers."""
+class Control:
+    """A control with its result (None: not measured) and the numbers behind it."""
 
     question: str
     yes: bool | None
@@ -73,12 +74,12 @@ class Answer:
 
 
 class CellView:
-    """A cell for the template; ids begin with `id`."""
+    """A cell for the template; its ids start with `id`."""
 
     def __init__(self, index: int, cell: Cell) -> None:
         self.cell, self.index, self.id = cell, index, f"cell{index + 1}"
-        looks = looks_of(cell.arms)
-        self.rows = [Row(i, arm, look) for i, (arm, look) in enumerate(zip(cell.arms, looks, strict=True))]
+        styles = arm_styles(cell.arms)
+        self.rows = [Row(i, arm, style) for i, (arm, style) in enumerate(zip(cell.arms, styles, strict=True))]
         ranked = sorted(self.rows, key=_rank)
         self.findings, self.notes = (
             cell.words[: cell.findings],
@@ -91,13 +92,13 @@ class CellView:
         self.axes = {metric: axis_of(row.differences[metric] for row in self.rows) for metric in METRICS}
         self.pair_axes = {metric: axis_of(pair.differences[metric] for pair in self.pairs) for metric in METRICS}
         self.plots = [self._plot(*curve) for curve in CURVES]
-        label = f"{cell.title}: rate in force over optimizer steps, a line an arm; the table below has the numbers"
-        drawn = figures.curves(cell.arms, looks, "rate")
+        label = f"{cell.title}: rate over optimizer steps, one line per arm; the table below has the numbers"
+        drawn = figures.curves(cell.arms, styles, "rate")
         self.ramp = figures.lines(drawn, f"{self.id}-rate", label, "optimizer step", marked=False)
-        label = f"{cell.title}: fraction right over confidence, and the images of each bin; the table has the numbers"
-        binned = [(row.index, row.look, row.arm.calibration) for row in self.rows if row.arm.calibration]
+        label = f"{cell.title}: accuracy over confidence, and the images per bin; the table has the numbers"
+        binned = [(row.index, row.style, row.arm.calibration) for row in self.rows if row.arm.calibration]
         self.calibration = figures.calibration(binned, f"{self.id}-calibration", label)
-        self.answers = _answers(cell)
+        self.checks = _checks(cell)
         rates = [(site.asked, site.dropped) for arm in cell.arms for site in arm.realised]
         rates += [(arm.asked or 0.0, arm.dropped or 0.0) for arm in cell.arms]
         self.rate_axis = Axis.of(rate for pair in rates for rate in pair)
@@ -107,34 +108,34 @@ class CellView:
         )
 
     def having(self, what: str) -> list[Row]:
-        """The rows of arms that have this."""
+        """The rows of arms that have this value."""
         if what == "rate":
             return [row for row in self.rows if row.arm.rate.x]
         return [row for row in self.rows if getattr(row.arm, what)]
 
     def _plot(self, name: str, title: str, note: str) -> Plot:
-        looks = [row.look for row in self.rows]
-        label = f"{self.cell.title}: {title} over epochs, a line an arm; the table below has its last values"
-        drawn = figures.curves(self.cell.arms, looks, name)
+        styles = [row.style for row in self.rows]
+        label = f"{self.cell.title}: {title} over epochs, one line per arm; the table below has the last values"
+        drawn = figures.curves(self.cell.arms, styles, name)
         return Plot(name, title, note, figures.lines(drawn, f"{self.id}-{name}", label, "epoch"))
 
 
 def sentence(summary: Summary) -> str:
-    """What was compared."""
+    """A sentence that describes the comparison."""
     kinds: dict[str, str] = {arm.name: arm.kind for cell in summary.cells for arm in cell.arms}
-    words = {"regularizer": "regularizer", "recipe": "recipe", "peer": "implementation of other libraries"}
-    plural = {"peer": "implementations of other libraries"}
-    numbers = {kind: list(kinds.values()).count(kind) for kind in words}
-    parts = [count(numbers[kind], word, plural.get(kind, "")) for kind, word in words.items() if numbers[kind]]
-    compared = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "No regularizer"
+    nouns = {"regularizer": "regularizer", "recipe": "recipe", "peer": "implementation from other libraries"}
+    plural = {"peer": "implementations from other libraries"}
+    numbers = {kind: list(kinds.values()).count(kind) for kind in nouns}
+    parts = [count(numbers[kind], noun, plural.get(kind, "")) for kind, noun in nouns.items() if numbers[kind]]
+    compared = join(parts) or "No regularizer"
     where = "; ".join(cell.title for cell in summary.cells) or "no cell has a finished run"
     seeds = count(summary.seeds, "seed")
-    fixed = "changed after the first run" if summary.amendments else "fixed beforehand"
-    return f"{compared}, compared with none in paired training runs of {seeds} each, {fixed}: {where}."
+    fixed = "changed after the first run" if summary.amendments else "fixed in advance"
+    return f"{compared}, compared with none in paired training runs with {seeds} each, {fixed}: {where}."
 
 
 def environments(found: Sequence[Environment]) -> list[tuple[int, list[tuple[str, str, bool]]]]:
-    """For each environment its runs, and its details as name, value and whether they differ between environments."""
+    """Runs of each environment, and its details as (name, value, differs between environments)."""
     flat = [_flat(environment.details) for environment in found]
     same = {name for name in flat[0] if all(one.get(name) == flat[0][name] for one in flat)} if flat else set()
     return [
@@ -166,7 +167,7 @@ def _pairs(cell: Cell) -> list[Pair]:
     return [Pair(a, b, differences) for (a, b), differences in found.items()]
 
 
-def _answers(cell: Cell) -> list[Answer]:
+def _checks(cell: Cell) -> list[Control]:
     controls = cell.controls
     aa = controls.aa_equal == controls.aa_seeds if controls.aa_seeds else None
     covered = [name for name, found in (controls.none_none or {}).items() if found.low <= 0 <= found.high]
@@ -174,19 +175,19 @@ def _answers(cell: Cell) -> list[Answer]:
     hooked = controls.unchanged == controls.hooked if controls.hooked else None
     of = f"{len(covered)} of {count(len(controls.none_none or {}), 'metric')}"
     return [
-        Answer(
-            "Does the arm with p = 0 injected (A/A) end bit-equal to none, weights and outputs?",
+        Control(
+            "Is the arm with p = 0 injected (A/A) bit-identical to none, in weights and outputs?",
             aa,
             f"{controls.aa_equal} of {count(controls.aa_seeds, 'seed')}" if controls.aa_seeds else "",
         ),
-        Answer(
-            "Does none with other seeds differ from none no more than chance explains?",
+        Control(
+            "Is the difference between none with other seeds and none consistent with chance?",
             same,
             f"the interval covers 0 in {of}" if controls.none_none else "",
         ),
-        Answer("Did all arms of a seed see the same batches from the same weights?", controls.paired, ""),
-        Answer(
-            "Were state_dict, repr and eval output bit-equal with hooks and after remove()?",
+        Control("Did all arms of a seed have the same initial weights and batches?", controls.paired, ""),
+        Control(
+            "Were state_dict, repr and eval output bit-identical with hooks and after remove()?",
             hooked,
             f"{controls.unchanged} of {count(controls.hooked, 'run')}" if controls.hooked else "",
         ),

@@ -1,1 +1,1 @@
-"""One training run, from its spec to its record."""
+"""A training run, from its spec to its record."""

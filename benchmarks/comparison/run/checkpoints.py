@@ -1,4 +1,4 @@
-"""A run's own checkpoint: interrupted and resumed, the run ends as if it had never stopped, bit for bit."""
+"""Checkpoints of a run: a resumed run is bit-identical to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from comparison.run import ranks
 from comparison.run.run_setup import RunSetup
 
 SECONDS = 20.0
-"""Between checkpoints, at least."""
+"""Minimum time between checkpoints."""
 DIGEST = hashlib.sha256().digest_size
 
 
 class Checkpoint:
-    """The file of one run; with several processes, a file each."""
+    """The checkpoint file of a run, one per process."""
 
     def __init__(self, setup: RunSetup, folder: Path) -> None:
-        """Nothing is written or read yet."""
+        """Set the path; no file is read or written yet."""
         suffix = f".{ranks.rank()}" if setup.run.world > 1 else ""
         self._path = folder / f"{setup.run.key}{suffix}.pt"
         self._setup = setup
         self._last = time.monotonic()
 
     def due(self) -> bool:
-        """Whether the last one is long enough ago; the first process decides for all."""
-        return bool(ranks.agreed(self._setup.run, time.monotonic() - self._last >= SECONDS)[0])
+        """Whether it is time for a checkpoint; rank 0 decides for all."""
+        return bool(ranks.gather(self._setup.run, time.monotonic() - self._last >= SECONDS)[0])
 
     def save(self, epoch: int, history: Mapping[str, Any]) -> None:
-        """Write the state after an epoch; a file that is there is replaced at once or not at all."""
+        """Save the state after an epoch, replacing the previous file atomically."""
         setup = self._setup
         state = {
             "epoch": epoch,
@@ -56,9 +56,9 @@ class Checkpoint:
         self._last = time.monotonic()
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Restore the state; the epochs that are done, and the history. (0, {}) if there is none."""
+        """Restore the state. Return the number of finished epochs and the history, or (0, {}) without a checkpoint."""
         state = self._read()
-        epochs = ranks.agreed(self._setup.run, state["epoch"] if state else 0)
+        epochs = ranks.gather(self._setup.run, state["epoch"] if state else 0)
         if state is None or len(set(epochs)) > 1:
             return 0, {}
         setup = self._setup
@@ -73,7 +73,7 @@ class Checkpoint:
         return state["epoch"], state["history"]
 
     def _read(self) -> dict[str, Any] | None:
-        """The state; None if there is none, or if its bytes are not those that were written: the run begins again."""
+        """The state; None if the file is missing or corrupted, which restarts the run."""
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
@@ -84,7 +84,7 @@ class Checkpoint:
         return state
 
 
-def forget(folder: Path, key: str) -> None:
-    """Remove what a run that is done and kept has left."""
+def delete(folder: Path, key: str) -> None:
+    """Delete the checkpoints of a run whose record is stored."""
     for path in folder.glob(f"{key}.*"):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a run was made with."""
+"""The software, hardware and determinism settings of a run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CODE = ("hookdrop", "benchmarks")
 
 
 def environment() -> dict[str, Any]:
-    """Versions, revision of the code, hardware and settings of determinism, as JSON; no host, user or path."""
-    return {**_lasting(), "determinism": determinism()}
+    """Versions, code revision, hardware and determinism settings, as JSON without host names, users or paths."""
+    return {**_constant(), "determinism": determinism()}
 
 
 def determinism() -> dict[str, Any]:
-    """The settings of this process that the last bits of a run depend on."""
+    """The settings of this process that affect bitwise reproducibility."""
     return {
         "threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -37,21 +37,21 @@ def determinism() -> dict[str, Any]:
 
 
 @cache
-def _lasting() -> dict[str, Any]:
+def _constant() -> dict[str, Any]:
     return {"versions": versions(), "git": revision(ROOT), "hardware": hardware(), "system": _system()}
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of each package; None for one that is not installed."""
+    """Versions of Python and of each package; None if it is not installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "hookdrop": hookdrop.__version__}
     return found | {"cuda": torch.version.cuda} | {name: _version(name) for name in PACKAGES}
 
 
 def revision(root: Path) -> dict[str, Any]:
-    """The commit that the code is of, and whether it differs from it; None outside of a checkout or without git."""
+    """The commit of the code and whether it has uncommitted changes; None outside a checkout or without git."""
     top = _git(root, "rev-parse", "--show-toplevel")
     head = _git(root, "rev-parse", "HEAD")
-    # Within somebody else's repository, such as one that has the virtual environment in it, there is none.
+    # If another repository contains the package, for example in a virtual environment, there is no revision.
     if top is None or head is None or Path(top).resolve() != root.resolve():
         return {"revision": None, "dirty": None}
     status = _git(root, "status", "--porcelain", "--", *CODE)
@@ -59,7 +59,7 @@ def revision(root: Path) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """The processor, memory, and GPUs."""
+    """CPU, memory and GPUs."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": _cpu(),
@@ -82,7 +82,7 @@ def _version(name: str) -> str | None:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    # Set within a git hook, they would name another repository.
+    # In a git hook, these variables name another repository.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
     try:

@@ -1,4 +1,4 @@
-"""Whether a model is, bit for bit, what it was: digests of tensors, and what hooks leave behind."""
+"""Check that hooks leave a model bit-identical: digests of tensors, and the model's footprint."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import hookdrop
 
 Footprint = tuple[type, str, list[str]]
-"""Class, repr and state_dict keys."""
+"""Class, repr and state_dict keys of a model."""
 _HOOK_TABLES = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of the tensors' bytes, one after the other."""
+    """SHA-256 of the concatenated bytes of the tensors."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -30,31 +30,31 @@ def digest_of(model: nn.Module) -> str:
 
 
 def footprint(model: nn.Module) -> Footprint:
-    """What neither training nor an injection may change."""
+    """The properties that neither training nor an injection may change."""
     return type(model), repr(model), list(model.state_dict())
 
 
 def changes(model: nn.Module, drop: hookdrop.Injection, x: Tensor, before: Footprint) -> list[str]:
-    """Remove the hooks, and name what is not bit-identical with hooks on, hidden and removed.
+    """Remove the hooks, and list what is not bit-identical with the hooks active, disabled and removed.
 
     Args:
-        model: the trained model.
-        drop: its one injection.
-        x: a batch of inputs.
-        before: the model's `footprint` before the injection.
+        model: The trained model.
+        drop: Its only injection.
+        x: A batch of inputs.
+        before: The model's `footprint` before the injection.
     """
     hooked = _observed(model, x)
     with hookdrop.without_hooks(model):
-        hidden = _observed(model, x)
+        disabled = _observed(model, x)
     drop.remove()
     removed = _observed(model, x)
     found = []
-    for how, bare in (("hidden", hidden), ("removed", removed)):
+    for how, bare in (("disabled", disabled), ("removed", removed)):
         found += [f"{what} with hooks {how}" for what in hooked if not _same(hooked[what], bare[what])]
-    if any(state["face"] != before for state in (hooked, hidden, removed)):
-        found.append("class, repr or state_dict keys of the model that came in")
+    if any(state["footprint"] != before for state in (hooked, disabled, removed)):
+        found.append("class, repr or state_dict keys of the original model")
     if any(getattr(module, table) for module in model.modules() for table in _HOOK_TABLES):
-        found.append("hook dictionaries after removal")
+        found.append("hook tables after removal")
     return found
 
 
@@ -63,7 +63,7 @@ def _observed(model: nn.Module, x: Tensor) -> dict[str, Any]:
     with torch.no_grad():
         output = model(x)
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    return {"face": footprint(model), "state_dict": state, "eval output": {"": output}}
+    return {"footprint": footprint(model), "state_dict": state, "eval output": {"": output}}
 
 
 def _same(a: Any, b: Any) -> bool:

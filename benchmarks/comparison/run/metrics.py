@@ -14,30 +14,30 @@ BINS = 15
 
 @dataclass(frozen=True)
 class Scores:
-    """How a model did on the images that it was scored on."""
+    """The metrics of a model on a set of images."""
 
     accuracy: float
-    """Per cent."""
+    """In percent."""
     nll: float
     """Mean, in nats."""
     ece: float
-    """Per cent."""
+    """In percent."""
     images: Mapping[str, NDArray[np.generic]]
-    """`correct` (bool), `nll` and `confidence` (float32), each (N,): what a record keeps."""
+    """`correct` (bool), `nll` and `confidence` (float32), each of shape (N,), as stored in a record."""
 
 
 def score(logits_NC: Tensor, y_N: Tensor) -> Scores:
     """Score logits in double precision.
 
-    The ECE is that of the confidences as they are kept, so that a record gives it again.
+    The ECE uses the stored float32 confidences, so that it can be recomputed from a record.
 
     Args:
-        logits_NC: (N, C), finite.
-        y_N: (N,), classes from 0 to C - 1.
+        logits_NC: Finite logits of shape (N, C).
+        y_N: Class labels in [0, C - 1] of shape (N,).
 
     Raises:
-        ValueError: the shapes do not fit, there is no image, or a label is no class.
-        FloatingPointError: a logit is infinite or not a number.
+        ValueError: The shapes do not match, there are no images, or a label is out of range.
+        FloatingPointError: A logit is infinite or NaN.
     """
     _check(logits_NC, y_N)
     log_p_NC = logits_NC.detach().double().log_softmax(dim=1).cpu()
@@ -51,27 +51,29 @@ def score(logits_NC: Tensor, y_N: Tensor) -> Scores:
 
 
 def ece(confidence_N: NDArray[np.generic], correct_N: NDArray[np.bool_], bins: int = BINS) -> float:
-    """Expected calibration error in per cent (Guo et al. 2017, equation 3), over bins of equal width."""
+    """Expected calibration error in percent (Guo et al. 2017, equation 3), with equal-width bins."""
     gaps_N = confidence_N.astype(np.float64) - correct_N
     sums = np.bincount(bin_of(confidence_N, bins), weights=gaps_N, minlength=bins)
     return 100 * float(np.abs(sums).sum()) / len(gaps_N)
 
 
 def bin_of(confidence_N: NDArray[np.generic], bins: int = BINS) -> NDArray[np.intp]:
-    """The bin of each confidence: the m-th of M has those above (m - 1) / M, up to and with m / M."""
+    """The bin index of each confidence; bin m of M covers ((m - 1) / M, m / M]."""
     return np.searchsorted(np.arange(1, bins) / bins, confidence_N.astype(np.float64), side="left")
 
 
 def _check(logits_NC: Tensor, y_N: Tensor) -> None:
     if logits_NC.ndim != 2 or y_N.shape != logits_NC.shape[:1] or not logits_NC.numel():
         raise ValueError(
-            f"logits have the shape {tuple(logits_NC.shape)} and labels {tuple(y_N.shape)}; "
-            "(N, C) and (N,) are needed, with one image or more. Nothing was scored."
+            "expected logits of shape (N, C) and labels of shape (N,) with N >= 1, "
+            f"got {tuple(logits_NC.shape)} and {tuple(y_N.shape)}. Nothing was scored."
         )
     if y_N.min() < 0 or y_N.max() >= logits_NC.shape[1]:
         raise ValueError(
-            f"labels go from {int(y_N.min())} to {int(y_N.max())}; the model knows the classes "
-            f"0 to {logits_NC.shape[1] - 1}. Nothing was scored."
+            f"labels must be in [0, {logits_NC.shape[1] - 1}], got {int(y_N.min())} to {int(y_N.max())}. "
+            "Nothing was scored."
         )
     if wrong := int((~logits_NC.isfinite()).any(dim=1).sum()):
-        raise FloatingPointError(f"the logits of {wrong} of {len(logits_NC)} images are not finite; none was scored.")
+        raise FloatingPointError(
+            f"the logits of {wrong} of {len(logits_NC)} images are not finite. Nothing was scored."
+        )

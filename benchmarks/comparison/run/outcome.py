@@ -1,4 +1,4 @@
-"""The outcome of a training run: scores, weights, rates, and whether the hooks came off without a trace."""
+"""The outcome of a training run: scores, weights, rates, and the footprint check."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor
 import hookdrop
 from comparison.run import metrics
 from comparison.run.footprint_check import changes, digest, digest_of
-from comparison.run.record import Mask, Outcome, Realised
+from comparison.run.record import Mask, Outcome, SiteRate
 from comparison.run.run_setup import RunSetup
 
 CHECKED_IMAGES = 200
 
 
 def outcome_of(setup: RunSetup, history: Any, measured: Any) -> tuple[Outcome, Mapping[str, Any]]:
-    """The outcome after the last epoch, whichever was the best, and the scored images' numbers; the hooks come off."""
+    """Score the model after its last epoch, and remove the hooks. Return the outcome and the scores of each image."""
     run, drop = setup.run, setup.drop
     scored = setup.split.test if run.stage == "final" else setup.split.validation
     logits = setup.logits(scored)
     scores = metrics.score(logits, setup.task.labels_N[scored])
     weights, rate, sites = digest_of(setup.model), setup.rate, len(drop.sites) if drop else 0
-    mask, left = None, None
+    mask, changed = None, None
     checked = setup.images(scored[:CHECKED_IMAGES])
     if drop:
         mask = _mask(setup, drop, checked[:1])
-        left = changes(setup.model, drop, checked, setup.footprint)
-    # Of Cutout, what is dropped is not what its rate asks for.
+        changed = changes(setup.model, drop, checked, setup.footprint)
+    # The rate of Cutout is not the fraction that it drops.
     drops = measured is not None and all(site.drops for site in measured.sites.values())
-    asks = measured is not None and drops and all(site.asked_sum is not None for site in measured.sites.values())
+    has_target = measured is not None and drops and all(site.asked_sum is not None for site in measured.sites.values())
     outcome: Outcome = {
         "call": setup.call,
         "sites": sites,
@@ -45,10 +45,10 @@ def outcome_of(setup: RunSetup, history: Any, measured: Any) -> tuple[Outcome, M
         "rates": history.rates,
         "rate_at_end": rate,
         "ramp_end": history.ramp_end,
-        "asked": measured.asked if measured and asks else None,
+        "asked": measured.asked if measured and has_target else None,
         "dropped": measured.dropped if measured and drops else None,
-        "realised": _realised(measured) if measured and asks else [],
-        "changes": left,
+        "realised": _site_rates(measured) if measured and has_target else [],
+        "changes": changed,
         "mask": mask,
         "accuracy": scores.accuracy,
         "nll": scores.nll,
@@ -62,12 +62,12 @@ def outcome_of(setup: RunSetup, history: Any, measured: Any) -> tuple[Outcome, M
     return outcome, scores.images
 
 
-def _realised(measured: Any) -> list[Realised]:
+def _site_rates(measured: Any) -> list[SiteRate]:
     return [{"name": name, "asked": site.asked, "dropped": site.dropped} for name, site in measured.sites.items()]
 
 
 def _mask(setup: RunSetup, drop: hookdrop.Injection, x_1CHW: Tensor) -> Mask | None:
-    """One map of one sample at the first site that has maps, at the final rate; None if nothing is dropped there."""
+    """The mask of one sample and channel at the first site with feature maps, at the final rate."""
     if not setup.rate:
         return None
     setup.model.eval()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Bottleneck(nn.Module):
-    """BN, 1x1, BN, ReLU, 3x3, BN, ReLU, 1x1, BN, and a skip that is padded with channels of zeros."""
+    """BN, 1x1, BN, ReLU, 3x3, BN, ReLU, 1x1, BN, and a zero-padded identity skip."""
 
     expansion = 4
 
@@ -23,7 +23,7 @@ class Bottleneck(nn.Module):
         self.shrink = nn.AvgPool2d(2, 2, ceil_mode=True) if stride == 2 else nn.Identity()
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Of twice the stride, and of more channels."""
+        """Downsample by the stride and add channels."""
         y = self.conv1(self.bn1(x_NCHW))
         y = self.conv2(torch.relu(self.bn2(y)))
         y = self.bn4(self.conv3(torch.relu(self.bn3(y))))
@@ -34,16 +34,16 @@ class Bottleneck(nn.Module):
 
 
 class PyramidNet(nn.Module):
-    """Channels grow by the same amount in every block, from 16 to 16 + alpha (times 4).
+    """A network whose width grows linearly over its blocks, from 16 to 16 + alpha (times 4).
 
     Args:
-        depth: layers, 9 n + 2 with n bottlenecks in each of three stages, such as 110, 164, 200 or 272.
-        alpha: how many channels are added over all blocks.
-        classes: outputs.
-        channels: of the images.
+        depth: Number of layers: 9 n + 2 for n bottlenecks in each of three stages, such as 110, 164, 200 or 272.
+        alpha: Number of channels added over all blocks.
+        classes: Number of outputs.
+        channels: Number of input channels.
 
-    Reference: Han et al. 2017, arXiv:1610.02915, with additive widening and bottlenecks. PyramidNet-200, alpha 240, is
-    the one of the CutMix paper (Yun et al. 2019, arXiv:1905.04899): 26.8 million parameters with 100 classes.
+    Reference: Han et al. 2017, arXiv:1610.02915, with additive widening and bottlenecks. PyramidNet-200 with alpha 240
+    is used in the CutMix paper (Yun et al. 2019, arXiv:1905.04899): 26.8 million parameters with 100 classes.
     """
 
     def __init__(self, depth: int = 200, alpha: int = 240, classes: int = 100, channels: int = 3) -> None:
@@ -65,17 +65,17 @@ class PyramidNet(nn.Module):
         self.layer1, self.layer2, self.layer3 = stages
         self.norm = nn.BatchNorm2d(inside)
         self.fc = nn.Linear(inside, classes)
-        self._initialise()
+        self._init_weights()
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Logits, (N, classes)."""
+        """Return logits of shape (N, classes)."""
         x = self.stem(x_NCHW)
         for stage in (self.layer1, self.layer2, self.layer3):
             x = stage(x)
         logits: Tensor = self.fc(torch.relu(self.norm(x)).mean((2, 3)))
         return logits
 
-    def _initialise(self) -> None:
+    def _init_weights(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, std=(2 / (module.kernel_size[0] ** 2 * module.out_channels)) ** 0.5)

@@ -1,4 +1,4 @@
-"""The processes that share one run under torchrun; a run of a single process has one rank."""
+"""Helpers for runs that several torchrun processes share."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from comparison.spec.run_spec import Run
 
 
 def launched_world() -> int:
-    """How many processes torchrun started; 1 without it."""
+    """Number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launched_rank() -> int:
-    """Which of them this is, from 0."""
+    """The rank of this process under torchrun; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def rank() -> int:
-    """Which of the processes this is, from 0."""
-    return distributed.get_rank() if _together() else 0
+    """The rank of this process in the process group; 0 without one."""
+    return distributed.get_rank() if _in_group() else 0
 
 
 def device_of(run: Run) -> torch.device:
-    """The run's device; on CUDA under torchrun each process has its own."""
+    """The run's device; with CUDA, each process of a shared run has its own."""
     if run.device == "cuda" and run.world > 1:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device(run.device)
 
 
-def shared(run: Run, model: nn.Module) -> nn.Module:
-    """The model whose gradients are averaged over the processes."""
+def data_parallel(run: Run, model: nn.Module) -> nn.Module:
+    """Wrap the model with DistributedDataParallel if several processes share the run."""
     if run.world == 1:
         return model
-    if not _together() or distributed.get_world_size() != run.world:
-        raise RuntimeError(f"this run is shared by {run.world} processes, and is not running in so many.")
+    if not _in_group() or distributed.get_world_size() != run.world:
+        size = distributed.get_world_size() if _in_group() else 1
+        raise RuntimeError(f"this run requires {run.world} processes, but the process group has {size}.")
     return DistributedDataParallel(model)
 
 
-def agreed(run: Run, value: Any) -> list[Any]:
-    """What each process has for a value."""
+def gather(run: Run, value: Any) -> list[Any]:
+    """The value of each process that shares the run."""
     if run.world == 1:
         return [value]
     values: list[Any] = [None] * run.world
@@ -52,5 +53,5 @@ def agreed(run: Run, value: Any) -> list[Any]:
     return values
 
 
-def _together() -> bool:
+def _in_group() -> bool:
     return distributed.is_available() and distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""What a finished run leaves behind."""
+"""The record of a finished run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 Beat = Callable[[int, int, float], None]
-"""Called with the optimizer steps done, those in all, and the loss."""
+"""A progress callback: called with the number of finished optimizer steps, the total, and the loss."""
 Kind = Literal["nan", "memory", "disk", "killed", "error"]
-# What another try may mend; a NaN or an error in the code comes again.
-PASSING: tuple[Kind, ...] = ("memory", "disk", "killed")
+# Failures worth retrying; a NaN or an error in the code is reproducible.
+TRANSIENT: tuple[Kind, ...] = ("memory", "disk", "killed")
 
 
-class Validated(TypedDict):
-    """How the model did on the validation images after an epoch."""
+class ValidationPoint(TypedDict):
+    """The validation metrics after an epoch."""
 
     epoch: int
     accuracy: float
-    """Per cent."""
+    """In percent."""
     nll: float
 
 
-class Realised(TypedDict):
-    """One site: the mean rate asked for in the forwards that were measured, and the fraction dropped."""
+class SiteRate(TypedDict):
+    """The mean requested rate and the dropped fraction of one site, in the measured forwards."""
 
     name: str
     asked: float
@@ -33,48 +33,48 @@ class Realised(TypedDict):
 
 
 class Mask(TypedDict):
-    """What was dropped on one map of one sample: 1 is kept, 0 dropped."""
+    """The mask of one channel of one sample: 1 is kept, 0 is dropped."""
 
     site: str
     rows: list[list[int]]
 
 
 class Outcome(TypedDict):
-    """What came out of a training run; JSON-able."""
+    """The result of a training run; JSON-serializable."""
 
     call: str
-    """The regularizer or recipe as it was injected, with its rate; empty for none."""
+    """The injected regularizer or recipe with its rate; empty for none."""
     sites: int
     flags: list[str]
-    """What the plan warned of."""
+    """Warnings of the plan."""
     weights_before: str
-    """SHA-256 of all parameters and buffers after initialisation."""
+    """SHA-256 of all parameters and buffers after initialization."""
     weights_after: str
     batches: list[str]
-    """SHA-256 of the indices of each epoch's batches in their order."""
+    """SHA-256 of the image indices of each epoch, in order."""
     first_loss: float
     train_loss: list[float]
-    """Mean of each epoch."""
-    validation: list[Validated]
+    """Mean loss of each epoch."""
+    validation: list[ValidationPoint]
     rates: list[tuple[int, float]]
-    """(optimizer step, rate in force), before the first epoch and after each; empty for none."""
+    """(optimizer step, current rate), before the first epoch and after each; empty for none."""
     rate_at_end: float | None
     ramp_end: int | None
-    """The optimizer step at which the rate was first within 1e-9 of its target; None if never, or for none."""
+    """The first optimizer step with the rate within 1e-9 of its target; None if never, or for none."""
     asked: float | None
-    """Over all sites and all training forwards of the last epochs; None for none and for what drops nothing."""
+    """Mean requested rate over all sites and training forwards of the last epochs; None if nothing is dropped."""
     dropped: float | None
-    realised: list[Realised]
+    realised: list[SiteRate]
     changes: list[str] | None
-    """What differs of state_dict, repr and eval output while hooked or after `remove()`; None for none."""
+    """Differences in state_dict, repr or eval output with hooks or after `remove()`; None for none."""
     mask: Mask | None
     accuracy: float
-    """Per cent, on the scored images: test images, or validation images of a tuning run; after the last epoch."""
+    """In percent, after the last epoch, on the test images (validation images for a tuning run)."""
     nll: float
     ece: float
-    """Per cent; 15 bins of equal width."""
+    """In percent, with 15 equal-width bins."""
     outputs: str
-    """SHA-256 of the scored images' logits."""
+    """SHA-256 of the logits of the scored images."""
     steps: int
     train_images: int
     scored_images: int
@@ -83,20 +83,20 @@ class Outcome(TypedDict):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run has no outcome."""
+    """The reason why a run has no outcome."""
 
     kind: Kind
     message: str
 
     @property
-    def passing(self) -> bool:
-        """Whether the next start of the comparison tries again."""
-        return self.kind in PASSING
+    def transient(self) -> bool:
+        """Whether the next start of the comparison retries the run."""
+        return self.kind in TRANSIENT
 
 
 @dataclass(frozen=True)
 class Record:
-    """One run: what was asked for, and what came out or went wrong."""
+    """The spec of a run with its outcome or failure."""
 
     key: str
     spec: Mapping[str, Any]
@@ -104,15 +104,15 @@ class Record:
     outcome: Outcome | None = None
     """None if the run failed."""
     images: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Of each scored image, (N,): `correct` (bool), `nll` and `confidence` (float32)."""
+    """For each scored image: `correct` (bool), `nll` and `confidence` (float32), each of shape (N,)."""
     failure: Failure | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """Versions, git revision, hardware, settings of determinism."""
+    """Versions, git revision, hardware and determinism settings."""
     started: str = ""
     """ISO 8601, UTC."""
     seconds: float = 0.0
 
     @property
     def done(self) -> bool:
-        """Whether there is an outcome."""
+        """Whether the run succeeded."""
         return self.failure is None

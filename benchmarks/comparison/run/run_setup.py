@@ -1,4 +1,4 @@
-"""What one run trains: the model with its hooks, the optimizer and the images, all made from the run's spec."""
+"""Build the model with its hooks, the optimizer and the data of a run from its spec."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from comparison.spec import arms
 from comparison.spec.run_spec import Run
 from comparison.spec.seeds import seed_of
 
-AT_THE_END = 10**12
-"""An optimizer step by which every ramp is over."""
-SCORED_AT_ONCE = 256
+AFTER_RAMP = 10**12
+"""An optimizer step after the end of every ramp."""
+EVAL_BATCH_SIZE = 256
 
 
 @dataclass
 class RunSetup:
-    """A model that is ready for its first step."""
+    """Everything that a run needs for its first training step."""
 
     run: Run
     task: Task
     split: Split
     labels_N: Tensor
-    """Of the training images, in their order."""
+    """Labels of the training images, in order."""
     model: nn.Module
     forward: Any
-    """The same for training: shared by processes, or compiled."""
+    """The model for training: wrapped in DDP or compiled if requested."""
     optimizer: Optimizer
     decay: LRScheduler
     drop: hookdrop.Injection | None
@@ -45,35 +45,35 @@ class RunSetup:
     call: str
     device: torch.device
     weights: str
-    """SHA-256 of all parameters and buffers."""
+    """SHA-256 of the initial parameters and buffers."""
     footprint: Footprint
-    """Of the model before it had hooks."""
+    """Footprint of the model without hooks."""
 
     @property
     def rate(self) -> float | None:
-        """The rate in force."""
+        """The current rate."""
         return self.drop.p if self.drop else None
 
     def logits(self, indices: Tensor) -> Tensor:
-        """The model's outputs for images, in eval mode, on the CPU: (N, classes), float32."""
+        """The model's outputs in eval mode: (N, classes), float32, on the CPU."""
         self.model.eval()
         with torch.no_grad(), self.precision():
-            parts = [self.model(self.images(part)).float().cpu() for part in torch.split(indices, SCORED_AT_ONCE)]
+            parts = [self.model(self.images(part)).float().cpu() for part in torch.split(indices, EVAL_BATCH_SIZE)]
         return torch.cat(parts)
 
     def precision(self) -> AbstractContextManager[object]:
-        """The context of the run's forwards."""
+        """The autocast context of the run's forwards."""
         if self.run.precision == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def images(self, indices: Tensor) -> Tensor:
-        """In eval form, on the run's device."""
+        """Images without augmentation, on the run's device."""
         return self.task.images(indices).to(self.device)
 
 
 def prepare(run: Run) -> RunSetup:
-    """The model with fresh weights and hooks; the global generator is left at the start of the masks' stream."""
+    """Build a run; afterwards the global generator is seeded for the masks."""
     task = load(run.data)
     split = task.split(run.data.train_size, run.data.validation_size, run.seed)
     device = ranks.device_of(run)
@@ -84,10 +84,10 @@ def prepare(run: Run) -> RunSetup:
     planned = arms.plan(run.arm, model, steps_of(run, len(split.train)), example)
     model.to(device)
     optimizer, decay = _optimizer(run, model, len(split.train))
-    drop, flags = _placed(planned)
+    drop, flags = _apply(planned)
     if drop and run.arm.p is not None:
         drop.follow(optimizer)
-    forward = ranks.shared(run, model)
+    forward = ranks.data_parallel(run, model)
     torch.manual_seed(seed_of(run.seed, "masks", ranks.rank()))
     return RunSetup(
         run,
@@ -100,7 +100,7 @@ def prepare(run: Run) -> RunSetup:
         decay,
         drop,
         flags,
-        arms.spelled(run.arm),
+        arms.full_call(run.arm),
         device,
         weights,
         before,
@@ -108,21 +108,21 @@ def prepare(run: Run) -> RunSetup:
 
 
 def at_final_rate(run: Run) -> RunSetup:
-    """The setup as it is when its ramp is over, in one process, ready for a training step."""
+    """Build a single-process run at its final rate, ready for a training step."""
     setup = prepare(run.model_copy(update={"world": 1}))
     setup.forward.train()
     if setup.drop and run.arm.p is not None:
-        setup.drop.seek(AT_THE_END)
+        setup.drop.seek(AFTER_RAMP)
     return setup
 
 
 def steps_of(run: Run, train_images: int) -> int:
-    """Optimizer steps of all epochs; what is left after an epoch's last full batch is not trained on."""
+    """Total number of optimizer steps; incomplete batches are dropped."""
     return run.epochs * max(1, train_images // run.batch_size)
 
 
-def _placed(planned: hookdrop.Plan | None) -> tuple[hookdrop.Injection | None, list[str]]:
-    """The hooks, and what hookdrop warned of: a flag in the report, while any later warning is an error."""
+def _apply(planned: hookdrop.Plan | None) -> tuple[hookdrop.Injection | None, list[str]]:
+    """Place the hooks. The plan's warnings become flags in the report; any later warning is an error."""
     if planned is None:
         return None, []
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""One training run from its spec to its record."""
+"""Train a run and create its record."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from comparison.run.run_setup import RunSetup, prepare, steps_of
 from comparison.spec.run_spec import Run
 
 MEASURED_PART = 20
-"""What is dropped is measured in the last twentieth of the epochs, where the rate is within 5 % of its target."""
+"""The dropped fraction is measured in the last 1/20 of the epochs, where the rate is within 5 % of its target."""
 CURVE_POINTS = 8
 
 
 @dataclass
 class History:
-    """What a training leaves behind besides the model."""
+    """The training history of a run."""
 
     first_loss: float = math.nan
     train_loss: list[float] = field(default_factory=list)
@@ -44,22 +44,22 @@ class History:
 
 
 def execute(run: Run, beat: Beat, scratch: Path) -> Record:
-    """Train, score and look at what the hooks leave of the model.
+    """Train and score a run, and check the model's footprint.
 
     Args:
-        run: all that the outcome depends on.
-        beat: called after every epoch.
-        scratch: the folder of checkpoints.
+        run: The spec of the run.
+        beat: Called after every epoch.
+        scratch: The folder for checkpoints.
 
     Raises:
-        FloatingPointError: a loss is not a finite number.
+        FloatingPointError: A loss is not finite.
     """
     started, clock = datetime.datetime.now(datetime.UTC), time.perf_counter()
     setup = prepare(run)
     checkpoint = Checkpoint(setup, scratch)
     history, measured = train(setup, beat, checkpoint)
     outcome, images = outcome_of(setup, history, measured)
-    # The checkpoint stays until the record is kept: what finds no room for it is not lost.
+    # The checkpoint is kept until the record is stored, in case the disk is full.
     return Record(
         key=run.key,
         spec=run.model_dump(mode="json"),
@@ -72,7 +72,7 @@ def execute(run: Run, beat: Beat, scratch: Path) -> Record:
 
 
 def train(setup: RunSetup, beat: Beat, checkpoint: Checkpoint) -> tuple[History, Any]:
-    """Train from where the checkpoint is to the last epoch, measuring what is dropped in the last few."""
+    """Train from the checkpoint to the last epoch, and measure the dropped fraction in the last epochs."""
     done, saved = checkpoint.load()
     history = History(**saved) if saved else History()
     if not done:
@@ -94,7 +94,7 @@ def train(setup: RunSetup, beat: Beat, checkpoint: Checkpoint) -> tuple[History,
 
 
 def batch_of(setup: RunSetup) -> tuple[Tensor, Tensor]:
-    """The first training images, in eval form."""
+    """The first training images, without augmentation."""
     size = setup.run.batch_size
     images = setup.task.images(setup.split.train[:size])
     return images.to(setup.device), setup.labels_N[:size].to(setup.device)
@@ -124,7 +124,7 @@ def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
 
 
 def step(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
-    """One optimizer step; the loss before it."""
+    """Take one optimizer step and return the loss before it."""
     with setup.precision():
         loss = cross_entropy(setup.forward(x_BCHW), y_B, label_smoothing=setup.run.label_smoothing)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""What is asked for: the command line, the configuration, the arms, and the runs that follow from them."""
+"""The specification of a comparison: command line, configuration, arms and runs."""

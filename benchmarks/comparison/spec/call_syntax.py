@@ -1,4 +1,4 @@
-"""Regularizers, recipes and schedules spelled as text, as `timm.DropPath(drop_prob=0.1)`: read, never evaluated."""
+"""Parse regularizers, recipes and schedules written as calls, such as `timm.DropPath(drop_prob=0.1)`, without eval."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hookdrop
-from comparison.spec.errors import or_nearest
+from comparison.spec.errors import suggest
 
 SCHEDULES = (
     "ConstantSchedule",
@@ -23,7 +23,7 @@ _IN_STEPS = ("steps", "cutoff", "delay")
 
 @dataclass(frozen=True)
 class Call:
-    """A name, with dots or not, and its settings."""
+    """A (possibly dotted) name and its settings."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -33,32 +33,32 @@ class Call:
         settings = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
         return f"{self.name}({', '.join(settings)})"
 
-    def bound(self, *names: str) -> Call:
-        """The same with its positional settings under their names.
+    def bind(self, *names: str) -> Call:
+        """Return a call with names for its positional settings.
 
         Raises:
-            ValueError: there are more of them than names, or one is given twice.
+            ValueError: There are more positional settings than names, or one is given twice.
         """
         if len(self.args) > len(names):
-            raise ValueError(f"{self} has {len(self.args)} settings without a name, and takes at most {len(names)}.")
+            raise ValueError(f"{self} has {len(self.args)} positional settings; at most {len(names)} are allowed.")
         if twice := [name for name in names[: len(self.args)] if name in self.kwargs]:
             raise ValueError(f"{self} sets {twice[0]} twice.")
         return Call(self.name, (), {**dict(zip(names, self.args, strict=False)), **self.kwargs})
 
     def without(self, *names: str) -> Call:
-        """The same without some of the settings that have a name."""
+        """Return a call without these named settings."""
         return Call(self.name, self.args, {name: value for name, value in self.kwargs.items() if name not in names})
 
-    def having(self, **settings: Any) -> Call:
-        """The same with some settings first."""
+    def with_settings(self, **settings: Any) -> Call:
+        """Return a call with these settings, placed first."""
         return Call(self.name, self.args, {**settings, **self.without(*settings).kwargs})
 
 
-def read(text: str) -> Call:
-    """The call that a text spells; a name alone is a call without settings.
+def parse_call(text: str) -> Call:
+    """Parse a call; a bare name is a call without settings.
 
     Raises:
-        ValueError: another form, or settings that are no literals.
+        ValueError: The text is not a call, or a setting is not a literal.
     """
     try:
         node = ast.parse(text.strip(), mode="eval").body
@@ -69,7 +69,9 @@ def read(text: str) -> Call:
             raise ValueError
         kwargs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise ValueError(f"can't read {text!r}: write a name with literal settings, as DropBlock(p=0.1)") from None
+        raise ValueError(
+            f"cannot parse {text!r}: write a name with literal settings, such as DropBlock(p=0.1)"
+        ) from None
     return Call(name, args, kwargs)
 
 
@@ -81,21 +83,21 @@ def _dotted(node: ast.expr) -> str:
     raise ValueError
 
 
-def schedule_of(text: str, steps: int) -> hookdrop.Schedule | None:
-    """The schedule for a training of so many optimizer steps; None for `none`.
+def parse_schedule(text: str, steps: int) -> hookdrop.Schedule | None:
+    """Parse a schedule for a training of `steps` optimizer steps; None for `none`.
 
-    `LinearSchedule` is over all steps. A `steps`, `delay` or `cutoff` with a decimal point is a fraction of them:
-    `LinearSchedule(steps=0.5)` reaches the full rate after half of the training.
+    `LinearSchedule` covers all steps. A float for `steps`, `delay` or `cutoff` is a fraction of them:
+    `LinearSchedule(steps=0.5)` reaches the full rate halfway through the training.
 
     Raises:
-        ValueError: no such schedule, or one that does not take these settings.
+        ValueError: The schedule does not exist or does not accept these settings.
     """
-    call = read(text)
+    call = parse_call(text)
     if call.name == "none":
         return None
     if call.name not in SCHEDULES:
-        raise ValueError(f"no schedule is called {call.name!r}.\n{or_nearest(call.name, ('none', *SCHEDULES))}")
-    call = call.bound("cutoff" if call.name in ("EarlySchedule", "LateSchedule") else "steps")
+        raise ValueError(f"{call.name!r} is not a schedule.\n{suggest(call.name, ('none', *SCHEDULES))}")
+    call = call.bind("cutoff" if call.name in ("EarlySchedule", "LateSchedule") else "steps")
     settings = {name: _in_steps(name, value, steps) for name, value in call.kwargs.items()}
     if call.name in ("LinearSchedule", "CosineSchedule", "ExponentialSchedule"):
         settings.setdefault("steps", steps)
@@ -110,5 +112,5 @@ def _in_steps(name: str, value: Any, steps: int) -> Any:
     if name not in _IN_STEPS or not isinstance(value, float):
         return value
     if not 0 <= value <= 1:
-        raise ValueError(f"{name}={value} is no fraction of the training: from 0.0 to 1.0, or whole optimizer steps.")
+        raise ValueError(f"{name} must be a fraction in [0.0, 1.0] or an integer number of steps, got {value}.")
     return max(1, round(value * steps)) if name != "delay" else round(value * steps)

@@ -1,4 +1,4 @@
-"""What is compared, as a person writes it: one YAML file, or flags."""
+"""The configuration of a comparison, from a YAML file or from flags."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pydantic import (
 )
 
 from comparison.spec import arms
-from comparison.spec.call_syntax import read, schedule_of
-from comparison.spec.errors import ConfigError, or_nearest
+from comparison.spec.call_syntax import parse_call, parse_schedule
+from comparison.spec.errors import ConfigError, suggest
 from comparison.spec.run_spec import Arm, Data, Model, Optimizer, cell_of
 from comparison.spec.tuning import TuningConfig
-from comparison.spec.yaml_lines import Lines, Place, spelled
+from comparison.spec.yaml_lines import Lines, Place, format_place
 
 NONE = Arm(name="none", kind="none", schedule="none")
 RESERVED = ("none", "none, other seeds", "p = 0 (A/A)")
@@ -38,7 +38,7 @@ def _listed(value: Any) -> Any:
 
 
 class ArmConfig(BaseModel):
-    """One regularizer, recipe or peer; a text alone is a regularizer."""
+    """One regularizer, recipe or peer; a plain string is a regularizer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,23 +47,23 @@ class ArmConfig(BaseModel):
     peer: str | None = None
     name: Annotated[str, Field(min_length=1)] | None = None
     layers: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1)] | None = None
-    """Where, if not where all others are."""
+    """Overrides the `layers` of the comparison."""
     schedule: str | None = None
     equal: Literal["p", "fraction"] = "p"
     like: str | None = None
-    """The arm whose tuned settings a peer takes; its namesake, or the first regularizer, if None."""
+    """The arm whose tuned settings a peer uses. If None: the regularizer of the same name, or the first one."""
 
     @model_validator(mode="after")
     def _is_one(self) -> ArmConfig:
         given = [kind for kind in KINDS if getattr(self, kind)]
         if len(given) != 1:
-            raise ValueError("an arm is one of `regularizer`, `recipe` and `peer`: write exactly one of them")
+            raise ValueError("an arm has exactly one of `regularizer`, `recipe` and `peer`")
         if self.layers and given == ["recipe"]:
-            raise ValueError("a recipe chooses its layers itself: leave `layers` out")
+            raise ValueError("a recipe selects its own layers: remove `layers`")
         if given != ["peer"] and (self.equal != "p" or self.like):
-            raise ValueError("`equal` and `like` are for a peer")
+            raise ValueError("`equal` and `like` are only valid for a peer")
         try:
-            arms.split(given[0], self.text)
+            arms.split_rate(given[0], self.text)
         except TypeError as error:
             raise ValueError(str(error)) from None
         return self
@@ -72,14 +72,14 @@ class ArmConfig(BaseModel):
     @classmethod
     def _is_free(cls, name: str | None) -> str | None:
         if name in RESERVED:
-            raise ValueError(f"the comparison itself has an arm called {name!r}: give another name")
+            raise ValueError(f"the name {name!r} is reserved: choose another `name`")
         return name
 
     @field_validator("schedule")
     @classmethod
     def _is_known(cls, schedule: str | None) -> str | None:
         if schedule is not None:
-            schedule_of(schedule, 100)
+            parse_schedule(schedule, 100)
         return schedule
 
     @property
@@ -89,14 +89,14 @@ class ArmConfig(BaseModel):
 
     @property
     def text(self) -> str:
-        """What was written."""
+        """The call as written in the configuration."""
         return self.regularizer or self.recipe or self.peer or ""
 
     def title(self, count: int) -> str:
-        """Its name among `count` arms of the same regularizer."""
+        """The arm's name, given `count` arms of the same regularizer."""
         if self.name:
             return self.name
-        bare = read(self.text).name
+        bare = parse_call(self.text).name
         if self.kind == "peer":
             return f"{bare}, equal {self.equal}"
         return bare if count == 1 else self.text
@@ -107,7 +107,7 @@ def _as_regularizer(value: Any) -> Any:
 
 
 class Config(BaseModel):
-    """A whole comparison."""
+    """A comparison."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -115,13 +115,13 @@ class Config(BaseModel):
     models: Annotated[list[Annotated[Model, BeforeValidator(_named)]], BeforeValidator(_listed), Field(min_length=1)]
     data: Annotated[list[Annotated[Data, BeforeValidator(_named)]], BeforeValidator(_listed), Field(min_length=1)]
     train_sizes: Annotated[list[PositiveInt], BeforeValidator(_listed)] | None = None
-    """Each data set is taken with each of these; as `data` says if None."""
+    """Training set sizes for every dataset; None uses the sizes in `data`."""
     layers: Annotated[list[str], BeforeValidator(_listed)] = []
-    """The sites of all regularizers and peers."""
+    """Sites of all regularizers and peers."""
     arms: Annotated[list[Annotated[ArmConfig, BeforeValidator(_as_regularizer)]], Field(min_length=1)]
     schedule: str = "LinearSchedule"
     seeds: int = Field(default=8, ge=2, le=10_000)
-    """Pairs of runs; fixed before the first one."""
+    """Number of pairs, fixed before the first run."""
     first_seed: int = Field(default=0, ge=0, lt=100_000)
     epochs: PositiveInt
     batch_size: PositiveInt = 20
@@ -132,54 +132,53 @@ class Config(BaseModel):
     device: str = "cpu"
     tuning: TuningConfig | None = None
     timing: float = Field(default=12.0, ge=0)
-    """Seconds for measuring what a step of each arm costs; 0 leaves it out."""
+    """Time budget in seconds for measuring the cost of a training step; 0 skips the measurement."""
     max_steps: PositiveInt | None = None
-    """Stop every run after so many optimizer steps, to see that everything works."""
+    """Stop every run after this many optimizer steps, for a smoke test."""
 
     @field_validator("schedule")
     @classmethod
     def _is_known(cls, schedule: str) -> str:
-        schedule_of(schedule, 100)
+        parse_schedule(schedule, 100)
         return schedule
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
         if not self.layers and any(arm.kind != "recipe" and not arm.layers for arm in self.arms):
-            raise ValueError("`layers` is missing: where do the regularizers go? (as `layers: 'layer[34].*.bn2'`)")
+            raise ValueError("`layers` is missing: name the sites, for example `layers: 'layer[34].*.bn2'`")
         cells = Counter(cell_of(data, model) for data, model in self.cells())
         if twice := [name for name, count in cells.items() if count > 1]:
             raise ValueError(
-                f"two parts of the comparison are called {twice[0]!r}: what differs in a model's or the data's other "
-                "settings is compared in two files"
+                f"two cells are named {twice[0]!r}: use separate files for models or datasets that differ only in "
+                "other settings"
             )
         names = Counter(arm.name for arm in self.all_arms())
         if twice := [name for name, count in names.items() if count > 1 or name in RESERVED]:
-            raise ValueError(
-                f"two arms are called {twice[0]!r}, or it is a name of the comparison's own: give a `name`"
-            )
+            raise ValueError(f"the arm name {twice[0]!r} is duplicate or reserved: set a unique `name`")
         known = [arm.name for arm in self.all_arms() if arm.kind == "regularizer"]
         for arm in self.arms:
             if arm.like and arm.like not in known:
-                raise ValueError(f"like: no regularizer here is called {arm.like!r}.\n{or_nearest(arm.like, known)}")
+                raise ValueError(f"like: no regularizer is named {arm.like!r}.\n{suggest(arm.like, known)}")
         return self
 
     def all_arms(self) -> list[Arm]:
-        """As the runs take them, at the rates that are written; none is not among them."""
-        counts = Counter((arm.kind, read(arm.text).name) for arm in self.arms)
-        return [self._arm(arm, counts[arm.kind, read(arm.text).name]) for arm in self.arms]
+        """All arms at their configured rates, without none."""
+        counts = Counter((arm.kind, parse_call(arm.text).name) for arm in self.arms)
+        return [self._arm(arm, counts[arm.kind, parse_call(arm.text).name]) for arm in self.arms]
 
     def like(self, name: str) -> str:
-        """The regularizer whose settings the peer of this name takes; the name itself for all others."""
+        """The regularizer whose tuned settings the arm uses: its own name, except for a peer."""
         arm, config = next(both for both in zip(self.all_arms(), self.arms, strict=True) if both[0].name == name)
         if arm.kind != "peer":
             return name
         ours = [other for other in self.all_arms() if other.kind == "regularizer"]
-        whose = {"StochasticDepth": "DropPath"}.get(bare := read(arm.call).name.split(".")[1].removesuffix("2d"), bare)
-        namesake = [other.name for other in ours if read(other.call).name == whose]
+        bare = parse_call(arm.call).name.split(".")[1].removesuffix("2d")
+        equivalent = {"StochasticDepth": "DropPath"}.get(bare, bare)
+        namesake = [other.name for other in ours if parse_call(other.call).name == equivalent]
         return config.like or [*namesake, *(other.name for other in ours), name][0]
 
     def cells(self) -> Iterator[tuple[Data, Model]]:
-        """Every data set and size with every model."""
+        """Every combination of dataset, training set size and model."""
         for data in self.data:
             sizes: Sequence[int | None] = self.train_sizes or [data.train_size]
             for size in sizes:
@@ -187,7 +186,7 @@ class Config(BaseModel):
                     yield data.model_copy(update={"train_size": size}), model
 
     def _arm(self, arm: ArmConfig, count: int) -> Arm:
-        call, p = arms.split(arm.kind, arm.text)
+        call, p = arms.split_rate(arm.kind, arm.text)
         layers = () if arm.kind == "recipe" else tuple(arm.layers or self.layers)
         schedule = arm.schedule or self.schedule
         return Arm(
@@ -195,35 +194,35 @@ class Config(BaseModel):
         )
 
 
-def check(settings: Mapping[str, Any], lines: Lines) -> Config:
-    """The comparison that settings describe.
+def validate(settings: Mapping[str, Any], lines: Lines) -> Config:
+    """Validate the settings of a comparison.
 
     Raises:
-        ConfigError: with the line of each thing that is wrong.
+        ConfigError: Some settings are invalid; the message names the line of each.
     """
     try:
         return Config.model_validate(dict(settings))
     except ValidationError as error:
-        said = [_said(one["loc"], one["msg"], one["type"], lines, settings) for one in error.errors()]
-        raise ConfigError("\n".join([*said, "Nothing was trained."])) from None
+        messages = [_message(one["loc"], one["msg"], one["type"], lines, settings) for one in error.errors()]
+        raise ConfigError("\n".join([*messages, "Nothing was trained."])) from None
 
 
-def _said(loc: Place, message: str, kind: str, lines: Lines, settings: Mapping[str, Any]) -> str:
-    # pydantic puts the kinds of a union and of a validator among the keys: they are in no document.
+def _message(loc: Place, message: str, kind: str, lines: Lines, settings: Mapping[str, Any]) -> str:
+    # pydantic adds the names of union members and validators to the path: they are not in the document.
     place = tuple(part for part in loc if isinstance(part, int) or part.isidentifier())
     text = message.removeprefix("Value error, ")
     if kind == "extra_forbidden":
-        known = _fields_beside(place)
-        text = f"there is no setting {place[-1]!r}.\n{or_nearest(str(place[-1]), known)}"
+        known = _sibling_fields(place)
+        text = f"unknown setting {place[-1]!r}.\n{suggest(str(place[-1]), known)}"
     elif kind == "missing":
-        text = f"{spelled(place)} is missing"
+        text = f"{format_place(place)} is missing"
     elif "\n" not in text and isinstance(given := _at(settings, place), str | int | float):
-        text = f"{text}; it is {given!r}"
+        text = f"{text}, got {given!r}"
     return f"{lines.where(place)}: {text}"
 
 
-def _fields_beside(place: Place) -> Sequence[str]:
-    """The settings that there are where an unknown one was found."""
+def _sibling_fields(place: Place) -> Sequence[str]:
+    """The valid settings at the place of an unknown one."""
     of: dict[str, type[BaseModel]] = {
         "models": Model, "data": Data, "arms": ArmConfig, "optimizer": Optimizer, "tuning": TuningConfig,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The regularizers of torchvision and timm, and the rate at which one of them really drops a given fraction."""
+"""The regularizers of torchvision and timm, and the rate at which they drop a given fraction."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 import torchvision.ops
 from torch import nn
 
-from comparison.spec.call_syntax import Call, read
-from comparison.spec.errors import or_nearest
+from comparison.spec.call_syntax import Call, parse_call
+from comparison.spec.errors import suggest
 
 ELEMENTS = 200_000
-"""Of each site's shape, that a fraction is measured on."""
-HALVINGS = 16
+"""Number of elements per site for measuring a fraction."""
+BISECTIONS = 16
 
 
 class Peer(NamedTuple):
-    """Somebody else's regularizer."""
+    """A regularizer of another library."""
 
     make: Callable[..., nn.Module]
     rate_name: str
@@ -36,31 +36,31 @@ PEERS = {
     ),
     "timm.DropPath": Peer(timm.layers.DropPath, "drop_prob", ("drop_prob",), {}),
 }
-"""`couple_channels=False` as in the paper and in hookdrop's DropBlock: each channel has a mask of its own."""
+"""`couple_channels=False` as in the paper and in hookdrop's DropBlock: each channel has its own mask."""
 
 
 def peer_of(call: Call) -> Peer:
-    """Whose regularizer a call names.
+    """Look up the peer that a call names.
 
     Raises:
-        ValueError: none of those that are known.
+        ValueError: The name is unknown.
     """
     if call.name not in PEERS:
-        raise ValueError(f"no peer is called {call.name!r}.\n{or_nearest(call.name, PEERS)}")
+        raise ValueError(f"{call.name!r} is not a peer.\n{suggest(call.name, PEERS)}")
     return PEERS[call.name]
 
 
 def make(call: Call, rate: float) -> nn.Module:
-    """The peer's module at a rate.
+    """Build the peer's module at a rate.
 
     Raises:
-        ValueError: it does not take these settings.
+        ValueError: The peer does not accept these settings.
     """
     peer = peer_of(call)
     takes = [*peer.settings, *peer.defaults]
     if unknown := [name for name in call.kwargs if name not in takes]:
-        # timm's own would swallow it.
-        raise ValueError(f"{call.name} takes no {unknown[0]!r}: it takes {', '.join(dict.fromkeys(takes))}.")
+        # timm ignores unknown keywords.
+        raise ValueError(f"{call.name} does not accept {unknown[0]!r}; it accepts {', '.join(dict.fromkeys(takes))}.")
     try:
         return peer.make(**{**peer.defaults, **call.kwargs, peer.rate_name: rate})
     except TypeError as error:
@@ -68,15 +68,12 @@ def make(call: Call, rate: float) -> nn.Module:
 
 
 def rate_for(call: Call, fraction: float, shapes: Sequence[tuple[int, ...]]) -> float:
-    """The rate at which the peer drops `fraction` of the elements of all sites, by bisection under one seed.
+    """Find the rate at which the peer drops `fraction` of all elements, by bisection with a fixed seed.
 
     Args:
-        call: the peer without its rate.
-        fraction: of all elements of all sites together, from 0 to 1.
-        shapes: of each site's tensor, the samples first.
-
-    Raises:
-        ValueError: not even the rate 0.99 drops so much.
+        call: The peer without its rate.
+        fraction: Target fraction of the elements of all sites together, in [0, 1].
+        shapes: The tensor shape of each site, including the batch dimension.
     """
     return _rate_for(str(call), fraction, tuple(shape[1:] for shape in shapes))
 
@@ -86,11 +83,11 @@ def _rate_for(text: str, fraction: float, shapes: tuple[tuple[int, ...], ...]) -
     low, high = 0.0, 0.99
     if fraction <= 0:
         return 0.0
-    if (most := _dropped(read(text), high, shapes)) < fraction:
-        raise ValueError(f"{text} drops {most:.3f} at the rate {high}, and never {fraction:g}.")
-    for _ in range(HALVINGS):
+    if (most := _dropped(parse_call(text), high, shapes)) < fraction:
+        raise ValueError(f"{text} cannot drop {fraction:g}: it drops only {most:.3f} at rate {high}.")
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _dropped(read(text), middle, shapes) < fraction else (low, middle)
+        low, high = (middle, high) if _dropped(parse_call(text), middle, shapes) < fraction else (low, middle)
     return (low + high) / 2
 
 

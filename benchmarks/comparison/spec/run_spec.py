@@ -1,4 +1,4 @@
-"""All that one training run depends on; its hash is the run's key."""
+"""The specification of a training run; its hash is the run's key."""
 
 from __future__ import annotations
 
@@ -10,78 +10,78 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 
 class Part(BaseModel):
-    """A part of a spec: never changed, and no field that nobody knows."""
+    """Base class of specs: frozen, without extra fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Data(Part):
-    """Where the images come from."""
+    """A dataset."""
 
     name: str
     """`digits`, `digits-noisy`, `synthetic-cue`, `cifar10`, `cifar100` or `imagefolder:PATH`."""
     train_size: PositiveInt | None = None
-    """Training images, as many of each class; all that there are if None."""
+    """Number of training images, balanced over classes; None uses all."""
     validation_size: PositiveInt | None = None
-    """Images to tune on and to draw curves of; a fifth of those that are not for testing if None."""
+    """Number of images for tuning and validation curves; None uses a fifth of the images that are not test images."""
     image_size: PositiveInt | None = None
-    """Side of the square images in pixels; the data's own if None."""
+    """Side length of the square images in pixels; None uses the dataset's default."""
     augmentation: Literal["none", "shift", "crop-flip"] = "none"
-    """Of training images: `shift` by up to 2 pixels, or a crop after padding by an eighth, and a flip."""
+    """`shift` moves training images by up to 2 pixels; `crop-flip` pads by an eighth, crops and flips."""
     label_noise: float | None = Field(default=None, ge=0, lt=1)
-    """The fraction of training labels that are replaced by another class (`digits-noisy`: 0.2)."""
+    """Fraction of training labels replaced by another class (`digits-noisy`: 0.2)."""
     root: str = "data"
-    """The folder that `cifar10` and `cifar100` are in, or are downloaded to; notes on `imagefolder` are kept there."""
+    """Folder of `cifar10` and `cifar100`, which are downloaded if missing, and of the cache for `imagefolder`."""
     strict: bool = False
-    """Whether an unreadable image is an error; it is left out and counted otherwise."""
+    """Raise an error for unreadable images instead of skipping and counting them."""
     workers: NonNegativeInt = 0
-    """Processes that read images for one run; 0 reads them in the training process."""
+    """Number of data loading processes per run; 0 loads images in the training process."""
 
 
 class Model(Part):
-    """An architecture of timm's or torchvision's."""
+    """A timm or torchvision architecture."""
 
     name: str
-    """As in `resnet18`; `timm:resnet18` and `torchvision:resnet18` say whose."""
+    """Such as `resnet18`, or `timm:resnet18` and `torchvision:resnet18` to select the library."""
     kwargs: dict[str, Any] = {}
-    """What its constructor gets besides the number of classes (and of channels, with timm)."""
+    """Arguments of the constructor besides the number of classes (and of channels, for timm)."""
     identity: tuple[str, ...] = ()
-    """Modules that are replaced by `nn.Identity`, such as a first max-pool when the images are small."""
+    """Modules to replace with `nn.Identity`, such as the first max-pool for small images."""
 
 
 class Optimizer(Part):
-    """The optimizer; its learning rate goes down to 0 on half a cosine, or in steps."""
+    """The optimizer, with a cosine or step learning rate schedule."""
 
     name: Literal["AdamW", "SGD"] = "AdamW"
     lr: PositiveFloat = 0.01
     weight_decay: NonNegativeFloat = 0.05
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Of SGD, with Nesterov's; AdamW has none."""
+    """Nesterov momentum of SGD; not used by AdamW."""
     decay: Literal["cosine", "steps"] = "cosine"
-    """`steps` divides the rate by 10 after half and after three quarters of the epochs."""
+    """`cosine` decays to 0; `steps` divides the learning rate by 10 at 50 % and 75 % of the training."""
 
 
 class Arm(Part):
-    """A regularizer and where it sits; the arm without one has neither."""
+    """A regularizer and its sites, or none."""
 
     name: str
     kind: Literal["none", "regularizer", "recipe", "peer"] = "regularizer"
     call: str = ""
-    """The regularizer or recipe without its rate, as `DropBlock(block_size=3)` or `timm.DropBlock2d(block_size=3)`."""
+    """The call without its rate, such as `DropBlock(block_size=3)` or `timm.DropBlock2d(block_size=3)`."""
     p: float | None = None
-    """The rate, or whatever it is that the schedule drives, at the end of the ramp."""
+    """The target rate, or another scheduled parameter."""
     layers: tuple[str, ...] = ()
     schedule: str = "LinearSchedule"
-    """How the rate gets there: a schedule's name over all steps, or `none` for the full rate from the first step."""
+    """The schedule of the rate over all steps; `none` applies the full rate from the first step."""
     equal: Literal["p", "fraction"] = "p"
-    """A peer's rate is `p`, or the rate at which it really drops the fraction `p`."""
+    """For a peer: use the rate `p`, or the rate at which it drops the fraction `p`."""
 
 
 class Run(Part):
     """One training run."""
 
     stage: Literal["tuning", "final"] = "final"
-    """A tuning run is scored on the validation images, a final one on the test images."""
+    """Tuning runs are scored on the validation images, final runs on the test images."""
     data: Data
     model: Model
     arm: Arm
@@ -90,28 +90,28 @@ class Run(Part):
     batch_size: PositiveInt = 20
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     precision: Literal["float32", "bfloat16"] = "float32"
-    """`bfloat16` trains under autocast."""
+    """`bfloat16` trains with autocast."""
     compile: bool = False
     device: str = "cpu"
     world: PositiveInt = 1
-    """Processes that share the run's batches (DistributedDataParallel)."""
+    """Number of processes that share each batch (DistributedDataParallel)."""
     max_steps: PositiveInt | None = None
-    """Stop after so many optimizer steps, to see that everything works."""
+    """Stop after this many optimizer steps, for a smoke test."""
     seed: NonNegativeInt
-    """Of the training set, the weights, the batch order, the augmentation and the masks, each with its own stream."""
+    """Seeds separate streams for the training set, weights, batch order, augmentation and masks."""
 
     @property
     def key(self) -> str:
-        """SHA-256 of all of it, in 32 hexadecimal digits."""
+        """The first 32 hexadecimal digits of the SHA-256 of the spec."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
     def cell(self) -> str:
-        """What it is compared within: the same for all arms and seeds of one data set, size and model."""
+        """The title of its cell, shared by all arms and seeds of one dataset, size and model."""
         return cell_of(self.data, self.model)
 
 
 def cell_of(data: Data, model: Model) -> str:
-    """As in `resnet18 on digits, 100 images`."""
+    """Format a cell title, such as `resnet18 on digits, 100 images`."""
     return f"{model.name} on {data.name}, {data.train_size or 'all'} images"

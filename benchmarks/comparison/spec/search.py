@@ -1,4 +1,4 @@
-"""Each arm's settings, from the same number of trials for each, scored on the validation images."""
+"""Hyperparameter search with the same number of trials for each arm, scored on the validation images."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from comparison.spec.seeds import seed_of
 from comparison.spec.tuning import Trial, Tuning, TuningConfig
 
 FIRST_SEED = 1_000_000
-"""Of the tuning runs; final runs have smaller ones, the control with other seeds larger ones."""
+"""First seed of tuning runs; final runs have smaller seeds, the control with other seeds has larger ones."""
 LOG_FROM = 10
-"""A range whose ends are so many times apart is searched on a logarithmic scale."""
+"""Ranges with at least this ratio of high to low are searched on a log scale."""
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 Score = Callable[[Sequence[Run]], Mapping[str, float | None]]
-"""Makes the runs that are missing; the validation NLL of each run by its key, None for a run that failed."""
+"""Trains the missing runs and returns each run's validation NLL by its key; None for a failed run."""
 
 
 class Search:
-    """The trials of one arm: Optuna asks, training runs tell. The same answers give the same questions."""
+    """An ask-and-tell search for one arm with Optuna. It is deterministic: the same scores give the same trials."""
 
     def __init__(self, config: TuningConfig, run: Run) -> None:
-        """`run` is a run of the arm at the settings that were written."""
+        """`run` is a run of the arm with its configured settings."""
         self.config = config
         space = config.space if run.arm.p is not None else config.space_none
         self.space: Mapping[str, list[float]] = {str(name): values for name, values in space.items()}
         self._run = run
         self._study = optuna.create_study(sampler=_sampler(config, run.arm.name), direction="minimize")
         for point in _grid(self.space) if config.method == "grid" else ():
-            # Optuna's own GridSampler can't be asked and told.
+            # Optuna's GridSampler does not support ask and tell.
             self._study.enqueue_trial(point)
         self.trials: list[Trial] = []
 
     def ask(self) -> tuple[optuna.Trial, list[Run]]:
-        """The next trial, and its runs, one a tuning seed."""
+        """Return the next trial and its runs, one per tuning seed."""
         trial = self._study.ask({name: _distribution(self.config, v) for name, v in self.space.items()})
         run = with_settings(self._run, trial.params)
         seeds = range(FIRST_SEED, FIRST_SEED + self.config.seeds)
         return trial, [run.model_copy(update={"stage": "tuning", "seed": seed}) for seed in seeds]
 
     def tell(self, trial: optuna.Trial, losses: Sequence[float | None]) -> None:
-        """Score the trial by the mean NLL of its runs; a trial with a failed run has no score."""
+        """Score a trial by the mean NLL of its runs; it has no score if a run failed."""
         known = [loss for loss in losses if loss is not None]
         score = statistics.fmean(known) if len(known) == len(losses) else None
         state = optuna.trial.TrialState.FAIL if score is None else optuna.trial.TrialState.COMPLETE
@@ -57,7 +57,7 @@ class Search:
         self.trials.append(Trial(settings=dict(trial.params), score=score))
 
     def result(self) -> Tuning:
-        """The trial with the least score; the settings that were written if every trial failed."""
+        """Return the search with its best trial; if all trials failed, nothing is chosen."""
         scored = [trial for trial in self.trials if trial.score is not None]
         chosen = min(scored, key=lambda trial: trial.score or 0.0).settings if scored else {}
         return Tuning(
@@ -76,22 +76,22 @@ class Search:
 
 
 def tune(searches: Sequence[Search], score: Score) -> list[Tuning]:
-    """All searches side by side: all trials at once, or of each arm one at a time where what is tried depends on it."""
+    """Run all searches in parallel, one round at a time."""
     for count in rounds(searches[0].config) if searches else ():
-        asked = [(search, *search.ask()) for search in searches for _ in range(count)]
-        losses = score([run for _, _, runs in asked for run in runs])
-        for search, trial, runs in asked:
+        trials = [(search, *search.ask()) for search in searches for _ in range(count)]
+        losses = score([run for _, _, runs in trials for run in runs])
+        for search, trial, runs in trials:
             search.tell(trial, [losses[run.key] for run in runs])
     return [search.result() for search in searches]
 
 
 def rounds(config: TuningConfig) -> list[int]:
-    """Trials of each arm that can be made side by side, round by round."""
+    """The number of independent trials per arm in each round: TPE runs one at a time, other methods all at once."""
     return [1] * config.budget if config.method == "tpe" else [config.budget]
 
 
 def with_settings(run: Run, settings: Mapping[str, float]) -> Run:
-    """The run with tuned settings in place of those that were written."""
+    """Return the run with tuned settings."""
     places = {"p": "arm", "label_smoothing": "run"}
     arm, optimizer, rest = (
         {name: value for name, value in settings.items() if places.get(name, "optimizer") == place}
@@ -109,7 +109,7 @@ def with_settings(run: Run, settings: Mapping[str, float]) -> Run:
 def _sampler(config: TuningConfig, arm: str) -> BaseSampler:
     seed = seed_of(0, "tuning", arm) % 2**32
     if config.method == "tpe":
-        # Optuna's own ten first trials at random would be most of a small budget, or all of it.
+        # Optuna's default of ten random startup trials would use up a small budget.
         return TPESampler(seed=seed, n_startup_trials=max(2, config.budget // 3))
     return RandomSampler(seed)
 

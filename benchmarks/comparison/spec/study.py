@@ -1,4 +1,4 @@
-"""The arms of a comparison and their runs, in the order in which they are made: trials, then pairs and controls."""
+"""The arms of a comparison and their runs: tuning trials, then pairs and controls."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from comparison.spec.arms import still_at_0
+from comparison.spec.arms import is_identity_at_0
 from comparison.spec.config import NONE, RESERVED, Config
 from comparison.spec.run_spec import Arm, Data, Model, Run
 from comparison.spec.search import FIRST_SEED, Search, with_settings
 from comparison.spec.tuning import Tuning
 
 OTHER_SEEDS = 2 * FIRST_SEED
-"""Where the seeds of the control begin."""
+"""First seed of the control with other seeds."""
 
 Control = Literal["", "aa", "seeds"]
 Tunings = Mapping[tuple[str, str], Tuning]
@@ -23,44 +23,44 @@ Tunings = Mapping[tuple[str, str], Tuning]
 
 @dataclass(frozen=True)
 class Entry:
-    """An arm in one cell, with the final run of each seed."""
+    """An arm in one cell with its final runs."""
 
     cell: str
     arm: Arm
     runs: Mapping[int, Run]
-    """By the seed of the pair. The run's own seed is another one for the control that has other seeds."""
+    """By seed of the pair, which differs from the run's seed for the control with other seeds."""
     control: Control = ""
-    """`aa`: p = 0 injected, has to be bit-equal to none. `seeds`: none again, with other seeds."""
+    """`aa`: p = 0 injected, must be bit-identical to none. `seeds`: none with other seeds."""
     tuning: Tuning | None = None
-    """Its own; None if its settings are those that were written, or another arm's."""
+    """None if the arm uses its configured settings or those of another arm."""
     like: str = ""
-    """The arm whose tuned settings it takes, if it is not tuned itself."""
+    """The arm whose tuned settings it uses, if any."""
     command: str = ""
-    """A shell command that makes these runs."""
+    """A shell command that reproduces these runs."""
 
 
 @dataclass
 class Study:
-    """All runs that a config asks for."""
+    """All runs of a configuration."""
 
     config: Config
     only: Sequence[str] = ()
-    """Names of arms; all if empty. None and the controls are always there."""
+    """Names of arms; all if empty. None and the controls are always included."""
     world: int = 1
     command: str = "python benchmarks/compare.py"
 
     @property
     def arms(self) -> list[Arm]:
-        """None, and the arms that were chosen."""
+        """None and the selected arms."""
         return [NONE, *(arm for arm in self.config.all_arms() if not self.only or arm.name in self.only)]
 
     def tuned_arms(self) -> list[Arm]:
-        """Those that are tuned themselves: all but the peers, and those whose settings a chosen peer takes."""
-        wanted = {self.config.like(arm.name) for arm in self.arms[1:]}
-        return [NONE, *(arm for arm in self.config.all_arms() if arm.name in wanted)]
+        """None, and every arm whose tuned settings a selected arm uses; peers use those of a regularizer."""
+        needed = {self.config.like(arm.name) for arm in self.arms[1:]}
+        return [NONE, *(arm for arm in self.config.all_arms() if arm.name in needed)]
 
     def searches(self) -> dict[tuple[str, str], Search]:
-        """A search for each cell and arm; none if nothing is tuned."""
+        """A search for each cell and arm; empty without tuning."""
         if self.config.tuning is None:
             return {}
         return {
@@ -71,11 +71,11 @@ class Study:
         }
 
     def entries(self, tunings: Tunings) -> list[Entry]:
-        """The arms of each cell with the runs of their seeds, at the settings that tuning chose."""
+        """The arms of each cell with their final runs, at the tuned settings."""
         return [entry for data, model in self.config.cells() for entry in self._cell(data, model, tunings)]
 
     def run(self, data: Data, model: Model, arm: Arm, seed: int) -> Run:
-        """A final run at the settings that were written."""
+        """A final run with the configured settings."""
         config = self.config
         shared = ("epochs", "batch_size", "optimizer", "label_smoothing", "precision", "compile", "device", "max_steps")
         return Run(
@@ -95,7 +95,7 @@ class Study:
             tuning = tunings.get((run.cell, settings_of))
             chosen = dict(tuning.chosen) if tuning else {}
             if control:
-                # Of a control, all but the optimizer's settings is as written here.
+                # A control keeps its rate and takes only the tuned settings of the optimizer.
                 chosen.pop("p", None)
             run = with_settings(run, chosen)
             runs = {seed: run.model_copy(update={"seed": seed + offset}) for seed in seeds}
@@ -105,8 +105,8 @@ class Study:
 
         for arm in self.arms:
             yield entry(arm, self.config.like(arm.name) if arm is not NONE else arm.name)
-        if still := next(filter(still_at_0, self.arms), None):
-            yield entry(still.model_copy(update={"name": RESERVED[2], "p": 0.0}), NONE.name, "aa")
+        if aa := next(filter(is_identity_at_0, self.arms), None):
+            yield entry(aa.model_copy(update={"name": RESERVED[2], "p": 0.0}), NONE.name, "aa")
         yield entry(NONE.model_copy(update={"name": RESERVED[1]}), NONE.name, "seeds", OTHER_SEEDS)
 
     def _command(self, arm: Arm, control: str) -> str:

@@ -1,4 +1,4 @@
-"""The comparison as a whole: a tiny one from the command line to the report, killed, restarted, asked for wrongly."""
+"""End-to-end tests of compare.py: a small comparison from command line to report, resuming, and invalid requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from comparison.engines.store import Attempt, Store
 from comparison.report.table import WIDTH, table
 from comparison.run.record import Record
 from comparison.spec import options, yaml_lines
-from comparison.spec.config import check
+from comparison.spec.config import validate
 from tests.support.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -65,7 +65,7 @@ TRIALS, FINALS = 2 * 2, 5 * 2
 
 
 def run(*words: object) -> tuple[int, str]:
-    """The exit status of `compare.py`, and what it printed."""
+    """Run compare.py and return its exit status and output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         status = compare.main([str(word) for word in words])
@@ -73,20 +73,20 @@ def run(*words: object) -> tuple[int, str]:
 
 
 def records(out: Path) -> dict[str, Record]:
-    """What is in the store of a folder."""
+    """All records in the store of a folder."""
     with Store(out / "runs.sqlite") as store:
         return store.records()
 
 
 def attempts(out: Path) -> list[Attempt]:
-    """Which runs were started."""
+    """All attempts in the store of a folder."""
     with Store(out / "runs.sqlite") as store:
         return store.attempts()
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A whole comparison with two trials of two arms, and five arms of two seeds."""
+    """A finished comparison with two trials for two arms, and five arms with two seeds."""
     folder = tmp_path_factory.mktemp("compare")
     config, out = folder / "tiny.yaml", folder / "out"
     config.write_text(TINY)
@@ -96,20 +96,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 @pytest.fixture
 def copied(tiny: SimpleNamespace, tmp_path: Path) -> Path:
-    """The folder of the tiny comparison, to be changed."""
+    """A copy of the folder of the comparison, which a test may modify."""
     return Path(shutil.copytree(tiny.out, tmp_path / "copied"))
 
 
-class TestATinyOne:
-    def test_ends_well_and_prints_the_path_of_its_report(self, tiny: SimpleNamespace) -> None:
+class TestSmallComparison:
+    def test_succeeds_and_prints_the_path_of_the_report(self, tiny: SimpleNamespace) -> None:
         assert tiny.status == 0, tiny.text
         assert tiny.text.rstrip().endswith(f"Report: {tiny.out / 'report.html'}")
         assert (tiny.out / "report.html").stat().st_size > 10_000
 
-    def test_shows_the_sites_before_it_trains(self, tiny: SimpleNamespace) -> None:
+    def test_prints_the_sites_before_training(self, tiny: SimpleNamespace) -> None:
         assert "layer4.0.bn2" in tiny.text.partition("runs")[0]
 
-    def test_found_all_arms_and_seeds_and_that_the_controls_hold(self, tiny: SimpleNamespace) -> None:
+    def test_summary_has_all_arms_and_seeds_and_valid_controls(self, tiny: SimpleNamespace) -> None:
         (cell,) = Summary.model_validate_json((tiny.out / "summary.json").read_text()).cells
         assert [arm.name for arm in cell.arms] == ARMS
         assert {tuple(arm.seeds) for arm in cell.arms} == {(0, 1)}
@@ -118,38 +118,38 @@ class TestATinyOne:
         assert controls.unchanged == controls.hooked == 6
         assert controls.none_none is not None
 
-    def test_tuned_with_the_same_budget_and_says_what_is_at_the_edge(self, tiny: SimpleNamespace) -> None:
+    def test_tuning_gives_every_arm_the_same_budget_and_reports_edges(self, tiny: SimpleNamespace) -> None:
         (cell,) = Summary.model_validate_json((tiny.out / "summary.json").read_text()).cells
         tuned = {arm.name: arm.tuning for arm in cell.arms if arm.tuning}
         assert list(tuned) == ["none", "DropBlock"]
         assert {len(tuning.trials) for tuning in tuned.values()} == {2}
         assert all(tuning.at_edge for tuning in tuned.values())
 
-    def test_measured_what_a_step_costs(self, tiny: SimpleNamespace) -> None:
+    def test_measures_the_cost_of_a_step(self, tiny: SimpleNamespace) -> None:
         (cell,) = Summary.model_validate_json((tiny.out / "summary.json").read_text()).cells
         ratios = {arm.name: arm.time.median for arm in cell.arms if arm.time}
         assert set(ratios) >= {"none", "DropBlock"}
         assert ratios["none"] == 1
 
-    def test_again_it_has_nothing_to_do(self, tiny: SimpleNamespace, copied: Path) -> None:
+    def test_running_again_trains_nothing(self, tiny: SimpleNamespace, copied: Path) -> None:
         before = attempts(copied)
         status, _ = run("--config", tiny.config, "--out", copied, "--workers", 1)
         assert status == 0
         assert attempts(copied) == before
         assert len(before) == TRIALS + FINALS
 
-    def test_the_command_of_a_row_makes_the_same_runs(self, tiny: SimpleNamespace, copied: Path) -> None:
+    def test_the_command_of_a_row_reproduces_its_runs(self, tiny: SimpleNamespace, copied: Path) -> None:
         (cell,) = Summary.model_validate_json((tiny.out / "summary.json").read_text()).cells
         row = next(arm for arm in cell.arms if arm.name == "timm.DropPath, equal p")
         assert row.command.endswith("--only 'timm.DropPath, equal p'")
         status, _ = run("--config", tiny.config, "--out", copied, "--workers", 1, "--only", row.name)
         assert status == 0
-        assert len(records(copied)) == TRIALS + FINALS + 2  # another A/A: of its first regularizer
+        assert len(records(copied)) == TRIALS + FINALS + 2  # the A/A control uses another regularizer
         only = Summary.model_validate_json((copied / "summary-only.json").read_text())
         again = next(arm for arm in only.cells[0].arms if arm.name == row.name)
         assert again.values == row.values
 
-    def test_a_lost_run_alone_is_made_again(self, tiny: SimpleNamespace, copied: Path) -> None:
+    def test_only_a_missing_run_is_trained_again(self, tiny: SimpleNamespace, copied: Path) -> None:
         lost = next(key for key, record in records(copied).items() if record.spec["stage"] == "final")
         with Store(copied / "runs.sqlite") as store, store.transaction() as connection:
             connection.execute("DELETE FROM records WHERE key = ?", (lost,))
@@ -161,13 +161,13 @@ class TestATinyOne:
     def test_a_dry_run_trains_nothing(self, tiny: SimpleNamespace, tmp_path: Path) -> None:
         status, text = run("--config", tiny.config, "--out", tmp_path / "dry", "--workers", 3, "--dry-run")
         assert status == 0
-        assert "3 workers (as asked for)" in text
+        assert "3 workers (--workers)" in text
         assert re.search(rf"final runs\s+{FINALS}\s+0", text)
         assert not records(tmp_path / "dry")
 
 
-class TestKilled:
-    def test_by_sigkill_and_started_again_no_run_is_lost_or_done_twice(self, tmp_path: Path) -> None:
+class TestResume:
+    def test_after_sigkill_no_run_is_lost_or_trained_twice(self, tmp_path: Path) -> None:
         config, out = tmp_path / "tiny.yaml", tmp_path / "out"
         config.write_text(TINY.partition("tuning")[0].replace("timing: 0.1", "timing: 0"))
         words = [sys.executable, BENCHMARKS / "compare.py", "--config", config, "--out", out, "--workers", "1"]
@@ -182,20 +182,20 @@ class TestKilled:
         starts = Counter(attempt.key for attempt in attempts(out))
         assert set(starts) == set(records(out))
         assert all(starts[key] == 1 for key in done)
-        # One worker: one run was in flight, or none.
+        # With one worker, at most one run was interrupted.
         assert sum(starts.values()) <= FINALS + 1
 
 
 def _until_done(out: Path, count: int, process: subprocess.Popen[bytes]) -> set[str]:
     for _ in range(1200):
-        assert process.poll() is None, "it ended before it could be killed"
+        assert process.poll() is None, "the process ended before it was killed"
         if (out / "runs.sqlite").exists() and len(done := records(out)) >= count:
             return set(done)
         time.sleep(0.1)
     raise AssertionError("no run was finished")
 
 
-class TestAskedForWrongly:
+class TestInvalidRequests:
     def error(self, tmp_path: Path, text: str, *words: object, status: int = 2) -> str:
         config = tmp_path / "mine.yaml"
         config.write_text(text)
@@ -208,9 +208,9 @@ class TestAskedForWrongly:
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [
-            ("name: resnet10t", "name: resnet10", "mine.yaml, line 3, at models[0]: no model is called 'resnet10'"),
-            ("name: digits,", "name: digit,", "there is no data named 'digit'"),
-            ("train_size: 40", "train_size: 4000", "train_size=4000 can't be drawn"),
+            ("name: resnet10t", "name: resnet10", "mine.yaml, line 3, at models[0]: no model is named 'resnet10'"),
+            ("name: digits,", "name: digit,", "no dataset is named 'digit'"),
+            ("train_size: 40", "train_size: 4000", "train_size=4000 is out of range"),
             ("layer*.*.bn2", "layer5.*", "line 9, at arms[0], DropBlock on resnet10t"),
             ("DropBlock(p=0.1, block_size=3)", "TokenDropout(p=0.1)", "TokenDropout"),
             ("DropBlock(p=0.1, block_size=3)", "DropBlock(p=0.1, block_size=0)", "block_size"),
@@ -218,47 +218,49 @@ class TestAskedForWrongly:
             ("- {peer", "- {recipe: residual_dropout(p=0.1)}\n  - {peer", "residual_dropout"),
         ],
     )  # fmt: skip
-    def test_is_said_before_anything_is_trained(self, tmp_path: Path, old: str, new: str, said: str) -> None:
+    def test_errors_are_reported_before_training(self, tmp_path: Path, old: str, new: str, said: str) -> None:
         assert old in TINY
         assert said in self.error(tmp_path, TINY.replace(old, new, 1))
 
-    def test_all_that_is_wrong_with_cells_is_said_at_once(self, tmp_path: Path) -> None:
+    def test_all_errors_of_cells_are_reported_together(self, tmp_path: Path) -> None:
         wrong = TINY.replace("layer*.*.bn2", "layer5.*").replace("drop_prob=0.1)", 'drop_prob=0.1)", layers: "nose')
         text = self.error(tmp_path, wrong)
         assert "at arms[0]" in text
         assert "at arms[1]" in text
         assert text.count("Nothing was trained.") == 1
 
-    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_missing_config_file(self, tmp_path: Path) -> None:
         status, text = run("--config", BENCHMARKS / "configs" / "digit.yaml", "--out", tmp_path)
         assert status == 2
         assert "did you mean" in text
         assert "digits.yaml" in text
 
-    def test_an_arm_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_unknown_arm(self, tmp_path: Path) -> None:
         text = self.error(tmp_path, TINY, "--only", "Dropblock")
-        assert "--only: no arm is called 'Dropblock'.\n  did you mean: DropBlock" in text
+        assert "--only: no arm is named 'Dropblock'.\n  did you mean: DropBlock" in text
 
-    def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
+    def test_output_folder_that_is_not_writable(self, tmp_path: Path) -> None:
         (tmp_path / "out").write_text("a file")
         config = tmp_path / "mine.yaml"
         config.write_text(TINY)
         status, text = run("--config", config, "--out", tmp_path / "out", "--workers", 1)
         assert status == 2
-        assert f"--out: can't write to {tmp_path / 'out'}" in text
+        assert f"--out: cannot write to {tmp_path / 'out'}" in text
 
-    def test_a_database_of_another_version(self, tiny: SimpleNamespace, copied: Path) -> None:
+    def test_database_with_another_version(self, tiny: SimpleNamespace, copied: Path) -> None:
         with Store(copied / "runs.sqlite") as store, store.transaction() as connection:
             connection.execute("PRAGMA user_version = 99")
         status, text = run("--config", tiny.config, "--out", copied, "--workers", 1)
         assert status == 2
         assert "99" in text
 
-    def test_another_comparison_in_the_same_folder(self, tiny: SimpleNamespace, copied: Path, tmp_path: Path) -> None:
-        """More seeds after a look at the result would be another comparison; it can be had, and is told."""
+    def test_a_changed_comparison_requires_an_amendment(
+        self, tiny: SimpleNamespace, copied: Path, tmp_path: Path
+    ) -> None:
+        """Adding seeds after looking at the results changes the comparison, so it needs a reason in the report."""
         status, text = run("--config", tiny.config, "--out", copied, "--workers", 1, "--seeds", 3)
         assert status == 2
-        assert "seeds: 2 there, 3 asked for" in text
+        assert "seeds: stored 2, requested 3" in text
         words = ("--config", tiny.config, "--out", copied, "--workers", 1, "--epochs", 1, "--amend", "too slow")
         status, text = run(*words)
         assert status == 0
@@ -268,7 +270,7 @@ class TestAskedForWrongly:
         "words",
         [[], ["--workers", "0", "--config", "x"], ["--config", "x", "--address", "y"], ["--config", "x", "--engine", "slurm"]],
     )  # fmt: skip
-    def test_flags_that_do_not_fit(self, words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_invalid_flags(self, words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             run(*words)
         assert ended.value.code == 2
@@ -276,7 +278,7 @@ class TestAskedForWrongly:
 
 
 class TestFlags:
-    def test_make_a_whole_comparison_without_a_file(self) -> None:
+    def test_define_a_comparison_without_a_file(self) -> None:
         words = [
             "--models",
             "resnet10t",
@@ -312,7 +314,7 @@ class TestFlags:
         assert (config.optimizer.lr, config.train_sizes) == (0.1, [40])
         assert "lr" in text
 
-    def test_overrule_the_file(self, tmp_path: Path) -> None:
+    def test_override_the_file(self, tmp_path: Path) -> None:
         (tmp_path / "tiny.yaml").write_text(TINY)
         asked = options.parse(["--config", str(tmp_path / "tiny.yaml"), "--seeds", "5", "--strict"], "")
         config, _, text = options.config_of(asked)
@@ -321,33 +323,38 @@ class TestFlags:
         assert text.rstrip().endswith("'strict': True}]")
 
 
-class TestItsReadme:
+class TestReadme:
     TEXT = (BENCHMARKS / "README.md").read_text()
 
-    def test_the_yaml_is_a_comparison(self) -> None:
+    def test_the_yaml_example_is_valid(self) -> None:
         (block,) = re.findall(r"```yaml\n(.*?)```", self.TEXT, re.DOTALL)
-        config = check(*yaml_lines.load(block, "README.md"))
+        config = validate(*yaml_lines.load(block, "README.md"))
         assert [arm.kind for arm in config.all_arms()] == ["regularizer", "recipe", "peer"]
 
-    def test_every_file_and_command_is_there(self) -> None:
+    def test_every_file_exists(self) -> None:
         named = re.findall(r"benchmarks/[\w/.]+\.(?:py|yaml)|results/[\w./-]+|comparison/[\w/]+\.py", self.TEXT)
         assert len(named) > 15
         for name in named:
             assert (BENCHMARKS / name.removeprefix("benchmarks/")).exists(), name
 
-    def test_the_commands_are_understood(self) -> None:
+    def test_every_command_parses(self) -> None:
         shell = re.findall(r"benchmarks/compare\.py ((?:\\\n|[^`\n])+)", self.TEXT)
         assert len(shell) > 6
         for words in shell:
             options.parse(shlex.split(words.replace("\\\n", " "), comments=True), "")
 
 
+def settings(text: str) -> dict[str, object]:
+    """The settings of a config, without its title: like a comment, it does not affect the results."""
+    return {name: value for name, value in yaml_lines.load(text, "")[0].items() if name != "title"}
+
+
 class TestCommittedResults:
     @pytest.mark.parametrize("name", ["digits", "synthetic"])
-    def test_are_of_the_shipped_config_and_the_readme_has_their_table(self, name: str) -> None:
+    def test_match_the_shipped_config_and_the_table_in_the_readme(self, name: str) -> None:
         results = BENCHMARKS / "results" / name
         found = Summary.model_validate_json((results / "summary.json").read_text())
-        assert found.config == (BENCHMARKS / "configs" / f"{name}.yaml").read_text()
+        assert settings(found.config) == settings((BENCHMARKS / "configs" / f"{name}.yaml").read_text())
         assert found.seeds >= 16
         assert not found.failures
         shown = io.StringIO()
@@ -356,8 +363,8 @@ class TestCommittedResults:
         assert "\n".join(lines_of_table) in (BENCHMARKS.parent / "README.md").read_text()
 
     @pytest.mark.parametrize("name", ["digits", "synthetic"])
-    def test_their_controls_hold(self, name: str) -> None:
+    def test_have_valid_controls(self, name: str) -> None:
         found = Summary.model_validate_json((BENCHMARKS / "results" / name / "summary.json").read_text())
         for cell in found.cells:
-            assert compare._sound(cell.controls)
+            assert compare._controls_hold(cell.controls)
             assert cell.controls.aa_equal == found.seeds

@@ -1,4 +1,4 @@
-"""The data of a comparison: what is in it, how it is split, and that nothing of it draws from the global generator."""
+"""Datasets of a comparison: content, splits, and independence of the global generator."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def per_class(task: Task, indices: Tensor) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing loaded before, and the default root in an empty folder."""
+    """Clear the dataset cache, and run in an empty folder."""
     with contextlib.chdir(tmp_path_factory.mktemp("here")):
         yield
     catalog._load.cache_clear()
 
 
 def write_images(root: Path, counts: dict[str, int], size: tuple[int, int] = (40, 30)) -> None:
-    """Images of noise, another one in each file."""
+    """Write a different noise image to each file."""
     for folder, count in counts.items():
         (root / folder).mkdir(parents=True)
         for i in range(count):
@@ -85,7 +85,7 @@ def folder_task(path: Path, **fields: Any) -> Task:
 
 @pytest.fixture
 def write_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Six images in each of CIFAR's files, as the files are in earnest; no download."""
+    """Write CIFAR files in their original format with six images each, and disable downloads."""
 
     def write(name: str) -> Path:
         kind: Any = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
@@ -122,29 +122,29 @@ class TestNames:
             ("digit", "did you mean: 'digits'"),
             ("cifar-10", "did you mean: 'cifar10', 'cifar100'"),
             ("imagefolders:/tmp", "did you mean: 'imagefolder:PATH'"),
-            ("mnist", "there are:    digits, digits-noisy, synthetic-cue, cifar10, cifar100, imagefolder:PATH"),
+            ("mnist", "available:    digits, digits-noisy, synthetic-cue, cifar10, cifar100, imagefolder:PATH"),
         ],
     )
-    def test_an_unknown_name_gets_the_nearest_and_all(self, name: str, says: str) -> None:
+    def test_an_unknown_name_suggests_the_nearest_and_lists_all(self, name: str, says: str) -> None:
         with pytest.raises(DataError) as error:
             load(Data(name=name))
-        assert str(error.value).startswith(f"there is no data named {name!r}.")
+        assert str(error.value).startswith(f"no dataset is named {name!r}.")
         assert says in str(error.value)
         assert str(error.value).endswith("Nothing was trained.")
 
     @pytest.mark.parametrize("name", ["imagefolder", "imagefolder:"])
-    def test_imagefolder_without_a_path(self, name: str) -> None:
-        with pytest.raises(DataError, match="does not say which folder.\n  write it as imagefolder:PATH"):
+    def test_imagefolder_requires_a_path(self, name: str) -> None:
+        with pytest.raises(DataError, match="has no path.\n  use imagefolder:PATH"):
             load(Data(name=name))
 
-    def test_is_loaded_once_for_all_sizes(self) -> None:
+    def test_data_is_loaded_once_for_all_sizes(self) -> None:
         assert load(Data(name="digits", train_size=50)) is load(Data(name="digits", validation_size=100, workers=2))
         assert load(Data(name="digits")) is not load(Data(name="digits", augmentation="shift"))
 
 
 class TestSplit:
     @given(st.lists(st.integers(5, 30), min_size=2, max_size=6), st.integers(0, 10**6), st.data())
-    def test_parts_share_no_image_and_have_the_sizes_asked_for(
+    def test_splits_are_disjoint_and_have_the_requested_sizes(
         self, counts: list[int], seed: int, draw: st.DataObject
     ) -> None:
         task = made(counts)
@@ -156,9 +156,7 @@ class TestSplit:
         assert set(torch.cat(split[:2]).tolist()) <= set(task.pool.tolist())
 
     @given(st.lists(st.integers(5, 30), min_size=2, max_size=6), st.integers(0, 10**6), st.data())
-    def test_training_set_has_as_many_of_each_class_as_there_can_be(
-        self, counts: list[int], seed: int, draw: st.DataObject
-    ) -> None:
+    def test_training_set_is_as_balanced_as_possible(self, counts: list[int], seed: int, draw: st.DataObject) -> None:
         task = made(counts)
         rest = per_class(task, task.split(None, 2, seed).train)
         size = draw.draw(st.integers(len(counts), sum(rest)))
@@ -168,13 +166,13 @@ class TestSplit:
             assert taken == have or taken >= max(of_class) - 1
 
     @given(st.lists(st.integers(5, 30), min_size=2, max_size=6), st.integers(1, 10))
-    def test_validation_set_is_as_the_pool_is(self, counts: list[int], size: int) -> None:
+    def test_validation_set_is_stratified(self, counts: list[int], size: int) -> None:
         task = made(counts)
         of_pool = per_class(task, task.pool)
         size = min(size, len(task.pool) - len(counts))
         for have, taken in zip(of_pool, per_class(task, task.split(None, size, 0).validation), strict=True):
             share = size * have / len(task.pool)
-            # A class may have more than its share only because another gave its last image but one.
+            # A class may exceed its share only if another one is down to one image.
             assert taken < share + 1 or any(h - 1 < size * h / len(task.pool) for h in of_pool)
             assert taken > share - 1 or taken == have - 1
 
@@ -182,7 +180,7 @@ class TestSplit:
         task = made([3, 40, 40])
         assert per_class(task, task.split(None, 74, 0).train) == [1, 1, 1]
 
-    def test_seeds_share_validation_and_test_and_not_training_sets(self) -> None:
+    def test_seeds_share_validation_and_test_sets_but_not_training_sets(self) -> None:
         task = made([60, 60])
         first, again, other = (task.split(20, 20, seed) for seed in (3, 3, 4))
         assert torch.equal(first.train, again.train)
@@ -190,38 +188,38 @@ class TestSplit:
         assert torch.equal(first.validation, other.validation)
         assert torch.equal(first.test, other.test)
 
-    def test_no_size_is_all_the_rest_and_a_fifth(self) -> None:
+    def test_default_sizes(self) -> None:
         task = made([52, 52])
         split = task.split(None, None, 0)
         assert len(split.validation) == 20
         assert sorted(torch.cat(split[:2]).tolist()) == task.pool.tolist()
 
-    def test_which_class_has_one_more_depends_on_the_seed(self) -> None:
+    def test_the_class_with_one_more_image_depends_on_the_seed(self) -> None:
         task = made([30, 30, 30])
         assert len({tuple(per_class(task, task.split(10, 5, seed).train)) for seed in range(20)}) == 3
 
     @pytest.mark.parametrize(
         ("train", "validation", "says"),
         [
-            (2, 10, "allowed: 3 (one a class) to 80, or none for all"),
-            (81, 10, "allowed: 3 (one a class) to 80, or none for all\n  a smaller validation_size leaves more"),
-            (None, 88, "allowed: 1 to 87, so that an image of each class is left to train on"),
+            (2, 10, "allowed: 3 (one per class) to 80, or none for all"),
+            (81, 10, "allowed: 3 (one per class) to 80, or none for all\n  or reduce validation_size"),
+            (None, 88, "allowed: 1 to 87, which leaves one training image of each class"),
         ],
     )
-    def test_sizes_that_can_not_be(self, train: int | None, validation: int, says: str) -> None:
+    def test_sizes_out_of_range(self, train: int | None, validation: int, says: str) -> None:
         with pytest.raises(DataError) as error:
             made([32, 32, 32]).split(train, validation, 0)
         assert says in str(error.value)
         assert str(error.value).endswith("Nothing was trained.")
 
-    def test_nothing_to_spare_for_validation(self) -> None:
-        with pytest.raises(DataError, match="none can be spared for validation"):
+    def test_too_few_images_for_validation(self) -> None:
+        with pytest.raises(DataError, match="none is left for validation"):
             made([3, 3]).split(2, 1, 0)
 
 
 class TestSeeds:
     @given(st.lists(st.integers(1, 4), min_size=2, max_size=3), st.data())
-    def test_ways_are_those_that_counting_finds(self, available: list[int], draw: st.DataObject) -> None:
+    def test_number_of_training_sets_matches_enumeration(self, available: list[int], draw: st.DataObject) -> None:
         size = draw.draw(st.integers(0, sum(available)))
         labels = [label for label, have in enumerate(available) for _ in range(have)]
         ways = 0
@@ -230,26 +228,26 @@ class TestSeeds:
             ways += all(n == have or n >= max(taken) - 1 for n, have in zip(taken, available, strict=True))
         assert strata.even_ways(available, size) == ways
 
-    def test_many_ways_are_not_counted_to_the_end(self) -> None:
+    def test_number_of_training_sets_is_capped(self) -> None:
         assert strata.even_ways([500] * 100, 25_050) == strata.ENOUGH
 
-    def test_more_seeds_than_training_sets_is_an_error_that_says_what_would_do(self) -> None:
+    def test_more_seeds_than_training_sets_raise(self) -> None:
         task = made([7, 7])
-        # Of 2 x 4 images 7 leave out one: 8 ways; 6 leave out one of each class: 16.
+        # With 2 x 4 images, 7 omit one of 8; 6 omit one of each class: 4 x 4 = 16 ways.
         assert check_seeds(task, 7, 2, 8)
         with pytest.raises(DataError) as error:
             check_seeds(task, 7, 2, 9)
-        assert "9 seeds can't each have a training set of their own: 7 of the 8 images" in str(error.value)
-        assert "at most 8 seeds\n  or train_size=6 at most" in str(error.value)
+        assert "there are only 8 balanced sets of 7 out of the 8 training images of 'made'." in str(error.value)
+        assert "at most 8 seeds\n  or train_size=6 or less" in str(error.value)
         assert check_seeds(task, 6, 2, 16)
 
-    def test_all_images_for_all_seeds_is_said(self) -> None:
+    def test_training_on_all_images_is_noted(self) -> None:
         assert check(Data(name="digits"), 1000) == [
-            "digits: All seeds train on the same images; they differ in weights, order and augmentation alone."
+            "digits: All seeds train on the same images; they differ only in weights, order and augmentation."
         ]
         assert check(Data(name="digits", train_size=100), 16) == []
 
-    def test_what_seeds_share_is_said(self) -> None:
+    def test_the_overlap_of_training_sets_is_noted(self) -> None:
         (note,) = check(Data(name="digits", train_size=700), 16)
         task = load(Data(name="digits"))
         sets = [set(task.split(700, None, seed).train.tolist()) for seed in range(6)]
@@ -265,14 +263,14 @@ class TestLabels:
         st.floats(0, 0.99),
         st.integers(0, 10**6),
     )
-    def test_exactly_the_fraction_is_of_another_class(self, counts: list[int], noise: float, seed: int) -> None:
+    def test_label_noise_replaces_exactly_the_fraction(self, counts: list[int], noise: float, seed: int) -> None:
         task = made(counts, noise)
         train = task.split(None, 2, seed).train
         labels = task.training_labels(train, seed)
         assert int((labels != task.labels_N[train]).sum()) == round(noise * len(train))
         assert set(labels.tolist()) <= set(range(task.classes))
 
-    def test_depend_on_the_seed_and_not_on_the_order(self) -> None:
+    def test_noisy_labels_depend_on_the_seed_and_not_on_the_order(self) -> None:
         task = made([40, 40, 40], 0.5)
         train = task.split(50, 20, 0).train
         labels = task.training_labels(train, 1)
@@ -280,18 +278,18 @@ class TestLabels:
         assert torch.equal(backwards, labels.flip(0))
         assert not torch.equal(task.training_labels(train, 2), labels)
 
-    def test_the_true_labels_stay(self) -> None:
+    def test_label_noise_does_not_modify_the_true_labels(self) -> None:
         task = made([40, 40], 0.5)
         before = task.labels_N.clone()
         task.training_labels(task.pool, 0)
         assert torch.equal(task.labels_N, before)
 
     @pytest.mark.parametrize(("name", "noise", "wrong"), [("digits", None, 0), ("digits-noisy", None, 20)])
-    def test_digits_noisy_has_a_fifth_wrong(self, name: str, noise: float | None, wrong: int) -> None:
+    def test_digits_noisy_has_20_percent_wrong_labels(self, name: str, noise: float | None, wrong: int) -> None:
         self.check_wrong(Data(name=name), wrong)
 
     @pytest.mark.parametrize("name", STILL)
-    def test_all_data_can_be_made_noisy(self, name: str) -> None:
+    def test_label_noise_applies_to_all_datasets(self, name: str) -> None:
         self.check_wrong(Data(name=name, label_noise=0.35), 35)
         self.check_wrong(Data(name=name, label_noise=0.0), 0)
 
@@ -310,7 +308,9 @@ class TestGlobalGenerator:
             *(("folder", augmentation) for augmentation in ("none", "shift", "crop-flip")),
         ],
     )
-    def test_nothing_draws_from_it_or_depends_on_it(self, name: str, augmentation: Any, folder: Path) -> None:
+    def test_data_neither_uses_nor_depends_on_the_global_generator(
+        self, name: str, augmentation: Any, folder: Path
+    ) -> None:
         name = f"imagefolder:{folder}" if name == "folder" else name
         data = Data(name=name, augmentation=augmentation, image_size=16, train_size=10, label_noise=0.5)
 
@@ -334,7 +334,7 @@ class TestGlobalGenerator:
         for other in outcomes[1:]:
             assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
 
-    def test_generators_of_gpus_are_left_alone_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gpu_generators_are_not_seeded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def seeded(seed: int) -> None:
             raise AssertionError("the GPUs' generators were seeded")
 
@@ -352,7 +352,7 @@ class TestAugmentation:
             return folder_task(folder, augmentation=augmentation)
         return load(Data(name="digits", augmentation=augmentation))
 
-    def test_depends_on_seed_epoch_and_index_alone(self, task: Task) -> None:
+    def test_augmentation_depends_only_on_seed_epoch_and_index(self, task: Task) -> None:
         indices = torch.arange(8)
         batch = task.augmented(indices, 5, 2)
         assert torch.equal(task.augmented(indices.flip(0), 5, 2), batch.flip(0))
@@ -361,25 +361,25 @@ class TestAugmentation:
         assert not torch.equal(task.augmented(indices, 6, 2), batch)
         assert not torch.equal(task.augmented(indices, 5, 3), batch)
 
-    def test_keeps_shape_and_type_and_leaves_the_tested_form(self, task: Task) -> None:
+    def test_augmentation_keeps_shape_dtype_and_the_original_images(self, task: Task) -> None:
         images, augmented = task.images(torch.arange(8)), task.augmented(torch.arange(8), 0, 0)
         assert images.shape == augmented.shape == (8, *task.shape)
         assert images.dtype == augmented.dtype == torch.float32
         assert not torch.equal(images, augmented)
         assert torch.equal(task.images(torch.arange(8)), images)
 
-    def test_none_is_the_tested_form(self, folder: Path) -> None:
+    def test_no_augmentation_returns_the_original_images(self, folder: Path) -> None:
         for task in (load(Data(name="digits")), folder_task(folder)):
             assert torch.equal(task.augmented(torch.arange(4), 3, 1), task.images(torch.arange(4)))
 
-    def test_same_image_in_two_places_is_drawn_apart(self) -> None:
+    def test_identical_images_are_augmented_independently(self) -> None:
         x_NCHW = torch.rand(1, 1, 16, 16).repeat(60, 1, 1, 1)
         shifted = Stored(x_NCHW, "shift").augmented(torch.arange(60), 0, 0)
         # 25 shifts; 60 draws see 22.8 of them on average.
         assert len({tuple(x.flatten().tolist()) for x in shifted}) > 15
 
     @pytest.mark.parametrize("fill", [-1.0, 0.5])
-    def test_shift_is_by_two_pixels_at_most_each_way(self, fill: float) -> None:
+    def test_shift_moves_by_at_most_two_pixels(self, fill: float) -> None:
         x_NCHW = torch.full((200, 1, 16, 16), fill)
         x_NCHW[:, 0, 8, 8] = 9.0
         shifted = Stored(x_NCHW, "shift", fill=fill).augmented(torch.arange(200), 0, 0)
@@ -389,7 +389,7 @@ class TestAugmentation:
         assert set(places) == {(8 + dy, 8 + dx) for dy in range(-2, 3) for dx in range(-2, 3)}
         assert set(shifted.flatten().tolist()) == {fill, 9.0}
 
-    def test_crop_flip_is_by_an_eighth_and_mirrors_half(self) -> None:
+    def test_crop_flip_moves_by_an_eighth_and_flips_half_of_the_images(self) -> None:
         x_NCHW = torch.zeros(400, 1, 32, 32)
         x_NCHW[:, 0, 16, 10:12] = torch.tensor([1.0, 2.0])
         cropped = Stored(x_NCHW, "crop-flip").augmented(torch.arange(400), 0, 0)
@@ -400,10 +400,10 @@ class TestAugmentation:
         assert set(ones[:, 1].tolist()) == set(range(12, 21))
         assert set(ones[~mirrored][:, 2].tolist()) == set(range(6, 15))
 
-    def test_folder_crops_are_of_other_sizes(self, tmp_path: Path) -> None:
+    def test_folder_crops_vary_in_size(self, tmp_path: Path) -> None:
         write_images(tmp_path, {"a": 3, "b": 3}, size=(64, 64))
         for path in tmp_path.glob("*/*.png"):
-            # Each row as bright as it is deep: the range of a crop says how much of the height it has.
+            # Brightness increases with the row, so the range of a crop shows its height.
             Image.fromarray(np.arange(64, dtype=np.uint8)[:, None].repeat(64, 1)).save(path)
         crops = folder_task(tmp_path, augmentation="crop-flip").augmented(torch.arange(6).repeat(1), 0, 0)
         heights = (crops[:, 0, -1, 0] - crops[:, 0, 0, 0]) * 0.229 * 255
@@ -415,7 +415,7 @@ class TestBatches:
     def task(self) -> Task:
         return load(Data(name="digits", augmentation="shift"))
 
-    def test_have_each_image_once_with_its_label(self, task: Task) -> None:
+    def test_batches_contain_each_image_once_with_its_label(self, task: Task) -> None:
         split = task.split(40, None, 0)
         labels = torch.arange(40)
         batches = list(loader(task, split.train, 10, 0, 0, labels))
@@ -426,13 +426,13 @@ class TestBatches:
             assert torch.equal(x_BCHW, task.augmented(indices_B, 0, 0))
 
     @pytest.mark.parametrize(("images", "sizes"), [(40, [16, 16]), (32, [16, 16]), (10, [10])])
-    def test_last_incomplete_batch_is_left_out_unless_it_is_the_only_one(
+    def test_the_last_incomplete_batch_is_dropped_unless_it_is_the_only_one(
         self, task: Task, images: int, sizes: list[int]
     ) -> None:
         train = task.split(images, None, 0).train
         assert [len(y) for _, _, y in loader(task, train, 16, 0, 0, task.labels_N[train])] == sizes
 
-    def test_order_is_of_the_seed_and_the_epoch(self, task: Task) -> None:
+    def test_order_depends_on_seed_and_epoch(self, task: Task) -> None:
         train = task.split(40, None, 0).train
 
         def order(seed: int, epoch: int) -> list[int]:
@@ -444,7 +444,7 @@ class TestBatches:
         assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
 
     @pytest.mark.parametrize("daemon", [False, True])
-    def test_workers_make_the_same_to_the_last_bit(self, folder: Path, daemon: bool) -> None:
+    def test_batches_are_bit_identical_for_any_number_of_workers(self, folder: Path, daemon: bool) -> None:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         process = context.Process(target=_compare_workers, args=(folder, theirs), daemon=daemon)
@@ -456,14 +456,14 @@ class TestBatches:
         finally:
             process.join(60)
 
-    def test_a_task_can_be_sent_to_another_process(self, folder: Path, task: Task) -> None:
+    def test_a_task_can_be_pickled(self, folder: Path, task: Task) -> None:
         for one in (folder_task(folder, augmentation="crop-flip"), task):
             copy = pickle.loads(pickle.dumps(one))
             assert torch.equal(copy.augmented(torch.arange(4), 0, 0), one.augmented(torch.arange(4), 0, 0))
 
 
 def _compare_workers(folder: Path, answer: Any) -> None:
-    """In a process of its own, as a run is: `same` if two workers and none make the same batches."""
+    """Send `same` if the batches are the same with two workers and without; runs in a separate process."""
     try:
         task = folder_task(folder, augmentation="crop-flip")
         train = task.split(10, 3, 0).train
@@ -475,21 +475,21 @@ def _compare_workers(folder: Path, answer: Any) -> None:
 
 
 class TestDigits:
-    def test_are_enlarged_between_minus_one_and_one(self) -> None:
+    def test_digits_are_enlarged_and_scaled(self) -> None:
         task = load(Data(name="digits"))
         x = task.images(task.test)
         assert x.shape == (797, 1, 32, 32)
         assert (x.min().item(), x.max().item()) == (-1, 1)
-        # The middle of 4 pixels of 32 that were one of 8 is near what it was.
+        # The center of each enlarged 4x4 block is close to the original pixel.
         original = torch.tensor(load_digits().images / 8 - 1)[task.test]
         assert torch.corrcoef(torch.stack([x[:, 0, 1::4, 1::4].flatten(), original.flatten().float()]))[0, 1] > 0.9
         assert load(Data(name="digits", image_size=8)).images(task.test)[:, 0].sub(original).abs().max() < 1e-6
 
-    def test_what_comes_in_at_the_edges_is_as_dark_as_the_ground(self) -> None:
+    def test_shifted_digits_are_padded_with_the_background(self) -> None:
         corners = load(Data(name="digits", augmentation="shift")).augmented(torch.arange(100), 0, 0)[:, 0, 0, 0]
         assert corners.max() < -0.9
 
-    def test_test_images_are_stratified_and_the_rest_is_the_pool(self) -> None:
+    def test_test_images_of_digits_are_stratified(self) -> None:
         task = load(Data(name="digits"))
         assert len(task.pool) == 1000
         assert sorted([*task.pool.tolist(), *task.test.tolist()]) == list(range(1797))
@@ -498,37 +498,37 @@ class TestDigits:
 
 class TestSyntheticCue:
     @pytest.fixture
-    def pool(self) -> synthetic.Cued:
+    def pool(self) -> synthetic.CueImages:
         return synthetic.generate(1600, 32, "pool", without=False)
 
     @pytest.fixture
-    def tested(self) -> synthetic.Cued:
+    def tested(self) -> synthetic.CueImages:
         return synthetic.generate(1024, 32, "test", without=True)
 
-    def test_is_the_same_always(self) -> None:
-        # To a few digits: sine and cosine differ in the last bits between processors.
+    def test_synthetic_images_are_deterministic(self) -> None:
+        # Sine and cosine differ in the last bits between processors.
         task = load(Data(name="synthetic-cue"))
         assert (task.shape, len(task.pool), len(task.test), task.classes) == ((1, 32, 32), 4000, 1024, 8)
         assert per_class(task, task.pool) == [500] * 8
         numbers = task.images(torch.tensor([0, 4999]))[:, 0, 7, 7].tolist()
         assert numbers == pytest.approx(FIRST_AND_LAST, abs=1e-4)
 
-    def test_half_of_each_class_is_tested_without_the_local_cue(self) -> None:
+    def test_half_of_the_test_images_lack_the_local_cue(self) -> None:
         task = load(Data(name="synthetic-cue"))
         without = task.groups["no local cue"]
         assert torch.equal(task.groups["local cue"], ~without)
         assert per_class(task, task.test[without]) == [64] * 8
         assert per_class(task, task.test[~without]) == [64] * 8
 
-    def test_glyph_is_where_it_is_said_to_be_and_only_there(self, pool: synthetic.Cued, tested: synthetic.Cued) -> None:
+    def test_the_glyph_is_at_its_recorded_place(self, pool: synthetic.CueImages, tested: synthetic.CueImages) -> None:
         assert self.right_by_glyph(pool) == 1.0
         assert pool.has_glyph_N.all()
         assert self.right_by_glyph(tested, tested.has_glyph_N) == 1.0
         # 512 guesses of 8 classes; 0.07 is 5 standard deviations.
         assert self.right_by_glyph(tested, ~tested.has_glyph_N) == pytest.approx(1 / 8, abs=0.07)
 
-    def right_by_glyph(self, cued: synthetic.Cued, which: Tensor | None = None) -> float:
-        """Accuracy of the pattern that fits best, on the glyph's place alone."""
+    def right_by_glyph(self, cued: synthetic.CueImages, which: Tensor | None = None) -> float:
+        """Accuracy of the best matching glyph at the glyph's place."""
         side = synthetic.SIDE
         patches = [
             x[0, r : r + side, c : c + side] for x, (r, c) in zip(cued.x_N1HW, cued.place_N2.tolist(), strict=True)
@@ -537,13 +537,13 @@ class TestSyntheticCue:
         right = distance.argmin(1) == cued.y_N
         return float(right[slice(None) if which is None else which].float().mean())
 
-    def test_wave_alone_tells_the_class_better_than_chance_and_is_everywhere(self, tested: synthetic.Cued) -> None:
-        """A matched filter of unknown phase on the images without a glyph: on all of it, and on either half."""
+    def test_the_wave_predicts_the_class_from_any_half_of_the_image(self, tested: synthetic.CueImages) -> None:
+        """Apply a matched filter of unknown phase to images without a glyph: to the whole image and to each half."""
         without = tested.x_N1HW[~tested.has_glyph_N], tested.y_N[~tested.has_glyph_N]
         assert self.right_by_wave(*without, slice(None)) > 0.9
         for half in (slice(0, 16), slice(16, 32)):
             assert 0.3 < self.right_by_wave(*without, half) < 0.99
-        # In a place as small as the glyph's it is lost in noise.
+        # In an area as small as the glyph, the wave is lost in noise.
         assert self.right_by_wave(*without, slice(14, 19), slice(14, 19)) < 0.3
 
     def right_by_wave(self, x_N1HW: Tensor, y_N: Tensor, rows: slice, columns: slice = slice(None)) -> float:
@@ -554,11 +554,11 @@ class TestSyntheticCue:
             power += (x_N1HW[..., rows, columns].flatten(1) @ waves.flatten(1).T).square()
         return float((power.argmax(1) == y_N).float().mean())
 
-    def test_both_cues_say_the_same_in_training(self, pool: synthetic.Cued) -> None:
+    def test_both_cues_agree_in_training_images(self, pool: synthetic.CueImages) -> None:
         assert self.right_by_wave(pool.x_N1HW, pool.y_N, slice(None)) > 0.6
         assert self.right_by_glyph(pool) == 1.0
 
-    def test_places_are_all_over_the_image(self, pool: synthetic.Cued) -> None:
+    def test_glyphs_are_placed_uniformly(self, pool: synthetic.CueImages) -> None:
         counts = Counter(map(tuple, (pool.place_N2 // 14).tolist()))
         assert len(counts) == 4
         # 1600 in four quarters; 60 is 3.5 standard deviations.
@@ -566,15 +566,15 @@ class TestSyntheticCue:
 
     def test_other_sizes(self) -> None:
         assert load(Data(name="synthetic-cue", image_size=16)).shape == (1, 16, 16)
-        with pytest.raises(DataError, match="image_size=15 is too small for 'synthetic-cue'.\n  allowed: 16 or more"):
+        with pytest.raises(DataError, match="image_size=15 is too small for 'synthetic-cue'.\n  minimum: 16"):
             load(Data(name="synthetic-cue", image_size=15))
 
-    def test_a_flip_would_make_a_class_another(self) -> None:
+    def test_crop_flip_is_rejected_because_it_changes_the_class(self) -> None:
         y_N = torch.arange(64) % 8
         waves = synthetic.gratings(32, torch.linspace(0, 6, 64), y_N)
         assert self.right_by_wave(waves, y_N, slice(None)) == 1.0
         assert self.right_by_wave(waves.flip(3), (8 - y_N) % 8, slice(None)) == 1.0
-        with pytest.raises(DataError, match="makes one class of 'synthetic-cue' another"):
+        with pytest.raises(DataError, match="changes the class of 'synthetic-cue' images"):
             load(Data(name="synthetic-cue", augmentation="crop-flip"))
 
 
@@ -583,7 +583,7 @@ FIRST_AND_LAST = [-3.0, -1.20812]
 
 class TestCifar:
     @pytest.mark.parametrize(("name", "pool"), [("cifar10", 30), ("cifar100", 6)])
-    def test_is_read_from_its_files(self, write_cifar: Callable[[str], Path], name: str, pool: int) -> None:
+    def test_cifar_is_read_from_its_files(self, write_cifar: Callable[[str], Path], name: str, pool: int) -> None:
         root = write_cifar(name)
         task = load(Data(name=name, root=str(root)))
         assert (len(task.pool), len(task.test), task.shape, task.classes) == (pool, 6, (3, 32, 32), 3)
@@ -593,7 +593,7 @@ class TestCifar:
         red = (pixels.view(6, 3, 32, 32)[:, 0] / 255 - mean) / std
         assert torch.allclose(task.images(task.test)[:, 0], red, atol=1e-6)
 
-    def test_padding_is_black(self, write_cifar: Callable[[str], Path]) -> None:
+    def test_cifar_padding_is_black(self, write_cifar: Callable[[str], Path]) -> None:
         task = load(Data(name="cifar10", root=str(write_cifar("cifar10")), augmentation="shift"))
         black = (torch.zeros(3) - torch.tensor([0.4914, 0.4822, 0.4465])) / torch.tensor([0.2470, 0.2435, 0.2616])
         edges = task.augmented(task.pool, 0, 0)[:, :, 0, 0]
@@ -604,32 +604,33 @@ class TestCifar:
         task = load(data)
         assert task.images(torch.arange(2)).shape == task.augmented(torch.arange(2), 0, 0).shape == (2, 3, 48, 48)
 
-    def test_no_files_and_no_network(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
+    def test_missing_files_without_a_network(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
         with pytest.raises(DataError) as error:
             check(Data(name="cifar100", root=str(tmp_path)), 2)
         assert str(error.value) == (
-            "'cifar100' can't be had: URLError: <urlopen error no network>\n"
-            f"  folder:    {tmp_path} (`root`)\n"
-            "  put there: cifar-100-python.tar.gz, or cifar-100-python/ as it is in it, whole\n"
-            "  it is at:  https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz, and is downloaded where there is a network\n"
+            "cannot load or download 'cifar100': URLError: <urlopen error no network>\n"
+            "  download: https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz\n"
+            f"  put it:   into {tmp_path} (`root`), as cifar-100-python.tar.gz or extracted as cifar-100-python/\n"
             "Nothing was trained."
         )
 
-    def test_a_file_that_is_damaged(self, write_cifar: Callable[[str], Path]) -> None:
+    def test_corrupted_file(self, write_cifar: Callable[[str], Path]) -> None:
         root = write_cifar("cifar10")
         with (root / "cifar-10-batches-py" / "data_batch_3").open("ab") as file:
             file.write(b"more")
-        with pytest.raises(DataError, match="'cifar10' can't be had: .*\n.*\n  put there: cifar-10-python.tar.gz"):
+        with pytest.raises(
+            DataError, match="cannot load or download 'cifar10': .*\n.*\n  put it: .*, as cifar-10-python.tar.gz"
+        ):
             load(Data(name="cifar10", root=str(root)))
 
-    def test_a_root_that_can_not_be_written(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
+    def test_root_that_is_not_writable(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        with pytest.raises(DataError, match="'cifar10' can't be had: (FileExists|NotADirectory)Error"):
+        with pytest.raises(DataError, match="cannot load or download 'cifar10': (FileExists|NotADirectory)Error"):
             load(Data(name="cifar10", root=str(tmp_path / "file")))
 
 
 class TestImageFolder:
-    def test_folders_of_classes_are_split_the_same_way_always(self, folder: Path) -> None:
+    def test_class_folders_have_a_fixed_test_split(self, folder: Path) -> None:
         task = folder_task(folder)
         assert (len(task.pool), task.shape) == (16, (3, 16, 16))
         assert per_class(task, task.test) == [2, 2]
@@ -638,7 +639,7 @@ class TestImageFolder:
         assert torch.equal(folder_task(folder).test, task.test)
 
     @pytest.mark.parametrize("held", ["val", "test"])
-    def test_train_and_val_or_test(self, tmp_path: Path, held: str) -> None:
+    def test_train_with_val_or_test(self, tmp_path: Path, held: str) -> None:
         write_images(tmp_path, {"train/a": 4, "train/b": 5, f"{held}/a": 2, f"{held}/b": 3})
         task = folder_task(tmp_path)
         assert (per_class(task, task.pool), per_class(task, task.test)) == ([4, 5], [2, 3])
@@ -646,14 +647,14 @@ class TestImageFolder:
         middle = task.images(task.test[:1])[0]
         assert middle.mean().item() == pytest.approx((first.float().mean() / 255 - 0.449).item() / 0.226, abs=0.1)
 
-    def test_val_beside_test_is_trained_on(self, tmp_path: Path) -> None:
+    def test_val_joins_the_pool_if_there_is_a_test_folder(self, tmp_path: Path) -> None:
         write_images(
             tmp_path, {f"{part}/{name}": n for part, n in (("train", 4), ("val", 2), ("test", 3)) for name in "ab"}
         )
         task = folder_task(tmp_path)
         assert (per_class(task, task.pool), per_class(task, task.test)) == ([6, 6], [3, 3])
 
-    def test_tested_form_is_the_middle_square_normalised(self, tmp_path: Path) -> None:
+    def test_images_are_center_cropped_and_normalized(self, tmp_path: Path) -> None:
         write_images(tmp_path, {"a": 2, "b": 2}, size=(48, 32))
         for path in tmp_path.glob("*/*.png"):
             pixels = np.zeros((32, 48, 3), np.uint8)
@@ -663,12 +664,12 @@ class TestImageFolder:
         white = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
         assert torch.allclose(images, white[:, None, None].expand(2, 3, 32, 32), atol=1e-5)
 
-    def test_grey_and_transparent_images_become_rgb(self, folder: Path) -> None:
+    def test_grayscale_and_transparent_images_become_rgb(self, folder: Path) -> None:
         Image.new("L", (20, 20), 100).save(folder / "cat" / "000.png")
         Image.new("RGBA", (20, 20), (1, 2, 3, 4)).save(folder / "cat" / "001.png")
         assert folder_task(folder).images(torch.arange(2)).shape == (2, 3, 16, 16)
 
-    def test_unreadable_images_are_left_out_and_counted(self, folder: Path) -> None:
+    def test_unreadable_images_are_skipped_and_counted(self, folder: Path) -> None:
         bad = self.damage(folder)
         task = folder_task(folder)
         assert sorted(task.skipped) == bad
@@ -676,10 +677,10 @@ class TestImageFolder:
         assert per_class(task, torch.arange(18)) == [8, 10]
         task.images(torch.arange(18))
         assert check(Data(name=f"imagefolder:{folder}", image_size=16, train_size=4), 2) == [
-            f"imagefolder:{folder}: 2 unreadable images left out."
+            f"imagefolder:{folder}: skipped 2 unreadable images."
         ]
 
-    def test_images_are_checked_once_for_all_processes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_readability_is_cached_for_all_processes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.damage(folder)
         seen: list[str] = []
         check_one = readable.readable
@@ -702,22 +703,22 @@ class TestImageFolder:
         (folder / "dog" / "000.png").unlink()
         (folder / "dog" / "000.png").symlink_to("nowhere")
         assert checked() == (2, 0)
-        (notes,) = Path("notes").glob("*/*")
-        notes.write_text("[1, 2")
+        (cache,) = Path("notes").glob("*/*")
+        cache.write_text("[1, 2")
         assert checked() == (2, 19)
         shutil.rmtree("notes")
         Path("notes").touch()
         assert checked() == (2, 19)
 
-    def test_strict_names_unreadable_images(self, folder: Path) -> None:
+    def test_strict_raises_for_unreadable_images(self, folder: Path) -> None:
         bad = self.damage(folder)
         with pytest.raises(DataError) as error:
             folder_task(folder, strict=True)
-        assert f"2 of the 20 images of '{folder}' can't be read: '{bad[0]}', '{bad[1]}'" in str(error.value)
+        assert f"2 of the 20 images of '{folder}' cannot be read: '{bad[0]}', '{bad[1]}'" in str(error.value)
         assert str(error.value).endswith("Nothing was trained.")
 
     def damage(self, folder: Path) -> list[str]:
-        """One file that is no image, and one that ends early."""
+        """Create one file that is not an image, and one that is truncated."""
         (folder / "cat" / "003.png").write_text("no image")
         short = folder / "cat" / "007.png"
         Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(folder / "x.jpg")
@@ -732,52 +733,54 @@ class TestImageFolder:
             assert part in str(error.value)
         assert str(error.value).endswith("\nNothing was trained.")
 
-    def test_no_such_folder(self, folder: Path) -> None:
-        near = f"the nearest that exists is '{folder.parent}', with the folders 'pets'"
-        self.fails(folder.parent / "pest" / "all", f"there is no folder '{folder.parent / 'pest' / 'all'}'.", near)
+    def test_missing_folder(self, folder: Path) -> None:
+        near = f"nearest existing folder: '{folder.parent}', with the subfolders 'pets'"
+        self.fails(
+            folder.parent / "pest" / "all", f"the folder '{folder.parent / 'pest' / 'all'}' does not exist.", near
+        )
 
     def test_empty_folder(self, tmp_path: Path) -> None:
-        self.fails(tmp_path, "has no folders of classes.", "at least two classes")
+        self.fails(tmp_path, "has no class folders.", "at least two classes")
 
-    def test_one_class(self, folder: Path) -> None:
+    def test_single_class(self, folder: Path) -> None:
         shutil.rmtree(folder / "cat")
-        self.fails(folder, "has one class only, 'dog'.")
+        self.fails(folder, "has only one class, 'dog'.")
 
-    def test_no_images(self, tmp_path: Path) -> None:
+    def test_folders_without_images(self, tmp_path: Path) -> None:
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "notes.txt").touch()
-        self.fails(tmp_path, "has folders, but no image in them.", "an image ends in .jpg, .jpeg, .png")
+        self.fails(tmp_path, "contain no images.", "supported extensions: .jpg, .jpeg, .png")
 
-    def test_a_class_without_images(self, folder: Path) -> None:
+    def test_class_without_images(self, folder: Path) -> None:
         (folder / "bird").mkdir()
         self.fails(folder, "has no readable image of 'bird'.")
 
-    def test_a_class_without_test_images(self, tmp_path: Path) -> None:
+    def test_class_without_test_images(self, tmp_path: Path) -> None:
         write_images(tmp_path, {"train/a": 3, "train/b": 3, "val/a": 2, "val/b": 0})
-        self.fails(tmp_path, "has no readable image of 'b' to test on.")
+        self.fails(tmp_path, "has no readable image of 'b' for testing.")
 
-    def test_a_class_of_one_image(self, tmp_path: Path) -> None:
+    def test_class_with_one_image(self, tmp_path: Path) -> None:
         write_images(tmp_path, {"a": 5, "b": 1})
-        self.fails(tmp_path, "has one image only of 'b'", "train/ and val/")
+        self.fails(tmp_path, "has only one image of 'b'", "train/ and val/")
 
-    def test_classes_that_differ(self, tmp_path: Path) -> None:
+    def test_splits_with_different_classes(self, tmp_path: Path) -> None:
         write_images(tmp_path, {"train/a": 2, "train/b": 2, "val/a": 2, "val/c": 2})
-        self.fails(tmp_path, "the classes of val/", "only in val/: 'c'", "only in train/: 'b'")
+        self.fails(tmp_path, "val/ and train/", "have different classes", "only in val/: 'c'", "only in train/: 'b'")
 
-    def test_train_alone(self, tmp_path: Path) -> None:
+    def test_train_without_val_or_test(self, tmp_path: Path) -> None:
         write_images(tmp_path, {"train/a": 2, "train/b": 2})
-        self.fails(tmp_path, "has train/, but neither val/ nor test/.", f"or name '{tmp_path / 'train'}' itself")
+        self.fails(tmp_path, "has train/ but neither val/ nor test/.", f"or use '{tmp_path / 'train'}'")
 
-    def test_no_image_can_be_read(self, folder: Path) -> None:
+    def test_all_images_unreadable(self, folder: Path) -> None:
         for path in folder.glob("*/*.png"):
             path.write_bytes(b"")
         self.fails(folder, f"none of the 20 images of '{folder}' can be read.")
 
 
-class TestTheShippedConfigOfCifar100:
-    def test_its_arms_fit_and_two_steps_run(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
-        """PyramidNet-200 in full, on six images: what is too large for a CPU begins, at least."""
+class TestCifar100Config:
+    def test_all_arms_are_valid_and_train_two_steps(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
+        """Train the full PyramidNet-200 on six images for two steps, because the whole comparison needs a GPU."""
         pytest.importorskip("timm")
         pytest.importorskip("optuna")
         from comparison import checks
@@ -789,8 +792,8 @@ class TestTheShippedConfigOfCifar100:
         settings, where = yaml_lines.load(path.read_text(), path.name)
         settings["data"] |= {"root": str(write_cifar("cifar100")), "validation_size": 2, "workers": 0}
         settings |= {"batch_size": 2, "max_steps": 2, "device": "cpu", "precision": "float32", "seeds": 2}
-        study = Study(config.check(settings, where))
-        assert checks.look(study, where).errors == []
+        study = Study(config.validate(settings, where))
+        assert checks.check_study(study, where).errors == []
         dropblock = next(entry for entry in study.entries({}) if entry.arm.name == "DropBlock")
         outcome = execute(dropblock.runs[0], lambda *_: None, tmp_path).outcome
         assert outcome is not None

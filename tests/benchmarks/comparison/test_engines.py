@@ -1,4 +1,4 @@
-"""Runs in processes, on Ray and under torchrun: what fails is a record, and what is killed loses one run at the most."""
+"""Engines: local processes, Ray and torchrun. Failures become records, and a kill loses at most one run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch
 
 pytest.importorskip("pydantic")
 pytest.importorskip("pebble")
-from comparison.engines.base import EngineError, label, seldom
+from comparison.engines.base import EngineError, label, throttled
 from comparison.engines.guard import failure_of, guarded
 from comparison.engines.local import LocalEngine
 from comparison.engines.store import Store, StoreError
@@ -34,7 +34,7 @@ ENV = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_
 
 
 def still(step: int, steps: int, loss: float) -> None:
-    """A beat that nobody hears."""
+    """A progress callback that does nothing."""
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def until(what: Callable[[], bool]) -> None:
         if what():
             return
         time.sleep(0.01)
-    raise AssertionError("it did not come")
+    raise AssertionError("the condition was not met in time")
 
 
 def alive(pid: int) -> bool:
@@ -63,7 +63,7 @@ def alive(pid: int) -> bool:
 
 
 class TestFailures:
-    """What an exception becomes."""
+    """Failed records of exceptions."""
 
     @pytest.mark.parametrize(
         ("arm", "kind", "message"),
@@ -75,7 +75,7 @@ class TestFailures:
             ("mistake", "error", "KeyError: 'layer9'"),
         ],
     )
-    def test_of_a_job_is_a_failed_record(self, tmp_path: Path, arm: str, kind: str, message: str) -> None:
+    def test_an_exception_becomes_a_failed_record(self, tmp_path: Path, arm: str, kind: str, message: str) -> None:
         run = run_of(3, arm)
         record = guarded(job, run, still, tmp_path)
         assert record.failure is not None
@@ -85,7 +85,7 @@ class TestFailures:
         assert record.started
         assert record.environment["versions"]["torch"] == torch.__version__
 
-    def test_says_where_without_the_machines_folders(self, tmp_path: Path) -> None:
+    def test_the_traceback_has_no_absolute_paths(self, tmp_path: Path) -> None:
         failure = guarded(job, run_of(0, "mistake"), still, tmp_path).failure
         assert failure is not None
         assert failure.message.splitlines()[-1].startswith("  tests/support/comparison_jobs.py:")
@@ -108,25 +108,25 @@ class TestFailures:
             (SystemExit(3), "error"),
         ],
     )
-    def test_are_told_apart(self, error: BaseException, kind: str) -> None:
+    def test_exceptions_are_classified(self, error: BaseException, kind: str) -> None:
         assert failure_of(error).kind == kind
         outer = ValueError("the run failed")
         outer.__cause__ = error
         assert failure_of(outer).kind == kind
 
-    def test_a_checkpoint_that_has_no_room_is_a_full_disk(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_that_cannot_be_written_is_a_disk_failure(self, tmp_path: Path) -> None:
         with pytest.raises(Exception) as caught:
             torch.save({"weights": torch.zeros(100_000)}, "/dev/full")
         assert failure_of(caught.value).kind == "disk"
 
-    def test_an_interrupt_is_none(self, tmp_path: Path) -> None:
+    def test_keyboard_interrupt_is_not_caught(self, tmp_path: Path) -> None:
         def interrupted(*_: object) -> Record:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
             guarded(interrupted, run_of(0), still, tmp_path)
 
-    def test_a_good_record_stays_as_it_is(self, tmp_path: Path) -> None:
+    def test_records_are_returned_unless_they_are_not_finite(self, tmp_path: Path) -> None:
         record = record_of(run_of(0))
         assert guarded(lambda *_: record, run_of(0), still, tmp_path) is record
         wild = record_of(run_of(0))
@@ -137,9 +137,9 @@ class TestFailures:
 
 
 class TestLocal:
-    def test_failures_are_records_and_the_rest_goes_on(self, tmp_path: Path, store: Store) -> None:
+    def test_failed_and_killed_runs_become_records_and_the_others_finish(self, tmp_path: Path, store: Store) -> None:
         runs = runs_of("good", "killed_once", "nan", "mistake", "doubt", "store_full", "killed", "good")
-        # A failure on a device costs the process, and with it the limit that this run set.
+        # A failure on a device restarts the process, which also resets the resource limit of this run.
         runs[5] = runs[5].model_copy(update={"device": "cuda"})
         found = {record.key: record for record in LocalEngine(1).run(runs, job, store, tmp_path)}
         kinds = [failure.kind if (failure := found[run.key].failure) else "done" for run in runs]
@@ -151,24 +151,24 @@ class TestLocal:
         assert doubt is not None
         assert doubt.message.startswith("HookdropWarning: the block covers its map")
         assert full is not None
-        assert "runs.sqlite can't grow" in full.message
+        assert "runs.sqlite cannot grow" in full.message
         killed = found[runs[6].key].failure
         assert killed is not None
-        assert "was killed by SIGKILL, in each of 2 attempts" in killed.message
+        assert "was killed by SIGKILL in each of 2 attempts" in killed.message
         assert "out-of-memory killer" in killed.message
         good: dict[str, object] = dict(found[runs[0].key].outcome or {})
         assert good["threads"] == 1
         assert good["pid"] != os.getpid()
         assert store.beats() == {}
 
-    def test_what_is_done_already_is_not_done_again(self, tmp_path: Path, store: Store) -> None:
+    def test_finished_runs_are_not_trained_again(self, tmp_path: Path, store: Store) -> None:
         runs = runs_of("good", "mistake")
         for run in runs:
             store.add(record_of(run, pid=0))
         assert [record.done for record in LocalEngine(2).run(runs, job, store, tmp_path)] == [True, True]
         assert store.attempts() == []
 
-    def test_ends_its_workers_when_nobody_wants_more(self, tmp_path: Path, store: Store) -> None:
+    def test_closing_the_iterator_terminates_the_workers(self, tmp_path: Path, store: Store) -> None:
         records = LocalEngine(1).run(runs_of("good", "held"), job, store, tmp_path)
         next(records)
         until(lambda: len(list(tmp_path.glob("pid *"))) == 1)
@@ -176,12 +176,12 @@ class TestLocal:
         (pid,) = (int(mark.name.split()[1]) for mark in tmp_path.glob("pid *"))
         assert not alive(pid)
 
-    def test_nothing_to_do(self, tmp_path: Path, store: Store) -> None:
+    def test_empty_list_of_runs(self, tmp_path: Path, store: Store) -> None:
         assert list(LocalEngine(2).run([], job, store, tmp_path)) == []
 
     @pytest.mark.parametrize("name", ["workers", "threads", "attempts"])
-    def test_refuses_what_makes_no_sense(self, name: str) -> None:
-        with pytest.raises(EngineError, match=f"{name} is 0; it has to be 1 or more. Nothing was trained"):
+    def test_arguments_must_be_at_least_1(self, name: str) -> None:
+        with pytest.raises(EngineError, match=f"{name} must be at least 1, got 0. Nothing was trained"):
             LocalEngine(**{"workers": 1, name: 0})
 
 
@@ -202,7 +202,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_driver_killed_in_the_middle_and_started_again_loses_and_doubles_nothing(tmp_path: Path) -> None:
+def test_a_killed_driver_resumes_without_losing_or_repeating_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", DRIVER, str(tmp_path)]
     (tmp_path / "driver.py").write_text(DRIVER)
     command = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path)]
@@ -225,16 +225,16 @@ def test_a_driver_killed_in_the_middle_and_started_again_loses_and_doubles_nothi
         assert store.beats() == {}
 
 
-def test_a_beat_is_passed_on_at_most_so_often() -> None:
+def test_throttled_limits_the_rate_of_progress_updates() -> None:
     heard: list[int] = []
     for seconds in (3600.0, 0.0):
-        beat = seldom(lambda step, steps, loss: heard.append(step), seconds)
+        beat = throttled(lambda step, steps, loss: heard.append(step), seconds)
         for step in range(4):
             beat(step, 4, 0.5)
     assert heard == [0, 0, 1, 2, 3]
 
 
-def test_a_run_has_a_name_for_a_person() -> None:
+def test_label_of_a_run() -> None:
     run = run_of(3, "DropBlock")
     assert label(run) == "resnet18 on digits, all images: DropBlock, seed 3"
     assert label(run.model_copy(update={"stage": "tuning"})).endswith("DropBlock, seed 3, tuning")
@@ -242,10 +242,8 @@ def test_a_run_has_a_name_for_a_person() -> None:
 
 
 class TestRay:
-    @pytest.mark.filterwarnings("default")  # Ray's own, of sockets and of what comes
-    def test_a_worker_killed_in_the_middle_of_a_run_is_replaced_and_only_its_run_tried_again(
-        self, tmp_path: Path
-    ) -> None:
+    @pytest.mark.filterwarnings("default")  # Ray emits ResourceWarning and FutureWarning
+    def test_a_killed_ray_worker_is_replaced_and_only_its_run_is_retried(self, tmp_path: Path) -> None:
         pytest.importorskip("ray")
         program = tmp_path / "program.py"
         program.write_text(ON_RAY)
@@ -262,21 +260,23 @@ class TestRay:
             assert (good["threads"], good["cwd"]) == (1, os.getcwd())
             assert store.beats() == {}
 
-    def test_a_cluster_that_is_not_there_is_an_error_before_any_training(self, tmp_path: Path, store: Store) -> None:
+    def test_an_unreachable_cluster_raises_before_training(self, tmp_path: Path, store: Store) -> None:
         pytest.importorskip("ray")
         from comparison.engines.ray import RayEngine
 
         with socket.create_server(("127.0.0.1", 0)) as nobody:
             port = nobody.getsockname()[1]
-        with pytest.raises(EngineError, match=rf"can be reached at 127.0.0.1:{port}: (.|\n)*Nothing was trained\."):
+        with pytest.raises(
+            EngineError, match=rf"cannot reach a Ray cluster at 127.0.0.1:{port}: (.|\n)*Nothing was trained\."
+        ):
             next(RayEngine(f"127.0.0.1:{port}").run(runs_of("good"), job, store, tmp_path))
         assert store.attempts() == []
         store.add(record_of(runs_of("good")[0]))
         assert [record.done for record in RayEngine("127.0.0.1:1").run(runs_of("good"), job, store, tmp_path)] == [True]
-        with pytest.raises(EngineError, match="workers is 0; it has to be 1 or more"):
+        with pytest.raises(EngineError, match="workers must be at least 1, got 0"):
             RayEngine(workers=0)
 
-    def test_without_ray_is_an_error_that_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_ray_raises_an_error_that_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from comparison.engines.ray import RayEngine
 
         monkeypatch.setitem(sys.modules, "ray", None)
@@ -304,7 +304,7 @@ with Store(folder / "runs.sqlite") as store:
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks that went through the lists of `tests/integration/distributed/programs/walk.py`."""
+    """The results of two ranks that ran `tests/integration/distributed/programs/walk.py`."""
     folder = tmp_path_factory.mktemp("walk")
     program = ROOT / "tests" / "integration" / "distributed" / "programs" / "walk.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
@@ -314,7 +314,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestTorchrun:
-    def test_all_ranks_are_in_one_run_and_get_what_rank_0_kept(self, walked: Path) -> None:
+    def test_all_ranks_share_each_run_and_get_the_record_of_rank_0(self, walked: Path) -> None:
         first, second = (json.loads((walked / f"rank{rank}.json").read_text()) for rank in (0, 1))
         assert first == second
         assert [name for name, _, _ in first["first"]] == ["good", "fails 1", "late 0", "fails 0", "good"]
@@ -330,7 +330,7 @@ class TestTorchrun:
         assert first["initialized"] == [False]
 
     @pytest.mark.parametrize(("turn", "rank"), [(1, 1), (3, 0)])
-    def test_a_rank_that_fails_takes_its_run_with_it_and_no_other(self, walked: Path, turn: int, rank: int) -> None:
+    def test_a_failed_rank_fails_only_its_run(self, walked: Path, turn: int, rank: int) -> None:
         runs = json.loads((walked / "rank0.json").read_text())["first"]
         _, outcome, failure = runs[turn]
         assert outcome is None
@@ -338,13 +338,13 @@ class TestTorchrun:
         assert failure["message"].startswith(f"rank {rank}: FloatingPointError: the loss is nan")
         assert all(done for name, done, _ in runs if "fails" not in name)
 
-    def test_a_run_for_another_number_of_ranks_is_refused(self, walked: Path) -> None:
+    def test_a_run_for_another_number_of_ranks_raises(self, walked: Path) -> None:
         (text,) = json.loads((walked / "rank1.json").read_text())["refused"]
-        assert "is for 3 ranks (`world`), and torchrun started 2." in text
+        assert "requires 3 ranks (`world`), but torchrun started 2." in text
         assert "--nproc-per-node=3" in text
         assert text.endswith("Nothing was trained.")
 
-    def test_without_torchrun_is_an_error_that_says_how_to_start_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_torchrun_raises_an_error_with_the_command(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("RANK", raising=False)
-        with pytest.raises(EngineError, match=r"needs torchrun(.|\n)*torchrun --nproc-per-node=2(.|\n)*Nothing was"):
+        with pytest.raises(EngineError, match=r"requires torchrun(.|\n)*torchrun --nproc-per-node=2(.|\n)*Nothing was"):
             TorchrunEngine()

@@ -1,4 +1,4 @@
-"""What a run was made with, and how far a comparison has come."""
+"""The environment of a run, and the progress display."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def leaves(value: object) -> list[object]:
 
 
 class TestEnvironment:
-    def test_names_the_versions_that_are_installed(self) -> None:
+    def test_versions_of_installed_packages(self) -> None:
         found = environment()["versions"]
         assert found["python"] == platform.python_version()
         assert found["torch"] == torch.__version__
@@ -40,31 +40,31 @@ class TestEnvironment:
         assert found["numpy"] == version("numpy")
         assert {"torchvision", "timm", "scikit-learn", "optuna"} < set(found)
 
-    def test_has_none_for_what_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_version_of_a_missing_package_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("comparison.run.environment.PACKAGES", ("numpy", "no-such-package"))
         assert versions()["no-such-package"] is None
         assert versions()["numpy"] == version("numpy")
 
-    def test_is_strict_json_nested_at_most_once(self) -> None:
+    def test_environment_is_strict_json_with_one_level_of_nesting(self) -> None:
         found = environment()
         assert json.loads(json.dumps(found, allow_nan=False)) == found
         assert not any(isinstance(leaf, list) for leaf in leaves(found))
         assert all(not isinstance(leaf, dict) for part in found.values() for leaf in part.values())
 
-    def test_tells_nothing_of_whose_machine_it_is(self) -> None:
+    def test_environment_has_no_host_user_or_path(self) -> None:
         texts = [leaf for leaf in leaves(environment()) if isinstance(leaf, str)]
         private = {socket.gethostname(), getpass.getuser(), str(Path.home()), str(ROOT)}
         assert not private & set(texts)
         assert not any(os.sep in text and Path(text).is_absolute() for text in texts)
 
-    def test_hardware_is_what_the_machine_has(self) -> None:
+    def test_hardware_matches_the_machine(self) -> None:
         found = environment()["hardware"]
         assert found["cpu_count"] == os.cpu_count()
         assert found["cpu"]
         assert 0.1 < found["memory_gib"] < 1e5
         assert (found["gpus"] == "none") is not torch.cuda.is_available()
 
-    def test_settings_of_determinism_are_those_in_force(self) -> None:
+    def test_determinism_settings_are_current(self) -> None:
         before = determinism()
         assert before["threads"] == torch.get_num_threads()
         torch.use_deterministic_algorithms(True)
@@ -96,7 +96,7 @@ class TestRevision:
         git("commit", "-m", "first")
         return tmp_path
 
-    def test_is_the_commit_that_is_checked_out(self, checkout: Path) -> None:
+    def test_revision_is_the_current_commit(self, checkout: Path) -> None:
         head = subprocess.check_output(["git", "-C", str(checkout), "rev-parse", "HEAD"], text=True).strip()
         assert revision(checkout) == {"revision": head, "dirty": False}
 
@@ -104,25 +104,23 @@ class TestRevision:
         ("name", "dirty"),
         [("hookdrop/code.py", True), ("benchmarks/new.py", True), ("runs/results.json", False), ("notes.txt", False)],
     )
-    def test_is_dirty_if_the_code_was_changed(self, checkout: Path, name: str, dirty: bool) -> None:
+    def test_dirty_only_if_the_code_was_changed(self, checkout: Path, name: str, dirty: bool) -> None:
         (checkout / name).parent.mkdir(exist_ok=True)
         (checkout / name).write_text("changed")
         assert revision(checkout)["dirty"] is dirty
 
-    def test_is_none_outside_of_git_and_in_another_repository(self, checkout: Path, tmp_path: Path) -> None:
+    def test_revision_is_none_outside_of_the_repository(self, checkout: Path, tmp_path: Path) -> None:
         none = {"revision": None, "dirty": None}
         (checkout / "installed").mkdir()
         assert revision(checkout / "installed") == none
         assert revision(Path("/")) == none
         assert revision(tmp_path / "nowhere") == none
 
-    def test_is_none_without_git(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_revision_is_none_without_git(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
         assert revision(checkout) == {"revision": None, "dirty": None}
 
-    def test_is_not_that_of_a_repository_that_the_environment_names(
-        self, checkout: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_revision_ignores_git_environment_variables(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GIT_DIR", "/nowhere")
         assert revision(checkout)["revision"] is not None
 
@@ -138,7 +136,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 class TestProgress:
     @pytest.mark.parametrize(("total", "lines"), [(1, [1]), (3, [1, 2, 3]), (20, list(range(2, 21, 2)))])
-    def test_in_a_pipe_is_a_line_for_every_tenth(
+    def test_a_pipe_gets_a_line_for_every_10_percent(
         self, store: Store, capsys: pytest.CaptureFixture[str], total: int, lines: list[int]
     ) -> None:
         with progress.watch(Console(width=200), total, store) as advance:
@@ -148,18 +146,18 @@ class TestProgress:
         assert [int(text.split()[0]) for text in said] == lines
         assert all(f" of {total} runs after " in text for text in said)
 
-    def test_a_line_counts_what_failed_and_says_what_is_left(self) -> None:
+    def test_a_line_shows_failures_and_the_time_left(self) -> None:
         assert progress.line(30, 100, 0, 60) == "30 of 100 runs after 60 s, about 2 min left"
         assert progress.line(50, 100, 2, 9000) == "50 of 100 runs (2 failed) after 2.5 h, about 2.5 h left"
         assert progress.line(100, 100, 1, 3 * 86400) == "100 of 100 runs (1 failed) after 3.0 days"
 
-    def test_in_a_pipe_what_failed_is_counted(self, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_pipe_shows_failures(self, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
         with progress.watch(Console(width=200), 2, store) as advance:
             advance(BAD)
             advance(GOOD)
         assert capsys.readouterr().out.count("(1 failed)") == 2
 
-    def test_in_a_terminal_is_a_bar_with_a_line_for_each_run_that_goes_on(
+    def test_a_terminal_shows_a_bar_and_a_line_for_each_active_run(
         self, store: Store, capsys: pytest.CaptureFixture[str]
     ) -> None:
         store.beat("c", 7, 10, 0.123456, "resnet18 on digits: DropBlock [3], seed 4")
@@ -173,6 +171,6 @@ class TestProgress:
         assert "none, seed 5: step 8 of 10" in shown
         assert "step 8 of 10, loss" not in shown
 
-    def test_a_store_that_can_not_be_read_is_no_error(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unreadable_store_shows_no_active_runs(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         store.connection.execute("DROP TABLE beats")
-        assert progress.going_on(store) == []
+        assert progress.active_runs(store) == []

@@ -1,4 +1,4 @@
-"""The report page: its HTML as text, then the page in a real browser."""
+"""The report: its HTML, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 from comparison.analysis import schema
-from comparison.report import looks, numbers, strips, view
+from comparison.report import arm_styles, numbers, strips, view
 from comparison.report.page import render, write
 from comparison.spec import tuning
 from tests.support import summaries
@@ -32,7 +32,7 @@ LONG = "a_regularizer_with_a_name_that_does_not_end_" * 6
 
 
 class Parsed(HTMLParser):
-    """Tags with their attributes, and the texts of scripts and of everything else."""
+    """The tags with their attributes, the scripts, and the other text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -58,12 +58,12 @@ class Parsed(HTMLParser):
         self._open.append("")
 
     def all(self, name: str) -> list[str]:
-        """The values of an attribute wherever it is."""
+        """All values of an attribute."""
         return [value or "" for _, attributes in self.tags for key, value in attributes.items() if key == name]
 
 
 def with_names(summary: schema.Summary, name: str) -> schema.Summary:
-    """The summary with this text wherever text comes from a user."""
+    """The summary with `name` in place of all text that comes from a user."""
     found = summary.model_copy(deep=True)
     found.title = found.command = found.config = name
     cell = found.cells[0]
@@ -96,7 +96,7 @@ def with_names(summary: schema.Summary, name: str) -> schema.Summary:
 
 
 def bare(summary: schema.Summary) -> schema.Summary:
-    """The summary without what need not be measured."""
+    """The summary without optional measurements."""
     found = summary.model_copy(deep=True)
     nothing = schema.Band(x=[], low=[], median=[], high=[])
     for arm in found.cells[0].arms:
@@ -137,14 +137,14 @@ def three() -> str:
 
 
 class TestHtml:
-    def test_loads_nothing_from_anywhere(self, three: str) -> None:
+    def test_page_is_self_contained(self, three: str) -> None:
         parsed = Parsed(three)
         assert not parsed.all("src")
         assert all(target.startswith("#") or target == "data:," for target in parsed.all("href"))
         assert not re.search(r"url\((?!#)|@import|https?:", three)
         assert "default-src 'none'" in parsed.all("content")[-1]
 
-    def test_every_id_is_there_once_and_every_reference_has_its_id(self, three: str) -> None:
+    def test_ids_are_unique_and_references_resolve(self, three: str) -> None:
         parsed = Parsed(three)
         ids = parsed.all("id")
         assert len(ids) == len(set(ids))
@@ -154,10 +154,10 @@ class TestHtml:
         assert len(used) > 100
         assert set(used) <= set(ids)
 
-    def test_the_whole_summary_is_in_it_as_json(self, summary: schema.Summary, page: Parsed) -> None:
+    def test_page_embeds_the_summary_as_json(self, summary: schema.Summary, page: Parsed) -> None:
         assert json.loads(page.scripts[0]) == json.loads(summary.model_dump_json())
 
-    def test_nan_and_infinity_are_null_in_its_json_and_a_dash_in_its_tables(self) -> None:
+    def test_nan_and_infinity_are_null_in_json_and_a_dash_in_tables(self) -> None:
         broken = summaries.summary(arms=3, seeds=2)
         arm = broken.cells[0].arms[1]
         assert arm.against_none
@@ -168,53 +168,53 @@ class TestHtml:
         assert data["cells"][0]["arms"][1]["means"]["nll"] is None
         assert not re.search(r'="[^"]*\b(nan|inf)\b', html)
 
-    def test_is_the_same_bytes_for_the_same_summary(self, three: str, tmp_path: Path) -> None:
+    def test_page_is_deterministic(self, three: str, tmp_path: Path) -> None:
         write(summaries.summary(cells=3, arms=4, seeds=3), tmp_path / "report.html")
         assert (tmp_path / "report.html").read_bytes() == three.encode()
 
-    def test_text_of_users_makes_no_element(self, small: schema.Summary) -> None:
+    def test_user_text_is_escaped(self, small: schema.Summary) -> None:
         expected, found = (Parsed(render(with_names(small, name))) for name in ("name", HOSTILE))
         assert [tag for tag, _ in found.tags] == [tag for tag, _ in expected.tags]
         assert json.loads(found.scripts[0])["title"] == HOSTILE
 
-    def test_headings_go_down_one_level_at_a_time(self, page: Parsed) -> None:
+    def test_heading_levels_are_not_skipped(self, page: Parsed) -> None:
         levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
         assert levels[0] == 1
         assert levels.count(1) == 1
         assert all(below <= above + 1 for above, below in itertools.pairwise(levels))
 
-    def test_tables_have_captions_and_headers_scopes(self, page: Parsed) -> None:
+    def test_tables_have_captions_and_header_scopes(self, page: Parsed) -> None:
         tags = [tag for tag, _ in page.tags]
         assert tags.count("caption") == tags.count("table") > 8
         assert all(attributes.get("scope") for tag, attributes in page.tags if tag == "th")
 
-    def test_pictures_have_a_text_or_are_hidden(self, page: Parsed) -> None:
+    def test_figures_have_a_label_or_are_hidden(self, page: Parsed) -> None:
         pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
         assert len(pictures) > 100
         for attributes in pictures:
             assert attributes.get("aria-hidden") == "true" or (attributes["role"] == "img" and attributes["aria-label"])
 
-    def test_buttons_of_one_kind_have_names_of_their_own(self, three: str) -> None:
+    def test_buttons_have_unique_names(self, three: str) -> None:
         names = re.findall(r'<button type="button" class="(?:download|copy)"[^>]*>(.*?)</button>', three)
         assert len(names) == len(set(names)) > 30
 
 
-class TestWhatItSays:
+class TestContent:
     def text(self, summary: schema.Summary) -> str:
         return re.sub(r"\s+", " ", " ".join(Parsed(render(summary)).texts))
 
-    def test_begins_with_the_words_of_the_cells(self, summary: schema.Summary, page: Parsed) -> None:
+    def test_findings_come_first(self, summary: schema.Summary, page: Parsed) -> None:
         text = "".join(page.texts)
         words = text.index(summary.cells[0].words[0])
         assert text.index("fixed before the first run") < words < text.index("Between regularizers")
 
-    def test_says_what_was_compared(self, summary: schema.Summary) -> None:
+    def test_sentence_describes_the_comparison(self, summary: schema.Summary) -> None:
         assert view.sentence(summary) == (
-            "5 regularizers, 1 recipe and 3 implementations of other libraries, compared with none in paired training runs of 8 seeds each, "
-            "fixed beforehand: resnet18 on digits, 100 images."
+            "5 regularizers, 1 recipe and 3 implementations from other libraries, compared with none in paired training runs with 8 seeds each, "
+            "fixed in advance: resnet18 on digits, 100 images."
         )
 
-    def test_what_was_not_measured_says_so(self, small: schema.Summary) -> None:
+    def test_missing_measurements_are_stated(self, small: schema.Summary) -> None:
         html = render(bare(small))
         for name in ("between", "calibration", "masks", "cost", "tuning"):
             section = html.split(f'id="cell1-{name}"')[1].split("<h3")[0]
@@ -223,7 +223,7 @@ class TestWhatItSays:
         assert html.split('id="cell1-rates"')[1].split("<h3")[0].count("not measured") == 2
         assert html.split('id="cell1-controls"')[1].split("<h3")[0].count("<strong>Not measured</strong>") == 3
 
-    def test_failures_without_any_outcome(self) -> None:
+    def test_all_runs_failed(self) -> None:
         text = self.text(
             summaries.summary(cells=0, failures=[summaries.failure("DropBlock", seed) for seed in range(3)])
         )
@@ -237,20 +237,20 @@ class TestWhatItSays:
         assert re.search(
             r'data-col="mde" data-sort-accuracy=""[^>]*>.*?<span class="m" data-m="accuracy">–</span>', html
         )
-        assert "None: every run that was started has an outcome." in html
+        assert "None: every run has an outcome." in html
         assert "1 seed, fixed" not in html
-        assert "of 1 seed each" in html
+        assert "with 1 seed each" in html
 
-    def test_more_than_one_environment_is_a_warning_and_what_differs_is_marked(self, small: schema.Summary) -> None:
+    def test_different_environments_are_marked(self, small: schema.Summary) -> None:
         assert "different environments" not in self.text(small)
         two = small.model_copy(
             update={"environments": [summaries.environment("8f161cd"), summaries.environment("cd8f161")]}
         )
-        assert "The runs were made in 2 different environments" in self.text(two)
+        assert "The runs used 2 different environments" in self.text(two)
         marked = re.findall(r'class="differs"><th scope="row">(.*?)</th>', render(two))
         assert marked == ["git.revision"] * 2
 
-    def test_a_control_that_fails_is_said_at_the_top(self, small: schema.Summary) -> None:
+    def test_a_failed_control_is_shown_at_the_top(self, small: schema.Summary) -> None:
         assert "A control failed" not in self.text(small)
         wrong = small.model_copy(deep=True)
         wrong.cells[0].controls.aa_equal -= 1
@@ -258,12 +258,12 @@ class TestWhatItSays:
         assert text.index("A control failed in resnet18 on digits, 100 images") < text.index("Ranking: each arm")
         assert "2 of 3 seeds" in text
 
-    def test_settings_at_the_edge_of_their_space_are_flagged(self, small: schema.Summary) -> None:
+    def test_settings_at_the_edge_of_the_search_space_are_flagged(self, small: schema.Summary) -> None:
         edges = sum(len(arm.tuning.at_edge) for arm in small.cells[0].arms if arm.tuning)
         assert edges
-        assert self.text(small).count("at the edge of its space") == edges
+        assert self.text(small).count("at the edge of the search space") == edges
 
-    def test_a_mask_is_drawn_element_by_element(self, html: str, summary: schema.Summary) -> None:
+    def test_a_mask_shows_every_dropped_element(self, html: str, summary: schema.Summary) -> None:
         for arm in summary.cells[0].arms:
             if arm.mask:
                 dropped = [(x, y) for y, row in enumerate(arm.mask.rows) for x, kept in enumerate(row) if not kept]
@@ -273,7 +273,7 @@ class TestWhatItSays:
                 assert [(int(x), int(y)) for x, y in re.findall(r"M(\d+),(\d+)h1", picture)] == dropped
 
     @pytest.mark.parametrize(
-        ("metric", "verdict", "p_holm", "words"),
+        ("metric", "verdict", "p_holm", "text"),
         [
             ("accuracy", "above", 0.01, "better than none"),
             ("nll", "above", 0.01, "worse than none"),
@@ -282,11 +282,11 @@ class TestWhatItSays:
             ("ece", "cannot be distinguished", 0.01, "cannot be distinguished from none"),
         ],
     )
-    def test_verdicts_know_which_direction_is_better(
-        self, metric: schema.Metric, verdict: Any, p_holm: float, words: str
+    def test_verdicts_depend_on_the_direction_of_the_metric(
+        self, metric: schema.Metric, verdict: Any, p_holm: float, text: str
     ) -> None:
         found = summaries.difference(np.array([1.0, 2.0])).model_copy(update={"verdict": verdict, "p_holm": p_holm})
-        assert numbers.verdict(found, metric, "none") == words
+        assert numbers.verdict(found, metric, "none") == text
 
     @pytest.mark.parametrize(
         ("p", "text"),
@@ -308,7 +308,7 @@ class TestWhatItSays:
 
 
 class TestStrips:
-    def test_everything_is_on_the_axis(self, summary: schema.Summary) -> None:
+    def test_axis_contains_all_values(self, summary: schema.Summary) -> None:
         for arm in summary.cells[0].arms[1:]:
             assert arm.against_none
             found = arm.against_none["nll"]
@@ -316,15 +316,15 @@ class TestStrips:
             for value in (0.0, *found.values, found.low, found.high, found.low_images, found.high_images):
                 assert strips.EDGE <= float(axis.at(value)) <= strips.WIDTH - strips.EDGE
 
-    def test_an_axis_without_width_gets_one(self) -> None:
+    def test_axis_of_a_single_value_has_a_width(self) -> None:
         axis = strips.Axis.of([0.0])
         assert axis.low < 0 < axis.high
         assert float(axis.at(0)) == strips.WIDTH / 2
 
-    def test_no_two_arms_look_the_same(self, summary: schema.Summary) -> None:
-        found = looks.looks_of(summary.cells[0].arms * 10)
+    def test_arm_styles_are_unique(self, summary: schema.Summary) -> None:
+        found = arm_styles.arm_styles(summary.cells[0].arms * 10)
         assert len(set(found[1:12])) == 11
-        assert len({look for look in found if look.colour}) == 110
+        assert len({style for style in found if style.color}) == 110
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +345,7 @@ Show = Callable[..., Any]
 
 @pytest.fixture
 def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
-    """Open a summary; a message of the console, an error or a request fails the test."""
+    """Open a summary in the browser. Console messages, errors and requests fail the test."""
     noise: list[str] = []
     contexts = []
 
@@ -372,7 +372,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
 
 
 def names(tab: Any, body: int = 0) -> list[str]:
-    """The names of the arms that the ranking shows, from the top."""
+    """The names of the visible arms of the ranking, in order."""
     return tab.evaluate(
         f"[...document.querySelector('.ranking').tBodies[{body}].querySelectorAll('tr:not(.group)')].filter(row => !row.hidden)"
         ".map(row => row.querySelector('.name').textContent)"
@@ -384,7 +384,7 @@ def header(tab: Any, name: str) -> Any:
 
 
 def contrasts(tab: Any) -> dict[str, float]:
-    """The least contrast of each kind of text, by WCAG's formula on the colours that the browser computed."""
+    """The lowest contrast of each kind of text, by the WCAG formula on the computed colors."""
     return tab.evaluate(
         """() => {
         const rgb = text => text.match(/[\\d.]+/g).map(Number);
@@ -404,7 +404,7 @@ def contrasts(tab: Any) -> dict[str, float]:
 
 
 class TestBrowser:
-    def test_sorts_by_a_click_and_says_how(self, show: Show, html: str, summary: schema.Summary) -> None:
+    def test_click_sorts_and_announces_the_order(self, show: Show, html: str, summary: schema.Summary) -> None:
         tab = show(html)
         assert header(tab, "Arm − none").get_attribute("aria-sort") == "descending"
         means = {arm.name: arm.means["nll"] for arm in summary.cells[0].arms if arm.kind != "control"}
@@ -416,13 +416,13 @@ class TestBrowser:
         assert set(names(tab, body=1)) == {"A/A: DropBlock(p=0)", "none, other seeds"}
         assert tab.get_by_role("status").text_content() == "Sorted by NLL, nats, descending."
 
-    def test_sorting_by_text_knows_what_has_no_value(self, show: Show, html: str) -> None:
+    def test_rows_without_a_value_are_sorted_last(self, show: Show, html: str) -> None:
         tab = show(html)
         for _ in range(2):
             tab.get_by_role("button", name="Verdict").first.click()
             assert names(tab)[-1] == "none"
 
-    def test_filters_by_text_and_by_kind_and_says_how_many_are_left(self, show: Show, html: str) -> None:
+    def test_filters_by_text_and_kind_and_announces_the_count(self, show: Show, html: str) -> None:
         tab = show(html)
         tab.get_by_label("Filter").fill("dropblock EQUAL")
         assert sorted(names(tab)) == ["torchvision DropBlock, equal fraction", "torchvision DropBlock, equal p"]
@@ -433,7 +433,7 @@ class TestBrowser:
         assert len(names(tab)) == 7
         assert tab.get_by_role("status").text_content() == "9 of 12 arms shown."
 
-    def test_another_metric_draws_other_strips_and_ranks_by_it(
+    def test_selecting_a_metric_updates_the_ranking_and_plots(
         self, show: Show, html: str, summary: schema.Summary
     ) -> None:
         tab = show(html)
@@ -468,10 +468,10 @@ class TestBrowser:
         tab.get_by_role("button", name="Show all").first.click()
         assert lines.evaluate_all(visible) == [True] * 4
 
-    def test_every_download_has_its_data(self, show: Show) -> None:
+    def test_downloads_contain_their_data(self, show: Show) -> None:
         made = with_names(summaries.summary(arms=5, seeds=3), 'a, "b"\n')
         files = {}
-        # Chromium drops a document's eleventh download within a second.
+        # Chromium blocks more than ten downloads of a page within a second.
         for half in (0, 1):
             tab = show(made)
             for button in tab.locator(".download").all()[half::2]:
@@ -511,7 +511,7 @@ class TestBrowser:
         ]
         assert files["ranking"][0] == "a-b-ranking.csv"
 
-    def test_a_keyboard_is_enough(self, show: Show, html: str) -> None:
+    def test_page_can_be_used_with_the_keyboard(self, show: Show, html: str) -> None:
         tab = show(html)
         focused = "document.activeElement.textContent.trim() || document.activeElement.value"
         tab.keyboard.press("Tab")
@@ -531,11 +531,11 @@ class TestBrowser:
         tab.locator("input[value=accuracy]").focus()
         tab.keyboard.press("ArrowRight")
         assert tab.locator(".cell").get_attribute("data-metric") == "nll"
-        # What scrolls can be scrolled by keys.
+        # Scrollable regions can be scrolled with the keyboard.
         assert tab.locator(".scroll:not([tabindex='0']), pre:not([tabindex='0'])").count() == 0
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_text_has_contrast(self, show: Show, scheme: str) -> None:
+    def test_text_has_enough_contrast(self, show: Show, scheme: str) -> None:
         tab = show(
             summaries.summary(
                 arms=4, seeds=2, environments=[summaries.environment(), summaries.environment("another")]
@@ -565,17 +565,17 @@ class TestBrowser:
         )
         assert min(_contrast(line, (255, 255, 255) if scheme == "light" else (20, 23, 26)) for line in lines) >= 3
 
-    def test_the_button_changes_the_colours(self, show: Show, html: str) -> None:
+    def test_the_theme_button_switches_colors(self, show: Show, html: str) -> None:
         tab = show(html, color_scheme="dark")
         paper = "getComputedStyle(document.body).backgroundColor"
         dark = tab.evaluate(paper)
-        tab.get_by_role("button", name="Light colours").click()
+        tab.get_by_role("button", name="Light colors").click()
         assert tab.evaluate(paper) == "rgb(255, 255, 255)"
-        tab.get_by_role("button", name="Dark colours").click()
+        tab.get_by_role("button", name="Dark colors").click()
         assert tab.evaluate(paper) == dark
 
-    @pytest.mark.parametrize("name", ["", LONG], ids=["names as usual", "long names"])
-    def test_a_phone_does_not_scroll_sideways_and_its_text_is_large_enough(
+    @pytest.mark.parametrize("name", ["", LONG], ids=["short-names", "long-names"])
+    def test_no_horizontal_scrolling_and_readable_text_on_a_phone(
         self, show: Show, html: str, small: schema.Summary, name: str
     ) -> None:
         tab = show(
@@ -590,7 +590,7 @@ class TestBrowser:
         )
         assert little == []
 
-    def test_hostile_names_are_shown_and_not_run(self, show: Show, small: schema.Summary) -> None:
+    def test_script_in_names_is_not_executed(self, show: Show, small: schema.Summary) -> None:
         tab = show(with_names(small, HOSTILE))
         assert tab.evaluate("window.hacked") is None
         assert tab.locator("h1").text_content() == HOSTILE
@@ -598,17 +598,17 @@ class TestBrowser:
         tab.get_by_role("button", name="NLL, nats", exact=True).click()
         assert tab.evaluate("window.hacked") is None
 
-    def test_no_script_but_its_own_runs(self, browser: Any, tmp_path: Path, html: str) -> None:
+    def test_content_security_policy_blocks_other_scripts(self, browser: Any, tmp_path: Path, html: str) -> None:
         file = tmp_path / "report.html"
         file.write_text(html.replace("</body>", "<script>window.hacked = 1</script></body>"), encoding="utf-8")
         context = browser.new_context()
         tab = context.new_page()
         tab.goto(file.as_uri())
         assert tab.evaluate("window.hacked") is None
-        assert tab.locator("#theme").text_content() == "Dark colours"
+        assert tab.locator("#theme").text_content() == "Dark colors"
         context.close()
 
-    def test_cells_are_independent_and_in_the_contents(self, show: Show, three: str) -> None:
+    def test_cells_are_independent_and_listed_in_the_contents(self, show: Show, three: str) -> None:
         tab = show(three)
         assert tab.get_by_role("navigation").get_by_role("link", name=re.compile("^resnet18 on")).count() == 3
         tab.locator("#cell2 input[value=ece]").check()
@@ -622,7 +622,7 @@ class TestBrowser:
         assert download.value.suggested_filename == "resnet18-synthetic-cue-100-2-cost.csv"
 
     @pytest.mark.parametrize("what", ["bare", "one seed", "failures only"])
-    def test_what_is_left_out_makes_no_noise(self, show: Show, small: schema.Summary, what: str) -> None:
+    def test_partial_summaries_cause_no_console_errors(self, show: Show, small: schema.Summary, what: str) -> None:
         made = {
             "bare": lambda: bare(small),
             "one seed": lambda: summaries.summary(arms=4, seeds=1),
@@ -633,25 +633,25 @@ class TestBrowser:
             button.click()
         assert tab.locator("h1").is_visible()
 
-    def test_without_javascript_accuracy_is_there(self, show: Show, html: str) -> None:
+    def test_accuracy_is_shown_without_javascript(self, show: Show, html: str) -> None:
         tab = show(html, java_script_enabled=False)
         assert tab.locator("noscript p").is_visible()
         assert tab.locator(".ranking [data-m=accuracy] circle").first.is_visible()
         assert not tab.locator(".ranking [data-m=nll] circle").first.is_visible()
 
-    def test_copies_the_command_of_a_row(self, show: Show, html: str, summary: schema.Summary) -> None:
+    def test_copy_button_copies_the_command(self, show: Show, html: str, summary: schema.Summary) -> None:
         tab = show(html)
         command = tab.locator(".arms .command").nth(1)
         command.get_by_role("button").click()
         tab.wait_for_function("document.getElementById('status').textContent")
         said = tab.get_by_role("status").text_content()
-        assert said in ("Copied.", "Selected: copy it with the keyboard.")
+        assert said in ("Copied.", "Selected: press the copy shortcut.")
         copied = "navigator.clipboard.readText()" if said == "Copied." else "getSelection().toString()"
         if said == "Copied.":
             tab.context.grant_permissions(["clipboard-read"])
         assert tab.evaluate(copied) == summary.cells[0].arms[1].command
 
-    def test_stands_still_for_who_wants_that_and_prints_without_controls(self, show: Show, html: str) -> None:
+    def test_reduced_motion_and_print_styles(self, show: Show, html: str) -> None:
         tab = show(html, reduced_motion="reduce", color_scheme="dark")
         assert tab.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
         tab.emulate_media(media="print")
@@ -661,10 +661,10 @@ class TestBrowser:
 
 
 def _contrast(one: Any, other: Any) -> float:
-    def light(colour: Any) -> float:
+    def light(color: Any) -> float:
         r, g, b = (
             (value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4)
-            for value in (part / 255 for part in colour[:3])
+            for value in (part / 255 for part in color[:3])
         )
         return 0.2126 * r + 0.7152 * g + 0.0722 * b
 

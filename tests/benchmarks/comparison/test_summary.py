@@ -1,4 +1,4 @@
-"""From records to findings and sentences: pairs, what is set aside, controls, and what the words may say."""
+"""Summaries: pairs, excluded runs, controls, and the sentences of the report."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from comparison.analysis.inference import holm
-from comparison.analysis.schema import ArmFound, Cell, Difference, Spread, Summary
-from comparison.analysis.summary import About, findings, summarise
+from comparison.analysis.schema import ArmSummary, Cell, Difference, Spread, Summary
+from comparison.analysis.summary import About, findings, summarize
 from comparison.report.table import WIDTH, table
 from comparison.run import metrics
 from comparison.run.record import Failure, Outcome, Record
@@ -52,9 +52,9 @@ def run_of(arm: Arm, seed: int, data: str = "digits", stage: Literal["tuning", "
 
 
 def record_of(run: Run, shift: float = 0.0, **changed: Any) -> Record:
-    """A finished run; `shift` is by how much more images are right than in a run without, on average."""
+    """A finished run; `shift` increases the fraction of correct images."""
     order = np.random.default_rng((run.seed, 7))
-    right = order.random(IMAGES)  # the same for all arms of a seed: they are pairs
+    right = order.random(IMAGES)  # the same for all arms of a seed, because they are pairs
     own = np.random.default_rng((run.seed, *map(ord, run.arm.name)))
     correct = right < 0.8 + shift + 0.004 * own.normal()
     confidence = np.clip(0.5 + 0.5 * order.random(IMAGES) + 0.002 * own.normal(), 0, 1).astype(np.float32)
@@ -95,7 +95,7 @@ def record_of(run: Run, shift: float = 0.0, **changed: Any) -> Record:
 
 @dataclass
 class Made:
-    """A comparison that can be tampered with."""
+    """A comparison that tests can modify."""
 
     entries: list[Entry]
     records: dict[str, Record] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Made:
 
     def summary(self) -> Summary:
         times = {(self.entries[0].cell, "DropBlock"): Spread(low=1.0, median=1.25, high=1.5)}
-        return summarise(self.entries, self.records, ABOUT, times, {})
+        return summarize(self.entries, self.records, ABOUT, times, {})
 
     def cell(self) -> Cell:
         return self.summary().cells[0]
@@ -148,7 +148,7 @@ def made() -> Made:
     return make()
 
 
-def arm_of(cell: Cell, name: str) -> ArmFound:
+def arm_of(cell: Cell, name: str) -> ArmSummary:
     return next(arm for arm in cell.arms if arm.name == name)
 
 
@@ -164,7 +164,7 @@ def said(cell: Cell, start: str) -> str:
 
 
 class TestSummary:
-    def test_is_json_and_comes_back_from_it(self, made: Made) -> None:
+    def test_summary_round_trips_through_json(self, made: Made) -> None:
         made.fail("DropPath", 3)
         made.lose("none", 5)
         summary = made.summary()
@@ -180,7 +180,7 @@ class TestSummary:
             ("DropBlock, p = 0", "control"),
         ]
 
-    def test_differences_are_of_the_metrics_of_the_same_seed(self, made: Made) -> None:
+    def test_differences_are_paired_by_seed(self, made: Made) -> None:
         cell = made.cell()
         none, block = arm_of(cell, "none"), arm_of(cell, "DropBlock")
         assert against(cell, "DropBlock").seeds == list(range(8))
@@ -189,7 +189,7 @@ class TestSummary:
             assert against(cell, "DropBlock", metric).values == pytest.approx(expected)
             assert block.means[metric] == pytest.approx(np.mean(block.values[metric]))
 
-    def test_holm_is_over_the_arms_of_a_metric_and_over_their_pairs(self, made: Made) -> None:
+    def test_holm_families_are_the_arms_and_the_pairs_of_a_metric(self, made: Made) -> None:
         cell = made.cell()
         found = [against(cell, name) for name in ("DropBlock", "DropPath")]
         assert [one.p_holm for one in found] == holm([one.p for one in found])
@@ -200,7 +200,7 @@ class TestSummary:
         expected = np.subtract(found[0].values, found[1].values)
         assert cell.between[0].difference.values == pytest.approx(expected)
 
-    def test_holm_between_regularizers_is_over_all_their_pairs(self, made: Made) -> None:
+    def test_holm_between_regularizers_covers_all_pairs(self, made: Made) -> None:
         third = A.model_copy(update={"name": "Dropout"})
         runs = {seed: run_of(third, seed) for seed in range(8)}
         made.records |= {run.key: record_of(run, 0.1) for run in runs.values()}
@@ -210,10 +210,12 @@ class TestSummary:
             family = [pair.difference for pair in cell.between if pair.metric == metric]
             assert len(family) == 3
             assert [one.p_holm for one in family] == holm([one.p for one in family])
-        assert "; the other 1 of 3 pairs cannot be distinguished. By" in said(cell, "Accuracy (more is better), among")
-        assert "2 pairs differ at 5 %." in said(cell, "Accuracy (more is better), among")
+        assert "; the other 1 of 3 pairs cannot be distinguished. In" in said(
+            cell, "Accuracy (higher is better), between"
+        )
+        assert "2 pairs differ significantly at 5 %." in said(cell, "Accuracy (higher is better), between")
 
-    def test_an_arm_is_the_mean_of_its_runs(self, made: Made) -> None:
+    def test_arm_summary_averages_its_runs(self, made: Made) -> None:
         block = arm_of(made.cell(), "DropBlock")
         dropped = [0.1 + 0.001 * seed for seed in range(8)]
         interval = ttest_1samp(dropped, 0).confidence_interval(0.95)
@@ -234,11 +236,11 @@ class TestSummary:
         assert block.mask
         assert block.mask.rows == [[1, 0]]
 
-    def test_a_ramp_that_one_run_did_not_end_did_not_end(self, made: Made) -> None:
+    def test_ramp_end_is_none_if_one_run_did_not_reach_it(self, made: Made) -> None:
         made.change("DropBlock", 2, ramp_end=None)
         assert arm_of(made.cell(), "DropBlock").ramp_end is None
 
-    def test_environments_that_are_equal_are_one(self, made: Made) -> None:
+    def test_equal_environments_are_merged(self, made: Made) -> None:
         record = made.record("DropPath", 0)
         made.records[record.key] = replace(record, environment={"torch": "3"})
         record = made.record("DropPath", 1)
@@ -247,11 +249,11 @@ class TestSummary:
         assert [(found.runs, found.details["torch"]) for found in summary.environments] == [(39, "2"), (1, "3")]
         assert summary.seconds == 40 * 1.5
 
-    def test_cells_have_slugs_of_their_own(self, made: Made) -> None:
+    def test_slugs_of_cells_are_unique(self, made: Made) -> None:
         other = make(data="synthetic-cue")
         entries = [*made.entries, *other.entries]
         entries += [replace(entry, cell="RESNET18 on digits: all images") for entry in made.entries]
-        summary = summarise(entries, made.records | other.records, ABOUT, {}, {})
+        summary = summarize(entries, made.records | other.records, ABOUT, {}, {})
         assert [cell.slug for cell in summary.cells] == [
             "resnet18-on-digits-all-images",
             "resnet18-on-synthetic-cue-all-images",
@@ -264,33 +266,38 @@ class TestSummary:
         assert (found.seeds, found.verdict, found.mde) == ([4], "cannot be distinguished", None)
         assert arm_of(cell, "DropBlock").dropped_half is None
         assert (
-            sum(sentence.startswith("With 1 pair the permutation test's p is always 1") for sentence in cell.words) == 2
+            sum(
+                sentence.startswith("With 1 pair, the smallest possible p of the permutation test is 1, or 1 after")
+                for sentence in cell.words
+            )
+            == 2
         )
         assert any(
-            "have no spread to go by; how small a difference could be found is not known." in word
-            for word in cell.words
+            "the minimum detectable effect is unknown, because the pairs have no spread." in word for word in cell.words
         )
-        assert "is one pair, which has no interval" in said(cell, "Control: none with other seeds")
+        assert "has only one pair and thus no interval" in said(cell, "Control: none with other seeds")
 
-    def test_nothing_run_yet(self, made: Made) -> None:
+    def test_no_finished_runs(self, made: Made) -> None:
         made.records.clear()
         cell = made.cell()
         assert all(arm.runs == 0 and arm.against_none is None for arm in cell.arms)
         assert cell.between == []
-        assert "Nothing can be said: no regularizer has a complete pair with none." in cell.words
-        assert "Not finished: 32 pairs still to be run." in said(cell, "Not finished")
+        assert "No results: no regularizer has a complete pair with none." in cell.words
+        assert "Not finished: 32 pairs missing." in said(cell, "Not finished")
         assert draw(cell)
 
-    def test_a_cell_needs_one_arm_without_a_regularizer_and_names_of_their_own(self, made: Made) -> None:
+    def test_a_cell_requires_one_baseline_and_unique_names(self, made: Made) -> None:
         bare = made.entry("none")
-        with pytest.raises(ValueError, match=r"the arms without a regularizer are \[\]; there has to be one"):
-            summarise([entry for entry in made.entries if entry is not bare], made.records, ABOUT, {}, {})
-        with pytest.raises(ValueError, match="more than one arm is named DropPath"):
-            summarise([*made.entries, made.entry("DropPath")], made.records, ABOUT, {}, {})
+        with pytest.raises(
+            ValueError, match=r"exactly one arm without a regularizer is required as the baseline, got \[\]"
+        ):
+            summarize([entry for entry in made.entries if entry is not bare], made.records, ABOUT, {}, {})
+        with pytest.raises(ValueError, match="duplicate arm names: DropPath"):
+            summarize([*made.entries, made.entry("DropPath")], made.records, ABOUT, {}, {})
 
 
-class TestSetAside:
-    def test_a_failed_run_takes_its_pair_and_no_other(self, made: Made) -> None:
+class TestExcludedPairs:
+    def test_a_failed_run_excludes_only_its_pair(self, made: Made) -> None:
         made.fail("DropBlock", 3, "memory", "out of memory\n  where it was")
         summary = made.summary()
         cell = summary.cells[0]
@@ -298,13 +305,13 @@ class TestSetAside:
         assert arm_of(cell, "DropBlock").runs == 7
         assert against(cell, "DropBlock").seeds == cell.between[0].difference.seeds == [0, 1, 2, 4, 5, 6, 7]
         assert against(cell, "DropPath").seeds == list(range(8))
-        assert said(cell, "Set aside") == "Set aside: 1 of 32 pairs: DropBlock, seed 3 (memory: out of memory)."
+        assert said(cell, "Excluded") == "Excluded: 1 of 32 pairs: DropBlock, seed 3 (memory: out of memory)."
         (failure,) = summary.failures
         assert (failure.arm, failure.seed, failure.stage, failure.kind) == ("DropBlock", 3, "final", "memory")
         assert failure.message == "out of memory\n  where it was"
         assert failure.key == made.entry("DropBlock").runs[3].key
 
-    def test_without_none_all_arms_lose_the_pair(self, made: Made) -> None:
+    def test_a_failed_baseline_run_excludes_the_pairs_of_all_arms(self, made: Made) -> None:
         made.fail("none", 2)
         cell = made.cell()
         for arm in cell.arms[1:]:
@@ -312,40 +319,40 @@ class TestSetAside:
             assert 2 not in against(cell, arm.name).seeds
         assert 2 not in cell.between[0].difference.seeds
         assert arm_of(cell, "DropPath").runs == 8
-        assert "Set aside: 4 of 32 pairs" in said(cell, "Set aside")
+        assert "Excluded: 4 of 32 pairs" in said(cell, "Excluded")
 
-    def test_a_metric_that_is_not_a_number_is_no_outcome(self, made: Made) -> None:
+    def test_a_nan_metric_excludes_the_run(self, made: Made) -> None:
         made.change("DropPath", 1, nll=float("nan"))
         cell = made.cell()
-        assert arm_of(cell, "DropPath").set_aside == {1: "nan: a metric is not a finite number"}
+        assert arm_of(cell, "DropPath").set_aside == {1: "nan: a metric is not finite"}
         assert 1 not in arm_of(cell, "DropPath").seeds
 
-    def test_a_run_not_made_yet_is_named_and_the_summary_says_that_it_is_not_the_last(self, made: Made) -> None:
+    def test_missing_runs_are_listed_and_the_summary_is_marked_unfinished(self, made: Made) -> None:
         made.lose("DropPath", 6)
         made.lose("DropPath", 7)
         cell = made.cell()
         assert arm_of(cell, "DropPath").set_aside == {6: "not run", 7: "not run"}
-        assert cell.words[0].startswith("Not finished: 2 pairs still to be run.")
-        assert said(cell, "Set aside") == "Set aside: 2 of 32 pairs: DropPath, seeds 6 and 7 (not run)."
+        assert cell.words[0].startswith("Not finished: 2 pairs missing.")
+        assert said(cell, "Excluded") == "Excluded: 2 of 32 pairs: DropPath, seeds 6 and 7 (not run)."
         assert made.summary().failures == []
 
     @pytest.mark.parametrize("what", [{"weights_before": "others"}, {"batches": ["others"]}])
-    def test_runs_that_are_no_pair_are_set_aside_and_said_to_be(self, made: Made, what: dict[str, Any]) -> None:
+    def test_mismatched_runs_are_excluded_with_a_warning(self, made: Made, what: dict[str, Any]) -> None:
         assert made.cell().controls.paired
         made.change("DropBlock", 1, **what)
         cell = made.cell()
         assert not cell.controls.paired
         assert 1 not in against(cell, "DropBlock").seeds
-        assert arm_of(cell, "DropBlock").set_aside[1].startswith("no pair: it did not begin with the weights of none")
-        assert "those that differ from none are set aside" in said(cell, "Beware: not all runs of a seed")
+        assert arm_of(cell, "DropBlock").set_aside[1] == "no pair: initial weights or batches differ from none"
+        assert "those that differ from none are excluded" in said(cell, "Warning: some runs did not have the same")
 
-    def test_other_test_images_make_no_pair(self, made: Made) -> None:
+    def test_different_test_images_exclude_the_pair(self, made: Made) -> None:
         record = made.record("DropBlock", 1)
         images = {name: array[:-1] for name, array in record.images.items()}
         made.records[record.key] = replace(record, images=images)
-        assert arm_of(made.cell(), "DropBlock").set_aside == {1: "no pair: it was scored on 399 images, not 400"}
+        assert arm_of(made.cell(), "DropBlock").set_aside == {1: "no pair: scored on 399 images instead of 400"}
 
-    def test_a_failure_in_tuning_is_a_row_too(self, made: Made) -> None:
+    def test_failed_tuning_runs_are_listed(self, made: Made) -> None:
         run = run_of(B, 50, stage="tuning")
         spec = run.model_dump(mode="json")
         made.records[run.key] = Record(run.key, spec, failure=Failure("nan", "the loss is nan"))
@@ -355,37 +362,37 @@ class TestSetAside:
 
 
 class TestControls:
-    def test_all_well(self, made: Made) -> None:
+    def test_valid_controls(self, made: Made) -> None:
         controls = made.cell().controls
         assert (controls.aa_equal, controls.aa_seeds) == (8, 8)
         assert (controls.unchanged, controls.hooked) == (24, 24)
         assert controls.none_none
         assert controls.none_none["accuracy"].seeds == list(range(8))
-        assert "weights and outputs are bit-equal to none's (8 seeds)" in said(made.cell(), "Control: with p = 0")
+        assert "weights and outputs are bit-identical to none (8 seeds)" in said(made.cell(), "Control: with p = 0")
 
     @pytest.mark.parametrize("what", ["weights_after", "outputs"])
-    def test_an_injection_of_rate_zero_that_changes_something(self, made: Made, what: str) -> None:
+    def test_aa_control_detects_a_change(self, made: Made, what: str) -> None:
         made.change("DropBlock, p = 0", 4, **{what: "others"})
         cell = made.cell()
         assert (cell.controls.aa_equal, cell.controls.aa_seeds) == (7, 8)
-        assert "are not none's in 1 of 8 seeds" in said(cell, "Beware: with p = 0")
+        assert "differ from none in 1 of 8 seeds" in said(cell, "Warning: with p = 0")
 
-    def test_only_seeds_that_both_finished_are_compared(self, made: Made) -> None:
+    def test_aa_control_uses_only_seeds_that_both_finished(self, made: Made) -> None:
         made.fail("DropBlock, p = 0", 0)
         made.fail("none", 1)
         assert (made.cell().controls.aa_equal, made.cell().controls.aa_seeds) == (6, 6)
 
-    def test_a_model_that_hooks_changed(self, made: Made) -> None:
+    def test_changed_models_are_reported(self, made: Made) -> None:
         made.change("DropPath", 0, changes=["eval output with hooks hidden"])
         cell = made.cell()
         assert cell.controls.unchanged == 23
-        assert "in 1 of 24 runs with hooks" in said(cell, "Beware: in 1")
+        assert "in 1 of 24 runs with hooks" in said(cell, "Warning: in 1")
 
-    def test_other_seeds_are_no_mismatch_and_their_interval_is_spoken_of(self, made: Made) -> None:
+    def test_other_seeds_control_is_not_a_mismatch_and_reports_its_interval(self, made: Made) -> None:
         cell = made.cell()
         assert arm_of(cell, "none, other seeds").set_aside == {}
         assert said(cell, "Control: none with other seeds").endswith(
-            "the intervals of accuracy, NLL and ECE cover 0, as 19 of 20 should."
+            "the intervals of accuracy, NLL and ECE cover 0, as expected for 19 of 20."
         )
         for seed in range(8):
             none, other = made.record("none", seed).outcome, made.record("none, other seeds", seed)
@@ -394,78 +401,86 @@ class TestControls:
             made.records[other.key] = replace(made.records[other.key], images=made.record("none", seed).images)
         sentence = said(made.cell(), "Control: none with other seeds")
         assert "the interval of accuracy (+5.35 [" in sentence
-        assert "excludes 0, though only the seeds differ. Chance does that in 1 of 20 intervals; " in sentence
+        assert "excludes 0, although only the seeds differ. This happens by chance in 1 of 20 intervals; " in sentence
 
-    def test_a_comparison_without_controls_says_so(self, made: Made) -> None:
+    def test_missing_controls_are_reported(self, made: Made) -> None:
         made.entries = [entry for entry in made.entries if not entry.control]
         cell = made.cell()
         assert (cell.controls.aa_seeds, cell.controls.none_none) == (0, None)
-        assert "No run with p = 0 injected shows that the hooks alone change nothing." in cell.words
-        assert "No runs of none with other seeds show what comes of chance alone." in cell.words
+        assert said(cell, "The A/A control is missing")
+        assert said(cell, "The control of chance is missing")
 
 
-class TestWords:
-    def test_everything_undistinguished(self, made: Made) -> None:
+class TestSummaryText:
+    def test_no_arm_is_distinguished(self, made: Made) -> None:
         cell = made.cell()
-        assert said(cell, "Accuracy (more is better): ") == (
-            "Accuracy (more is better): DropBlock and DropPath cannot be distinguished from none. "
-            "By the permutation test with Holm's correction over 2 tests, nothing differs at 5 %."
+        assert said(cell, "Accuracy (higher is better): ") == (
+            "Accuracy (higher is better): DropBlock and DropPath cannot be distinguished from none. "
+            "In the permutation test with Holm's correction over 2 tests, no arm differs significantly at 5 %."
         )
-        assert said(cell, "NLL (less is better), among").endswith("the pair cannot be distinguished.")
-        assert said(cell, "Above and below") == (
-            "Above and below go by 9 intervals of 95 % each (bootstrap over seeds), uncorrected: "
-            "if nothing differed, about 0.45 of them would still exclude 0."
+        assert said(cell, "NLL (lower is better), between").endswith("the pair cannot be distinguished.")
+        assert said(cell, '"Above" and "below"') == (
+            '"Above" and "below" are based on 9 uncorrected 95 % intervals (bootstrap over seeds): '
+            "without any true differences, about 0.45 of them would still exclude 0."
         )
-        assert "What cannot be distinguished is not thereby equal." in said(cell, "Differences to none smaller than")
+        assert "Arms that cannot be distinguished are not necessarily equal." in said(
+            cell, "Differences from none below"
+        )
 
     def test_one_clear_effect(self) -> None:
         cell = make(shifts={"DropPath": 0.1}).cell()
-        assert said(cell, "Accuracy (more is better): ") == (
-            "Accuracy (more is better): DropPath is above none; DropBlock cannot be distinguished from none. "
-            "By the permutation test with Holm's correction over 2 tests, DropPath (p = 0.016) differs at 5 %."
+        assert said(cell, "Accuracy (higher is better): ") == (
+            "Accuracy (higher is better): DropPath is above none; DropBlock cannot be distinguished from none. "
+            "In the permutation test with Holm's correction over 2 tests, DropPath (p = 0.016) differs significantly at 5 %."
         )
-        assert said(cell, "NLL (less is better): ").startswith(
-            "NLL (less is better): DropPath is below none; DropBlock"
+        assert said(cell, "NLL (lower is better): ").startswith(
+            "NLL (lower is better): DropPath is below none; DropBlock"
         )
-        among = said(cell, "Accuracy (more is better), among")
-        assert "DropBlock is below DropPath (-" in among
-        assert among.endswith("By the permutation test with Holm's correction, 1 pair differs at 5 %.")
-        assert "With 8 pairs the permutation test's p is 0.0078 or more, and 0.016 or more" in said(
-            cell, "With 8 pairs the permutation test's p is 0.0078 or more, and 0.016"
-        )
+        between = said(cell, "Accuracy (higher is better), between")
+        assert "DropBlock is below DropPath (-" in between
+        assert between.endswith("In the permutation test with Holm's correction, 1 pair differs significantly at 5 %.")
+        assert said(cell, "With 8 pairs, the smallest possible p of the permutation test is 0.0078, or 0.016 after")
         assert said(cell, "The rate of").startswith(
-            "The rate of DropBlock and DropPath was fixed beforehand, not tuned"
+            "The rate of DropBlock and DropPath was fixed in advance, not tuned"
         )
 
-    def test_all_of_many_arms_are_counted_and_not_named(self, made: Made) -> None:
+    def test_many_arms_are_counted_instead_of_named(self, made: Made) -> None:
         arms = made.cell().arms
         clear = make(shifts={"DropPath": 0.1}).cell()
         effect = next(arm for arm in clear.arms if arm.name == "DropPath")
         many = [effect.model_copy(update={"name": f"arm {i}"}) for i in range(5)]
         cell = clear.model_copy(update={"arms": [arms[0], *many], "between": []})
         sentence = next(words for words in findings(cell) if words.startswith("Accuracy"))
-        assert "all 5 are above none." in sentence
-        assert re.search(r"all 5 differ \(p = [\d.]+ to [\d.]+\) at 5 %", sentence)
+        assert "all 5 arms are above none." in sentence
+        assert re.search(r"all 5 arms differ significantly \(p = [\d.]+ to [\d.]+\) at 5 %", sentence)
         assert "arm 3" not in sentence
+        unclear = [
+            arm.model_copy(update={"name": f"arm {i}"}) for i in range(5) for arm in arms if arm.name == "DropPath"
+        ]
+        cell = cell.model_copy(update={"arms": [arms[0], *unclear]})
+        sentence = next(words for words in findings(cell) if words.startswith("Accuracy"))
+        assert "no arm can be distinguished from none." in sentence
 
-    def test_findings_come_first(self, made: Made) -> None:
+    def test_findings_precede_caveats(self, made: Made) -> None:
         cell = made.cell()
         assert cell.findings is not None
-        assert cell.words[cell.findings].startswith("Above and below")
+        assert cell.words[cell.findings].startswith('"Above" and "below"')
 
-    def test_too_few_seeds_to_be_significant_whatever_the_differences(self) -> None:
+    def test_too_few_seeds_for_significance(self) -> None:
         cell = make(range(6), shifts={"DropPath": 0.1}).cell()
         assert against(cell, "DropPath").verdict == "above"
-        assert said(cell, "Accuracy (more is better): ").endswith("over 2 tests, nothing differs at 5 %.")
+        assert said(cell, "Accuracy (higher is better): ").endswith(
+            "over 2 tests, no arm differs significantly at 5 %."
+        )
         assert [sentence for sentence in cell.words if sentence.startswith("With 6 pairs")] == [
-            "With 6 pairs the permutation test's p is 0.031 or more, and 0.062 or more with Holm's correction over 2 of "
-            "the differences to none: not even the most extreme could be significant at 5 %. It takes 7 pairs or more.",
-            "With 6 pairs the permutation test's p is 0.031 or more, and 0.031 or more with Holm's correction over 1 of "
-            "the differences between regularizers.",
+            "With 6 pairs, the smallest possible p of the permutation test is 0.031, or 0.062 after Holm's correction "
+            "over 2 differences from none. No difference can be significant at 5 %; this requires at least 7 pairs.",
+            "With 6 pairs, the smallest possible p of the permutation test is 0.031, or 0.031 after Holm's correction "
+            "over 1 difference between regularizers.",
         ]
 
-    def test_a_finding_that_other_test_images_could_undo_is_said_to_be_one(self) -> None:
-        """All seeds agree on the same three images: so would they not on others."""
+    def test_findings_that_depend_on_the_test_images_are_marked(self) -> None:
+        """All seeds improve on the same three images, which other test images may lack."""
         made = make(shifts={})
         for seed in range(8):
             none, block = made.record("none", seed), made.record("DropBlock", seed)
@@ -483,11 +498,11 @@ class TestWords:
         cell = made.cell()
         assert against(cell, "DropBlock").verdict == "above"
         assert against(cell, "DropBlock").low_images < 0
-        assert "With test images redrawn too, the interval of DropBlock covers 0" in said(
-            cell, "Accuracy (more is better): "
+        assert "When test images are resampled too, the interval of DropBlock covers 0" in said(
+            cell, "Accuracy (higher is better): "
         )
 
-    def test_tuning(self, made: Made) -> None:
+    def test_tuning_caveats(self, made: Made) -> None:
         tuning = Tuning(
             method="grid",
             space={"p": [0.1, 0.2]},
@@ -500,11 +515,11 @@ class TestWords:
         words = made.cell().words
         assert "Tuned on validation images: none (2 trials), DropBlock (2 trials) and DropPath (2 trials)." in words
         assert (
-            "Chosen at the edge of what was tried, so that a better value may lie outside: none (p), DropBlock (p) and DropPath (p)."
+            "Tuned to the edge of the search space, so a better value may lie outside: none (p), DropBlock (p) and DropPath (p)."
             in words
         )
         assert not any(
-            "fixed beforehand, not tuned" in sentence or "same tuning budget" in sentence for sentence in words
+            "fixed in advance, not tuned" in sentence or "same tuning budget" in sentence for sentence in words
         )
         made.entries = [replace(entry, tuning=None) if entry.arm is NONE else entry for entry in made.entries]
         assert any("did not have the same tuning budget" in sentence for sentence in made.cell().words)
@@ -517,7 +532,7 @@ def draw(cell: Cell) -> list[str]:
 
 
 class TestTable:
-    def test_a_row_an_arm_in_the_columns_that_it_has(self) -> None:
+    def test_table_has_the_columns_of_each_arm(self) -> None:
         cell = make(shifts={"DropPath": -0.5}).cell()
         lines = draw(cell)
         assert max(map(len, lines)) <= WIDTH
@@ -531,7 +546,7 @@ class TestTable:
         assert next(line for line in lines if line.strip().startswith("none  ")).split()[1:4] == ["-", "-", "-"]
         assert "…" not in text
 
-    def test_names_are_no_markup_and_long_ones_are_folded(self, made: Made) -> None:
+    def test_names_are_escaped_and_long_names_are_folded(self, made: Made) -> None:
         name = "timm.DropBlock2d [bold] at the equal realised fraction of the paper's layers"
         made.entries = [
             replace(entry, arm=entry.arm.model_copy(update={"name": name})) if entry.arm.name == "DropPath" else entry

@@ -1,4 +1,4 @@
-"""Training runs of a comparison: pairs, controls, checkpoints, what is recorded."""
+"""Training runs of a comparison: pairs, controls, checkpoints and outcomes."""
 
 from __future__ import annotations
 
@@ -71,38 +71,38 @@ def dropblock(tmp_path_factory: pytest.TempPathFactory) -> Record:
 
 
 class TestPairs:
-    def test_share_weights_batches_and_the_first_loss(self, none: Outcome, dropblock: Record) -> None:
+    def test_pairs_share_weights_batches_and_the_first_loss(self, none: Outcome, dropblock: Record) -> None:
         other = dropblock.outcome
         assert other is not None
         for what in ("weights_before", "batches", "first_loss", "train_images", "scored_images"):
             assert other[what] == none[what]  # type: ignore[literal-required]
         assert other["weights_after"] != none["weights_after"]
 
-    def test_no_two_epochs_have_the_same_order(self, none: Outcome) -> None:
+    def test_every_epoch_has_its_own_order(self, none: Outcome) -> None:
         assert len(set(none["batches"])) == RUN.epochs
 
-    def test_another_seed_shares_nothing(self, none: Outcome, tmp_path: Path) -> None:
+    def test_other_seeds_have_other_weights_and_batches(self, none: Outcome, tmp_path: Path) -> None:
         other = outcome_of(tmp_path, seed=4)
         assert other["weights_before"] != none["weights_before"]
         assert not set(other["batches"]) & set(none["batches"])
 
-    def test_p_0_injected_is_bit_equal_to_none(self, none: Outcome, tmp_path: Path) -> None:
+    def test_p_0_is_bit_identical_to_none(self, none: Outcome, tmp_path: Path) -> None:
         still = outcome_of(tmp_path, arm=DROPBLOCK.model_copy(update={"p": 0.0}))
         assert still["sites"] == 4
         for what in ("weights_after", "outputs", "train_loss", "nll"):
             assert still[what] == none[what]  # type: ignore[literal-required]
 
-    def test_the_same_run_again_has_the_same_outcome(self, dropblock: Record, tmp_path: Path) -> None:
+    def test_runs_are_reproducible(self, dropblock: Record, tmp_path: Path) -> None:
         assert made(tmp_path, arm=DROPBLOCK).outcome == dropblock.outcome
 
-    def test_augmentation_is_the_same_for_all_arms_and_leaves_the_masks_alone(self, tmp_path: Path) -> None:
+    def test_augmentation_is_independent_of_arm_and_masks(self, tmp_path: Path) -> None:
         shifted = RUN.data.model_copy(update={"augmentation": "shift"})
         runs = [outcome_of(tmp_path, data=shifted, arm=arm) for arm in (NONE, DROPBLOCK.model_copy(update={"p": 0.0}))]
         assert runs[0]["weights_after"] == runs[1]["weights_after"]
         assert runs[0]["first_loss"] == runs[1]["first_loss"]
 
 
-class TestWhatIsRecorded:
+class TestOutcome:
     def test_the_rate_ramps_over_all_steps(self, dropblock: Record) -> None:
         outcome = dropblock.outcome
         assert outcome is not None
@@ -110,34 +110,34 @@ class TestWhatIsRecorded:
         assert outcome["rates"] == [(2 * epoch, pytest.approx(0.2 * epoch / 4)) for epoch in range(5)]
         assert (outcome["rate_at_end"], outcome["ramp_end"]) == (0.2, 8)
 
-    def test_what_was_asked_for_and_dropped_in_the_last_epochs(self, dropblock: Record) -> None:
+    def test_requested_and_dropped_rates_of_the_last_epochs(self, dropblock: Record) -> None:
         outcome = dropblock.outcome
         assert outcome is not None
-        # The last epoch is two steps at 6/8 and 7/8 of p = 0.2.
+        # The last epoch has two steps, at 6/8 and 7/8 of p = 0.2.
         assert outcome["asked"] == pytest.approx(0.2 * 6.5 / 8)
-        # 40 images x (16 + 24) maps of 16x16 and more of 8x8 and 4x4: sd about 0.003.
+        # The standard deviation is about 0.003: 40 images with 16 + 24 maps of 16x16, and smaller ones.
         assert outcome["dropped"] == pytest.approx(outcome["asked"], abs=0.015)
         assert [site["name"] for site in outcome["realised"]] == [f"layer{i}.0.bn2" for i in (1, 2, 3, 4)]
 
-    def test_the_mask_is_of_a_site_and_zero_or_one(self, dropblock: Record) -> None:
+    def test_the_mask_is_binary_and_names_its_site(self, dropblock: Record) -> None:
         assert dropblock.outcome is not None
         mask = dropblock.outcome["mask"]
         assert mask is not None
         assert mask["site"] == "layer1.0.bn2"
         assert {value for row in mask["rows"] for value in row} <= {0, 1}
 
-    def test_every_scored_image(self, dropblock: Record) -> None:
+    def test_scores_of_every_image(self, dropblock: Record) -> None:
         assert dropblock.outcome is not None
         assert {len(values) for values in dropblock.images.values()} == {dropblock.outcome["scored_images"]} == {797}
         assert dropblock.outcome["accuracy"] == pytest.approx(100 * dropblock.images["correct"].mean())
 
-    def test_hooks_leave_the_model_as_it_was(self, none: Outcome, dropblock: Record) -> None:
+    def test_hooks_do_not_change_the_model(self, none: Outcome, dropblock: Record) -> None:
         assert none["changes"] is None
         assert dropblock.outcome is not None
         assert dropblock.outcome["changes"] == []
 
-    def test_a_changed_model_would_be_seen(self) -> None:
-        """What `changes` says when something else than hooks was put into the model."""
+    def test_footprint_check_detects_changes(self) -> None:
+        """`changes` reports other modifications of the model."""
         import hookdrop
 
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
@@ -146,37 +146,37 @@ class TestWhatIsRecorded:
         model.add_module("2", torch.nn.Tanh())
         model[0].register_forward_hook(lambda *_: None)
         assert changes(model, drop, torch.zeros(2, 3), before) == [
-            "class, repr or state_dict keys of the model that came in",
-            "hook dictionaries after removal",
+            "class, repr or state_dict keys of the original model",
+            "hook tables after removal",
         ]
 
-    def test_flags_say_that_a_block_covers_its_map(self, tmp_path: Path) -> None:
+    def test_flags_contain_the_warnings_of_the_plan(self, tmp_path: Path) -> None:
         covering = DROPBLOCK.model_copy(update={"call": "DropBlock(block_size=7)"})
         flags = outcome_of(tmp_path, arm=covering, max_steps=2)["flags"]
         assert any("covers the whole 4x4 map" in flag for flag in flags)
 
-    def test_what_drops_nothing_has_no_fraction(self, tmp_path: Path) -> None:
+    def test_regularizers_that_drop_nothing_have_no_fraction(self, tmp_path: Path) -> None:
         noise = outcome_of(tmp_path, arm=Arm(name="n", call="GaussianNoise()", p=0.1, layers=SITES), max_steps=2)
         assert (noise["asked"], noise["dropped"], noise["realised"], noise["sites"]) == (None, None, [], 4)
 
-    def test_of_cutout_what_is_dropped_is_not_what_was_asked_for(self, tmp_path: Path) -> None:
+    def test_cutout_has_a_dropped_fraction_but_no_target(self, tmp_path: Path) -> None:
         cutout = outcome_of(tmp_path, arm=Arm(name="c", call="Cutout(size=2)", p=1.0, layers=SITES), max_steps=2)
         assert (cutout["asked"], cutout["realised"]) == (None, [])
         assert cutout["dropped"]
 
-    def test_a_recipe_with_a_site_at_rate_0(self, tmp_path: Path) -> None:
+    def test_mask_skips_sites_at_rate_0(self, tmp_path: Path) -> None:
         depth = Arm(name="d", kind="recipe", call="stochastic_depth()", p=0.5)
         mask = outcome_of(tmp_path, arm=depth, max_steps=2)["mask"]
         assert mask is not None
         assert mask["site"] == "layer2.0.bn2"
 
-    def test_a_tuning_run_is_scored_on_the_validation_images(self, tmp_path: Path) -> None:
+    def test_tuning_runs_are_scored_on_validation_images(self, tmp_path: Path) -> None:
         record = made(tmp_path, stage="tuning")
         assert record.outcome is not None
         assert record.outcome["scored_images"] == 40
         assert record.outcome["nll"] == pytest.approx(record.outcome["validation"][-1]["nll"])
 
-    def test_versions_and_the_whole_spec(self, dropblock: Record) -> None:
+    def test_records_contain_versions_and_the_spec(self, dropblock: Record) -> None:
         assert Run.model_validate(dropblock.spec).key == dropblock.key
         assert dropblock.environment["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
 
@@ -186,25 +186,25 @@ class TestSettings:
         outcome = outcome_of(tmp_path, arm=DROPBLOCK, max_steps=3)
         assert (outcome["steps"], outcome["ramp_end"], len(outcome["train_loss"])) == (3, None, 2)
 
-    def test_bfloat16_trains_under_autocast(self, none: Outcome, tmp_path: Path) -> None:
+    def test_bfloat16_trains_with_autocast(self, none: Outcome, tmp_path: Path) -> None:
         outcome = outcome_of(tmp_path, precision="bfloat16", max_steps=2)
         assert outcome["first_loss"] == pytest.approx(none["first_loss"], rel=0.02)
         assert outcome["first_loss"] != none["first_loss"]
 
-    def test_sgd_in_steps(self, none: Outcome, tmp_path: Path) -> None:
+    def test_sgd_with_step_decay(self, none: Outcome, tmp_path: Path) -> None:
         sgd = Optimizer(name="SGD", lr=0.05, weight_decay=1e-4, decay="steps")
         outcome = outcome_of(tmp_path, optimizer=sgd)
         assert outcome["first_loss"] == none["first_loss"]
         assert outcome["weights_after"] != none["weights_after"]
 
-    def test_a_loss_that_is_not_finite_ends_the_run(self, tmp_path: Path) -> None:
+    def test_a_nonfinite_loss_raises(self, tmp_path: Path) -> None:
         with pytest.raises(FloatingPointError, match=r"the loss of optimizer step \d+ \(epoch 1\) is (nan|inf)"):
             outcome_of(tmp_path, optimizer=Optimizer(name="SGD", lr=1e30))
 
 
 class TestCheckpoints:
     @pytest.mark.parametrize("arm", [NONE, DROPBLOCK], ids=["none", "DropBlock"])
-    def test_a_run_resumes_bit_equal(self, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_resumed_run_is_bit_identical(self, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
         run, heard = RUN.model_copy(update={"arm": arm, "epochs": 6}), []
 
@@ -220,17 +220,17 @@ class TestCheckpoints:
         resumed = execute(run, lambda step, steps, loss: heard.append((step, steps)), tmp_path)
         # The fourth epoch was interrupted before its checkpoint.
         assert heard == [(2 * epoch, 12) for epoch in (1, 2, 3, 4, 4, 5, 6)]
-        assert list(tmp_path.glob("*.pt")), "it stays until the record is kept"
-        checkpoints.forget(tmp_path, run.key)
+        assert list(tmp_path.glob("*.pt")), "the checkpoint is kept until the record is stored"
+        checkpoints.delete(tmp_path, run.key)
         assert not list(tmp_path.iterdir())
         whole = execute(run, lambda *_: None, tmp_path / "whole")
         assert resumed.outcome == whole.outcome
 
-    def test_a_torn_file_is_no_checkpoint(self, none: Outcome, tmp_path: Path) -> None:
+    def test_a_truncated_checkpoint_is_ignored(self, none: Outcome, tmp_path: Path) -> None:
         (tmp_path / f"{RUN.key}.pt").write_bytes(b"torn")
         assert outcome_of(tmp_path) == none
 
-    def test_neither_is_one_with_a_bit_that_flipped(
+    def test_a_corrupted_checkpoint_is_ignored(
         self, none: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
@@ -241,9 +241,7 @@ class TestCheckpoints:
         path.write_bytes(content)
         assert outcome_of(tmp_path) == none
 
-    def test_the_last_epochs_have_none_as_what_they_drop_is_measured(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_measured_epochs_are_not_checkpointed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
         saved: list[int] = []
         monkeypatch.setattr(checkpoints.Checkpoint, "save", lambda _, epoch, history: saved.append(epoch))
