@@ -1,4 +1,4 @@
-"""Models that contain dropout."""
+"""Models with built-in dropout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OFF = 0.0
 
 
 class Inherited(nn.Dropout):
-    """The parent's forward reads the rate."""
+    """The forward of the base class reads the rate."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -43,15 +43,15 @@ class Base(nn.Module):
         return F.dropout(x, self.rate, self.training)
 
 
-class Heir(Base):
-    """Overrides a method that the parent's forward calls, and calls the parent's method."""
+class OverriddenMethod(Base):
+    """The inherited forward calls this method, which calls the method of the base class."""
 
     def head(self, x: Tensor) -> Tensor:
         return super().head(x).relu()
 
 
-class AnyName(nn.Module):
-    """Rates with arbitrary names, one passed through a local variable and one through a parameter."""
+class ArbitraryNames(nn.Module):
+    """Rates with unspecific names, some of them passed through a local variable or an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class AnyName(nn.Module):
         return torchvision.ops.stochastic_depth(x, q, "row", self.training)
 
 
-class OfAModule(nn.Module):
-    """Uses the rate of a submodule that is never called, and a constant of 0."""
+class SubmoduleRate(nn.Module):
+    """The rate of a submodule that is never called, and a constant rate of 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,8 +81,8 @@ class OfAModule(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=this.attn_drop.p if this.training else 0.0)
 
 
-class NotSelf(nn.Module):
-    """`forward` has another name for `self`."""
+class RenamedSelf(nn.Module):
+    """The forward uses another name for `self`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class NotSelf(nn.Module):
 
 
 class TwoRates(nn.Module):
-    """Drops at two rates."""
+    """Drops at two rates and does nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,6 +102,10 @@ class TwoRates(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(F.dropout(x, self.rate, self.training), self.rate2, self.training)
+
+
+class TwoDropouts(TwoRates):
+    """A class whose name contains Dropout."""
 
 
 def bert() -> nn.Module:

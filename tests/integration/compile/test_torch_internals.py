@@ -74,7 +74,7 @@ assert compiled(x).any()
     )
 
 
-def test_guard_hooks_detects_code_compiled_before() -> None:
+def test_enable_hook_guards_detects_code_compiled_before() -> None:
     """Without the names that it reads, code compiled before importing hookdrop keeps running without hooks.
 
     `torch.export` must not count as compiled code, or the compiler would be reset needlessly.

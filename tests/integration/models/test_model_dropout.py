@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import hookdrop
 from hookdrop import InjectionError, LayerError
 from hookdrop.recipes import report_dropout, residual_dropout, set_dropout
 from tests.support.dropout_models import (
@@ -18,18 +20,132 @@ from tests.support.dropout_models import (
     OverriddenMethod,
     RenamedSelf,
     SubmoduleRate,
+    TwoDropouts,
     TwoRates,
     bert,
     gpt2,
     llama,
+    torchvision,
     transformers,
 )
+from tests.support.tensors import all_equal
+
+timm = pytest.importorskip("timm")
 
 
 def lora(lora_dropout: float) -> nn.Module:
     peft = pytest.importorskip("peft")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, num_key_value_heads=2, vocab_size=50))
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], lora_dropout=lora_dropout))
+
+
+class InheritedTwice(Inherited):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+    def head(self, x: Tensor) -> Tensor:
+        return Inherited.forward(self, x)
+
+
+def bart() -> nn.Module:
+    size = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return transformers.BartModel(transformers.BartConfig(**size, **heads, vocab_size=50, activation_dropout=0.1))
+
+
+def resnet(**rates: float) -> nn.Module:
+    return timm.create_model("resnet18", zero_init_last=False, num_classes=5, **rates)
+
+
+def vit() -> nn.Module:
+    rates = {"proj_drop_rate": 0.1, "attn_drop_rate": 0.1, "drop_path_rate": 0.2, "drop_rate": 0.1}
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=5, **rates)
+
+
+IMAGE = (torch.randn(2, 3, 32, 32),)
+
+
+ROWS = (torch.randn(8, 16),)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "a Dropout subclass": (lambda: nn.Sequential(Inherited(0.3)), ROWS),
+    "a subclass of a Dropout subclass": (lambda: InheritedTwice(0.3), ROWS),
+    "an overridden method": (OverriddenMethod, ROWS),
+    "rates with arbitrary names": (ArbitraryNames, ROWS),
+    "the rate of a submodule": (SubmoduleRate, (torch.randn(2, 4, 16),)),
+    "a forward that renames self": (RenamedSelf, ROWS),
+    "two rates in one module": (TwoDropouts, ROWS),
+    "a stack of LSTMs": (lambda: nn.LSTM(16, 16, 2, dropout=0.3), (torch.randn(4, 2, 16),)),
+    "a transformer layer": (lambda: nn.TransformerEncoderLayer(16, 2, 16, 0.2), (torch.randn(2, 4, 16),)),
+    "attention": (lambda: nn.MultiheadAttention(16, 2, dropout=0.3), (torch.randn(4, 2, 16),) * 3),
+    "timm's ViT": (vit, IMAGE),
+    "timm's ResNet": (
+        lambda: resnet(drop_rate=0.2, drop_path_rate=0.2, drop_block_rate=0.1),
+        (torch.randn(2, 3, 96, 96),),
+    ),
+    "torchvision's ConvNeXt": (lambda: torchvision.models.convnext_tiny(stochastic_depth_prob=0.3), IMAGE),
+    "torchvision's ViT": (
+        lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 32, 0.1, 0.1).encoder,
+        (torch.randn(2, 17, 16),),
+    ),
+    "BERT": (bert, TOKENS),
+    "GPT-2": (gpt2, TOKENS),
+    "BART": (bart, TOKENS),
+    "LLaMA": (lambda: llama(attention_dropout=0.3), TOKENS),
+}
+
+
+def outputs(model: nn.Module, given: Any, seed: int) -> list[Tensor]:
+    """Return the outputs of a forward in training mode, with batch norms in eval mode."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        out = model(**given) if isinstance(given, dict) else model(*given)
+    return hookdrop.utils.tensor_tree.tensors(out) if not isinstance(out, Tensor) else [out]
+
+
+@pytest.mark.parametrize("name", MODELS)
+class TestEveryModel:
+    @pytest.fixture
+    def model(self, name: str) -> nn.Module:
+        torch.manual_seed(0)
+        return MODELS[name][0]()
+
+    @pytest.fixture
+    def given(self, name: str) -> Any:
+        return MODELS[name][1]
+
+    def test_all_rates_at_0_make_the_forward_deterministic(self, model: nn.Module, given: Any) -> None:
+        """No rate was missed: with all reported rates at 0 the outputs do not depend on the seed."""
+        assert not all_equal(outputs(model, given, 0), outputs(model, given, 1))
+        with set_dropout(model, 0.0):
+            assert all_equal(outputs(model, given, 0), outputs(model, given, 1))
+
+    def test_each_reported_rate_alone_makes_the_forward_random(self, model: nn.Module, given: Any) -> None:
+        """Each rate is read: with all other rates at 0 the outputs depend on the seed."""
+        for rate in report_dropout(model).rates:
+            if "layerdrop" in rate.name:
+                continue  # the model has only one layer to drop
+            with (
+                set_dropout(model, 0.0),
+                set_dropout(model, lambda name, p, rate=rate: 0.6 if name == rate.name else p),
+            ):
+                assert any(
+                    not all_equal(outputs(model, given, 0), outputs(model, given, seed)) for seed in (1, 2, 3)
+                ), rate
+
+    def test_remove_restores_rates_and_outputs(self, model: nn.Module, given: Any) -> None:
+        before = outputs(model, given, 0)
+        rates = [rate.value for rate in report_dropout(model).rates]
+        change = set_dropout(model, 0.9)
+        assert not all_equal(outputs(model, given, 0), before)
+        change.remove()
+        assert [rate.value for rate in report_dropout(model).rates] == rates
+        assert all_equal(outputs(model, given, 0), before)
 
 
 class TestReportDropout:

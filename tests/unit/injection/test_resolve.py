@@ -107,16 +107,16 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"'layer1.0' matches more than one key of the mapping: 'layer1.\*' and '\*\*.0'",
     ),
     "an empty mapping": ({"regularizer": {}, "layers": None}, LayerError, "is empty"),
-    "code in a string": ({"regularizer": "DropBlock(p=__import__('os').getpid())"}, ValueError, "it is not run"),
+    "code in a string": ({"regularizer": "DropBlock(p=__import__('os').getpid())"}, ValueError, "nothing was evaluated"),
     "an unknown regularizer": ({"regularizer": "Dropoot(p=0.1)"}, ValueError, "did you mean: Dropout"),
     "an example that the model rejects": (
         {"example_input": torch.ones(4, 5)}, InjectionError, r"does not accept this example, \(4, 5\) float32",
     ),
-    "a string as example": ({"example_input": "cat.jpg"}, InjectionError, "does not take this example, str"),
+    "a string as example": ({"example_input": "cat.jpg"}, InjectionError, "does not accept this example, str"),
     "a shape as example": (
         {"example_input": (4, 3, 8, 8)}, InjectionError, r"pass a tensor, not its shape: torch.randn\(4, 3, 8, 8\)",
     ),
-    "a bad range in a glob": ({"layers": "[z-a]*"}, LayerError, "can't read the glob"),
+    "a bad range in a glob": ({"layers": "[z-a]*"}, LayerError, "cannot parse the glob"),
     "a custom regularizer with parameters": ({"regularizer": WithWeights()}, InjectionError, "owns parameters"),
     "a custom regularizer without its rate": ({"regularizer": NoRate()}, InjectionError, "no attribute 'p'"),
     "a key of two entries": (
@@ -126,7 +126,7 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a wrong rank in the example": (
         {"regularizer": Dropout1d(0.1), "example_input": torch.ones(1, 3, 8, 8)}, ShapeError, "use Dropout2d",
     ),
-    "a missing tensor index": ({"tensor": 1, "example_input": torch.ones(1, 3, 8, 8)}, ShapeError, "leave tensor=None"),
+    "a missing tensor index": ({"tensor": 1, "example_input": torch.ones(1, 3, 8, 8)}, ShapeError, "use tensor=None"),
 }  # fmt: skip
 
 

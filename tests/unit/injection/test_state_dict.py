@@ -64,7 +64,7 @@ def test_state_of_other_sites_raises_with_the_differences(kwargs: dict[str, obje
     [
         ({"version": 2}, "version 2, this hookdrop reads version 1"),
         ({"step_count": -1}, "step_count must be at least 0"),
-        ({"step_count": "3"}, "step_count must be a whole number"),
+        ({"step_count": "3"}, "step_count must be an integer"),
         ({"enabled": 1}, "enabled must be a bool, got 1"),
         ({"target_p": [0.4]}, "differ in length"),
         ({"sites": "ab"}, "must be lists"),

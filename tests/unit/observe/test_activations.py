@@ -358,7 +358,9 @@ class TestErrors:
 
     def test_missing_with_statement_raises(self, model: Small) -> None:
         drop = inject(model, Dropout(0.5), layers="fc")
-        with pytest.raises(TypeError, match="nothing before a forward.\n  write: with capture") as excinfo:
+        with pytest.raises(
+            TypeError, match="enter this context manager before the forward.\n  write: with capture"
+        ) as excinfo:
             capture(model, "fc")["fc"]
         assert "as seen: model(x)" in str(excinfo.value)
         with pytest.raises(AttributeError, match="no 'doubts' yet: .*\n  write: with stats"):

@@ -251,7 +251,7 @@ class TestTransformers:
         assert torch.equal(maps[0].flatten(1), x[0, -grid[0] * grid[1] :].T)
 
     def test_ambiguous_grid_raises(self) -> None:
-        with pytest.raises(ShapeError, match=r"got 99 tokens.*224 x 224.*\n  give the grid: grid=\(rows, columns\)"):
+        with pytest.raises(ShapeError, match=r"got 99 tokens.*224 x 224.*\n  pass the grid: grid=\(rows, columns\)"):
             as_map(torch.ones(1, 99, 2), (224, 224))
         assert as_map(torch.ones(1, 99, 2), (224, 224), (14, 7)).shape == (1, 2, 14, 7)
         with pytest.raises(ShapeError, match="99 tokens do not fill a grid of 10 x 10"):
@@ -316,7 +316,7 @@ class TestErrors:
             compare_cam(model, images, model, "layer2")
 
     def test_uint8_images_raise(self, model: Small, images: torch.Tensor) -> None:
-        with pytest.raises(TypeError, match=r"grad_cam: x must be real floating-point.*uint8.\n  pass x.float\(\)"):
+        with pytest.raises(TypeError, match=r"grad_cam: x must be a dense floating-point.*uint8.\n  pass x.float\(\)"):
             grad_cam(model, images.byte(), "layer2")
 
     @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ class TestErrors:
             (4, ValueError, r"must be \(rows, columns\), got 4"),
             ((4,), ValueError, r"must be \(rows, columns\), got \(4,\)"),
             ("44", ValueError, r"must be \(rows, columns\), got '44'"),
-            ((4, "a"), TypeError, "grid columns must be a whole number"),
+            ((4, "a"), TypeError, "grid columns must be an integer"),
             ((0, 4), ValueError, "grid rows must be at least 1"),
         ],
     )

@@ -172,7 +172,7 @@ class TestFeatures:
         plot_features(torch.randn(1, 2, 4, 4, dtype=torch.bfloat16, requires_grad=True) * 1)
 
     def test_invalid_arguments_raise(self) -> None:
-        with pytest.raises(ShapeError, match="has no sample=4: it has 4"):
+        with pytest.raises(ShapeError, match="has no sample=4: the batch size is 4"):
             plot_features(torch.ones(4, 3, 5, 5), sample=4)
         with pytest.raises(ShapeError, match=r"got \(\): it cannot be shown"):
             plot_features(torch.ones(()))

@@ -202,7 +202,7 @@ class TestInvalidRates:
             cls(10)
 
     def test_p_with_keep_prob_raises(self, cls: type[Regularizer]) -> None:
-        with pytest.raises(ValueError, match="give p or keep_prob, not both"):
+        with pytest.raises(ValueError, match="pass p or keep_prob, not both"):
             cls(p=0.1, keep_prob=0.9)
 
     def test_keep_prob_sets_p(self, cls: type[Regularizer]) -> None:
@@ -211,7 +211,7 @@ class TestInvalidRates:
 
 @pytest.mark.parametrize("cls", [Dropout, Dropout2d, DropPath, GaussianDropout], ids=lambda cls: cls.__name__)
 def test_missing_rate_error_shows_an_example(cls: type[Regularizer]) -> None:
-    with pytest.raises(TypeError, match=rf"as in {cls.__name__}\(p=0.1\)"):
+    with pytest.raises(TypeError, match=rf"how much to drop: {cls.__name__}\(p=0.1\)"):
         cls()
 
 

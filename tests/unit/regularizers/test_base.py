@@ -168,6 +168,6 @@ def test_repr_shows_only_stored_settings() -> None:
     model = nn.Sequential(nn.Identity())
     assert "DropsASetting(p=0.2)" in str(hookdrop.plan(model, DropsASetting(0.2), layers="0"))
     with pytest.raises(
-        hookdrop.StateError, match="does not keep its settings: 'DropsASetting' object has no attribute 'scale'"
+        hookdrop.StateError, match="does not store its settings: 'DropsASetting' object has no attribute 'scale'"
     ):
         _ = hookdrop.inject(model, DropsASetting(0.2), layers="0").config

@@ -52,7 +52,7 @@ class TestParse:
             parse(text)
 
     def test_unknown_name_suggests_similar_ones(self) -> None:
-        with pytest.raises(ValueError, match=r"'Dropblok' is not a regularizer(.|\n)*did you mean: DropBlock"):
+        with pytest.raises(ValueError, match=r"'Dropblok' is not a hookdrop regularizer(.|\n)*did you mean: DropBlock"):
             parse("Dropblok(p=0.1)")
 
     def test_bare_name_error_lists_the_settings(self) -> None:
@@ -63,7 +63,7 @@ class TestParse:
             parse("DropPath")
 
     def test_unknown_setting_error_lists_the_known_ones(self) -> None:
-        with pytest.raises(TypeError, match=r"blocksize(.|\n)*it takes: DropBlock\(p"):
+        with pytest.raises(TypeError, match=r"blocksize(.|\n)*signature: DropBlock\(p"):
             parse("DropBlock(p=0.1, blocksize=7)")
 
     def test_invalid_rate_raises_the_error_of_the_class(self) -> None:

@@ -275,7 +275,7 @@ def test_nested_tensor_raises() -> None:
 
 @pytest.mark.parametrize("p", [torch.tensor([0.1, 0.2]), "0.1", None, True, 1 + 0j])
 def test_rate_that_is_not_a_number_raises(p: object) -> None:
-    with pytest.raises(TypeError, match="drop_block: p must be (a|one) number, got"):
+    with pytest.raises(TypeError, match="drop_block: p must be a single number, got"):
         drop_block(torch.ones(2, 3, 8, 8), p, 3)
 
 
@@ -308,7 +308,7 @@ def test_block_size_may_be_a_numpy_or_torch_integer() -> None:
 
 @pytest.mark.parametrize("channel_dim", [1.0, "1", True])
 def test_invalid_channel_dim_raises(channel_dim: object) -> None:
-    with pytest.raises(TypeError, match="DropBlock: channel_dim must be a whole number"):
+    with pytest.raises(TypeError, match="DropBlock: channel_dim must be an integer"):
         drop_block(torch.ones(2, 3, 8, 8), 0.1, 3, channel_dim=channel_dim)
 
 

@@ -318,7 +318,7 @@ class TestScaleActivationGradFactor:
         model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
         for text in ("ScaleActivationGrad(-1)", "GaussianNoise(0.5)"):
             (warning,) = plan(model, text, layers="**").warnings
-            assert "lie inside other sites" in warning
+            assert "are nested inside other sites" in warning
             assert "comes to a rate" not in warning
 
 
@@ -376,7 +376,7 @@ class TestProbeAndMetrics:
 
 @pytest.mark.parametrize("regularizer", [ClipActivationGrad(1.0), ClampActivationGrad(max=1.0)], ids=repr)
 def test_schedule_without_a_rate_raises(regularizer: Regularizer) -> None:
-    with pytest.raises(InjectionError, match=r"the schedule has no rate to drive: Cl\w+\((.|\n)*leave out schedule"):
+    with pytest.raises(InjectionError, match=r"the schedule has no rate to drive: Cl\w+\((.|\n)*omit schedule"):
         inject(Net(), regularizer, layers="inner", schedule=LinearSchedule(4))
     with pytest.raises(InjectionError, match="has no rate to scale"):
         inject(Net(), regularizer, layers="inner", p_scale="depth")
