@@ -88,7 +88,7 @@ class TestFailures:
     def test_the_traceback_has_no_absolute_paths(self, tmp_path: Path) -> None:
         failure = guarded(job, run_of(0, "mistake"), still, tmp_path).failure
         assert failure is not None
-        assert failure.message.splitlines()[-1].startswith("  tests/support/comparison_jobs.py:")
+        assert failure.message.splitlines()[-1].startswith("  support/comparison_jobs.py:")
         assert failure.message.endswith(" in _mistake")
         assert str(ROOT) not in failure.message
 
