@@ -363,7 +363,7 @@ class TestErrors:
         ) as excinfo:
             capture(model, "fc")["fc"]
         assert "as seen: model(x)" in str(excinfo.value)
-        with pytest.raises(AttributeError, match="no 'doubts' yet: .*\n  write: with stats"):
+        with pytest.raises(AttributeError, match="no attribute 'doubts': .*\n  write: with stats"):
             stats(model).doubts()
         with pytest.raises(
             AttributeError, match=r"no attribute 'plot_features': .*\n  write: with drop.recording\(\) as r"
