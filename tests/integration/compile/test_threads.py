@@ -26,6 +26,10 @@ class TestLeaks:
     def model(self) -> nn.Sequential:
         return pair()
 
+    @pytest.fixture
+    def optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.01)
+
     @pytest.fixture(autouse=True)
     def no_leaks(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         inject(model, Dropout(0.5), layers="*").remove()
