@@ -42,7 +42,7 @@ def parse_call(text: str, syntax: CallSyntax) -> Call:
 
     Raises:
         TypeError: `text` is not a str.
-        ValueError: the text is not a call, the name is unknown, or an argument is not a literal.
+        ValueError: the text is not a call, the name is unknown, or an argument is a duplicate or not a literal.
     """
     if not isinstance(text, str):
         raise TypeError(f"{syntax.reader}: text must be a str, got {text!r} ({type(text).__name__}).")
@@ -74,6 +74,10 @@ def parse_call(text: str, syntax: CallSyntax) -> Call:
         ) from None
     if len(kwargs) != len(call.keywords):
         raise _unreadable(text, syntax)
+    names = [setting for setting, _ in kwargs]
+    duplicate = next((setting for setting in names if names.count(setting) > 1), None)
+    if duplicate:
+        raise ValueError(f"{syntax.reader}: {text!r} sets {duplicate!r} more than once: keep one value.")
     return Call(name, args, kwargs)
 
 

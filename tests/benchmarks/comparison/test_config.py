@@ -79,7 +79,7 @@ class TestConfigErrors:
         [
             (5, GOOD.replace("epochs: 3", "epochs: -3"), "greater than 0, got -3"),
             (5, GOOD.replace("epochs: 3", "epoch: 3"), "unknown setting 'epoch'.\n  did you mean: epochs"),
-            (7, GOOD.replace("DropBlock(", "DropBlok("), "'DropBlok' is not a regularizer of hookdrop.\n  did you mean: DropBlock"),
+            (7, GOOD.replace("DropBlock(", "DropBlok("), "'DropBlok' is not a hookdrop regularizer.\n  did you mean: DropBlock"),
             (7, GOOD.replace("p=0.1", "p=1.5"), "[0, 1], got 1.5"),
             (7, GOOD.replace("p=0.1", "p=x"), "cannot parse"),
             (7, GOOD.replace("block_size", "blocksize"), "blocksize"),

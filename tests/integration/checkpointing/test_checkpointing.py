@@ -95,7 +95,7 @@ def test_gradients_are_bit_identical_with_and_without_checkpointing(case: Case, 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_recompute_at_inputs_draws_the_same_masks(mode: Forward) -> None:
-    case = EVERY["DropBlock by seeds"]
+    case = EVERY["DropBlock (sparse)"]
     model, x = case.model(), case.input()
     inject(model, case.regularizer, layers=SITES, at="input")
     assert same(run(model, x, mode), run(model, x, plain))
@@ -150,7 +150,7 @@ def test_under_autocast(name: str, dtype: torch.dtype, mode: Forward) -> None:
 
 def test_inputs_without_requires_grad() -> None:
     """A reentrant checkpoint computes no gradients, with a warning from PyTorch; a non-reentrant one is exact."""
-    case = EVERY["DropBlock by seeds"]
+    case = EVERY["DropBlock (sparse)"]
     model, x = case.model(), case.input()
     inject(model, case.regularizer, layers=SITES)
 

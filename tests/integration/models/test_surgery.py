@@ -132,7 +132,7 @@ class TestLostHooks:
     @pytest.mark.parametrize("how", LOSES_HOOKS)
     def test_summary_and_remove_warn_about_lost_hooks(self, model: Small, drop: Injection, how: str, ask: str) -> None:
         LOSES_HOOKS[how][0](model)
-        with pytest.warns(HookdropWarning, match="of 4 sites carry no hook any more"):
+        with pytest.warns(HookdropWarning, match="of 4 sites no longer have a hook"):
             getattr(drop, ask)()
         drop.remove()
         assert hooked_modules(model) == []
@@ -370,7 +370,7 @@ class TestMovedHooks:
         model = sequence()
         drop = inject(model, Dropout(0.5), layers=["1", "3"])
         fuse(model)(images)
-        assert "1 of 2 sites carry no hook any more: '1'" in drop.check()[0]
+        assert "1 of 2 sites no longer have a hook: '1'" in drop.check()[0]
         assert hooked_modules(model) == ["3"]
 
     def test_prepare_qat_loses_the_inner_hooks_of_fused_modules(self, images: torch.Tensor) -> None:

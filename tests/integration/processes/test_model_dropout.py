@@ -14,4 +14,4 @@ class TestReportDropout:
             "print(report_dropout(Net()))"
         )
         output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-        assert "the source of Net.forward can't be read" in output
+        assert "the source of Net.forward is not available" in output

@@ -62,6 +62,10 @@ class TestParse:
         ):
             parse("DropPath")
 
+    def test_duplicate_setting_raises(self) -> None:
+        with pytest.raises(ValueError, match=r"sets 'p' more than once: keep one value"):
+            parse("DropBlock(p=0.1, p=0.2)")
+
     def test_unknown_setting_error_lists_the_known_ones(self) -> None:
         with pytest.raises(TypeError, match=r"blocksize(.|\n)*signature: DropBlock\(p"):
             parse("DropBlock(p=0.1, blocksize=7)")
