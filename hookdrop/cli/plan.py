@@ -46,7 +46,7 @@ class _Planned:
 def show_plan(args: argparse.Namespace) -> None:
     """Print what an injection or a recipe would do."""
     if args.recipe is None and (not args.layers or args.regularizer is None):
-        args.refuse("either --layers and --regularizer or --recipe is required")
+        args.refuse("pass --recipe, or both --layers and --regularizer")
     given = [name for name in _SITE_OPTIONS if getattr(args, name) not in (None, [])]
     if args.recipe is not None and given:
         args.refuse(f"--{', --'.join(given).replace('_', '-')} cannot be combined with --recipe")

@@ -96,7 +96,7 @@ def _lost_and_copied(
 def discarded_text(name: str) -> str:
     """The warning for a model that was deleted before it was trained."""
     return (
-        f"the model that {name!r} was injected into is gone and never ran in training mode, so nothing is dropped.\n"
+        f"the model that {name!r} was injected into was deleted before it ran in training mode: nothing is dropped.\n"
         "  if your trainer builds a new model (as ultralytics and FX quantization do), inject into that one, in a "
         "callback that runs before training."
     )
@@ -129,7 +129,7 @@ def _optimizer_gone_text(state: InjectionState) -> str:
 
 def _lost_text(state: InjectionState, lost: Sequence[str], of: int) -> str:
     return (
-        f"{state.name!r}: {len(lost)} of {of} sites no longer have a hook: {some(lost)}.\n"
+        f"{state.name!r}: {len(lost)} of {of} sites lost their hook: {some(lost)}.\n"
         "  something replaced these modules after inject (reset_classifier, convert_sync_batchnorm, ...): "
         f'inject again with on_existing="replace"{_and_resume(state)}.'
     )
@@ -137,7 +137,7 @@ def _lost_text(state: InjectionState, lost: Sequence[str], of: int) -> str:
 
 def _copied_text(state: InjectionState, copies: Sequence[str]) -> str:
     return (
-        f"{state.name!r}: this model also has copies of its hooks, at {some(copies)}.\n"
+        f"{state.name!r}: this model also has copies of the hooks of {some(copies)}.\n"
         "  fuse_modules, PEFT's modules_to_save or a copied layer created them. This handle neither steps nor removes "
         f'them: use find(model) for all hooks, or inject again with on_existing="replace"{_and_resume(state)}.'
     )
@@ -146,7 +146,7 @@ def _copied_text(state: InjectionState, copies: Sequence[str]) -> str:
 def _never_called_text(state: InjectionState, silent: Sequence[str]) -> str:
     return (
         f"{state.name!r}: {some(silent)} never ran, so nothing is dropped there.\n"
-        "  PyTorch never calls a container that is iterated, or a module whose weights are used directly: "
+        "  PyTorch calls neither a ModuleList that is only iterated over nor a module whose weights are used directly: "
         "hook the layers inside or after it."
     )
 
@@ -159,8 +159,8 @@ def _and_resume(state: InjectionState) -> str:
 def _equal_masks_text(state: InjectionState, rank: int, other: int, seed: int) -> str:
     first, second = sorted((rank, other))
     return (
-        f"{state.name!r}: ranks {first} and {second} draw equal masks, because both are seeded with {seed}.\n"
+        f"{state.name!r}: ranks {first} and {second} draw identical masks, because both are seeded with {seed}.\n"
         "  on every rank, after building the model: hookdrop.seed_per_rank()\n"
-        "  if they process the same samples (tensor parallelism), equal masks are correct: "
-        "declare it by seed_per_rank(group=...) with the data-parallel group."
+        "  if they process the same samples (tensor parallelism), identical masks are correct: "
+        "then call seed_per_rank(group=data_parallel_group)."
     )

@@ -50,7 +50,7 @@ def seed_per_rank(seed: int | None = None, *, rank: int | None = None, group: di
         rank: the index of this rank among those that draw different masks, from 0. By default the rank in `group`, or
             else in the job: from `torch.distributed` if it is initialized, from the environment variable `RANK`, or 0.
         group: the process group that defines the rank. Pass the data-parallel group if tensor-parallel ranks process
-            the same samples and must draw equal masks. `check()` then accepts equal seeds.
+            the same samples and must draw identical masks. `check()` then accepts equal seeds.
 
     Returns:
         The seed of this rank, in [0, 2**63), which can also seed the generators of other libraries.

@@ -33,7 +33,7 @@ def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> N
     state.live.update_counter = UpdateCounter(model, copied=copied)
     _watched.add(state)
     if not _listening:
-        # Never removed: an optimizer that is iterating over its hooks would fail.
+        # Never removed: removal during the hook loop of an optimizer would fail.
         _listening = True
         register_optimizer_step_post_hook(_after_step)
 
@@ -60,9 +60,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         elif state.live.trained or counter.copied:
             unwatch(state)
         elif counter.thread == threading.get_ident():
-            # In another thread, `inject` may be about to return a handle that its caller drops immediately.
+            # Other threads are skipped: their `inject` may not have returned its handle yet.
             discarded.append(weakref.ref(state))
-        del state  # or this reference keeps a state alive that has no handle
+        del state  # or the loop variable keeps a state alive that has no handle
     if discarded and not _trains_hooked_model(optimizer):
         _warn_about_discarded(discarded)
 

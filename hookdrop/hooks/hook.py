@@ -1,8 +1,8 @@
 """The forward hook of one site.
 
 A hook holds no reference to its module or model, no generator and no closure: it is copied and pickled with the
-module, and the copied hooks of one injection share a copy of its state. The rate is an argument of every call and is
-never stored for the duration of a call, so threads and recomputed forwards do not interfere.
+module, and the copied hooks of one injection share a copy of its state. Each call passes the rate to the regularizer as
+an argument, not through shared state, so threads and recomputed forwards do not interfere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Listener = Callable[["SiteHook", nn.Module, Any], None]
 """Called with (hook, module, value) before the hook acts. It may warn, raise, or unsubscribe itself."""
 
 first_listeners: list[Listener] = []
-"""The listeners of a new hook. They unsubscribe themselves, so that in steady state a hook has none."""
+"""Every new hook starts with these. They unsubscribe themselves, so in steady state a hook has none."""
 
 
 class Rate:
@@ -46,7 +46,7 @@ class Rate:
 
 
 NO_RATE = Rate(None, False)
-"""The rate of an enabled regularizer that has no rate."""
+"""The regularizer is on, but takes no rate. (None means that it is off.)"""
 
 
 class SiteHook:
@@ -137,7 +137,7 @@ class SiteHook:
         return self.edit(module, value, lambda x: self.apply_in_graph(x, rate))
 
     def _recompute(self, module: nn.Module, value: Any, rate: Rate | None) -> Any:
-        """Recompute a checkpointed forward at the rate of the original forward, even if the rate has changed since."""
+        """Run the hook inside a checkpoint's recompute, at the rate that the original forward used."""
         checkpointed = self.state.live.checkpointed
         if not checkpointed and (rate is None or rate.neutral):
             return None
@@ -248,7 +248,7 @@ class SiteHook:
         # torch.jit.script reads `__name__` first, so this error can explain what to do.
         script = (
             "torch.jit.script does not support modules with hookdrop hooks.\n"
-            "  script without hooks: with hookdrop.without_hooks(model): torch.jit.script(model)"
+            "  use: with hookdrop.without_hooks(model): torch.jit.script(model)"
         )
         raise AttributeError(script if name == "__name__" else f"{type(self).__name__!r} has no attribute {name!r}")
 

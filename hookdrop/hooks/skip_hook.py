@@ -1,7 +1,8 @@
 """The hook of an identity skip, which has no module to hook.
 
-A pre-hook on the block replaces the input x by D(x) and saves x; a pre-hook on the first layer of the residual branch
-restores x. The addition in the block then computes f(x) + D(x), as if D were a layer on the skip.
+A pre-hook on the block replaces the input x with D(x), where D is the regularizer, and saves x. A pre-hook on the
+first layer of the residual branch restores x. The addition in the block then computes f(x) + D(x), as if D were a
+layer on the skip.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SAVED_INPUT = "_hookdrop_skipped"
 
 
 class _SavedInput(NamedTuple):
-    """The input of a skip hook. Copies and pickles of the tensor do not include it."""
+    """x and its hook, stored on D(x). Becomes None in copies and pickles of D(x)."""
 
     owner: SkipHook
     x: Tensor
@@ -48,10 +49,10 @@ class SkipHook(InputHook):
         self.branch = branch
         """The name, relative to the block, of the first layer of the residual branch."""
         self.saved_input: Tensor | None = None
-        """x between the two pre-hooks in compiled code. Always None in eager code and outside a forward."""
-        self.awaiting_restore = False
-        """Whether `waiting_threads` is not empty, as a bool that compiled code can read."""
-        self.waiting_threads: set[int] = set()
+        """x, saved by a compiled pre-hook of the block until the pre-hook of the branch takes it; otherwise None."""
+        self.restore_pending = False
+        """Whether `pending_threads` is not empty, as a bool that compiled code can read."""
+        self.pending_threads: set[int] = set()
         """Threads in which eager code has replaced x and not restored it yet."""
         self.recomputing_threads: set[int] = set()
         """Threads in which a checkpoint recomputes the block and has not reached the branch yet."""
@@ -61,23 +62,23 @@ class SkipHook(InputHook):
     def __getstate__(self) -> dict[str, Any]:
         idle: dict[str, Any] = {
             "saved_input": None,
-            "awaiting_restore": False,
-            "waiting_threads": set(),
+            "restore_pending": False,
+            "pending_threads": set(),
             "recomputing_threads": set(),
         }
         return super().__getstate__() | idle
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not is_compiling():
-            if self.waiting_threads:  # left by a forward that did not reach the branch
-                self._mark_restored()
+            if self.pending_threads:  # left by a forward that did not reach the branch
+                self._clear_pending()
             if graph_task() != -1:
                 self.recomputing_threads.add(threading.get_ident())
         return super().__call__(module, args, kwargs)
 
     def place(self, module: nn.Module) -> None:
         super().place(module)
-        # First, so that other pre-hooks on the branch receive x.
+        # Prepended, so that other pre-hooks on the branch receive x.
         self.restore_handle = module.get_submodule(self.branch).register_forward_pre_hook(
             RestoreInputHook(self), prepend=True, with_kwargs=True
         )
@@ -119,33 +120,33 @@ class SkipHook(InputHook):
     def _save_input(self, x: Tensor, y: Tensor) -> None:
         before = getattr(x, _SAVED_INPUT, None)
         if before is not None and before.owner.site != self.site:
-            # A block that adds in place returns D(x) itself, so later tensors would keep the saved input alive.
+            # x is the D(x) of an earlier block that added in place. Its saved input is no longer needed.
             delattr(x, _SAVED_INPUT)
         setattr(y, _SAVED_INPUT, _SavedInput(self, x))
-        self.waiting_threads.add(threading.get_ident())
-        self.awaiting_restore = True
+        self.pending_threads.add(threading.get_ident())
+        self.restore_pending = True
 
-    def _mark_restored(self) -> None:
-        self.waiting_threads.discard(threading.get_ident())
-        self.awaiting_restore = bool(self.waiting_threads)
+    def _clear_pending(self) -> None:
+        self.pending_threads.discard(threading.get_ident())
+        self.restore_pending = bool(self.pending_threads)
 
     def restore(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the arguments of the branch with x restored, or None if they need no change."""
         if is_compiling():
-            if self.saved_input is None and self.awaiting_restore:
+            if self.saved_input is None and self.restore_pending:
                 raise InjectionError(_input_not_restored_text(self))
             x, self.saved_input = self.saved_input, None
             return None if x is None else ((x, *args[1:]), kwargs)
         if any(map(self._holds_input, (*args, *kwargs.values()))):
-            self._mark_restored()
+            self._clear_pending()
             self.recomputing_threads.discard(threading.get_ident())
             args = tuple(getattr(value, _SAVED_INPUT).x if self._holds_input(value) else value for value in args)
             return args, {name: getattr(v, _SAVED_INPUT).x if self._holds_input(v) else v for name, v in kwargs.items()}
         if self.saved_input is not None:  # The block's pre-hook ran in compiled code, this one runs in eager code.
             x, self.saved_input = self.saved_input, None
             return (x, *args[1:]), kwargs
-        if threading.get_ident() in self.waiting_threads or self._is_recomputed(module):
-            self._mark_restored()
+        if threading.get_ident() in self.pending_threads or self._is_recomputed(module):
+            self._clear_pending()
             raise InjectionError(_input_not_restored_text(self))
         return None
 
@@ -154,13 +155,13 @@ class SkipHook(InputHook):
         return saved is not None and saved.owner is self
 
     def _is_recomputed(self, module: nn.Module) -> bool:
-        """Whether a checkpoint inside the block recomputes the branch, on a copy of D(x)."""
+        """Whether a checkpoint recomputes only the branch, on a copy of D(x). Clears the mark of this thread."""
         if graph_task() == -1:
             return False
-        around = threading.get_ident() in self.recomputing_threads
+        whole_block = threading.get_ident() in self.recomputing_threads
         self.recomputing_threads.discard(threading.get_ident())
         rate = self.train_rate
-        return module.training and rate is not None and not rate.neutral and not around
+        return module.training and rate is not None and not rate.neutral and not whole_block
 
 
 class RestoreInputHook:

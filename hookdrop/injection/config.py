@@ -235,5 +235,5 @@ def _find_allowed(name: str, allow: Allowed, known: Mapping[str, Any]) -> Callab
     near = nearest(name, known)
     raise StateError(
         f"it names {name!r}, which is not part of hookdrop{f' (did you mean {near[0]!r}?)' if near else ''}.\n"
-        f"  if you trust it: from_config(..., allow=[{name.rpartition('.')[2]}])"
+        f"  if you trust it: from_config(..., allow=[{name}])"
     )

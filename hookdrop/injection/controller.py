@@ -26,14 +26,14 @@ _rate_lock = threading.RLock()
 
 
 class Controller:
-    """Holds the model weakly and the state strongly. The hooks hold neither the handle nor the model."""
+    """Base class of handles. Holds the model weakly and the state strongly; hooks hold neither handle nor model."""
 
     def __init__(self, model: nn.Module, state: InjectionState, hooks: list[SiteHook] | None = None) -> None:
         self._model = weakref.ref(model)
         self._state = state
         self._cached_hooks = hooks
 
-    # Handles on the same hooks are equal; they are copied and pickled with the model.
+    # Handles on the same hooks are equal. Copying or pickling a handle includes its model.
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Controller) and other._state is self._state
@@ -52,7 +52,7 @@ class Controller:
     def _hooks(self) -> list[SiteHook]:
         state = self._state
         if self._cached_hooks is None and state.live.hidden_count:
-            # Hidden hooks cannot be found on the model, so this list must not be cached.
+            # `without_hooks` has taken the hooks off the model for now, so this list must not be cached.
             placed = {hook.site: hook for hook in state.live.members if hook.placed}
             return [placed[site] for site in state.sites if site in placed]
         if self._cached_hooks is None:
@@ -71,8 +71,8 @@ class Controller:
 
     def _model_gone_error(self) -> InjectionError:
         return InjectionError(
-            f"the model that {self._state.name!r} was injected into is gone.\n"
-            "  handles do not keep models alive, and a handle copied on its own has no model: use find(model).\n"
+            f"the model that {self._state.name!r} was injected into was deleted.\n"
+            "  a handle does not keep its model alive: keep a reference to the model. For a copied model: find(copy).\n"
             "  if your trainer built a new model, inject into that one in a trainer callback."
         )
 
@@ -185,7 +185,7 @@ class Controller:
     def _check_and_update_rates(self, settings_changed: bool = True) -> None:
         """Check the current rates, then apply them.
 
-        The rates of a schedule up to its peak were checked when it was injected or its settings changed.
+        Multipliers in [0, peak] need no check: inject and every change of settings checked the rate at the peak.
         """
         multiplier, peak = self._state.multiplier, self._state.schedule.peak
         if settings_changed or peak is None or not 0.0 <= multiplier <= peak:
@@ -208,13 +208,13 @@ class Controller:
             hook.set_rate(created[key], on, sampling)
 
     def _warn_about_shapes(self) -> None:
-        """Raise the warnings about shapes in compiled code, which cannot raise them, when a rate changes."""
+        """Emit the shape warnings that compiled code had to defer; called when a rate changes."""
         for hook in self._state.live.members:
             if hook.last_shape is not None and hook.listeners:
                 warn_about_shape(hook)
 
     def _rates(self, members: list[SiteHook], multiplier: float) -> list[float | None]:
-        """Return target * multiplier * p_scale of each hook, or a context's override; None for hooks without a rate."""
+        """Return target * multiplier * p_scale of each hook, None without a rate; in a context, p replaces the largest target."""
         override = self._state.override
         if override is None or override.p is None:
             return [None if hook.target is None else hook.target * multiplier * hook.p_scale for hook in members]
@@ -245,13 +245,13 @@ class Controller:
             self._state.warn_once(kind, text)
 
     def _warn_about_restart(self, steps: int) -> None:
-        """Warn if a followed optimizer has already taken `steps` steps before the first one is counted."""
+        """Warn if the first step counted is the optimizer's `steps`-th, later than the schedule expects."""
         state = self._state
         if state.scheduled and not state.live.was_stepped and steps > state.step_count + 1:
             state.warn_once(
                 "restarted",
                 f"{state.name!r} is at step {state.step_count} of {state.schedule}, but the optimizer that it follows "
-                f"has already taken {steps - 1} steps (resumed training?): the schedule restarts.\n"
+                f"has already taken {steps - 1} steps (resumed training?): the schedule is starting over.\n"
                 f"  to resume: drop.seek({steps - 1}) or drop.load_state_dict(...) before training; to restart on "
                 f"purpose: drop.seek({state.step_count})",
             )

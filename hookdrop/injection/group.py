@@ -35,7 +35,7 @@ class Injections(tuple[Injection, ...]):
             return super().__getitem__(key)
         named = self._by_name()
         if key not in named:
-            raise InjectionError(f"there is no injection {key!r} here; available: {', '.join(named) or 'none'}.")
+            raise InjectionError(f"this model has no injection named {key!r}; available: {', '.join(named) or 'none'}.")
         return named[key]
 
     def __add__(self, other: Any) -> Any:

@@ -86,7 +86,9 @@ class Injection(Controller):
     @p.setter
     def p(self, value: float) -> None:
         self._require_common_unit("p = ...")
-        raise AttributeError(f"p follows the schedule; set its target: drop.target_p = {value}")
+        raise AttributeError(
+            f"p is read-only, because the schedule sets it.\n  set the target: drop.target_p = {value}"
+        )
 
     @property
     def keep_prob(self) -> float | None:
@@ -96,7 +98,9 @@ class Injection(Controller):
     @keep_prob.setter
     def keep_prob(self, value: float) -> None:
         self._require_common_unit("keep_prob = ...")
-        raise AttributeError(f"keep_prob follows the schedule; set its target: drop.target_p = 1 - {value}")
+        raise AttributeError(
+            f"keep_prob is read-only, because the schedule sets it.\n  set the target: drop.target_p = 1 - {value}"
+        )
 
     @property
     def target_p(self) -> float | None:
@@ -176,7 +180,8 @@ class Injection(Controller):
             return self
         if current is not None:
             raise InjectionError(
-                f"{self.name!r} already follows another {current.title} and still does.\n  first call drop.follow(None)"
+                f"{self.name!r} already follows an optimizer ({current.title}); nothing changed.\n"
+                "  to switch: drop.follow(None), then drop.follow(optimizer)"
             )
         self._warn_about_other_model(inner)
         self._state.live.follower = Follower(inner, self._advance, self._warn_about_restart)
@@ -225,7 +230,7 @@ class Injection(Controller):
             raise InjectionError(
                 f"sampling at rate {rates.pop():g} gives the same output each time: {self.name!r} is at step "
                 f"{self.step_count} of {self.schedule}.\n  pass a rate: sampling(p={self.target_p or 0.1:g})   or "
-                "seek() the training's step (a copy, such as an EMA, has its own step count)."
+                "seek() to the training step (a copy, such as an EMA, has its own step count)."
             )
         with self._overriding(Override(sampling=True, p=p)):
             yield self
@@ -306,7 +311,7 @@ class Injection(Controller):
         if self._state.removed:
             return f"<Injection {self.name!r}, removed>"
         if self._model() is None:
-            return f"<Injection {self.name!r}, whose model is gone>"
+            return f"<Injection {self.name!r}, whose model was deleted>"
         targets = {name: largest_target(hooks) for name, hooks in self._units_by_name().items()}
         p = "".join(f" {name}={rate:.4g} of {targets[name]:.4g}," for name, rate in self._rates_by_name().items())
         off = "" if self._state.on else " disabled,"

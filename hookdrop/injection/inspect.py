@@ -61,8 +61,8 @@ def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str,
     site.reading = regularizer.reading(seen.shape) + several
     if seen.resembles_input and isinstance(regularizer, DropPath):
         shape_warnings.setdefault("block", []).append(
-            f"{where}: the output includes the input, as that of a whole residual block does, so DropPath would "
-            "drop the skip connection too: hook the last layer of the branch (attn, mlp, bn3)."
+            f"{where}: the output includes the input (a whole residual block?), so DropPath also drops the skip "
+            "connection: hook the last layer of the branch, such as attn, mlp or bn3."
         )
     for shape in seen.shapes:
         for warning in regularizer.shape_warnings(shape):
@@ -74,8 +74,8 @@ def _never_called_warnings(resolved: Resolved) -> list[str]:
     for site in never:
         if site.name in resolved.exact:
             raise LayerError(
-                f"{site.name!r} ({site.type}) is not called in a forward: a hook on it never fires.\n"
-                "  its parent iterates over it or uses its weights directly: hook its submodules, or the next layer."
+                f"{site.name!r} ({site.type}) is not called in the forward pass: a hook on it never fires.\n"
+                "  it is unused, or only its submodules or weights are used: hook its submodules, or the next layer."
             )
     if not never:
         return []

@@ -154,7 +154,7 @@ def _callable_layers(selection: Selection) -> tuple[list[Layer], list[str]]:
         if layer.name in selection.exact:
             raise LayerError(
                 f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
-                "  its parent iterates over it or uses its weights: hook its submodules or its parent."
+                "  its parent only iterates over it or uses its weights: hook the layers inside, or the parent."
             )
     names = some([layer.name for layer in skipped])
     if not called:

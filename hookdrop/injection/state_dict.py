@@ -64,7 +64,8 @@ def _validated(saved: Mapping[str, Any]) -> tuple[int, bool]:
     if missing:
         raise StateError(
             f"this is not the state of an injection: it lacks {', '.join(missing)}. Nothing was loaded.\n"
-            "  find(model).state_dict() returns a state per name: load it with find(model).load_state_dict()."
+            "  load what drop.state_dict() returned (not the model's). For all injections of a model: "
+            "find(model).state_dict() and find(model).load_state_dict()."
         )
     if saved["version"] != VERSION:
         raise StateError(
@@ -94,7 +95,8 @@ def _check_same_sites(state: InjectionState, hooks: Sequence[SiteHook], saved: M
     lines += [f"  only here:         {site!r}" for site in here if site not in there]
     if sorted(here) == sorted(there) and here != there:
         lines.append("  the same sites in a different order")
-    lines.append("  load what matches: load_state_dict(state, strict=False)")
+    if set(here) & set(there):
+        lines.append("  load what matches: load_state_dict(state, strict=False)")
     raise StateError("\n".join(lines))
 
 

@@ -130,7 +130,7 @@ def plan(
         '*': 2 layers
     """
     with nothing_placed():
-        compiling.raise_if_tracing("plan()")
+        compiling.raise_if_tracing("inject() or plan()")
         if isinstance(model, Regularizer):
             raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
         one_of(at, "at", "inject", ("output", "input"))

@@ -179,8 +179,8 @@ def _matching(found: Sequence[Rate], pattern: str | re.Pattern[str]) -> list[Rat
     names = [rate.name for rate in found]
     near = nearest(pattern, names) if isinstance(pattern, str) else []
     raise LayerError(
-        f"set_dropout: {pattern!r} matches none of the {len(names)} dropout rates.\n"
-        f"  {'did you mean' if near else 'the rates are'}: {some(near or names)}\n"
+        f"set_dropout: {pattern!r} matches none of the {len(names)} dropout rates by name.\n"
+        f"  {'did you mean' if near else 'their names'}: {some(near or names)}\n"
         "  see all: print(hookdrop.recipes.report_dropout(model))"
     )
 

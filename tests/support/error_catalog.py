@@ -438,7 +438,7 @@ def _() -> None:
 # --- the handle
 
 
-@case("a handle whose model is gone")
+@case("a handle whose model was deleted")
 def _() -> None:
     drop = injected()[1]
     drop.probe(IMAGES)

@@ -330,7 +330,7 @@ def test_check_finds_equal_seeds_without_waiting(results: Results) -> None:
     first, second = by_rank(results, "check")
     assert first["alone"] == second["alone"] == []  # rank 1 checks before rank 0 has announced its seed
     (text,) = first["after"]
-    assert re.search(r"ranks 0 and 1 draw equal masks.* seeded with 11\.\n.*hookdrop\.seed_per_rank\(\)", text)
+    assert re.search(r"ranks 0 and 1 draw identical masks.* seeded with 11\.\n.*hookdrop\.seed_per_rank\(\)", text)
     assert first["both"] == second["both"] == [text]
     assert first["seeded"] == second["seeded"] == []
 
@@ -339,7 +339,7 @@ def test_each_rank_warns_once_about_equal_seeds(results: Results) -> None:
     ranks = by_rank(results, "warns once")
     for facts in ranks:
         (warning,) = facts["during"] + [[99, text] for text in facts["later"]]
-        assert "ranks 0 and 1 draw equal masks" in warning[1]
+        assert "ranks 0 and 1 draw identical masks" in warning[1]
         assert facts["before"] == []
         assert facts["warnings"] == []
     # The rank that is second to reach the tenth step knows both seeds.
@@ -510,7 +510,7 @@ def test_equal_seeds_do_not_warn_before_training_or_while_disabled(model: Small,
         drop.disable()
         drop.summary()
         drop.enable()
-        with pytest.warns(HookdropWarning, match="ranks 0 and 1 draw equal masks"):
+        with pytest.warns(HookdropWarning, match="ranks 0 and 1 draw identical masks"):
             drop.summary()
 
 
@@ -522,7 +522,7 @@ def test_check_knows_the_seed_of_a_rank_that_has_drawn_a_mask(images: torch.Tens
     with acting_as(1, store):
         models[1](images)
     with acting_as(0, store):
-        assert any("ranks 0 and 1 draw equal masks" in problem for problem in drops[0].check())
+        assert any("ranks 0 and 1 draw identical masks" in problem for problem in drops[0].check())
 
 
 # --- checkpoints

@@ -113,7 +113,7 @@ class TestLostHooks:
         surgery(model)
         model(images)
         assert drop.check() == [
-            f"'dropout': {len(lost)} of 4 sites no longer have a hook: {', '.join(map(repr, lost))}.\n"
+            f"'dropout': {len(lost)} of 4 sites lost their hook: {', '.join(map(repr, lost))}.\n"
             "  something replaced these modules after inject (reset_classifier, convert_sync_batchnorm, ...): "
             'inject again with on_existing="replace".'
         ]
@@ -132,7 +132,7 @@ class TestLostHooks:
     @pytest.mark.parametrize("how", LOSES_HOOKS)
     def test_summary_and_remove_warn_about_lost_hooks(self, model: Small, drop: Injection, how: str, ask: str) -> None:
         LOSES_HOOKS[how][0](model)
-        with pytest.warns(HookdropWarning, match="of 4 sites no longer have a hook"):
+        with pytest.warns(HookdropWarning, match="of 4 sites lost their hook"):
             getattr(drop, ask)()
         drop.remove()
         assert hooked_modules(model) == []
@@ -144,14 +144,14 @@ class TestLostHooks:
         model.reset_classifier(3)
         model(images)
         (problem,) = drop.check()
-        assert problem.startswith("'dropout': 1 of 2 sites no longer have a hook: 'fc'.")
+        assert problem.startswith("'dropout': 1 of 2 sites lost their hook: 'fc'.")
 
     def test_all_hooks_lost(self, model: Small, images: torch.Tensor) -> None:
         """The model has no hook left, so only the handle can report it."""
         drop = inject(model, Dropout(0.5), layers="fc")
         quantize_(model)
         assert find(model) == ()
-        with pytest.warns(HookdropWarning, match="1 of 1 sites no longer have a hook: 'fc'"):
+        with pytest.warns(HookdropWarning, match="1 of 1 sites lost their hook: 'fc'"):
             drop.remove()
         model(images)
 
@@ -176,7 +176,7 @@ class TestLostHooks:
 
         steps(before)
         model[1] = nn.Linear(2, 2)
-        with pytest.warns(HookdropWarning, match="1 of 2 sites no longer have a hook: '1'"):
+        with pytest.warns(HookdropWarning, match="1 of 2 sites lost their hook: '1'"):
             steps(10)
         steps(20)
 
@@ -197,7 +197,7 @@ class TestLostHooks:
         wrapped = nn.DataParallel(model)
         for handle in (drop, *find(model), *find(wrapped)):
             (problem,) = handle.check()
-            assert "1 of 4 sites no longer have a hook: 'fc'" in problem
+            assert "1 of 4 sites lost their hook: 'fc'" in problem
         assert find(model.layer1).check() == []
         assert old._forward_hooks
 
@@ -370,7 +370,7 @@ class TestMovedHooks:
         model = sequence()
         drop = inject(model, Dropout(0.5), layers=["1", "3"])
         fuse(model)(images)
-        assert "1 of 2 sites no longer have a hook: '1'" in drop.check()[0]
+        assert "1 of 2 sites lost their hook: '1'" in drop.check()[0]
         assert hooked_modules(model) == ["3"]
 
     def test_prepare_qat_loses_the_inner_hooks_of_fused_modules(self, images: torch.Tensor) -> None:
@@ -381,8 +381,8 @@ class TestMovedHooks:
         torch.ao.quantization.prepare_qat(model, inplace=True)
         assert calls_by_site(drop, model, images) == {"0": 0, "2": 1, "3": 1}
         for handle in (drop, *find(model)):
-            assert "1 of 3 sites no longer have a hook: '0'" in handle.check()[0]
-        with pytest.warns(HookdropWarning, match="no longer have a hook"):
+            assert "1 of 3 sites lost their hook: '0'" in handle.check()[0]
+        with pytest.warns(HookdropWarning, match="lost their hook"):
             drop.remove()
         assert hooked_modules(model) == []
 
@@ -398,7 +398,7 @@ class TestMovedHooks:
         assert hooked_modules(model) == (["0.0", "3"] if at == "output" else ["0", "0.0", "3"])
         (problem,) = [text for text in drop.check() if "copies" in text]
         assert problem == (
-            "'dropout': this model also has copies of its hooks, at '0'.\n"
+            "'dropout': this model also has copies of the hooks of '0'.\n"
             "  fuse_modules, PEFT's modules_to_save or a copied layer created them. This handle neither steps nor removes "
             'them: use find(model) for all hooks, or inject again with on_existing="replace", then drop.seek(2).'
         )
@@ -422,8 +422,8 @@ class TestCopiedHooks:
         peft = pytest.importorskip("peft")
         wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["conv1"], modules_to_save=["fc"], r=2))
         wrapped(images)
-        assert "this model also has copies of its hooks, at 'fc'" in drop.check()[0]
-        with pytest.warns(HookdropWarning, match="this model also has copies of its hooks"):
+        assert "this model also has copies of the hooks of 'fc'" in drop.check()[0]
+        with pytest.warns(HookdropWarning, match="this model also has copies of the hooks"):
             drop.remove()
         assert len(hooked_modules(model)) == 1
         assert eject(wrapped) == 1
@@ -432,10 +432,10 @@ class TestCopiedHooks:
     def test_copied_layer_is_reported(self, model: Small, drop: Injection, images: torch.Tensor) -> None:
         model.layer2[0] = copy.deepcopy(model.layer1[0])
         model(images)
-        assert "this model also has copies of its hooks, at 'layer1.0.bn1'" in drop.check()[0]
+        assert "this model also has copies of the hooks of 'layer1.0.bn1'" in drop.check()[0]
         assert [len(handle.check()) for handle in find(model)] == [1, 1]
         assert find(model.layer1).check() == []
-        with pytest.warns(HookdropWarning, match="copies of its hooks"):
+        with pytest.warns(HookdropWarning, match="copies of the hooks"):
             find(model).remove()
         assert hooked_modules(model) == []
 
@@ -448,7 +448,7 @@ class TestCopiedHooks:
         part = copy.deepcopy(model.layer1)
         part[0].bn1 = nn.BatchNorm2d(8)
         part(torch.randn(2, 8, 8, 8))
-        assert "1 of 2 sites no longer have a hook: 'layer1.0.bn1'" in find(part)[0].check()[0]
+        assert "1 of 2 sites lost their hook: 'layer1.0.bn1'" in find(part)[0].check()[0]
 
     def test_copy_of_the_whole_model_is_not_reported(self, model: Small, drop: Injection) -> None:
         """For example a teacher or an EMA."""
@@ -492,8 +492,8 @@ def test_lost_hooks_are_garbage_collected(model: Small) -> None:
     hook = weakref.ref(next(hook for hook in model.fc._forward_hooks.values() if isinstance(hook, SiteHook)))
     model.fc = nn.Linear(8, 10)
     gc.collect()
-    assert re.match("'dropout': 1 of 4 sites no longer have a hook", drop.check()[0])
-    with pytest.warns(HookdropWarning, match="no longer have a hook"):
+    assert re.match("'dropout': 1 of 4 sites lost their hook", drop.check()[0])
+    with pytest.warns(HookdropWarning, match="lost their hook"):
         drop.remove()
     del drop
     gc.collect()
@@ -521,7 +521,7 @@ class TestDiscardedModels:
         assert len(caught) == 1
         (problem,) = drop.check()
         assert problem == str(caught[0].message)
-        assert "is gone and never ran in training mode" in problem
+        assert "was deleted before it ran in training mode" in problem
 
     def test_trained_model_may_be_deleted(self) -> None:
         model = self.layers()
@@ -529,7 +529,7 @@ class TestDiscardedModels:
         self.train(model)
         del model
         self.train(self.layers())
-        assert "is gone" in drop.check()[0]
+        assert "was deleted" in drop.check()[0]
 
     def test_model_replaced_by_its_copy_is_not_discarded(self) -> None:
         model = self.layers()

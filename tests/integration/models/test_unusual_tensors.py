@@ -71,7 +71,7 @@ def test_never_called(case: tuple[Callable[[], nn.Module], torch.Tensor, str, st
     """Weights used directly or branches not taken: named sites raise, matched sites warn, without an example later."""
     make, x, name, pattern = case
     model = make()
-    with pytest.raises(LayerError, match="is not called in a forward: a hook on it never fires"):
+    with pytest.raises(LayerError, match="is not called in the forward pass: a hook on it never fires"):
         inject(model, Dropout(0.3), layers=name, example_input=x)
     with pytest.warns(HookdropWarning, match=r"sites? never called in an eval forward, so the hooks there do not fire"):
         inject(model, Dropout(0.3), layers=pattern, example_input=x).remove()

@@ -23,8 +23,8 @@ class TestChecks:
         model(images)
         model.fc = nn.Linear(8, 3)
         (problem,) = drop.check()
-        assert problem.startswith("'dropout': 1 of 3 sites no longer have a hook: 'fc'.")
-        with pytest.warns(HookdropWarning, match="no longer have a hook"):
+        assert problem.startswith("'dropout': 1 of 3 sites lost their hook: 'fc'.")
+        with pytest.warns(HookdropWarning, match="lost their hook"):
             drop.summary()
         drop.summary()
         again = inject(model, Dropout(0.1), layers=["fc", "layer1.*"], on_existing="replace")
@@ -47,7 +47,7 @@ class TestChecks:
         drop.step(20)
         drop.state_dict()
         drop.metrics()
-        with pytest.warns(HookdropWarning, match="no longer have a hook"):
+        with pytest.warns(HookdropWarning, match="lost their hook"):
             drop.summary()
 
     def test_custom_regularizer_that_returns_none_is_an_error(self, model: Small, images: torch.Tensor) -> None:

@@ -208,10 +208,10 @@ def test_copied_handle_without_its_model(model: Small, drop: Injection) -> None:
     """A shallow copy equals the original; a deep copy holds a copied model that is freed immediately."""
     assert copy.copy(drop) == drop
     for alone in (copy.deepcopy(drop), pickle.loads(pickle.dumps(drop))):
-        assert "whose model is gone" in repr(alone)
-        with pytest.raises(InjectionError, match=r"is gone(.|\n)*find\(model\)"):
+        assert "whose model was deleted" in repr(alone)
+        with pytest.raises(InjectionError, match=r"was deleted(.|\n)*find\(copy\)"):
             alone.probe(torch.ones(2, 3, 8, 8))
-        assert "is gone" in alone.check()[0]
+        assert "was deleted" in alone.check()[0]
     assert len(find(model)) == 1
 
 

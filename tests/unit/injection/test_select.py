@@ -306,10 +306,10 @@ class TestSelection:
 
     def test_uncalled_container_given_by_name_raises(self) -> None:
         with pytest.raises(
-            LayerError, match=r"'heads' is a ModuleList, which is never called(.|\n)*hook its submodules"
+            LayerError, match=r"'heads' is a ModuleList, which is never called(.|\n)*hook the layers inside"
         ):
             inject(Iterates(), Dropout(0.1), layers="heads")
-        with pytest.raises(LayerError, match="'blocks' .Sequential. is not called in a forward"):
+        with pytest.raises(LayerError, match="'blocks' .Sequential. is not called in the forward pass"):
             inject(Iterates(), Dropout(0.1), layers="blocks", example_input=torch.ones(2, 8))
 
     def test_uncalled_container_matched_by_a_pattern_warns(self) -> None:

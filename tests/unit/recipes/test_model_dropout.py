@@ -436,7 +436,7 @@ class TestSetDropout:
         assert self.rates(model) == [0.5, 0.1]
 
     def test_unmatched_pattern_raises_and_suggests_names(self, model: Any) -> None:
-        with pytest.raises(LayerError, match=r"'1.dropot' matches none of the 3 dropout rates") as excinfo:
+        with pytest.raises(LayerError, match=r"'1.dropot' matches none of the 3 dropout rates by name") as excinfo:
             set_dropout(model, {"0": 0.5, "1.dropot": 0.5})
         assert "did you mean: '1.dropout'" in str(excinfo.value)
         assert self.rates(model) == [0.1, 0.2, 0.3]

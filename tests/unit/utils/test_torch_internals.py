@@ -311,7 +311,7 @@ def test_saved_tensors_hooks() -> None:
 
 
 def test_default_store() -> None:
-    """Without it, ranks with equal seeds, which draw equal masks, are not reported."""
+    """Without it, ranks with equal seeds, which draw identical masks, are not reported."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         internals.default_store().set("hookdrop/test", "note")
