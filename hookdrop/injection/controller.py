@@ -214,7 +214,7 @@ class Controller:
                 warn_about_shape(hook)
 
     def _rates(self, members: list[SiteHook], multiplier: float) -> list[float | None]:
-        """Return target * multiplier * p_scale of each hook, None without a rate; in a context, p replaces the largest target."""
+        """Return target * multiplier * p_scale per hook; in a context, p replaces the largest target."""
         override = self._state.override
         if override is None or override.p is None:
             return [None if hook.target is None else hook.target * multiplier * hook.p_scale for hook in members]
