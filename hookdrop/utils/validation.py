@@ -43,7 +43,7 @@ def rate(
     if 0.0 <= result < high or (result == high and not open_end):
         return result
     span = f"[0, {high:g}{')' if open_end else ']'}" if math.isfinite(high) else "[0, inf)"
-    hint = f"\n  a percentage? write {name}={result / 100:g}" if high == 1.0 and 1 < result <= 100 else ""
+    hint = f"\n  a percentage? write {name}={result / 100:g}" if high == 1.0 and 2 <= result <= 100 else ""
     raise ValueError(f"{owner}: {name} must lie in {span}, got {result:g}.{hint}")
 
 
