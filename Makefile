@@ -32,7 +32,8 @@ unit: .venv/dev
 	$(BIN)/pytest -q -n 2 tests/unit
 
 tests: .venv/dev
-	$(BIN)/pytest -n 2 --cov --cov-report=term
+	$(BIN)/pytest -n 2 --cov --cov-report=term tests/unit tests/integration tests/statistics tests/docs
+	$(BIN)/pytest -n 2 tests/benchmarks
 
 # One environment: `make test` adds the development packages to what `make demo` has installed.
 .venv/%: pyproject.toml hatch_build.py hookdrop/kernels/_blocks.c

@@ -316,7 +316,7 @@ def seeds() -> Facts:
 
 
 def about_equal_masks(problems: list[str]) -> list[str]:
-    return [problem for problem in problems if "equal masks" in problem]
+    return [problem for problem in problems if "identical masks" in problem]
 
 
 def check_finds_equal_seeds() -> Facts:
