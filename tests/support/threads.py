@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import collections
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from hookdrop import Dropout, inject
+from hookdrop.hooks.registry import hidden_modules
 from tests.support.measures import zero_fraction
 
 X = torch.ones(64, 8)
@@ -30,3 +35,21 @@ def entries(model: nn.Module) -> int:
     """The number of entries in the hook dictionaries of `model`."""
     tables = [name for name in vars(nn.Module()) if "hooks" in name]
     return sum(len(getattr(module, name)) for module in model.modules() for name in tables)
+
+
+@contextmanager
+def no_leaks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Check at the end that no hookdrop object, hook or listener that was created inside is left."""
+    inject(model, Dropout(0.5), layers="*").remove()
+    gc.collect()
+    listeners = set(_global_optimizer_post_hooks)
+    gc.freeze()
+    try:
+        yield
+        assert ours() == {}
+    finally:
+        gc.unfreeze()
+    assert entries(model) == 0
+    assert not optimizer._optimizer_step_post_hooks
+    assert set(_global_optimizer_post_hooks) <= listeners
+    assert not list(hidden_modules)

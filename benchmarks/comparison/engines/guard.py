@@ -67,7 +67,7 @@ def failed(run: Run, failure: Failure) -> Record:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Classify an exception by itself or its causes; the message includes the last frames of the traceback."""
+    """Classify an exception by the first known kind in its chain of causes; the message ends with stack frames."""
     chain = list(_chain(error))
     kinds: list[Kind] = [kind for each in chain if (kind := _kind(each)) != "error"]
     frames = traceback.extract_tb(chain[-1].__traceback__)[-FRAMES:]

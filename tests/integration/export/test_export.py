@@ -197,7 +197,7 @@ class TestTraceInTrainMode:
 
 
 class OneSite(nn.Module):
-    """One site whose output has no zeros of its own."""
+    """A model with one site, whose output contains no zeros without dropout."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,14 +16,13 @@ from hookdrop import (
     find,
     inject,
 )
+from tests.support.copies import half_ramped
 from tests.support.nets import Small
 
 
 @pytest.fixture
 def drop(model: Small) -> Injection:
-    injection = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10), p_scale="depth")
-    injection.seek(5)
-    return injection
+    return half_ramped(model)
 
 
 def test_timm_ema_copies_the_injection(model: Small, drop: Injection, images: torch.Tensor) -> None:

@@ -19,16 +19,14 @@ from hookdrop import (
     find,
     inject,
 )
-from tests.support.copies import run
+from tests.support.copies import half_ramped, run
 from tests.support.nets import Small
 from tests.support.paths import ROOT
 
 
 @pytest.fixture
 def drop(model: Small) -> Injection:
-    injection = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10), p_scale="depth")
-    injection.seek(5)
-    return injection
+    return half_ramped(model)
 
 
 FRESH = """

@@ -27,16 +27,14 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.hooks.hook import SiteHook
-from tests.support.copies import run
+from tests.support.copies import half_ramped, run
 from tests.support.nets import Small
 from tests.support.pairs import ROWS, pair
 
 
 @pytest.fixture
 def drop(model: Small) -> Injection:
-    injection = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10), p_scale="depth")
-    injection.seek(5)
-    return injection
+    return half_ramped(model)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookdrop import (
     CosineSchedule,
@@ -29,9 +29,8 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.registry import hidden_modules
 from tests.support.nets import Small
-from tests.support.threads import X, entries, ours, pair, zeroed
+from tests.support.threads import X, no_leaks, pair, zeroed
 
 
 def in_threads(*runs: Callable[[], None]) -> None:
@@ -246,20 +245,9 @@ class TestNoLeaks:
         return torch.optim.SGD(model.parameters(), 0.01)
 
     @pytest.fixture(autouse=True)
-    def no_leaks(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        inject(model, Dropout(0.5), layers="*").remove()
-        gc.collect()
-        listeners = set(_global_optimizer_post_hooks)
-        gc.freeze()
-        try:
+    def check_no_leaks(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        with no_leaks(model, optimizer):
             yield
-            assert ours() == {}
-        finally:
-            gc.unfreeze()
-        assert entries(model) == 0
-        assert not optimizer._optimizer_step_post_hooks
-        assert set(_global_optimizer_post_hooks) <= listeners
-        assert not list(hidden_modules)
 
     def test_inject_and_remove_1000_times(self, model: nn.Sequential) -> None:
         for _ in range(1000):

@@ -361,3 +361,32 @@ class TestSelection:
             inject(model, Dropout(0.1), layers="layers.0.self_attn.out_proj")
         with pytest.raises(LayerError, match="matches only modules that are never called"):
             inject(model, Dropout(0.1), layers="**.out_proj")
+
+
+def test_expressions_must_match_the_whole_name(model: Small) -> None:
+    assert names(model, re.compile(r"layer\d\.0\.bn\d")) == [
+        "layer1.0.bn1", "layer1.0.bn2", "layer2.0.bn1", "layer2.0.bn2",
+    ]  # fmt: skip
+    with pytest.raises(LayerError, match=re.escape("re.compile('layer')")):
+        names(model, re.compile("layer"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "hint"),
+    [
+        ("layer5", "did you mean: 'layer2', 'layer1'"),
+        ("layer1.0.bn3", "did you mean: 'layer1.0.bn2', 'layer1.0.bn1'"),
+        ("BatchNorm2d", "the class BatchNorm2d itself, not its name as a string (8 modules)"),
+        (r"layer\d\.0", r"a regular expression? write re.compile('layer\\d\\.0')"),
+        ("Layer1", "did you mean: 'layer1'"),
+        ("convv2", "'**.conv2'"),
+    ],
+)
+def test_unknown_names_get_suggestions(model: Small, entry: str, hint: str) -> None:
+    with pytest.raises(LayerError, match=re.escape(hint)):
+        names(model, entry)
+
+
+def test_counts_of_each_entry(model: Small) -> None:
+    drafted = plan(model, Dropout(0.1), layers=["layer1.*", nn.Linear, re.compile("conv1")])
+    assert drafted.counts == {"'layer1.*'": 2, "Linear": 1, "re.compile('conv1')": 1}

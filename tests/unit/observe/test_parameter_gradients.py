@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +111,14 @@ def test_edit_is_removed_after_an_exception(model: Small, images: torch.Tensor) 
 def test_repr_names_the_function_and_the_parameters(model: Small) -> None:
     with edit_parameter_gradients(model, "fc.*", clamp(-1, 1)) as edit:
         assert repr(edit) == "<GradientEdit clamp of 2 parameters: 'fc.weight', 'fc.bias'>"
+
+
+@pytest.mark.parametrize(
+    "params", ["layer1.**", re.compile(r"layer1\..*"), ["layer1.0.**", "layer1.1.**", "layer1.0.bn1.bias"]], ids=str
+)
+def test_globs_and_regular_expressions(model: Small, params: object) -> None:
+    with edit_parameter_gradients(model, params, zero) as edit:
+        assert sorted(edit.names) == sorted(n for n, _ in model.named_parameters() if n.startswith("layer1."))
 
 
 class TestCopies:
@@ -222,3 +231,22 @@ class TestWrapped:
         fully_shard(model)
         with pytest.raises(InjectionError, match="FSDP bypasses parameter hooks"):
             edit_parameter_gradients(model, "0.bias", zero)
+
+
+class TestPatternErrors:
+    @pytest.mark.parametrize(
+        ("params", "said"),
+        [
+            ("fc.biass", "asked for:    'fc.biass'\n  did you mean: 'fc.bias'"),
+            ("bn1.bias", "did you mean: '**.bn1.bias'"),
+            ("fc", "did you mean: 'fc.\\*'"),
+            ("layer1", "did you mean: 'layer1.**'"),
+            ("bn1", "did you mean: '**.bn1.\\*'"),
+            (re.compile("fc.baias"), r"asked for:    re.compile\('fc.baias'\)\n  did you mean: 'fc.bias'"),
+            (["fc.bias", "nothing*"], "asked for:    'nothing\\*'\n  see all: "),
+        ],
+    )
+    def test_unmatched_pattern_suggests_names(self, model: Small, params: object, said: str) -> None:
+        with pytest.raises(LayerError, match=said.replace("**", r"\*\*")):
+            edit_parameter_gradients(model, params, zero)
+        assert not any(p._backward_hooks for p in model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import linecache
+import re
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -429,6 +430,11 @@ class TestSetDropout:
     def test_function_computes_each_rate(self, model: Any) -> None:
         set_dropout(model, lambda name, rate: rate / 2)
         assert self.rates(model) == pytest.approx([0.05, 0.1, 0.15])
+
+    @pytest.mark.parametrize("pattern", ["1.dropout", "*.dropout", "**.dropout", re.compile(r".*dropout")])
+    def test_patterns_change_only_matching_rates(self, model: Any, pattern: Any) -> None:
+        set_dropout(model, {pattern: 0.5})
+        assert self.rates(model) == [0.1, 0.5, 0.3]
 
     def test_exact_name_takes_precedence_over_a_glob(self) -> None:
         model = nn.ModuleDict({"a[1]": nn.Dropout(0.1), "a1": nn.Dropout(0.1)})
