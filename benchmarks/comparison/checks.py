@@ -82,8 +82,8 @@ def _check_model(study: Study, data: Data, model: Model, lines: Lines, found: Fi
             except EXPECTED_ERRORS as error:
                 found.errors.append(_strip_footer(f"{at}, {arm.name} on {model.name}: {error}"))
                 continue
-            assert planned is not None
-            found.plans.setdefault(arm.name, str(planned))
+            if planned is not None:
+                found.plans.setdefault(arm.name, str(planned))
     _try_steps(study, data, model, lines, found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from comparison.analysis.pairs import PairedArm
 from comparison.analysis.schema import METRICS, ArmSummary, Band, Bin, Difference, Mask, Metric, Site, Spread
 from comparison.run.metrics import BINS, bin_of
 from comparison.run.record import Outcome
+from comparison.spec.study import Entry
 
 Point = tuple[float, float]
 
@@ -28,7 +30,7 @@ def summarize_arm(
     values: dict[Metric, list[float]] = {metric: [run[metric] for run in runs] for metric in METRICS}
     return ArmSummary(
         name=entry.arm.name,
-        kind="control" if entry.control else entry.arm.kind,
+        kind=_kind(entry),
         call=first["call"] if first else entry.arm.call,
         layers=list(entry.arm.layers),
         sites=first["sites"] if first else 0,
@@ -57,6 +59,13 @@ def summarize_arm(
         memory=memory,
         mask=next((Mask(**run["mask"]) for run in runs if run["mask"]), None),
     )
+
+
+def _kind(entry: Entry) -> Literal["none", "regularizer", "recipe", "peer", "control", "reference"]:
+    if entry.control:
+        return "reference" if entry.control == "reference" else "control"
+    assert entry.arm.kind != "probe"
+    return entry.arm.kind
 
 
 def band(curves: Sequence[Sequence[Point]]) -> Band:

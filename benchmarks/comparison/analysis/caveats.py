@@ -175,7 +175,7 @@ def _tuned(cell: Cell) -> Iterator[str]:
 
 
 def _fixed(cell: Cell) -> Iterator[str]:
-    regularized = [arm for arm in cell.arms if arm.kind not in ("none", "control")]
+    regularized = [arm for arm in cell.arms if arm.kind not in ("none", "control", "reference")]
     if fixed := [arm.name for arm in regularized if not arm.tuning and not arm.like]:
         yield (
             f"The rate of {join(fixed)} was fixed in advance, not tuned: "

@@ -98,4 +98,4 @@ def _missing(entry: Entry, seed: int, records: Mapping[str, Record]) -> str:
 
 
 def _start(record: Record) -> Any:
-    return record.outcome and (record.outcome["weights_before"], record.outcome["batches"])
+    return record.outcome and (record.outcome["data"], record.outcome["weights_before"], record.outcome["batches"])

@@ -99,7 +99,8 @@ class ArmSummary(Part):
     """The results of an arm."""
 
     name: str
-    kind: Literal["none", "regularizer", "recipe", "peer", "control"]
+    kind: Literal["none", "regularizer", "recipe", "peer", "control", "reference"]
+    """A reference, such as a linear probe, is not a regularizer: Holm's correction does not include it."""
     call: str
     """The call with its rate."""
     layers: list[str]

@@ -11,6 +11,7 @@ from comparison.analysis import caveats, summary_text
 from comparison.analysis.arm_summary import summarize_arm
 from comparison.analysis.contrasts import contrasts, controls, differences, paired_metrics
 from comparison.analysis.pairs import PairedArm, paired
+from comparison.analysis.per_test_set import by_test_set
 from comparison.analysis.schema import Cell, Environment, FailedRun, Spread, Summary
 from comparison.run.record import Record
 from comparison.spec.run_spec import Run
@@ -59,8 +60,14 @@ def summarize(
     for entry in entries:
         of_cell.setdefault(entry.cell, []).append(entry)
     cells: list[Cell] = []
-    for title, arms in of_cell.items():
-        cells.append(_cell(title, _slug(title, cells), paired(arms, records), times, memory, about))
+    for cell, arms in of_cell.items():
+        own = {run.key: records[run.key] for arm in arms for run in arm.runs.values() if run.key in records}
+        for test_set, scored in by_test_set(own).items():
+            title = f"{cell}, {test_set}" if test_set else cell
+            costs = [{arm: spread for (of, arm), spread in ratios.items() if of == cell} for ratios in (times, memory)]
+            cells.append(
+                _cell(title, _slug(title, cells), paired(arms, scored), costs, about.remarks.get(cell, []), about)
+            )
     head = {name: value for name, value in vars(about).items() if name not in ("first", "remarks")}
     return Summary(
         **head,
@@ -71,7 +78,14 @@ def summarize(
     )
 
 
-def _cell(title: str, slug: str, arms: Sequence[PairedArm], times: Ratios, memory: Ratios, about: About) -> Cell:
+def _cell(
+    title: str,
+    slug: str,
+    arms: Sequence[PairedArm],
+    costs: Sequence[Mapping[str, Spread]],
+    remarks: list[str],
+    about: About,
+) -> Cell:
     metrics = paired_metrics(arms)
     against = differences(arms, metrics)
     outcomes = [outcome for arm in arms for outcome in arm.outcomes]
@@ -88,14 +102,14 @@ def _cell(title: str, slug: str, arms: Sequence[PairedArm], times: Ratios, memor
             summarize_arm(
                 arm,
                 against.get(arm.entry.arm.name),
-                *(ratios.get((title, arm.entry.arm.name)) for ratios in (times, memory)),
+                *(ratios.get(arm.entry.arm.name) for ratios in costs),
             )
             for arm in arms
         ],
         between=contrasts(arms, metrics),
         controls=controls(arms, against),
         varied=_varied(runs),
-        remarks=about.remarks.get(title, []),
+        remarks=remarks,
         words=[],
     )
     first = [*about.first, *(f"Changed after the first run: {change}" for change in about.amendments)]

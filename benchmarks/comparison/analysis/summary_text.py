@@ -104,8 +104,10 @@ def baseline_name(cell: Cell) -> str:
 
 
 def compared(cell: Cell) -> dict[str, dict[Metric, Difference]]:
-    """The differences from none, without the controls."""
-    return {arm.name: arm.against_none for arm in cell.arms if arm.against_none and arm.kind != "control"}
+    """The differences from none, without controls and references."""
+    return {
+        arm.name: arm.against_none for arm in cell.arms if arm.against_none and arm.kind not in ("control", "reference")
+    }
 
 
 def interval_text(found: Difference, metric: Metric) -> str:

@@ -6,7 +6,7 @@ import difflib
 import functools
 from collections.abc import Callable
 
-from comparison.data import cifar, digits, image_folder, strata, synthetic
+from comparison.data import cifar, digits, emoji, image_folder, strata, synthetic
 from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
 
@@ -17,6 +17,7 @@ _LOADERS: dict[str, Callable[[Data], Task]] = {
     "synthetic-cue": synthetic.load,
     "cifar10": cifar.load,
     "cifar100": cifar.load,
+    "emoji": emoji.load,
 }
 NAMES = (*_LOADERS, f"{FOLDER}:PATH")
 

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-from comparison.data import strata
 from comparison.data.readable import cache_path, unreadable
 from comparison.data.sources import Files
-from comparison.data.task import DataError, Task
+from comparison.data.task import DataError, Task, hold_out
 from comparison.spec.run_spec import Data
-from comparison.spec.seeds import generator
 
 SIDE = 224
 TEST_FRACTION = 0.2
@@ -69,16 +67,8 @@ def _pool_and_test(found: Found, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     if found.for_test is not None:
         test = torch.tensor(found.for_test)
         return every[~test], every[test]
-    available = strata.per_class(every, labels_N, len(found.classes))
-    if min(available) < 2:
-        alone = ", ".join(repr(name) for name, have in zip(found.classes, available, strict=True) if have < 2)
-        raise DataError(
-            f"{str(found.root)!r} has only one image of {alone}; training and testing need one each.",
-            "add images, remove the class, or provide your own train/ and val/ folders",
-        )
-    counts = strata.proportional(available, max(1, round(TEST_FRACTION * len(every))))
-    test = strata.drawn(every, labels_N, counts, generator(0, "test"))
-    return strata.without(every, test), test
+    size = max(1, round(TEST_FRACTION * len(every)))
+    return hold_out(str(found.root), labels_N, found.classes, size, "or provide your own train/ and val/ folders")
 
 
 def find(root: Path, strict: bool, cache: Path) -> Found:

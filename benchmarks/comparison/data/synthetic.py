@@ -63,7 +63,7 @@ class CueImages(NamedTuple):
 
 
 def load(data: Data) -> Task:
-    """Generate the images, with the groups of test images `local cue` and `no local cue`.
+    """Generate the images.
 
     Raises:
         DataError: The images are too small, or `crop-flip` is used, which maps a class to another one.
@@ -81,7 +81,6 @@ def load(data: Data) -> Task:
         torch.arange(POOL, POOL + TEST),
         source,
         data.label_noise or 0.0,
-        groups={"local cue": test.has_glyph_N, "no local cue": ~test.has_glyph_N},
     )
 
 

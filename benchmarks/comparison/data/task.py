@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -60,8 +60,10 @@ class Task:
     """Fraction of wrong training labels."""
     skipped: tuple[str, ...] = ()
     """Unreadable files that are skipped."""
-    groups: Mapping[str, Tensor] = field(default_factory=dict)
-    """Named groups of test images, as bool masks over `test`."""
+    test_sets: Mapping[str, Tensor] = field(default_factory=dict)
+    """Test sets with separate results, as bool masks over `test`; empty for a single one."""
+    sha256: str = ""
+    """SHA-256 of the image files, if they were read."""
 
     def images(self, indices_B: Tensor) -> Tensor:
         """Images without augmentation: (B, C, H, W), float32, normalized."""
@@ -133,3 +135,22 @@ class Task:
                 f"allowed: {self.classes} (one per class) to {most}, or none for all",
                 *(["or reduce validation_size"] if size > most else []),
             )
+
+
+def hold_out(name: str, labels_N: Tensor, classes: Sequence[str], size: int, *fixes: str) -> tuple[Tensor, Tensor]:
+    """Split a dataset without a test set into a pool and `size` stratified test images, always the same ones.
+
+    Raises:
+        DataError: A class has fewer than two images; `fixes` are further remedies.
+    """
+    every = torch.arange(len(labels_N))
+    available = strata.per_class(every, labels_N, len(classes))
+    if min(available) < 2:
+        alone = ", ".join(repr(one) for one, have in zip(classes, available, strict=True) if have < 2)
+        raise DataError(
+            f"{name!r} has only one image of {alone}; training and testing need one each.",
+            "add images or remove the class",
+            *fixes,
+        )
+    test = strata.drawn(every, labels_N, strata.proportional(available, size), generator(0, "test"))
+    return strata.without(every, test), test

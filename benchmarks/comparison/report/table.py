@@ -45,7 +45,7 @@ def _row(arm: ArmSummary) -> list[str]:
     row += [
         interval_text(against[metric], metric).replace(" ", "\n", 1) if against else NOTHING for metric in DIFFERENCES
     ]
-    corrected = against and arm.kind != "control"
+    corrected = against and arm.kind not in ("control", "reference")
     row.append(
         " / ".join(f"{against[metric].p_holm:.3f}" for metric in DIFFERENCES) if against and corrected else NOTHING
     )

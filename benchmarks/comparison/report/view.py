@@ -22,7 +22,7 @@ CURVES = (
     ("validation_accuracy", "Validation accuracy, %", "higher is better"),
     ("validation_nll", "Validation NLL, nats", "lower is better"),
 )
-KINDS = ("none", "regularizer", "recipe", "peer", "control")
+KINDS = ("none", "regularizer", "recipe", "peer", "reference", "control")
 Differences = dict[Metric, Difference | None]
 
 
@@ -85,7 +85,8 @@ class CellView:
             cell.words[: cell.findings],
             [] if cell.findings is None else cell.words[cell.findings :],
         )
-        self.ranked = [row for row in ranked if row.arm.kind != "control"]
+        self.ranked = [row for row in ranked if row.arm.kind not in ("control", "reference")]
+        self.references = [row for row in ranked if row.arm.kind == "reference"]
         self.controls = [row for row in ranked if row.arm.kind == "control"]
         self.kinds = [kind for kind in KINDS if any(arm.kind == kind for arm in cell.arms)]
         self.pairs = _pairs(cell)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import timm
 import torchvision
 from torch import nn
 
+from comparison.run.pretrained import load_from_package
 from comparison.run.pyramidnet import PyramidNet
 from comparison.spec.errors import ConfigError, suggest
 from comparison.spec.run_spec import Model
@@ -15,18 +17,28 @@ from comparison.spec.run_spec import Model
 OWN = {"pyramidnet": PyramidNet}
 
 
-def build(model: Model, classes: int, channels: int) -> nn.Module:
-    """Build a model with weights drawn from the global generator.
+def build(model: Model, classes: int, channels: int, arguments: Mapping[str, Any] | None = None) -> nn.Module:
+    """Build a model with weights drawn from the global generator, or pretrained ones and a new head.
+
+    Args:
+        model: The architecture.
+        classes: Number of classes.
+        channels: Number of channels of the images.
+        arguments: Further arguments of the constructor.
 
     Raises:
-        ConfigError: The model does not exist, does not accept these settings, or lacks a module of `identity`.
+        ConfigError: The model does not exist, does not accept these settings, lacks a module of `identity`, or has no
+            pretrained weights.
     """
     make = _maker(model.name, classes, channels)
+    downloaded = {"pretrained": True} if model.pretrained is True else {}
     try:
-        built = make(**model.kwargs)
+        built = make(**{**model.kwargs, **downloaded, **(arguments or {})})
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, AssertionError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"cannot build the model {model.name!r} with {dict(model.kwargs)}: {reason}") from None
+    if model.pretrained == "package":
+        load_from_package(built, model.name.removeprefix("timm:"), classes)
     for name in model.identity:
         _replace(built, name, model.name)
     return built

@@ -19,7 +19,7 @@ CHECKED_IMAGES = 200
 
 def outcome_of(setup: RunSetup, history: Any, measured: Any) -> tuple[Outcome, Mapping[str, Any]]:
     """Score the model after its last epoch, and remove the hooks. Return the outcome and the scores of each image."""
-    run, drop = setup.run, setup.drop
+    run, drop, task = setup.run, setup.drop, setup.task
     scored = setup.split.test if run.stage == "final" else setup.split.validation
     logits = setup.logits(scored)
     scores = metrics.score(logits, setup.task.labels_N[scored])
@@ -54,12 +54,16 @@ def outcome_of(setup: RunSetup, history: Any, measured: Any) -> tuple[Outcome, M
         "nll": scores.nll,
         "ece": scores.ece,
         "outputs": digest([logits]),
+        "data": task.sha256,
+        "test_sets": list(task.test_sets) if run.stage == "final" else [],
         "steps": history.steps,
         "train_images": len(setup.split.train),
         "scored_images": len(scored),
         "skipped_images": len(setup.task.skipped),
     }
-    return outcome, scores.images
+    if not outcome["test_sets"]:
+        return outcome, scores.images
+    return outcome, {**scores.images, "test_set": torch.stack(list(task.test_sets.values())).int().argmax(0).numpy()}
 
 
 def _site_rates(measured: Any) -> list[SiteRate]:

@@ -75,6 +75,10 @@ class Outcome(TypedDict):
     """In percent, with 15 equal-width bins."""
     outputs: str
     """SHA-256 of the logits of the scored images."""
+    data: str
+    """SHA-256 of the image files; empty for images that are generated or belong to a library."""
+    test_sets: list[str]
+    """The test sets of `images["test_set"]`, which are reported separately; empty for a single one."""
     steps: int
     train_images: int
     scored_images: int
@@ -104,7 +108,8 @@ class Record:
     outcome: Outcome | None = None
     """None if the run failed."""
     images: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """For each scored image: `correct` (bool), `nll` and `confidence` (float32), each of shape (N,)."""
+    """For each scored image: `correct` (bool), `nll` and `confidence` (float32), and with several test sets the index
+    `test_set` (int64); each of shape (N,)."""
     failure: Failure | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     """Versions, git revision, hardware and determinism settings."""

@@ -17,6 +17,7 @@ from comparison.data.catalog import load
 from comparison.data.task import Split, Task
 from comparison.run import models, ranks
 from comparison.run.footprint_check import Footprint, digest_of, footprint
+from comparison.run.linear_probe import LinearProbe
 from comparison.spec import arms
 from comparison.spec.run_spec import Run
 from comparison.spec.seeds import seed_of
@@ -68,8 +69,12 @@ class RunSetup:
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def images(self, indices: Tensor) -> Tensor:
-        """Images without augmentation, on the run's device."""
-        return self.task.images(indices).to(self.device)
+        """Images without augmentation, as `placed`."""
+        return self.placed(self.task.images(indices))
+
+    def placed(self, x_BCHW: Tensor) -> Tensor:
+        """Images on the run's device, in its memory format."""
+        return x_BCHW.to(self.device, memory_format=memory_format(self.run))
 
 
 def prepare(run: Run) -> RunSetup:
@@ -78,16 +83,17 @@ def prepare(run: Run) -> RunSetup:
     split = task.split(run.data.train_size, run.data.validation_size, run.seed)
     device = ranks.device_of(run)
     torch.manual_seed(seed_of(run.seed, "weights"))
-    model = models.build(run.model, task.classes, task.shape[0])
+    model = models.build(run.model, task.classes, task.shape[0], arms.model_arguments(run.arm))
     weights, before = digest_of(model), footprint(model)
     example = torch.zeros(2, *task.shape)
     planned = arms.plan(run.arm, model, steps_of(run, len(split.train)), example)
-    model.to(device)
+    model.to(device, memory_format=memory_format(run))  # type: ignore[call-overload]
+    trained = LinearProbe(model) if run.arm.kind == "probe" else model
     optimizer, decay = _optimizer(run, model, len(split.train))
     drop, flags = _apply(planned)
     if drop and run.arm.p is not None:
         drop.follow(optimizer)
-    forward = ranks.data_parallel(run, model)
+    forward = ranks.data_parallel(run, trained)
     torch.manual_seed(seed_of(run.seed, "masks", ranks.rank()))
     return RunSetup(
         run,
@@ -105,6 +111,11 @@ def prepare(run: Run) -> RunSetup:
         weights,
         before,
     )
+
+
+def memory_format(run: Run) -> torch.memory_format:
+    """The memory format of a run's images and weights."""
+    return torch.channels_last if run.channels_last else torch.preserve_format
 
 
 def at_final_rate(run: Run) -> RunSetup:
@@ -132,14 +143,16 @@ def _apply(planned: hookdrop.Plan | None) -> tuple[hookdrop.Injection | None, li
 
 def _optimizer(run: Run, model: nn.Module, train_images: int) -> tuple[Optimizer, LRScheduler]:
     settings, steps = run.optimizer, steps_of(run, train_images)
+    lr = run.arm.lr or settings.lr
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Optimizer
     if settings.name == "SGD":
         nesterov = settings.momentum > 0
         optimizer = torch.optim.SGD(
-            model.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, nesterov=nesterov
+            trained, lr, settings.momentum, weight_decay=settings.weight_decay, nesterov=nesterov
         )
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), settings.lr, weight_decay=settings.weight_decay)
+        optimizer = torch.optim.AdamW(trained, lr, weight_decay=settings.weight_decay)
     if settings.decay == "steps":
         return optimizer, MultiStepLR(optimizer, [round(steps / 2), round(steps * 3 / 4)])
     return optimizer, CosineAnnealingLR(optimizer, steps)

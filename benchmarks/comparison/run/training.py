@@ -96,8 +96,7 @@ def train(setup: RunSetup, beat: Beat, checkpoint: Checkpoint) -> tuple[History,
 def batch_of(setup: RunSetup) -> tuple[Tensor, Tensor]:
     """The first training images, without augmentation."""
     size = setup.run.batch_size
-    images = setup.task.images(setup.split.train[:size])
-    return images.to(setup.device), setup.labels_N[:size].to(setup.device)
+    return setup.images(setup.split.train[:size]), setup.labels_N[:size].to(setup.device)
 
 
 def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
@@ -136,7 +135,7 @@ def step(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
 
 def _shard(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
     mine = slice(ranks.rank(), None, setup.run.world)
-    return x_BCHW[mine].to(setup.device), y_B[mine].to(setup.device)
+    return setup.placed(x_BCHW[mine]), y_B[mine].to(setup.device)
 
 
 def _validate(setup: RunSetup, history: History, epoch: int) -> None:

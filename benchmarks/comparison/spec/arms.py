@@ -18,12 +18,12 @@ RECIPES = ("dropblock_resnet", "timm_dropblock", "stochastic_depth", "residual_d
 
 
 def plan(arm: Arm, model: nn.Module, steps: int, example: Tensor | None) -> hookdrop.Plan | None:
-    """Plan the arm on the model, for a training of `steps` optimizer steps; None without a regularizer.
+    """Plan the arm on the model, for a training of `steps` optimizer steps; None for an arm without hooks.
 
     Raises:
         ValueError, TypeError, hookdrop.HookdropError: The arm is invalid or does not fit the model.
     """
-    if arm.kind == "none":
+    if arm.kind in ("none", "probe") or model_arguments(arm):
         return None
     schedule = parse_schedule(arm.schedule, steps)
     if arm.kind == "recipe":
@@ -36,16 +36,24 @@ def plan(arm: Arm, model: nn.Module, steps: int, example: Tensor | None) -> hook
     return hookdrop.plan(model, regularizer, layers=list(arm.layers), schedule=schedule, example_input=example)
 
 
+def model_arguments(arm: Arm) -> dict[str, float]:
+    """The arguments of the model's constructor that a peer such as `timm.drop_path_rate` sets."""
+    if arm.kind != "peer" or not peers.is_model_argument(arm.call):
+        return {}
+    assert arm.p is not None
+    return {parse_call(arm.call).name.removeprefix("timm."): arm.p}
+
+
 def is_identity_at_0(arm: Arm) -> bool:
-    """Whether rate 0 is the identity, as the A/A control requires; for `ScaleActivationGrad` rate 1 is."""
-    if arm.p is None or arm.kind == "none":
+    """Whether hooks at rate 0 are the identity, as the A/A control requires; for `ScaleActivationGrad` rate 1 is."""
+    if arm.p is None or arm.kind in ("none", "probe") or model_arguments(arm):
         return False
     return arm.kind != "regularizer" or hookdrop.parse(full_call(arm)).neutral == 0
 
 
 def full_call(arm: Arm) -> str:
     """The arm's call including its rate."""
-    if arm.kind == "none":
+    if arm.kind in ("none", "probe"):
         return ""
     call = parse_call(arm.call)
     return str(call if arm.p is None else call.with_settings(**{rate_name(arm.kind, call): arm.p}))
@@ -69,7 +77,7 @@ def split_rate(kind: str, text: str) -> tuple[str, float | None]:
     if kind == "peer":
         peer = peers.peer_of(call)
         call = call.bind(*peer.settings)
-        peers.make(call, 0.0)
+        peers.check_settings(call)
         rate = _required_rate(call, peer.rate_name)
         return str(call.without(peer.rate_name)), rate
     takes = _recipe(call.name).parameters

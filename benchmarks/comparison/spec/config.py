@@ -11,6 +11,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
     field_validator,
@@ -20,13 +21,15 @@ from pydantic import (
 from comparison.spec import arms
 from comparison.spec.call_syntax import parse_call, parse_schedule
 from comparison.spec.errors import ConfigError, suggest
+from comparison.spec.peers import is_model_argument
 from comparison.spec.run_spec import Arm, Data, Model, Optimizer, cell_of
 from comparison.spec.tuning import TuningConfig
 from comparison.spec.yaml_lines import Lines, Place, format_place
 
 NONE = Arm(name="none", kind="none", schedule="none")
 RESERVED = ("none", "none, other seeds", "p = 0 (A/A)")
-KINDS: tuple[Literal["regularizer", "recipe", "peer"], ...] = ("regularizer", "recipe", "peer")
+Kind = Literal["regularizer", "recipe", "peer", "probe"]
+KINDS: tuple[Kind, ...] = ("regularizer", "recipe", "peer", "probe")
 
 
 def _named(value: Any) -> Any:
@@ -38,30 +41,41 @@ def _listed(value: Any) -> Any:
 
 
 class ArmConfig(BaseModel):
-    """One regularizer, recipe or peer; a plain string is a regularizer."""
+    """One regularizer, recipe, peer or linear probe; a plain string is a regularizer."""
 
     model_config = ConfigDict(extra="forbid")
 
     regularizer: str | None = None
     recipe: str | None = None
     peer: str | None = None
+    probe: PositiveFloat | None = None
+    """The learning rate of a linear probe: only the classifier is trained. A reference, not a regularizer."""
     name: Annotated[str, Field(min_length=1)] | None = None
     layers: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1)] | None = None
     """Overrides the `layers` of the comparison."""
     schedule: str | None = None
     equal: Literal["p", "fraction"] = "p"
     like: str | None = None
-    """The arm whose tuned settings a peer uses. If None: the regularizer of the same name, or the first one."""
+    """The regularizer or recipe whose tuned settings a peer uses.
+
+    If None: the regularizer of the same name, or the first one.
+    """
 
     @model_validator(mode="after")
     def _is_one(self) -> ArmConfig:
         given = [kind for kind in KINDS if getattr(self, kind)]
         if len(given) != 1:
-            raise ValueError("an arm has exactly one of `regularizer`, `recipe` and `peer`")
-        if self.layers and given == ["recipe"]:
-            raise ValueError("a recipe selects its own layers: remove `layers`")
+            raise ValueError("an arm has exactly one of `regularizer`, `recipe`, `peer` and `probe`")
+        if self.layers and not self.takes_layers:
+            raise ValueError(f"{self.text} selects its own layers: remove `layers`")
+        if self.schedule and not self.takes_schedule:
+            raise ValueError(f"{self.text} has no schedule: remove `schedule`")
+        if self.equal == "fraction" and given == ["peer"] and not self.takes_layers:
+            raise ValueError("an argument of a model has no sites: remove `equal`")
         if given != ["peer"] and (self.equal != "p" or self.like):
             raise ValueError("`equal` and `like` are only valid for a peer")
+        if given == ["probe"]:
+            return self
         try:
             arms.split_rate(given[0], self.text)
         except TypeError as error:
@@ -83,23 +97,37 @@ class ArmConfig(BaseModel):
         return schedule
 
     @property
-    def kind(self) -> Literal["regularizer", "recipe", "peer"]:
-        """Which of the three it is."""
+    def kind(self) -> Kind:
+        """Which of the four it is."""
         return next(kind for kind in KINDS if getattr(self, kind))
 
     @property
     def text(self) -> str:
         """The call as written in the configuration."""
-        return self.regularizer or self.recipe or self.peer or ""
+        return self.regularizer or self.recipe or self.peer or "a linear probe"
+
+    @property
+    def takes_layers(self) -> bool:
+        """Whether it has hooks on the layers that the configuration names."""
+        return self.kind == "regularizer" or (self.kind == "peer" and not is_model_argument(self.text))
+
+    @property
+    def takes_schedule(self) -> bool:
+        """Whether it has a rate that can change during the training."""
+        return self.takes_layers or self.kind == "recipe"
+
+    @property
+    def bare_name(self) -> str:
+        """The name without settings."""
+        return "linear probe" if self.kind == "probe" else parse_call(self.text).name
 
     def title(self, count: int) -> str:
         """The arm's name, given `count` arms of the same regularizer."""
         if self.name:
             return self.name
-        bare = parse_call(self.text).name
-        if self.kind == "peer":
-            return f"{bare}, equal {self.equal}"
-        return bare if count == 1 else self.text
+        if self.kind == "peer" and self.takes_layers:
+            return f"{self.bare_name}, equal {self.equal}"
+        return self.bare_name if count == 1 else self.text
 
 
 def _as_regularizer(value: Any) -> Any:
@@ -128,6 +156,8 @@ class Config(BaseModel):
     optimizer: Optimizer = Optimizer()
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     precision: Literal["float32", "bfloat16"] = "float32"
+    channels_last: bool = False
+    """Store images and convolution weights with the channels last, which is faster for most convolutions."""
     compile: bool = False
     device: str = "cpu"
     tuning: TuningConfig | None = None
@@ -144,7 +174,7 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
-        if not self.layers and any(arm.kind != "recipe" and not arm.layers for arm in self.arms):
+        if not self.layers and any(arm.takes_layers and not arm.layers for arm in self.arms):
             raise ValueError("`layers` is missing: name the sites, for example `layers: 'layer[34].*.bn2'`")
         cells = Counter(cell_of(data, model) for data, model in self.cells())
         if twice := [name for name, count in cells.items() if count > 1]:
@@ -155,16 +185,18 @@ class Config(BaseModel):
         names = Counter(arm.name for arm in self.all_arms())
         if twice := [name for name, count in names.items() if count > 1 or name in RESERVED]:
             raise ValueError(f"the arm name {twice[0]!r} is duplicate or reserved: set a unique `name`")
-        known = [arm.name for arm in self.all_arms() if arm.kind == "regularizer"]
+        known = [arm.name for arm in self.all_arms() if arm.kind in ("regularizer", "recipe")]
         for arm in self.arms:
             if arm.like and arm.like not in known:
-                raise ValueError(f"like: no regularizer is named {arm.like!r}.\n{suggest(arm.like, known)}")
+                raise ValueError(f"like: no regularizer or recipe is named {arm.like!r}.\n{suggest(arm.like, known)}")
+            if arm.probe and self.tuning and "lr" in self.tuning.space_none:
+                raise ValueError("a probe has its own learning rate, so `lr` cannot be tuned: remove one of them")
         return self
 
     def all_arms(self) -> list[Arm]:
         """All arms at their configured rates, without none."""
-        counts = Counter((arm.kind, parse_call(arm.text).name) for arm in self.arms)
-        return [self._arm(arm, counts[arm.kind, parse_call(arm.text).name]) for arm in self.arms]
+        counts = Counter((arm.kind, arm.bare_name) for arm in self.arms)
+        return [self._arm(arm, counts[arm.kind, arm.bare_name]) for arm in self.arms]
 
     def like(self, name: str) -> str:
         """The regularizer whose tuned settings the arm uses: its own name, except for a peer."""
@@ -186,11 +218,17 @@ class Config(BaseModel):
                     yield data.model_copy(update={"train_size": size}), model
 
     def _arm(self, arm: ArmConfig, count: int) -> Arm:
+        if arm.kind == "probe":
+            return Arm(name=arm.title(count), kind="probe", schedule="none", lr=arm.probe)
         call, p = arms.split_rate(arm.kind, arm.text)
-        layers = () if arm.kind == "recipe" else tuple(arm.layers or self.layers)
-        schedule = arm.schedule or self.schedule
         return Arm(
-            name=arm.title(count), kind=arm.kind, call=call, p=p, layers=layers, schedule=schedule, equal=arm.equal
+            name=arm.title(count),
+            kind=arm.kind,
+            call=call,
+            p=p,
+            layers=tuple(arm.layers or self.layers) if arm.takes_layers else (),
+            schedule=(arm.schedule or self.schedule) if arm.takes_schedule else "none",
+            equal=arm.equal,
         )
 
 

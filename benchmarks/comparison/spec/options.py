@@ -35,7 +35,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
         "--data",
         nargs="+",
         metavar="NAME",
-        help="digits, digits-noisy, synthetic-cue, cifar10, cifar100, imagefolder:PATH",
+        help="digits, digits-noisy, synthetic-cue, cifar10, cifar100, emoji, imagefolder:PATH",
     )
     add("--train-sizes", nargs="+", type=int, metavar="N", help="training set sizes")
     add("--layers", nargs="+", metavar="GLOB", help="sites, such as 'layer[34].*.bn2'")

@@ -22,7 +22,8 @@ BISECTIONS = 16
 class Peer(NamedTuple):
     """A regularizer of another library."""
 
-    make: Callable[..., nn.Module]
+    make: Callable[..., nn.Module] | None
+    """None for an argument of timm's models."""
     rate_name: str
     settings: tuple[str, ...]
     defaults: dict[str, Any]
@@ -35,6 +36,9 @@ PEERS = {
         timm.layers.DropBlock2d, "drop_prob", ("drop_prob", "block_size", "gamma_scale"), {"couple_channels": False}
     ),
     "timm.DropPath": Peer(timm.layers.DropPath, "drop_prob", ("drop_prob",), {}),
+    "timm.drop_path_rate": Peer(None, "p", ("p",), {}),
+    "timm.drop_block_rate": Peer(None, "p", ("p",), {}),
+    "timm.drop_rate": Peer(None, "p", ("p",), {}),
 }
 """`couple_channels=False` as in the paper and in hookdrop's DropBlock: each channel has its own mask."""
 
@@ -50,6 +54,22 @@ def peer_of(call: Call) -> Peer:
     return PEERS[call.name]
 
 
+def is_model_argument(text: str) -> bool:
+    """Whether this peer is an argument of timm's models, such as `timm.drop_path_rate(p=0.2)`, and not a module."""
+    return peer_of(parse_call(text)).make is None
+
+
+def check_settings(call: Call) -> None:
+    """Check the names of the settings; timm ignores unknown ones.
+
+    Raises:
+        ValueError: The peer does not accept these settings.
+    """
+    takes = list(dict.fromkeys([*peer_of(call).settings, *peer_of(call).defaults]))
+    if unknown := [name for name in call.kwargs if name not in takes]:
+        raise ValueError(f"{call.name} does not accept {unknown[0]!r}; it accepts {', '.join(takes)}.")
+
+
 def make(call: Call, rate: float) -> nn.Module:
     """Build the peer's module at a rate.
 
@@ -57,10 +77,8 @@ def make(call: Call, rate: float) -> nn.Module:
         ValueError: The peer does not accept these settings.
     """
     peer = peer_of(call)
-    takes = [*peer.settings, *peer.defaults]
-    if unknown := [name for name in call.kwargs if name not in takes]:
-        # timm ignores unknown keywords.
-        raise ValueError(f"{call.name} does not accept {unknown[0]!r}; it accepts {', '.join(dict.fromkeys(takes))}.")
+    check_settings(call)
+    assert peer.make is not None, f"{call} is an argument of a model"
     try:
         return peer.make(**{**peer.defaults, **call.kwargs, peer.rate_name: rate})
     except TypeError as error:

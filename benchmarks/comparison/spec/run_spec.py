@@ -19,7 +19,7 @@ class Data(Part):
     """A dataset."""
 
     name: str
-    """`digits`, `digits-noisy`, `synthetic-cue`, `cifar10`, `cifar100` or `imagefolder:PATH`."""
+    """`digits`, `digits-noisy`, `synthetic-cue`, `cifar10`, `cifar100`, `emoji` or `imagefolder:PATH`."""
     train_size: PositiveInt | None = None
     """Number of training images, balanced over classes; None uses all."""
     validation_size: PositiveInt | None = None
@@ -31,7 +31,8 @@ class Data(Part):
     label_noise: float | None = Field(default=None, ge=0, lt=1)
     """Fraction of training labels replaced by another class (`digits-noisy`: 0.2)."""
     root: str = "data"
-    """Folder of `cifar10` and `cifar100`, which are downloaded if missing, and of the cache for `imagefolder`."""
+    """Folder of `cifar10` and `cifar100`, which are downloaded if missing, of the packages of `emoji`, and of the cache
+    for `imagefolder`."""
     strict: bool = False
     """Raise an error for unreadable images instead of skipping and counting them."""
     workers: NonNegativeInt = 0
@@ -45,12 +46,14 @@ class Model(Part):
     """Such as `resnet18`, or `timm:resnet18` and `torchvision:resnet18` to select the library."""
     kwargs: dict[str, Any] = {}
     """Arguments of the constructor besides the number of classes (and of channels, for timm)."""
+    pretrained: bool | Literal["package"] = False
+    """True starts from timm's weights, downloaded if missing; `package` from those in a Python package."""
     identity: tuple[str, ...] = ()
     """Modules to replace with `nn.Identity`, such as the first max-pool for small images."""
 
 
 class Optimizer(Part):
-    """The optimizer, with a cosine or step learning rate schedule."""
+    """The optimizer, with a learning rate schedule."""
 
     name: Literal["AdamW", "SGD"] = "AdamW"
     lr: PositiveFloat = 0.01
@@ -65,7 +68,7 @@ class Arm(Part):
     """A regularizer and its sites, or none."""
 
     name: str
-    kind: Literal["none", "regularizer", "recipe", "peer"] = "regularizer"
+    kind: Literal["none", "regularizer", "recipe", "peer", "probe"] = "regularizer"
     call: str = ""
     """The call without its rate, such as `DropBlock(block_size=3)` or `timm.DropBlock2d(block_size=3)`."""
     p: float | None = None
@@ -75,6 +78,8 @@ class Arm(Part):
     """The schedule of the rate over all steps; `none` applies the full rate from the first step."""
     equal: Literal["p", "fraction"] = "p"
     """For a peer: use the rate `p`, or the rate at which it drops the fraction `p`."""
+    lr: PositiveFloat | None = None
+    """For a probe: the learning rate of its only layer."""
 
 
 class Run(Part):
@@ -91,6 +96,8 @@ class Run(Part):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     precision: Literal["float32", "bfloat16"] = "float32"
     """`bfloat16` trains with autocast."""
+    channels_last: bool = False
+    """Store images and convolution weights with the channels last."""
     compile: bool = False
     device: str = "cpu"
     world: PositiveInt = 1

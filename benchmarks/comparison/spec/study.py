@@ -16,7 +16,7 @@ from comparison.spec.tuning import Tuning
 OTHER_SEEDS = 2 * FIRST_SEED
 """First seed of the control with other seeds."""
 
-Control = Literal["", "aa", "seeds"]
+Control = Literal["", "aa", "seeds", "reference"]
 Tunings = Mapping[tuple[str, str], Tuning]
 """By cell and arm."""
 
@@ -30,7 +30,10 @@ class Entry:
     runs: Mapping[int, Run]
     """By seed of the pair, which differs from the run's seed for the control with other seeds."""
     control: Control = ""
-    """`aa`: p = 0 injected, must be bit-identical to none. `seeds`: none with other seeds."""
+    """`aa`: p = 0 injected, must be bit-identical to none. `seeds`: none with other seeds.
+
+    `reference`: a linear probe.
+    """
     tuning: Tuning | None = None
     """None if the arm uses its configured settings or those of another arm."""
     like: str = ""
@@ -77,14 +80,14 @@ class Study:
     def run(self, data: Data, model: Model, arm: Arm, seed: int) -> Run:
         """A final run with the configured settings."""
         config = self.config
-        shared = ("epochs", "batch_size", "optimizer", "label_smoothing", "precision", "compile", "device", "max_steps")
+        shared = ("epochs", "batch_size", "optimizer", "label_smoothing", "precision", "channels_last", "compile")
         return Run(
             data=data,
             model=model,
             arm=arm,
             seed=seed,
             world=self.world,
-            **{name: getattr(config, name) for name in shared},
+            **{name: getattr(config, name) for name in (*shared, "device", "max_steps")},
         )
 
     def _cell(self, data: Data, model: Model, tunings: Tunings) -> Iterator[Entry]:
@@ -104,11 +107,12 @@ class Study:
             return Entry(run.cell, run.arm, runs, control, own, like, self._command(arm, control))
 
         for arm in self.arms:
-            yield entry(arm, self.config.like(arm.name) if arm is not NONE else arm.name)
+            settings_of = self.config.like(arm.name) if arm is not NONE else arm.name
+            yield entry(arm, settings_of, "reference" if arm.kind == "probe" else "")
         if aa := next(filter(is_identity_at_0, self.arms), None):
             yield entry(aa.model_copy(update={"name": RESERVED[2], "p": 0.0}), NONE.name, "aa")
         yield entry(NONE.model_copy(update={"name": RESERVED[1]}), NONE.name, "seeds", OTHER_SEEDS)
 
     def _command(self, arm: Arm, control: str) -> str:
-        chosen = [] if control or arm is NONE else ["--only", arm.name]
+        chosen = [] if control in ("aa", "seeds") or arm is NONE else ["--only", arm.name]
         return " ".join([self.command, shlex.join(chosen)]).strip()

@@ -261,10 +261,10 @@ class TestInvalidRequests:
         status, text = run("--config", tiny.config, "--out", copied, "--workers", 1, "--seeds", 3)
         assert status == 2
         assert "seeds: stored 2, requested 3" in text
-        words = ("--config", tiny.config, "--out", copied, "--workers", 1, "--epochs", 1, "--amend", "too slow")
+        words = ("--config", tiny.config, "--out", copied, "--workers", 1, "--seeds", 3, "--amend", "too few")
         status, text = run(*words)
         assert status == 0
-        assert "epochs changed: too slow" in text
+        assert "seeds changed: too few" in text
 
     @pytest.mark.parametrize(
         "words",

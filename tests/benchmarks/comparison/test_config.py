@@ -103,19 +103,24 @@ class TestConfigErrors:
             (8, GOOD + "  - {recipe: 'dropblock_resnet(p=0.1, example_input=3)'}\n", "does not accept 'example_input' here"),
             (8, GOOD + "  - {regularizer: Dropout(p=0.1), name: ''}\n", "at least 1 character"),
             (8, GOOD + "tuning: {method: tpe, space: {p: [0.1, 0.3], lr: [0.1, 1]}, space_none: {lr: [0.1, 1]}}\n", "trials is missing"),
-            (8, GOOD + "  - {recipe: 'dropblock_resnet(p=0.1)', layers: x}\n", "a recipe selects its own layers"),
-            (8, GOOD + "  - {peer: 'timm.DropPath(drop_prob=0.1)', like: Drop}\n", "no regularizer is named 'Drop'"),
+            (8, GOOD + "  - {recipe: 'dropblock_resnet(p=0.1)', layers: x}\n", "selects its own layers"),
+            (8, GOOD + "  - {peer: 'timm.DropPath(drop_prob=0.1)', like: Drop}\n", "no regularizer or recipe is named 'Drop'"),
             (8, GOOD + "  - DropBlock(p=0.1, block_size=3)\n", "is duplicate or reserved"),
             (8, GOOD + "  - {regularizer: Dropout(p=0.1), name: none}\n", "the name 'none' is reserved"),
             (8, GOOD + "  - {regularizer: Dropout(p=0.1), equal: fraction}\n", "`equal` and `like` are only valid for a peer"),
             (8, GOOD + "  - {name: mine}\n", "exactly one of"),
+            (8, GOOD + "  - {probe: 0.1, layers: x}\n", "a linear probe selects its own layers: remove `layers`"),
+            (8, GOOD + "  - {peer: timm.drop_path_rate(p=0.1), schedule: none}\n", "has no schedule: remove `schedule`"),
+            (8, GOOD + "  - {peer: timm.drop_path_rate(p=0.1), equal: fraction}\n", "an argument of a model has no sites: remove `equal`"),
+            (8, GOOD + "  - {peer: timm.drop_path_rate(drop_prob=0.1)}\n", "does not accept 'drop_prob'; it accepts p"),
+            (2, GOOD + "  - {probe: 0.1}\ntuning: {space: {lr: [0.1, 1]}, space_none: {lr: [0.1, 1]}}\n", "a probe has its own learning rate"),
             (4, GOOD.replace("digits", "[digits"), "invalid YAML"),
         ],
     )  # fmt: skip
     def test_names_the_line_and_the_fix(self, line: int, wrong: str, said: str) -> None:
         message = error_of(wrong)
         assert said in message
-        if "is duplicate" not in said and "no regularizer is" not in said:
+        if "is duplicate" not in said and "no regularizer or" not in said:
             assert f"mine.yaml, line {line}" in message
 
     def test_duplicate_cells(self) -> None:
@@ -134,6 +139,17 @@ class TestConfigErrors:
     @pytest.mark.parametrize("text", ["", "- 1", "3"])
     def test_a_file_that_is_not_a_mapping(self, text: str) -> None:
         assert "expected a mapping of settings" in error_of(text)
+
+    def test_only_arms_with_hooks_need_layers(self) -> None:
+        arms = "arms: [timm.drop_path_rate(p=0.1), {probe: 0.1}, {recipe: stochastic_depth(p=0.1)}]"
+        arms = arms.replace("timm.drop_path_rate(p=0.1)", "{peer: timm.drop_path_rate(p=0.1), like: stochastic_depth}")
+        config = config_of(f"models: resnet10t\ndata: digits\nepochs: 3\n{arms}\n")
+        found = {arm.name: (arm.kind, arm.schedule, arm.lr, arm.p) for arm in config.all_arms()}
+        assert found == {
+            "timm.drop_path_rate": ("peer", "none", None, 0.1),
+            "linear probe": ("probe", "none", 0.1, None),
+            "stochastic_depth": ("recipe", "LinearSchedule", None, 0.1),
+        }
 
     def test_missing_layers(self) -> None:
         assert "`layers` is missing" in error_of(GOOD.replace('layers: "layer*.*.bn2"', ""))

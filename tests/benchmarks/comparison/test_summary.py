@@ -82,6 +82,8 @@ def record_of(run: Run, shift: float = 0.0, **changed: Any) -> Record:
         nll=float(nll.mean()),
         ece=metrics.ece(confidence, correct),
         outputs=f"outputs {run.seed}{run.arm.name if active else ''}",
+        data="",
+        test_sets=[],
         steps=20,
         train_images=200,
         scored_images=IMAGES,
@@ -294,6 +296,46 @@ class TestSummary:
             summarize([entry for entry in made.entries if entry is not bare], made.records, ABOUT, {}, {})
         with pytest.raises(ValueError, match="duplicate arm names: DropPath"):
             summarize([*made.entries, made.entry("DropPath")], made.records, ABOUT, {}, {})
+
+
+class TestTestSets:
+    """Two test sets of 100 and 300 images."""
+
+    @pytest.fixture
+    def split(self, made: Made) -> Made:
+        sets = (np.arange(IMAGES) >= 100).astype(np.int64)
+        for key, record in made.records.items():
+            assert record.outcome
+            outcome: Any = {**record.outcome, "test_sets": ["near", "far"]}
+            made.records[key] = replace(record, outcome=outcome, images={**record.images, "test_set": sets})
+        return made
+
+    def test_each_test_set_has_its_own_cell(self, split: Made) -> None:
+        near, far = split.summary().cells
+        assert [near.title, far.title] == [f"{split.entries[0].cell}, near", f"{split.entries[0].cell}, far"]
+        assert [near.test_images, far.test_images] == [100, 300]
+
+    def test_metrics_are_those_of_the_images_of_the_test_set(self, split: Made) -> None:
+        for cell, chosen in zip(split.summary().cells, (slice(None, 100), slice(100, None)), strict=True):
+            images = {name: values[chosen] for name, values in split.record("DropBlock", 2).images.items()}
+            values = {metric: found[2] for metric, found in arm_of(cell, "DropBlock").values.items()}
+            expected = metrics.ece(images["confidence"], images["correct"])
+            assert values == {
+                "accuracy": pytest.approx(100 * images["correct"].mean()),
+                "nll": pytest.approx(images["nll"].mean()),
+                "ece": pytest.approx(expected),
+            }
+
+    def test_costs_and_failures_apply_to_every_test_set(self, split: Made) -> None:
+        split.fail("DropPath", 3)
+        for cell in split.summary().cells:
+            assert arm_of(cell, "DropPath").set_aside == {3: "nan: the loss is nan"}
+            assert arm_of(cell, "DropBlock").time == Spread(low=1.0, median=1.25, high=1.5)
+
+    def test_holms_correction_covers_the_arms_of_one_test_set(self, split: Made) -> None:
+        for cell in split.summary().cells:
+            raw = [against(cell, name).p for name in ("DropBlock", "DropPath")]
+            assert [against(cell, name).p_holm for name in ("DropBlock", "DropPath")] == pytest.approx(holm(raw))
 
 
 class TestExcludedPairs:

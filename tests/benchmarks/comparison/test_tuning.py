@@ -164,6 +164,14 @@ class TestStudy:
         assert [run.seed for run in seeds.runs.values()] == [OTHER_SEEDS + i for i in range(3)]
         assert {run.arm.kind for run in seeds.runs.values()} == {"none"}
 
+    def test_a_linear_probe_is_a_tuned_reference_outside_of_holms_correction(self) -> None:
+        settings = self.study().config.model_dump() | {"arms": [{"probe": 0.1}, "Dropout(p=0.1)"]}
+        study = Study(validate(settings, Lines("here")))
+        assert [name for _, name in study.searches()] == ["none", "linear probe", "Dropout"]
+        entries = {entry.arm.name: entry.control for entry in study.entries({})}
+        assert entries["linear probe"] == "reference"
+        assert [name for name, control in entries.items() if control == "aa"] == ["p = 0 (A/A)"]
+
     def test_the_aa_control_is_an_identity_at_rate_0(self) -> None:
         """`ScaleActivationGrad` is the identity at 1, and stops all gradients at 0."""
         study = self.study()

