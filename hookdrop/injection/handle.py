@@ -248,7 +248,7 @@ class Injection(Controller):
             step: step of the schedule to measure at; None is the current step.
 
         Returns:
-            Per site and in total: requested rate, fraction dropped, mean |output| / mean |input|, calls; and whether
+            Per site and in total: requested rate, fraction dropped, the mean magnitude of the output over that of the input, calls; and whether
             eval output is bit-identical with and without hooks. `print` shows a table.
         """
         self._check_not_removed("probe()")

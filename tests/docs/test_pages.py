@@ -1,0 +1,81 @@
+"""The code blocks of the README and of every page run in order and print the documented output; links resolve."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.code_blocks import blocks_of, matches, run
+from tests.support.paths import ROOT
+
+README = ROOT / "README.md"
+PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("page", [README, *(page for page in PAGES if blocks_of(page))], ids=name_of)
+def test_code_blocks_run_and_print_the_documented_output(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in re.findall(r"^<!-- requires: (.*) -->$", page.read_text(), re.M):
+        for library in text.split(", "):
+            pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    run(page)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+def test_links_to_files_and_headings_resolve(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for target, anchor in re.findall(r"\]\((?!http|#)([^)#\s]+)(#[^)]+)?\)", text):
+        other = page.parent / target
+        assert other.exists(), target
+        assert not anchor or anchor[1:] in headings(other), target + anchor
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings(page)
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of the headings of a page."""
+    titles = re.findall(r"^##* (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(
+    ("printed", "documented", "equal"),
+    [("p 0.101\n", "p 0.100\n", True), ("p 0.2", "p 0.1", False), ("q 1", "p 1", False), ("p 1 2", "p 1", False)],
+)
+def test_output_comparison_detects_differences(printed: str, documented: str, equal: bool) -> None:
+    assert matches(printed, documented) is equal
+
+
+def test_a_failing_block_names_its_page_and_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n```python\nx = 1\nx / 0\n```\n")
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(page)
+    assert (caught.traceback[-1].path, caught.traceback[-1].lineno + 1) == (page, 5)
+    page.write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
+    with pytest.raises(AssertionError, match=r"page.md, line 6 documents\n2\n\nbut the code prints\n1"):
+        run(page)
+
+
+def test_readme_fits_on_a_few_screens_and_starts_with_a_program_and_its_output() -> None:
+    text = README.read_text()
+    assert text.count("\n") <= 150
+    assert "pip install hookdrop" in "\n".join(text.splitlines()[:10])
+    assert [block.kind for block in blocks_of(README)][:2] == ["code", "text"]

@@ -1,0 +1,64 @@
+"""Run the code blocks of a Markdown page in order, and compare what they print with the documented output."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$|^<!-- runs before the block\n(?P<hidden>.*?)^-->$|"
+                   r"^```text\n(?P<text>.*?)^```$", re.M | re.S)  # fmt: skip
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])")
+
+
+class Block(NamedTuple):
+    """A block of a page."""
+
+    kind: str
+    """`code`, `hidden` (code in a comment, which readers do not see), or `text` (the output of the code before it)."""
+    text: str
+    line: int
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The blocks of a page in order."""
+    text = page.read_text()
+    return [
+        Block(kind, match[kind], text[: match.start()].count("\n") + 2)
+        for match in BLOCK.finditer(text)
+        if (kind := str(match.lastgroup))
+    ]
+
+
+def matches(printed: str, documented: str) -> bool:
+    """Compare words exactly and numbers within 3 %, as random draws and sums differ between machines."""
+    words = [NUMBER.sub("#", re.sub(r" +|-{2,}", " ", text)).split() for text in (printed, documented)]
+    numbers = [[float(n) for n in NUMBER.findall(text)] for text in (printed, documented)]
+    return words[0] == words[1] and all(a == pytest.approx(b, rel=0.03) for a, b in zip(*numbers, strict=True))
+
+
+def run(page: Path) -> None:
+    """Run a page in the current folder; an error names its line.
+
+    Raises:
+        AssertionError: A block prints something other than documented.
+    """
+    names: dict[str, object] = {"__name__": "page"}
+    printed = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", category=UserWarning, module="page")
+        for kind, text, line in blocks_of(page):
+            if kind == "text":
+                where = f"{page.name}, line {line}"
+                assert matches(printed, text), f"{where} documents\n{text}\nbut the code prints\n{printed}"
+                continue
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                exec(compile("\n" * (line - 1) + text, str(page), "exec"), names)
+            printed = output.getvalue()
