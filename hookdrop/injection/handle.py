@@ -248,8 +248,9 @@ class Injection(Controller):
             step: step of the schedule to measure at; None is the current step.
 
         Returns:
-            Per site and in total: requested rate, fraction dropped, the mean magnitude of the output over that of the input, calls; and whether
-            eval output is bit-identical with and without hooks. `print` shows a table.
+            Per site and in total: the requested rate, the fraction dropped, the ratio of the mean magnitudes of output
+            and input, and the calls; and whether eval output is bit-identical with and without hooks. `print` shows a
+            table.
         """
         self._check_not_removed("probe()")
         at_step = Override(step=None if step is None else count(step, "step", "probe", 0))
