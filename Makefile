@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: demo gallery check test lint types imports unit tests clean
+.PHONY: demo gallery docs check test lint types imports unit tests clean
 
 # The main job on real data. It installs only what it uses.
 demo: .venv/compare
@@ -10,6 +10,10 @@ demo: .venv/compare
 
 gallery: .venv/dev
 	$(BIN)/python examples/gallery.py --out docs
+
+# The documentation site, in docs/_build/html; a warning is an error.
+docs: .venv/docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
 # What to run on every save: at most two minutes.
 check: lint types imports unit
@@ -41,4 +45,4 @@ tests: .venv/dev
 	@touch $@
 
 clean:
-	rm -rf .venv .coverage runs
+	rm -rf .venv .coverage runs docs/_build docs/tutorials docs/reference/generated

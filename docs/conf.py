@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import hookdrop
 
 project = "hookdrop"
@@ -49,7 +53,6 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_copy_source = False
 html_show_sourcelink = False
-html_extra_path = ["llms.txt"]
 html_theme_options = {
     "navigation_with_keys": False,
     "show_nav_level": 1,
@@ -59,3 +62,34 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
 }
 copybutton_exclude = ".linenos, .gp, .go"
+
+
+def setup(app: Any) -> None:
+    """Write llms.txt, a list of all pages for language models, beside the built site."""
+    app.connect("build-finished", write_llms_txt)
+
+
+def write_llms_txt(app: Any, error: Exception | None) -> None:
+    if error is None and app.builder.name == "html":
+        lines = [f"- [{title}]({name}.html): {first}" for name, title, first in pages(Path(app.srcdir))]
+        head = f"# {project}\n\n> {first_sentence((Path(app.srcdir) / 'index.md').read_text())}\n\n## Pages\n"
+        (Path(app.outdir) / "llms.txt").write_text("\n".join([head, *lines]) + "\n")
+
+
+def pages(folder: Path) -> list[tuple[str, str, str]]:
+    """The name, the title and the first sentence of each page."""
+    found = []
+    for path in sorted(folder.rglob("*.md")):
+        text = path.read_text()
+        title = re.search(r"^# (.*)$", text, re.M)
+        if title and not {"_build", "_templates"} & set(path.parts):
+            name = path.relative_to(folder).with_suffix("").as_posix()
+            found.append((name, title[1], first_sentence(text)))
+    return found
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of the first paragraph, without links."""
+    paragraphs = re.findall(r"^(?![#`<|:!\s*-])(?:.+\n?)+", text, re.M)
+    plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(paragraphs[0].split())) if paragraphs else ""
+    return re.split(r"(?<=[.:]) ", plain)[0]

@@ -136,6 +136,7 @@ The effect of each regularizer, schedule and recipe, and the figures of `hookdro
 def sections(folder: Path) -> Iterator[tuple[str, str, Figure | None]]:
     """Yield (file name, text, figure); the figure is None if another program wrote the file."""
     images = photographs()
+    yield "overview", OVERVIEW, draw_overview(images[1:2])
     title = "## Regularizers\n\n"
     for name, (text, view) in EXAMPLES.items():
         others = [other for other, drawn in SAME_FIGURE.items() if drawn == name]
@@ -160,11 +161,9 @@ def sections(folder: Path) -> Iterator[tuple[str, str, Figure | None]]:
     yield "see", SEE, None
 
 
-GRADIENT_HEADING = """## Gradient regularizers
+OVERVIEW = """## Overview
 
-The forward pass is unchanged. These modify the gradient in the backward pass.
-
-"""
+One image with three channels under six regularizers."""
 SEE = """## Observing
 
 `examples/see.py`: a schedule, the masks of DropBlock in a training step (`drop.recording()`), statistics per layer
@@ -193,6 +192,23 @@ def before_and_after(regularizer: Regularizer, images: Tensor, view: View) -> Fi
     torch.manual_seed(2)
     after = view.to_images(regularizer.train()(view.to_tensor(images)))
     return draw_rows({"before": images, "after": after.clamp(0, 1)})
+
+
+def draw_overview(image: Tensor) -> Figure:
+    """Draw one image after several regularizers, with the settings as title."""
+    texts = [EXAMPLES[name][0] for name in ("Dropout", "Dropout2d", "DropBlock", "Cutout", "GaussianNoise")]
+    texts.insert(3, "DropBlock(p=0.2, block_size=9, per_channel=False)")
+    figure = Figure(figsize=(11, 2.1), layout="constrained")
+    for i, (axes, text) in enumerate(zip(figure.subplots(1, 7), ["", *texts], strict=True)):
+        torch.manual_seed(5 + i)
+        after = parse(text).train()(image) if text else image
+        axes.imshow(after[0].clamp(0, 1).permute(1, 2, 0).numpy(), interpolation="nearest")
+        name, _, settings = text.rstrip(")").partition("(")
+        axes.set_title(
+            f"{name}\n{settings.replace(', per', ',{0}per').format(chr(10))}" if text else "image", fontsize=9
+        )
+        axes.set(xticks=[], yticks=[])
+    return figure
 
 
 def draw_rows(rows: dict[str, Tensor]) -> Figure:
