@@ -203,10 +203,7 @@ def draw_overview(image: Tensor) -> Figure:
         torch.manual_seed(5 + i)
         after = parse(text).train()(image) if text else image
         axes.imshow(after[0].clamp(0, 1).permute(1, 2, 0).numpy(), interpolation="nearest")
-        name, _, settings = text.rstrip(")").partition("(")
-        axes.set_title(
-            f"{name}\n{settings.replace(', per', ',{0}per').format(chr(10))}" if text else "image", fontsize=9
-        )
+        axes.set_title(text.rstrip(")").replace("(", "\n").replace(", per", ",\nper") or "image", fontsize=9)
         axes.set(xticks=[], yticks=[])
     return figure
 
