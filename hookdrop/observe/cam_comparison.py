@@ -49,8 +49,8 @@ def compare_cam(
     Raises:
         LayerError: one of the models has no such layer. Other errors as in `grad_cam`.
 
-    Reference: the DropBlock paper (arXiv:1810.12890, section 4.3) uses such maps to show that a network trained with
-    DropBlock uses several regions of an image, and a network trained without it only one.
+    Reference: the DropBlock paper (arXiv:1810.12890, section 4.2, figure 6) uses such maps to show that a network
+    trained with DropBlock uses several regions of an image, and a network trained without it fewer.
     """
     for model in (before, after):
         check_is_model(model, "compare_cam", "before, after, x, layer")
