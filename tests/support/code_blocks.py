@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -48,9 +50,11 @@ def run(page: Path) -> None:
     Raises:
         AssertionError: A block prints something other than documented.
     """
-    names: dict[str, object] = {"__name__": "page"}
-    printed = ""
-    with warnings.catch_warnings():
+    module = ModuleType("page")
+    names, printed = vars(module), ""
+    # Classes of a page can only be pickled if their module can be imported.
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "page", module)
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", category=UserWarning, module="page")
         for kind, text, line in blocks_of(page):
