@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$|^<!-- runs before the block\n(?P<hidden>.*?)^-->$|"
