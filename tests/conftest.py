@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hookdrop.diagnostics import watchdog
-from tests.support.nets import Small
+from tests.support.models import Small
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)

@@ -198,9 +198,8 @@ def _array(*values: int) -> _Array:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def _load() -> ctypes.CDLL | None:
+def _load(path: Path) -> ctypes.CDLL | None:
     """Load the library if it was built from these sources."""
-    path = Path(__file__).with_name("_blocks.native")
     if os.environ.get("HOOKDROP_KERNEL") == "0" or not path.exists():
         return None
     try:
@@ -217,4 +216,4 @@ def _load() -> ctypes.CDLL | None:
     return library
 
 
-_library: Any = _load()
+_library: Any = _load(Path(__file__).with_name("_blocks.native"))

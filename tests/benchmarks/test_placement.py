@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("timm")
 
-from tests.support.paths import ROOT
-from tests.support.scripts import load
+from tests.support.programs import ROOT, load
 
 FOUND = json.loads((ROOT / "benchmarks" / "results" / "placement.json").read_text())["found"]
 

@@ -24,7 +24,7 @@ pytest.importorskip("resource")
 import memory
 import peers
 import timing
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 from thresholds import THRESHOLDS, Threshold
 from timing import Quartiles, Samples
 

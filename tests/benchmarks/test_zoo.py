@@ -21,7 +21,7 @@ import hookdrop
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan
-from tests.support.nets import Small
+from tests.support.models import Small
 
 pytest.importorskip("timm")
 pytest.importorskip("torchvision")
@@ -38,7 +38,7 @@ from models.check import Check, NotRunnable
 from models.footprint import bit_equal, fingerprint
 from models.sites import choose_regularizers
 from models.weights import quick_weights
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 TIMM_VERSION = "1.0.31"  # the version that SMALL was made with

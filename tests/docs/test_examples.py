@@ -28,8 +28,7 @@ pytest.importorskip("pydantic")
 from comparison.run import models
 from comparison.spec.run_spec import Model
 from tests.support import emoji_packages
-from tests.support.paths import ROOT
-from tests.support.scripts import load
+from tests.support.programs import ROOT, load
 
 np = pytest.importorskip("numpy")
 timm = pytest.importorskip("timm")

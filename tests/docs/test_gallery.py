@@ -11,8 +11,7 @@ import pytest
 
 import hookdrop
 from hookdrop.regularizers import REGULARIZERS
-from tests.support.paths import ROOT
-from tests.support.scripts import load
+from tests.support.programs import ROOT, load
 
 PAGE = (ROOT / "docs" / "gallery.md").read_text()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 # Stands in for Python and, in .venv, for Python with pip. What it does is set by environment variables.
 STUB = """#!/usr/bin/env bash

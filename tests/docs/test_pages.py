@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.code_blocks import blocks_of, matches, run
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 README = ROOT / "README.md"
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)
@@ -47,6 +47,17 @@ def test_links_to_files_and_headings_resolve(page: Path) -> None:
         assert other.exists(), target
         assert not anchor or anchor[1:] in headings(other), target + anchor
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings(page)
+
+
+TESTS = re.compile(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?(?:\[[^`]*\])?`")
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+def test_named_tests_exist(page: Path) -> None:
+    for path, names in TESTS.findall(page.read_text()):
+        text = (ROOT / path).read_text()
+        for name in filter(None, names.split("::")):
+            assert re.search(rf"^\s*(def|class) {name}\b", text, re.MULTILINE), f"{path}::{names}"
 
 
 def headings(page: Path) -> set[str]:

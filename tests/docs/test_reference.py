@@ -9,7 +9,7 @@ import pytest
 
 import hookdrop
 from hookdrop import functional, observe, recipes
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 TEXT = (ROOT / "docs" / "reference" / "index.md").read_text()
 MODULES = {"observe", "recipes"}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 ROBUSTNESS = ROOT / "docs" / "robustness.md"
 

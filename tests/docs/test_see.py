@@ -12,8 +12,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("pytorch_grad_cam")
 from PIL import Image
 
-from tests.support.paths import ROOT
-from tests.support.scripts import load
+from tests.support.programs import ROOT, load
 
 see = load(ROOT / "examples" / "see.py")
 

@@ -1,7 +1,10 @@
-"""A model to compile, and measurements of compiled code."""
+"""A model to compile, a compiler without state, and measurements of compiled code."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -22,3 +25,12 @@ class Net(nn.Module):
 def graphs() -> int:
     """The number of graphs that were compiled in this test."""
     return counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Discard compiled code and counters before and after each test."""
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()

@@ -1,14 +1,21 @@
-"""Every regularizer with a supported input."""
+"""One of each regularizer with an input shape, for tests that apply to all of them.
+
+A regularizer that can be created as `Dropout(0.3)` and accepts `Case.shape` needs no entry in the table.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import nn
 
 from hookdrop import (
     ClampActivationGrad,
     ClipActivationGrad,
     Cutout,
     DropBlock,
+    Dropout,
     Dropout1d,
     Dropout3d,
     DropPath,
@@ -21,32 +28,82 @@ from hookdrop import (
 )
 from hookdrop.regularizers import REGULARIZERS
 
-TOKENS = (8, 6, 5)
+
+class Affine(nn.Module):
+    """A weight and a bias for each element of a sample, so that gradients show the mask of each element."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.5 + torch.rand(shape, dtype=dtype))
+        self.bias = nn.Parameter(torch.randn(shape, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + self.bias
 
 
-SHAPES = {Dropout1d: TOKENS, Dropout3d: (8, 6, 3, 4, 5), TokenDropout: TOKENS, LockedDropout: TOKENS}
+@dataclass(frozen=True)
+class Case:
+    """A regularizer and an input shape that it supports."""
+
+    regularizer: nn.Module
+    shape: tuple[int, ...] = (4, 6, 8, 8)
+    derives: bool = True
+    """Whether the gradient is the derivative of the output; False if it is edited or treats parts as constants."""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether it edits only gradients, so that its output equals its input."""
+        return getattr(self.regularizer, "in_backward", False)
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether a schedule can drive it."""
+        return getattr(self.regularizer, "rate_name", "p") is not None
+
+    def input(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(self.shape, dtype=dtype)
+
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+        """A model without hooks. The tests hook "0" and "2"."""
+        inner = self.shape[1:]
+        return nn.Sequential(Affine(inner, dtype), nn.Tanh(), Affine(inner, dtype), nn.Sigmoid())
 
 
-IN_BACKWARD = [
-    ClipActivationGrad(max_norm=0.5),
-    ClipActivationGrad(max_value=0.5, per_sample=False),
-    ClipActivationGrad(0.5, per_sample=True),
-    ClampActivationGrad(-0.5, 0.25),
-    ClampActivationGrad(max=0.25),
-    ScaleActivationGrad(-1),
-    ScaleActivationGrad(0),
-    NoiseActivationGrad(0.3),
-]
+SITES = ["0", "2"]
+_CASES = {
+    "Dropout (native)": Case(Dropout(0.3), (4, 8, 32, 32)),  # large enough for hookdrop's implementation
+    "Dropout1d": Case(Dropout1d(0.3), (4, 6, 8)),
+    "Dropout3d": Case(Dropout3d(0.3), (4, 6, 4, 4, 4)),
+    "DropBlock (sparse)": Case(DropBlock(0.3, 3)),
+    "DropBlock (dense)": Case(DropBlock(0.9, 3)),
+    "DropBlock (shared mask)": Case(DropBlock(0.3, 3, per_channel=False, normalize="sample")),
+    "DropBlock (1d)": Case(DropBlock(0.3, 3, channel_dim=1), (4, 6, 16)),
+    "DropBlock (3d)": Case(DropBlock(0.3, 3, normalize="expected"), (4, 6, 5, 6, 7)),
+    "DropPath (batch)": Case(DropPath(0.3, "batch")),
+    "Cutout": Case(Cutout(3)),
+    "TokenDropout": Case(TokenDropout(0.3), (4, 6, 8)),
+    "LockedDropout": Case(LockedDropout(0.3), (4, 6, 8)),
+    "MixStyle": Case(MixStyle(0.9), derives=False),
+    "ClipActivationGrad": Case(ClipActivationGrad(max_norm=0.1), derives=False),
+    "ClipActivationGrad (per sample)": Case(ClipActivationGrad(max_norm=0.1, per_sample=True), derives=False),
+    "ClipActivationGrad (max_value)": Case(ClipActivationGrad(max_value=0.1), derives=False),
+    "ClampActivationGrad": Case(ClampActivationGrad(max=0.1), derives=False),
+    "ScaleActivationGrad": Case(ScaleActivationGrad(-0.5), derives=False),
+    "NoiseActivationGrad": Case(NoiseActivationGrad(0.3), derives=False),
+    "torch.nn.Dropout2d": Case(nn.Dropout2d(0.3)),
+}
+_OTHERS = {name: cls for name, cls in REGULARIZERS.items() if name not in _CASES and cls is not DropBlock}
+EVERY = {name: Case(cls(0.3)) for name, cls in _OTHERS.items()} | _CASES
+OWN = {name: case for name, case in EVERY.items() if isinstance(case.regularizer, Regularizer)}
+"""The cases of hookdrop's regularizers."""
 
+FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
+"""The cases that change the forward output."""
 
-WITH_SETTINGS = [DropBlock(0.3, 3), DropPath(0.3, "batch"), Cutout(2), MixStyle(0.5)]
+SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not isinstance(case.regularizer, MixStyle)}
+"""The forward cases that have an effect on a batch of one."""
 
+DERIVING = {name: case for name, case in EVERY.items() if case.derives}
+"""The cases whose gradient is the derivative of the output."""
 
-OTHERS = [cls for cls in REGULARIZERS.values() if cls not in (DropBlock, Cutout, MixStyle, *map(type, IN_BACKWARD))]
-
-
-ALL = [*(cls(0.3) for cls in OTHERS), *WITH_SETTINGS]
-
-
-def example(regularizer: Regularizer, **kwargs: object) -> torch.Tensor:
-    return torch.randn(SHAPES.get(type(regularizer), (8, 6, 5, 5)), **kwargs)
+WITH_A_RATE = {name: case for name, case in EVERY.items() if case.has_rate}

@@ -1,10 +1,48 @@
-"""Comparison of lists of tensors."""
+"""Comparison, measurement and creation of tensors."""
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch import Tensor, nn
+
+HALF = [torch.bfloat16, torch.float16]
+"""Low-precision dtypes."""
+
+X = torch.ones(40_000)
+"""Enough elements to measure a rate."""
 
 
-def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+def all_equal(a: list[Tensor], b: list[Tensor]) -> bool:
     """Whether both lists have equal tensors, bit for bit."""
     return len(a) == len(b) and all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+def zero_fraction(y: Tensor) -> float:
+    """The fraction of elements that are 0."""
+    return (y == 0).float().mean().item()
+
+
+def zeroed(model: nn.Module, x: Tensor = X) -> float:
+    """The fraction of zeros in the output."""
+    with torch.no_grad():
+        return zero_fraction(model(x))
+
+
+def within(found: Tensor, expected: float, spread: float, draws: float) -> bool:
+    """Whether a mean over `draws` draws with standard deviation `spread` is within 4 standard errors."""
+    return abs(found.double().item() - expected) <= 4 * spread / math.sqrt(draws) + 1e-12
+
+
+def styled(n: int = 6, channels: int = 3, size: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Samples with different styles."""
+    return (
+        torch.randn(n, channels, size, size) * (1 + torch.rand(n, channels, 1, 1)) + torch.arange(n).view(-1, 1, 1, 1)
+    ).to(dtype)
+
+
+def scale_maps(maps: Tensor) -> Tensor:
+    """Scale each map to [0, 1], as pytorch-grad-cam does."""
+    low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
+    return (maps - low) / (high - low + 1e-7)

@@ -1,14 +1,14 @@
-"""Short training loops."""
+"""Forwards, backward passes and short trainings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
-
-UNCHANGED = "No hook was placed; the model is unchanged."
+from torch import Tensor, nn
 
 
-def train(model: nn.Module, x: torch.Tensor, times: int = 1) -> None:
+def train(model: nn.Module, x: Tensor, times: int = 1) -> None:
     for _ in range(times):
         model(x)
 
@@ -19,3 +19,37 @@ def optimize(model: nn.Module, steps: int) -> None:
     for _ in range(steps):
         model(torch.ones(2)).sum().backward()
         optimizer.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def run(model: nn.Module, images: Tensor) -> Tensor:
+    """The output for a fixed seed."""
+    torch.manual_seed(1)
+    return model(images)
+
+
+def backward(model: nn.Module, scale: float = 1.0) -> Tensor:
+    loss = model(torch.ones(2, 4)).sum() * scale
+    loss.backward()
+    return loss
+
+
+def gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    """Parameter gradients by name."""
+    model.zero_grad()
+    model(images).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def train_step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """Return output, gradients and buffers of one forward (by default of the model) and backward from seed 0."""
+    model.train().zero_grad()
+    x = x.clone().requires_grad_()
+    torch.manual_seed(0)
+    out = (forward or model)(x)
+    out.square().sum().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [out.detach(), x.grad, *grads, *(buffer.clone() for buffer in model.buffers())]

@@ -26,7 +26,7 @@ from hookdrop import (
     Schedule,
     inject,
 )
-from tests.support.pairs import pair
+from tests.support.models import pair
 
 
 class TensorSchedule(Schedule):

@@ -36,7 +36,7 @@ from comparison.report.table import WIDTH, table
 from comparison.run.record import Record
 from comparison.spec import options, yaml_lines
 from comparison.spec.config import validate
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 

@@ -25,7 +25,7 @@ from comparison.spec.config import Config, validate
 from comparison.spec.errors import ConfigError
 from comparison.spec.run_spec import Arm, Data, Model, Run
 from comparison.spec.seeds import generator, seed_of
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 CONFIGS = ROOT / "benchmarks" / "configs"
 

@@ -35,7 +35,7 @@ from comparison.data.sources import Stored
 from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
 from comparison.spec.seeds import generator
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 STILL = ("digits", "digits-noisy", "synthetic-cue")
 

@@ -28,7 +28,7 @@ from comparison.engines.store import Store, StoreError
 from comparison.engines.torchrun import TorchrunEngine
 from comparison.run.record import Record
 from tests.support.comparison_jobs import job, record_of, run_of, runs_of
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 

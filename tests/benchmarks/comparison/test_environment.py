@@ -24,7 +24,7 @@ from comparison.engines.store import Store
 from comparison.report import progress
 from comparison.run.environment import determinism, environment, revision, versions
 from comparison.run.record import Failure, Record
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 
 def leaves(value: object) -> list[object]:

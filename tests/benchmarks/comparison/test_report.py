@@ -23,7 +23,7 @@ from comparison.analysis import schema
 from comparison.report import arm_styles, numbers, strips, view
 from comparison.report.page import render, write
 from comparison.spec import tuning
-from tests.support import summaries
+from tests.support import comparison_summaries as summaries
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\"'&"
 

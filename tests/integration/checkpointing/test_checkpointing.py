@@ -33,10 +33,9 @@ from hookdrop.diagnostics import watchdog
 from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
 from hookdrop.hooks import checkpointing
 from hookdrop.hooks.checkpointing import is_recomputing
-from tests.support.checkpoints import MODES, non_reentrant, plain, reentrant
-from tests.support.every import EVERY, FORWARD, SITES, WITH_A_RATE, Case, same
-
-Forward = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
+from tests.support.checkpointing import MODES, Forward, non_reentrant, plain, reentrant, run
+from tests.support.regularizers import EVERY, FORWARD, SITES, Case
+from tests.support.tensors import all_equal
 
 
 def nested(way: Callable[..., torch.Tensor], model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
@@ -70,17 +69,6 @@ WAYS: dict[str, Forward] = {
 }
 
 
-def run(model: nn.Sequential, x: torch.Tensor, way: Forward, between: Callable[[], object] = lambda: None) -> list[Any]:
-    """Return the output and all gradients from a fixed seed; `between` is called between forward and backward."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = way(model, x)
-    between()
-    (y * y).sum().backward()
-    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # nested reentrant checkpoints
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
@@ -89,8 +77,8 @@ def test_gradients_are_bit_identical_with_and_without_checkpointing(case: Case, 
     clean = run(model, x, plain)
     inject(model, case.regularizer, layers=SITES)
     expected = run(model, x, plain)
-    assert not same(expected, clean)
-    assert same(run(model, x, way), expected)
+    assert not all_equal(expected, clean)
+    assert all_equal(run(model, x, way), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -98,7 +86,7 @@ def test_recompute_at_inputs_draws_the_same_masks(mode: Forward) -> None:
     case = EVERY["DropBlock (sparse)"]
     model, x = case.model(), case.input()
     inject(model, case.regularizer, layers=SITES, at="input")
-    assert same(run(model, x, mode), run(model, x, plain))
+    assert all_equal(run(model, x, mode), run(model, x, plain))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -112,7 +100,7 @@ def test_module_checkpointed_twice_in_one_forward(mode: Forward) -> None:
     torch.manual_seed(0)
     expected = twice(plain)
     torch.manual_seed(0)
-    assert same(twice(mode), expected)
+    assert all_equal(twice(mode), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -127,7 +115,7 @@ def test_several_forwards_before_one_backward(mode: Forward) -> None:
         sum(way(model, x).square().sum() for x in inputs).backward()
         return [x.grad for x in inputs]
 
-    assert same(both(mode), both(plain))
+    assert all_equal(both(mode), both(plain))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -145,7 +133,7 @@ def test_under_autocast(name: str, dtype: torch.dtype, mode: Forward) -> None:
         return forward
 
     x = EVERY[name].input()
-    assert same(run(model, x, autocast(mode)), run(model, x, autocast(plain)))
+    assert all_equal(run(model, x, autocast(mode)), run(model, x, autocast(plain)))
 
 
 def test_inputs_without_requires_grad() -> None:
@@ -160,100 +148,9 @@ def test_inputs_without_requires_grad() -> None:
         way(model, x).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
-    assert same(of_weights(non_reentrant), of_weights(plain))
+    assert all_equal(of_weights(non_reentrant), of_weights(plain))
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
         assert not reentrant(model, x).requires_grad
-
-
-class TestRateChangedBetweenForwardAndBackward:
-    """`loss = model(x); drop.step(); loss.backward()`: the recompute has the mask and rate of the forward."""
-
-    CHANGES: dict[str, Callable[[Injection], object]] = {
-        "stepped": lambda drop: drop.step(3),
-        "target changed": lambda drop: setattr(drop, "target_p", 0.1),
-        "to zero": lambda drop: drop.seek(0),
-        "disabled": lambda drop: drop.disable(),
-    }
-
-    @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-    @pytest.mark.parametrize("case", WITH_A_RATE.values(), ids=WITH_A_RATE)
-    def test_recompute_uses_the_rate_of_the_forward(
-        self, case: Case, change: Callable[[Injection], object], mode: Forward
-    ) -> None:
-        model, x = case.model(), case.input()
-        drop = inject(model, case.regularizer, layers=SITES, schedule=LinearSchedule(4))
-        drop.step()
-        expected = run(model, x, plain)
-        assert same(run(model, x, mode, between=lambda: change(drop)), expected)
-
-    @pytest.mark.parametrize("mode", MODES)
-    def test_forward_at_rate_0(self, mode: Forward) -> None:
-        """As at the first step of a ramp."""
-        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
-        drop = inject(model, Dropout(0.3), layers=SITES, schedule=LinearSchedule(4))
-        model(x)
-        expected = run(model, x, plain)
-        assert same(run(model, x, mode, between=drop.step), expected)
-        assert drop.p == 0.075
-
-    @pytest.mark.parametrize("mode", MODES)
-    def test_context_entered_or_exited_before_backward(self, mode: Forward) -> None:
-        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
-        drop = inject(model, Dropout(0.3), layers=SITES)
-        off, on = run(model.eval(), x, plain), run(model.train(), x, plain)
-
-        def forward_in_disabled(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-            with drop.disabled():
-                return mode(model, x)
-
-        assert same(run(model, x, forward_in_disabled), off)
-        context = drop.disabled()
-        assert same(run(model, x, mode, between=context.__enter__), on)
-        context.__exit__(None, None, None)
-        assert same(run(model, x, plain), on)
-
-    @pytest.mark.parametrize("mode", MODES)
-    def test_forwards_at_two_rates_before_one_backward(self, mode: Forward) -> None:
-        """Neither the current rate nor that of the last forward is correct for both."""
-        model = EVERY["Dropout"].model()
-        drop = inject(model, Dropout(0.8), layers=SITES, schedule=LinearSchedule(4))
-
-        def both(way: Forward) -> list[torch.Tensor]:
-            torch.manual_seed(1)
-            inputs, loss = [], torch.zeros(())
-            for step in (1, 3):
-                drop.seek(step)
-                inputs.append(torch.randn(EVERY["Dropout"].shape).requires_grad_())
-                loss = loss + way(model, inputs[-1]).square().sum()
-            drop.seek(4)
-            loss.backward()
-            return [x.grad for x in inputs]
-
-        assert same(both(mode), both(plain))
-
-    @pytest.mark.parametrize("mode", MODES)
-    def test_recompute_does_not_change_the_current_rate(self, mode: Forward) -> None:
-        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
-        drop = inject(model, Dropout(0.4), layers=SITES, schedule=LinearSchedule(4))
-        drop.seek(1)
-        run(model, x, mode, between=lambda: drop.seek(3))
-        assert [site.p for site in drop.sites] == pytest.approx([0.3, 0.3])
-        drop.seek(0)
-        run(model, x, mode)
-        assert torch.equal(model(x), model(x))
-
-    @pytest.mark.parametrize("mode", MODES)
-    def test_measuring_a_recompute_reports_the_rate_of_the_forward(self, mode: Forward) -> None:
-        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
-        drop = inject(model, Dropout(0.8), layers=["0"], schedule=LinearSchedule(4))
-        drop.seek(1)
-        out = mode(model, x.requires_grad_())
-        drop.seek(4)
-        with drop.measuring() as m:
-            out.sum().backward()
-        assert m.asked == pytest.approx(0.2)
-        assert m.dropped == pytest.approx(0.2, abs=0.05)
 
 
 class TestRngStateNotPreserved:
@@ -393,11 +290,11 @@ class TestTimm:
             for on in (False, True):
                 model.set_grad_checkpointing(on)
                 results.append(run(model, x, plain))
-            assert same(*results)
+            assert all_equal(*results)
             assert all(site.fired for site in drop.sites)
             drop.remove()
             model.set_grad_checkpointing(False)
-            assert not same(run(model, x, plain), results[0])
+            assert not all_equal(run(model, x, plain), results[0])
 
 
 def test_checkpointing_enabled_later_warns_without_a_handle() -> None:
@@ -452,9 +349,9 @@ def test_transformers_gradient_checkpointing(mode: bool) -> None:
     enable({"use_reentrant": mode})
     if mode:
         model.enable_input_require_grads()
-    assert same(gradients(), expected)
+    assert all_equal(gradients(), expected)
     drop.remove()
-    assert not same(gradients(), expected)
+    assert not all_equal(gradients(), expected)
 
 
 def test_pytorch_checkpoint_wrapper() -> None:
@@ -468,7 +365,7 @@ def test_pytorch_checkpoint_wrapper() -> None:
     apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "Affine")
     drop = inject(model, case.regularizer, layers=SITES)
     assert [site.name for site in drop.sites] == SITES
-    assert same(run(model, x, plain), expected)
+    assert all_equal(run(model, x, plain), expected)
 
 
 class TestOtherThreads:
@@ -505,13 +402,13 @@ class TestOtherThreads:
             rates.append(measured.asked)
 
         found, expected, _ = self.recompute_while(forward)
-        assert same(found, expected)
+        assert all_equal(found, expected)
         assert rates
         assert rates == pytest.approx([0.5] * len(rates))
 
     def test_seek_in_another_thread_takes_effect_and_lasts(self) -> None:
         found, expected, drop = self.recompute_while(lambda model, drop: drop.seek(0))
-        assert same(found, expected)
+        assert all_equal(found, expected)
         assert drop.p == 0.0
         assert [site.p for site in drop.sites] == [0.0, 0.0]
         model = nn.Sequential(nn.Identity())
@@ -537,7 +434,7 @@ class TestBeforePyTorch28:
         drop = inject(model, Dropout(0.3), layers=SITES, schedule=LinearSchedule(4))
         drop.step()
         expected = run(model, x, plain)
-        assert same(run(model, x, mode, between=drop.step), expected)
+        assert all_equal(run(model, x, mode, between=drop.step), expected)
 
     @pytest.mark.parametrize("mode", MODES)
     def test_warns_if_the_rng_state_is_not_preserved(self, mode: Forward) -> None:

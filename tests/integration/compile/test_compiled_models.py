@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import Dropout, HookdropWarning, InjectionError, LinearSchedule, eject, inject, without_hooks
+from hookdrop import (
+    DropBlock,
+    Dropout,
+    HookdropWarning,
+    InjectionError,
+    LinearSchedule,
+    Regularizer,
+    eject,
+    inject,
+    without_hooks,
+)
 from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
-from tests.support.measures import zero_fraction
+from hookdrop.recipes import set_dropout
+from tests.support.leaks import no_leaks
+from tests.support.models import without_zeros
+from tests.support.programs import run_code
+from tests.support.tensors import zero_fraction
 
 X = torch.ones(20_000)
 
@@ -70,43 +81,57 @@ def test_eval_has_no_graph_break_and_is_the_identity(theirs: nn.Module) -> None:
     assert torch.equal(fast(X), X)
 
 
+ONE_GRAPH = {"backend": "aot_eager", "fullgraph": True}
+
+
 def whole(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(model, backend="eager")
+    return torch.compile(model, **ONE_GRAPH)
 
 
 def in_place(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    model.compile(backend="eager")
+    model.compile(**ONE_GRAPH)
     return model
 
 
 def by_regions(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     for block in model:
-        block.compile(backend="eager")
+        block.compile(**ONE_GRAPH)
     return model
 
 
 def step_function(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(lambda x: model(x), backend="eager")
+    return torch.compile(lambda x: model(x) * 1.0, **ONE_GRAPH)
 
 
+@pytest.mark.parametrize("regularizer", [Dropout(0.5), DropBlock(0.5, 3, normalize=None)], ids=repr)
 @pytest.mark.parametrize("compile_", [whole, in_place, by_regions, step_function])
-def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(compile_: Callable[..., Any]) -> None:
-    """PyTorch's guards notice them, without a warning."""
-    model = net()
+def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
+    compile_: Callable[..., Any], regularizer: Regularizer
+) -> None:
+    """PyTorch's guards notice them, without a warning, a graph break or a new batch size."""
+    model, x = net(), torch.ones(64, 64, 12, 12)
     fast = compile_(model)
-    assert zeroed(fast) == 0
+
+    def zeroed() -> float:
+        return zero_fraction(fast(x))
+
+    assert zeroed() == 0
     for _ in range(2):
-        drop = inject(model, Dropout(0.5), layers="0")
-        assert zeroed(fast) == pytest.approx(0.5, abs=0.02)
+        drop = inject(model, regularizer, layers="0")
+        assert zeroed() == pytest.approx(0.5, abs=0.02)
         with without_hooks(model):
-            assert zeroed(fast) == 0
-        assert zeroed(fast) == pytest.approx(0.5, abs=0.02)
+            assert zeroed() == 0
+        assert zeroed() == pytest.approx(0.5, abs=0.02)
+        with drop.disabled():
+            assert zeroed() == 0
+        drop.target_p = 0.2
+        assert zeroed() == pytest.approx(0.2, abs=0.02)
         drop.remove()
-        assert zeroed(fast) == 0
-    inject(model, Dropout(0.5), layers="1")
-    assert zeroed(fast) > 0.4
+        assert zeroed() == 0
+    inject(model, regularizer, layers="1")
+    assert zeroed() > 0.4
     eject(model)
-    assert zeroed(fast) == 0
+    assert zeroed() == 0
 
 
 def test_unrelated_compiled_models_are_not_recompiled() -> None:
@@ -135,32 +160,9 @@ def test_unrelated_compiled_models_are_not_recompiled() -> None:
     assert call() == 3
 
 
-def run_program(code: str) -> None:
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_compiler_is_imported_only_when_something_is_compiled(tmp_path: Path) -> None:
-    """The import takes about as long as that of PyTorch. (PyTorch's optimizers import it when they are created.)"""
-    run_program(f"""
-import sys, torch
-from torch import nn
-from hookdrop import DropBlock, Dropout, LinearSchedule, find, inject
-model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 6))
-drop = inject(model, DropBlock(0.1, 3), layers="0", schedule=LinearSchedule(4), example_input=torch.ones(1, 3, 8, 8))
-inject(model, nn.Dropout(0.5), layers="1")
-model(torch.ones(1, 3, 8, 8)).sum().backward()
-drop.step()
-drop.probe(torch.ones(1, 3, 8, 8))
-torch.save(model, {str(tmp_path / "model.pt")!r})
-find(torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)).step()
-drop.remove()
-assert "torch._dynamo" not in sys.modules
-""")
-
-
 def test_hooked_and_clean_models_do_not_share_code_if_hooked_before_importing_the_compiler() -> None:
-    run_program("""
+    run_code(
+        """
 import torch
 from torch import nn
 from hookdrop import Dropout, inject
@@ -168,11 +170,15 @@ models = [nn.Sequential(nn.Identity()) for _ in range(2)]
 inject(models[1], Dropout(0.5), layers="0")
 clean, hooked = (torch.compile(model, backend="eager")(torch.ones(20_000)) for model in models)
 assert (clean == 0).sum() == 0 and 0.4 < (hooked == 0).float().mean() < 0.6
-""")
+""",
+        "-W",
+        "error::UserWarning",
+    )
 
 
 def test_code_compiled_before_importing_hookdrop_is_recompiled_once() -> None:
-    run_program("""
+    run_code(
+        """
 import warnings, torch
 from torch import nn
 model = nn.Sequential(nn.Identity())
@@ -186,19 +192,21 @@ with warnings.catch_warnings(record=True) as caught:
     drop.remove()
     inject(model, Dropout(0.5), layers="0")
 assert ["import hookdrop before the first compiled call" in str(w.message) for w in caught] == [True], caught
-""")
+""",
+        "-W",
+        "error::UserWarning",
+    )
 
 
 def test_export_does_not_count_as_a_compiled_model() -> None:
-    code = """
+    run_code("""
 import warnings, torch
 from torch import nn
 from hookdrop import Dropout, inject
 torch.export.export(nn.Sequential(nn.Linear(2, 2)).eval(), (torch.ones(1, 2),))
 warnings.simplefilter("error", UserWarning)
 inject(nn.Sequential(nn.Linear(2, 2)), Dropout(0.5), layers="0")
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+""")
 
 
 def test_injecting_before_the_first_call_emits_no_warning() -> None:
@@ -265,3 +273,35 @@ def test_a_compiled_train_step_follows_the_optimizer() -> None:
         fast(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     assert drop.step_count == 12
+
+
+def test_a_warning_raised_as_an_error_does_not_interrupt_rate_updates() -> None:
+    """All rates are set before any warning is raised."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 2, 1))
+    drop = inject(model, DropBlock(0.5, 7), layers="*", schedule=LinearSchedule(4))
+    torch.compile(model, backend="eager")(torch.ones(1, 1, 4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(HookdropWarning, match="covers the whole 4x4 map"):
+            drop.seek(2)
+    assert [site.p for site in drop.sites] == [0.25, 0.25]
+
+
+def test_set_dropout_changes_the_rate_of_compiled_code() -> None:
+    model = nn.Sequential(nn.Dropout(0.5)).train()
+    fast = torch.compile(model, backend="aot_eager")
+    assert zeroed(fast) == pytest.approx(0.5, abs=0.02)
+    with set_dropout(model, 0.0):
+        assert zeroed(fast) == 0
+    assert zeroed(fast) == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:code compiled:hookdrop.HookdropWarning")
+def test_compiled_model_leaks_nothing() -> None:
+    model, x = without_zeros(), torch.ones(8, 8, 8)
+    with no_leaks(model, torch.optim.SGD(model.parameters(), 0.01)):
+        fast = torch.compile(model, backend="eager")
+        for _ in range(3):
+            with inject(model, DropBlock(0.5, 1, channel_dim=-1), layers="1"):
+                assert zero_fraction(fast(x)) > 0.3
+        assert zero_fraction(fast(x)) == 0.0

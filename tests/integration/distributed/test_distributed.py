@@ -7,10 +7,8 @@ here read.
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
-import random
 import re
 import shlex
 import subprocess
@@ -21,19 +19,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hookdrop import (
     DropBlock,
     Dropout,
-    HookdropWarning,
     Injection,
     LinearSchedule,
     StateError,
@@ -41,10 +36,8 @@ from hookdrop import (
     inject,
     seed_per_rank,
 )
-from hookdrop.diagnostics import rank_seeds
 from tests.integration.distributed.programs.nets import Net, output
-from tests.support.nets import Small
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT, load
 
 PROGRAMS = ROOT / "tests" / "integration" / "distributed" / "programs"
 EXAMPLES = ROOT / "examples"
@@ -207,6 +200,26 @@ def test_compiled_ddp_drops_at_the_rates_of_the_schedule(results: Results) -> No
     assert first["weights"] == second["weights"]
 
 
+def test_distributed_data_parallel_injected_before_and_after_wrapping(
+    model: nn.Module, images: torch.Tensor, tmp_path: Path
+) -> None:
+    """One gloo process: names resolve through the wrapper, hooks fire once, gradients flow."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        before = inject(model, DropBlock(0.3, 3), layers="layer1.*")
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        after = inject(wrapped, Dropout(0.3), layers=["layer2.*", "module.fc"])
+        assert [site.name for site in after.sites] == ["layer2.0", "layer2.1", "fc"]
+        with before.measuring() as m, after.measuring() as n:
+            wrapped(images).sum().backward()
+        assert (m.calls, n.calls) == (2, 3)
+        assert all(p.grad is not None for p in model.parameters())
+        assert find(wrapped) == (before, after)
+    finally:
+        dist.destroy_process_group()
+
+
 # --- tensor parallelism
 
 
@@ -243,75 +256,6 @@ def test_dropblock_accepts_local_tensors_and_rejects_dtensors(results: Results) 
 
 
 # --- seeds
-
-
-@pytest.fixture
-def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(rank_seeds, "_last", None)
-
-
-def test_no_two_ranks_of_neighboring_jobs_share_a_seed() -> None:
-    """`seed + rank` would share seeds; the CPU generator uses the lowest 32 bits of a seed."""
-    seeds = {seed_per_rank(seed, rank=rank) % 2**32 for seed in range(-4, 16) for rank in range(32)}
-    assert len(seeds) == 20 * 32
-
-
-def test_per_rank_seeds_have_fixed_values() -> None:
-    assert [seed_per_rank(0, rank=rank) for rank in (0, 1)] == [9077812382499248585, 6507704258292572590]
-    assert seed_per_rank(-1, rank=0) == seed_per_rank(2**64 - 1, rank=0)  # equal for torch.manual_seed, too
-
-
-def test_seed_per_rank_seeds_only_pytorch(unseeded: None) -> None:
-    before = random.getstate(), np.random.get_state()[1].tolist()
-    seed = seed_per_rank(3)
-    first = torch.rand(3)
-    torch.manual_seed(seed)
-    assert torch.equal(torch.rand(3), first)
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
-    assert 0 <= seed < 2**63
-
-
-def test_seed_per_rank_defaults_to_the_seed_of_manual_seed(unseeded: None) -> None:
-    torch.manual_seed(3)
-    torch.rand(5)
-    assert seed_per_rank() == seed_per_rank(3)
-
-
-def test_seed_per_rank_is_idempotent(unseeded: None) -> None:
-    torch.manual_seed(3)
-    seed = seed_per_rank()
-    torch.rand(5)
-    assert seed_per_rank() == seed == torch.initial_seed()
-    assert seed_per_rank(rank=1) == seed_per_rank(3, rank=1)
-    torch.manual_seed(4)
-    assert seed_per_rank() == seed_per_rank(4) != seed
-
-
-def test_the_rank_comes_from_torchrun_before_init_process_group(
-    unseeded: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = seed_per_rank(3)
-    monkeypatch.setenv("RANK", "1")
-    assert seed_per_rank(3) == seed_per_rank(3, rank=1) != alone == seed_per_rank(3, rank=0)
-    monkeypatch.setenv("RANK", "first")
-    with pytest.raises(ValueError, match=r"RANK='first' is not a rank; nothing was seeded"):
-        seed_per_rank(3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"seed": 0.5}, TypeError, "seed must be an integer, got 0.5"),
-        ({"seed": 0, "rank": -1}, ValueError, "rank must be at least 0, got -1"),
-        ({"seed": 0, "rank": 0, "group": object()}, ValueError, "pass rank or group, not both"),
-    ],
-)
-def test_invalid_arguments_seed_nothing(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    before = torch.get_rng_state()
-    with pytest.raises(error, match=re.escape(text)):
-        seed_per_rank(**arguments)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_each_rank_of_a_job_gets_its_own_seed(results: Results) -> None:
@@ -353,176 +297,6 @@ def test_a_group_declares_that_equal_seeds_are_intended(results: Results) -> Non
         assert facts["rank"]["seed"] == facts["group"]["seed"]
         assert len(facts["rank"]["problems"]) == 1
         assert "not in `group`; nothing was seeded" in facts["not a member"]
-
-
-@contextmanager
-def acting_as(rank: int, store: Any, ranks: int = 4) -> Iterator[None]:
-    """Act as one of several ranks that share a store."""
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=store)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def rank_with_same_seed(rank: int, seed: int, store: Any, model: Small) -> str:
-    """Seed `rank`, and report the rank that has the same seed."""
-    with acting_as(rank, store):
-        torch.manual_seed(seed)
-        found = rank_seeds.find_rank_with_same_seed(model)
-    return "" if found is None else f"{found[0]} as {found[1]}"
-
-
-def test_earlier_seeds_of_a_rank_are_ignored(model: Small) -> None:
-    store = dist.HashStore()
-    turns = [(0, 1), (1, 1), (0, 1), (1, 2), (0, 1), (1, 1), (0, 2), (1, 1), (2, 1), (1, 1)]
-    found = [rank_with_same_seed(rank, seed, store, model) for rank, seed in turns]
-    assert found == ["", "1 as 0", "0 as 1", "", "", "1 as 0", "", "", "2 as 1", "1 as 2"]
-
-
-def test_seeding_at_every_step_does_not_fill_the_store(model: Small) -> None:
-    store = dist.HashStore()
-    keys = []
-    with acting_as(0, store):
-        for seed in range(5):
-            torch.manual_seed(seed)
-            rank_seeds.find_rank_with_same_seed(model)
-            keys.append(store.num_keys())
-    assert keys == [keys[0]] * 5
-
-
-def test_each_device_type_has_its_own_seeds(model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Module:
-        seed, initialized = 5, True
-        is_initialized = classmethod(lambda cls: cls.initialized)
-        initial_seed = classmethod(lambda cls: cls.seed)
-
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    store, device, found = dist.HashStore(), torch.device("cuda"), []
-    torch.manual_seed(0)
-    for rank, seed, initialized in [(0, 5, True), (1, 6, True), (2, 6, True), (3, 6, False)]:
-        Module.seed, Module.initialized = seed, initialized
-        with acting_as(rank, store):
-            found.append(rank_seeds.find_rank_with_same_seed(device))
-    with acting_as(1, store):
-        # Nothing is drawn on the meta device: the CPU's seed counts.
-        found.append(rank_seeds.find_rank_with_same_seed(torch.device("meta")))
-    assert found == [None, None, (2, 1, 6), None, (1, 3, 0)]
-
-
-class CountingStore(dist.Store):
-    """Counts the requests to a store."""
-
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self.store, self.requests = store, 0
-
-    def set(self, key: str, value: str) -> None:
-        self.requests += 1
-        self.store.set(key, value)
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        self.requests += 1
-        return self.store.compare_set(key, expected, value)
-
-    def deleteKey(self, key: str) -> bool:  # the name that C++ looks up
-        self.requests += 1
-        return self.store.delete_key(key)
-
-
-def test_a_rank_makes_two_store_requests_for_any_number_of_sites() -> None:
-    """`check()` makes new requests, because another rank may have announced the same seed since."""
-    counting = CountingStore(dist.HashStore())
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50)))
-    drop = inject(model, Dropout(0.5), layers="*")
-    with acting_as(0, counting):
-        torch.manual_seed(0)
-        for _ in range(3):
-            model(torch.ones(2, 4))
-        assert counting.requests == 2
-        assert drop.check() == []
-        before = counting.requests
-        drop.check()
-        assert before - 2 == counting.requests - before == 2
-        torch.manual_seed(1)
-        inject(model, Dropout(0.5), layers="*", name="second", on_existing="stack")
-        model(torch.ones(2, 4))
-        assert counting.requests - before - 2 == 4  # two more withdraw the old seed
-
-
-def test_a_rank_is_never_reported_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the first of two ranks with one seed is seeded again, only the second has that seed."""
-    shared, device = dist.HashStore(), torch.device("cpu")
-    stores, notes = [dist.PrefixStore("job", shared) for _ in range(2)], [None, None]
-
-    def seed_and_find(rank: int, seed: int) -> object:
-        monkeypatch.setattr(rank_seeds, "default_store", lambda: stores[rank])
-        monkeypatch.setattr(rank_seeds, "_announced", notes[rank])
-        torch.manual_seed(seed)
-        with acting_as(rank, dist.HashStore()):
-            found = rank_seeds.find_rank_with_same_seed(device)
-        notes[rank] = rank_seeds._announced
-        return found
-
-    assert [seed_and_find(0, 1), seed_and_find(1, 1), seed_and_find(0, 2), seed_and_find(1, 1)] == [
-        None,
-        (1, 0, 1),
-        None,
-        None,
-    ]
-
-
-class BrokenStore(dist.Store):
-    """A store whose server rank has exited."""
-
-    def set(self, key: str, value: str) -> None:
-        raise dist.DistNetworkError("Broken pipe")
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        raise dist.DistNetworkError("Broken pipe")
-
-
-@pytest.mark.parametrize("store", [BrokenStore, FakeStore])
-def test_an_unavailable_store_is_not_an_error(model: Small, store: Any) -> None:
-    drop = inject(model, Dropout(0.5), layers="layer1.*")
-    with acting_as(0, store()):
-        assert not any("identical masks" in problem for problem in drop.check())
-
-
-def test_a_single_rank_makes_no_store_requests(model: Small) -> None:
-    drop, store = inject(model, Dropout(0.5), layers="layer1.*"), dist.HashStore()
-    with acting_as(0, store, ranks=1):
-        before = store.num_keys()
-        drop.check()
-        assert store.num_keys() == before
-    drop.check()
-
-
-def test_equal_seeds_do_not_warn_before_training_or_while_disabled(model: Small, images: torch.Tensor) -> None:
-    """Programs build models from one seed and print a summary before they seed the ranks."""
-    drop, store = inject(model, Dropout(0.5), layers="layer1.*"), dist.HashStore()
-    torch.manual_seed(0)
-    with acting_as(1, store):
-        rank_seeds.find_rank_with_same_seed(model)
-    with acting_as(0, store):
-        drop.summary()
-        model(images)
-        drop.disable()
-        drop.summary()
-        drop.enable()
-        with pytest.warns(HookdropWarning, match="ranks 0 and 1 draw identical masks"):
-            drop.summary()
-
-
-def test_check_knows_the_seed_of_a_rank_that_has_drawn_a_mask(images: torch.Tensor) -> None:
-    """Without any request of that rank, and at a constant rate."""
-    store, models = dist.HashStore(), [Small(), Small()]
-    drops = [inject(model, Dropout(0.5), layers="layer1.*") for model in models]
-    torch.manual_seed(0)
-    with acting_as(1, store):
-        models[1](images)
-    with acting_as(0, store):
-        assert any("ranks 0 and 1 draw identical masks" in problem for problem in drops[0].check())
 
 
 # --- checkpoints
@@ -607,14 +381,7 @@ def example() -> ModuleType:
     pytest.importorskip("timm")
     pytest.importorskip("torchvision")
     pytest.importorskip("sklearn")
-    spec = importlib.util.spec_from_file_location("example_train_ddp", EXAMPLES / "train_ddp.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-    return module
+    return load(EXAMPLES / "train_ddp.py")
 
 
 @pytest.fixture(scope="module")

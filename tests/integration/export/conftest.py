@@ -1,3 +1,3 @@
 """Fixtures of the tests that export models."""
 
-from tests.integration.compile.conftest import fresh_compiler as fresh_compiler
+from tests.support.compiling import fresh_compiler as fresh_compiler

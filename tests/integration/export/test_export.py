@@ -32,8 +32,8 @@ from hookdrop import (
     inject,
     without_hooks,
 )
-from tests.support.measures import zero_fraction
-from tests.support.nets import Small
+from tests.support.models import Small
+from tests.support.tensors import zero_fraction
 
 needs_is_exporting = pytest.mark.skipif(
     not hasattr(torch.compiler, "is_exporting"), reason="this PyTorch cannot distinguish exports from compiled code"

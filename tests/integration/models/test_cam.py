@@ -10,7 +10,7 @@ from hookdrop import HookdropWarning
 from hookdrop.observe import capture, grad_cam
 
 pytest.importorskip("pytorch_grad_cam")
-from tests.support.cam import scaled
+from tests.support.tensors import scale_maps
 
 
 class TestTransformers:
@@ -27,8 +27,8 @@ class TestTransformers:
             calls[0][:, 1:].unflatten(1, (4, 6)).permute(0, 3, 1, 2) for calls in (seen[layer], seen.gradients[layer])
         )
         expected = (gradients.mean((2, 3), keepdim=True) * maps).sum(1).relu()
-        resized = interpolate(scaled(expected)[:, None], (64, 96), mode="bilinear", align_corners=False)[:, 0]
-        assert torch.allclose(grad_cam(model, x, layer, 3), scaled(resized), atol=1e-3)
+        resized = interpolate(scale_maps(expected)[:, None], (64, 96), mode="bilinear", align_corners=False)[:, 0]
+        assert torch.allclose(grad_cam(model, x, layer, 3), scale_maps(resized), atol=1e-3)
 
     def test_all_zero_map_of_a_vit_suggests_another_layer(self) -> None:
         timm = pytest.importorskip("timm")
@@ -52,5 +52,5 @@ class TestTransformers:
             model(x)[:, 3].sum().backward()
         maps, gradients = (calls["layers.1"][0].permute(0, 3, 1, 2) for calls in (seen, seen.gradients))
         expected = (gradients.mean((2, 3), keepdim=True) * maps).sum(1).relu()
-        resized = interpolate(scaled(expected)[:, None], (64, 64), mode="bilinear", align_corners=False)[:, 0]
-        assert torch.allclose(grad_cam(model, x, "layers.1", 3), scaled(resized), atol=1e-3)
+        resized = interpolate(scale_maps(expected)[:, None], (64, 64), mode="bilinear", align_corners=False)[:, 0]
+        assert torch.allclose(grad_cam(model, x, "layers.1", 3), scale_maps(resized), atol=1e-3)

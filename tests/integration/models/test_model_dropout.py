@@ -7,30 +7,81 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hookdrop
 from hookdrop import InjectionError, LayerError
 from hookdrop.recipes import report_dropout, residual_dropout, set_dropout
-from tests.support.dropout_models import (
-    SIZE,
-    TOKENS,
-    ArbitraryNames,
-    Inherited,
-    OverriddenMethod,
-    RenamedSelf,
-    SubmoduleRate,
-    TwoDropouts,
-    TwoRates,
-    bert,
-    gpt2,
-    llama,
-    torchvision,
-    transformers,
-)
+from tests.support.models import DropoutInMethod, SubmoduleRate, TwoDropouts, TwoRates
 from tests.support.tensors import all_equal
 
 timm = pytest.importorskip("timm")
+torchvision = pytest.importorskip("torchvision")
+transformers = pytest.importorskip("transformers")
+
+
+SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+TOKENS = {"input_ids": torch.arange(8)[None]}
+
+
+class Inherited(nn.Dropout):
+    """The forward of the base class reads the rate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class OverriddenMethod(DropoutInMethod):
+    """The inherited forward calls this method, which calls the method of the base class."""
+
+    def head(self, x: Tensor) -> Tensor:
+        return super().head(x).relu()
+
+
+class ArbitraryNames(nn.Module):
+    """Rates with unspecific names, some of them passed through a local variable or an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.p, self.prob, self.noise, self.chance = 0.2, 0.3, 0.4, 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.linear(x), self.p, self.training)
+        x = F.dropout1d(x, p=float(self.prob) if self.training else 0.0)
+        p = self.noise if self.training else 0.0
+        x = x + F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=p)[0]
+        return self.head(x, self.chance)
+
+    def head(self, x: Tensor, q: float = 0.9) -> Tensor:
+        return torchvision.ops.stochastic_depth(x, q, "row", self.training)
+
+
+class RenamedSelf(nn.Module):
+    """The forward uses another name for `self`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.drop_rate = 0.3, 0.2
+
+    def forward(net, x: Tensor) -> Tensor:
+        x = F.dropout(x, net.rate, net.training)
+        return F.dropout(x, getattr(net, "drop_rate"), net.training)  # noqa: B009
+
+
+def bert() -> nn.Module:
+    return transformers.BertModel(transformers.BertConfig(**SIZE, vocab_size=50))
+
+
+def llama(**settings: Any) -> nn.Module:
+    return transformers.LlamaModel(transformers.LlamaConfig(**SIZE, num_key_value_heads=2, vocab_size=50, **settings))
+
+
+def gpt2(**settings: Any) -> nn.Module:
+    return transformers.GPT2Model(transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, **settings))
 
 
 def lora(lora_dropout: float) -> nn.Module:

@@ -1,36 +1,131 @@
-"""Plans of timm and torchvision models."""
+"""Layers of timm, torchvision and transformers models: patterns, shapes, numbers of calls, and warnings."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
+import pytest
 import torch
+from torch import nn
 
 from hookdrop import (
     Dropout,
     DropPath,
+    HookdropWarning,
+    LayerError,
+    inject,
     plan,
 )
+from tests.support.models import from_timm, from_torchvision, names
 
 
-class TestPlans:
-    def test_drop_path_on_a_whole_block_warns(self) -> None:
-        """It would drop the skip connection with the branch."""
-        import timm
+def test_drop_path_on_a_whole_block_warns() -> None:
+    """It would drop the skip connection with the branch."""
+    import timm
 
-        vit = timm.create_model("vit_tiny_patch16_224", img_size=64)
-        x = torch.randn(2, 3, 64, 64)
-        drafted = plan(vit, DropPath(0.1), layers="blocks.*", example_input=x)
-        assert "DropPath at 'blocks.0': the output includes the input" in drafted.warnings[0]
-        assert plan(vit, DropPath(0.1), layers=["blocks.*.attn", "blocks.*.mlp"], example_input=x).warnings == []
-        efficient = timm.create_model("efficientnet_b0")
-        assert plan(efficient, DropPath(0.1), layers="blocks.*.*.bn3", example_input=x).warnings == []
-        resnet = timm.create_model("resnet18")
-        assert plan(resnet, DropPath(0.1), layers="layer2.*", example_input=x).warnings
-        assert plan(resnet, DropPath(0.1), layers="layer?.*.bn2", example_input=x).warnings == []
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=64)
+    x = torch.randn(2, 3, 64, 64)
+    drafted = plan(vit, DropPath(0.1), layers="blocks.*", example_input=x)
+    assert "DropPath at 'blocks.0': the output includes the input" in drafted.warnings[0]
+    assert plan(vit, DropPath(0.1), layers=["blocks.*.attn", "blocks.*.mlp"], example_input=x).warnings == []
+    efficient = timm.create_model("efficientnet_b0")
+    assert plan(efficient, DropPath(0.1), layers="blocks.*.*.bn3", example_input=x).warnings == []
+    resnet = timm.create_model("resnet18")
+    assert plan(resnet, DropPath(0.1), layers="layer2.*", example_input=x).warnings
+    assert plan(resnet, DropPath(0.1), layers="layer?.*.bn2", example_input=x).warnings == []
 
-    def test_example_input_fills_in_calls_and_shapes(self, images: torch.Tensor) -> None:
-        import torchvision
 
-        model = torchvision.models.resnet50(weights=None)
-        drafted = plan(model, Dropout(0.1), layers="layer1.0.relu", example_input=images)
-        (site,) = drafted.sites
-        assert (site.calls, site.shape, site.type) == (3, (4, 256, 4, 4), "ReLU")
+def test_glob_counts_on_timm_resnet50() -> None:
+    import timm
+
+    model = timm.create_model("resnet50", num_classes=0)
+    assert len(names(model, "layer3.*")) == 6
+    assert len(names(model, "layer3.**")) == 75
+
+
+class Direct(nn.Module):
+    """Calls `forward` of a submodule directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc.forward(x)
+
+
+def square(size: int) -> torch.Tensor:
+    return torch.randn(1, 3, size, size)
+
+
+NARROW = {"img_size": 32, "depth": 1, "embed_dim": 32, "num_heads": 2}
+
+
+NEVER = {
+    "called by .forward()": (Direct, torch.ones(2, 8), "fc", "f?"),
+    "torchvision swin attn.qkv": (from_torchvision("swin_t"), square(32), "features.1.0.attn.qkv", "**.attn.qkv"),
+    "torchvision swin attn.proj": (from_torchvision("swin_t"), square(32), "features.1.0.attn.proj", "**.attn.proj"),
+    "timm beit attn.qkv": (from_timm("beit_base_patch16_224", **NARROW), square(32), "blocks.0.attn.qkv", "**.qkv"),
+    "timm eva attn.qkv": (
+        from_timm("eva_giant_patch14_224", **NARROW | {"img_size": 28}), square(28), "blocks.0.attn.qkv", "**.qkv",
+    ),
+    "timm attn_drop under fused attention": (
+        from_timm("vit_tiny_patch16_224", **NARROW), square(32), "blocks.0.attn.attn_drop", "**.attn_drop",
+    ),
+    "timm efficientnet drop_path": (
+        from_timm("test_efficientnet"), square(32), "blocks.0.0.drop_path", "blocks.0.*.drop_path",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NEVER.values(), ids=NEVER)
+def test_never_called(case: tuple[Callable[[], nn.Module], torch.Tensor, str, str]) -> None:
+    """Weights used directly or branches not taken: named sites raise, matched sites warn, without an example later."""
+    make, x, name, pattern = case
+    model = make()
+    with pytest.raises(LayerError, match="is not called in the forward pass: a hook on it never fires"):
+        inject(model, Dropout(0.3), layers=name, example_input=x)
+    with pytest.warns(HookdropWarning, match=r"sites? never called in an eval forward, so the hooks there do not fire"):
+        inject(model, Dropout(0.3), layers=pattern, example_input=x).remove()
+    drop = inject(model, Dropout(0.3), layers=name)
+    model(torch.cat([x, x]))
+    drop.seek(1)
+    assert [text.partition("\n")[0] for text in drop.check()] == [
+        f"'dropout': {name!r} never ran, so nothing is dropped there."
+    ]
+
+
+def hf_vit() -> nn.Module:
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32, "patch_size": 8}
+    return ViTModel(ViTConfig(num_hidden_layers=1, **sizes))
+
+
+OFTEN = {
+    "torchvision Bottleneck relu": (from_torchvision("resnet50"), "layer1.0.relu", 3),
+    "timm cait drop_path": (from_timm("cait_xxs24_224", img_size=32, depth=1), "blocks.0.drop_path", 2),
+    "transformers ViT dropout": (hf_vit, "layers.0.dropout", 2),
+}
+
+
+@pytest.mark.parametrize("case", OFTEN.values(), ids=OFTEN)
+def test_called_more_than_once(case: tuple[Callable[[], nn.Module], str, int]) -> None:
+    """The plan counts the calls, and each call draws its own mask."""
+    make, name, calls = case
+    model, x = make(), square(32)
+    if not any(name == other for other, _ in model.named_modules()):
+        pytest.skip(f"this version has no {name}")
+    (site,) = plan(model, Dropout(0.3), layers=name, example_input=x).sites
+    assert site.calls == calls
+    drop = inject(model, Dropout(0.3), layers=name)
+    outputs: list[torch.Tensor] = []
+    model.get_submodule(name).register_forward_hook(lambda module, args, output: outputs.append(output))
+    with drop.measuring() as m:
+        model(torch.cat([x, x]))
+    assert m.calls == len(outputs) == calls
+    assert m.dropped == pytest.approx(0.3, abs=0.02)
+    for first, second in itertools.pairwise(outputs):
+        if first.shape == second.shape:
+            assert not torch.equal(first == 0, second == 0)

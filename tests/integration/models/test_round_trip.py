@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookdrop import (
     DropBlock,
@@ -20,13 +20,14 @@ from hookdrop import (
     DropPath,
     GaussianDropout,
     HookdropWarning,
-    Injection,
-    find,
+    LinearSchedule,
+    from_config,
     inject,
-    plan,
+    parse,
     without_hooks,
 )
 from hookdrop.utils.tensor_tree import tensors
+from tests.support.models import from_timm, from_torchvision
 from tests.support.tensors import all_equal
 
 HOOK_DICTS = [name for name in vars(nn.Module()) if "hooks" in name]
@@ -114,46 +115,28 @@ def large_images() -> torch.Tensor:
     return images(128)
 
 
-def timm_model(name: str, **kwargs: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import timm
-
-        return timm.create_model(name, num_classes=10, **kwargs)
-
-    return make
-
-
-def tv_model(name: str, **kwargs: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import torchvision
-
-        return torchvision.models.get_model(name, weights=None, **kwargs)
-
-    return make
-
-
 CASES = {
-    "timm resnet50": (timm_model("resnet50", zero_init_last=False), images, DropBlock(0.3, 3), "layer3.*.bn[12]"),
-    "timm convnext_atto": (timm_model("convnext_atto"), large_images, DropBlock(0.3, 3), "stages.*.blocks.*.conv_dw"),
+    "timm resnet50": (from_timm("resnet50", num_classes=10, zero_init_last=False), images, DropBlock(0.3, 3), "layer3.*.bn[12]"),
+    "timm convnext_atto": (from_timm("convnext_atto", num_classes=10), large_images, DropBlock(0.3, 3), "stages.*.blocks.*.conv_dw"),
     "timm vit_tiny": (
-        timm_model("vit_tiny_patch16_224", img_size=64), images, DropPath(0.3), ["blocks.*.attn", "blocks.*.mlp"],
+        from_timm("vit_tiny_patch16_224", num_classes=10, img_size=64), images, DropPath(0.3), ["blocks.*.attn", "blocks.*.mlp"],
     ),
     "timm swin_tiny": (
-        timm_model("swin_tiny_patch4_window7_224", img_size=64, window_size=2, drop_path_rate=0.0),
+        from_timm("swin_tiny_patch4_window7_224", num_classes=10, img_size=64, window_size=2, drop_path_rate=0.0),
         images, DropBlock(0.3, 3, channel_dim=-1), "layers.*.blocks.*.attn",
     ),
-    "timm efficientnet_b0": (timm_model("efficientnet_b0"), images, Dropout2d(0.3), "blocks.*.*.bn3"),
-    "timm mobilenetv3_small": (timm_model("mobilenetv3_small_100"), images, GaussianDropout(0.3), "blocks.*.*"),
-    "torchvision resnet50": (tv_model("resnet50"), images, DropBlock(0.3, 3), ["layer3.*.bn?", "layer3.0.downsample"]),
-    "torchvision mobilenet_v3_small": (tv_model("mobilenet_v3_small"), images, Dropout2d(0.3), "features.*"),
+    "timm efficientnet_b0": (from_timm("efficientnet_b0", num_classes=10), images, Dropout2d(0.3), "blocks.*.*.bn3"),
+    "timm mobilenetv3_small": (from_timm("mobilenetv3_small_100", num_classes=10), images, GaussianDropout(0.3), "blocks.*.*"),
+    "torchvision resnet50": (from_torchvision("resnet50"), images, DropBlock(0.3, 3), ["layer3.*.bn?", "layer3.0.downsample"]),
+    "torchvision mobilenet_v3_small": (from_torchvision("mobilenet_v3_small"), images, Dropout2d(0.3), "features.*"),
     "torchvision swin_t": (
-        tv_model("swin_t"), images, DropPath(0.3), "features.*.*.attn",
+        from_torchvision("swin_t"), images, DropPath(0.3), "features.*.*.attn",
     ),
     "segmentation": (
-        tv_model("lraspp_mobilenet_v3_large", weights_backbone=None), images, DropBlock(0.3, 3), "backbone.*",
+        from_torchvision("lraspp_mobilenet_v3_large", weights_backbone=None), images, DropBlock(0.3, 3), "backbone.*",
     ),
     "detection": (
-        tv_model("fasterrcnn_mobilenet_v3_large_320_fpn", weights_backbone=None), detection_input,
+        from_torchvision("fasterrcnn_mobilenet_v3_large_320_fpn", weights_backbone=None), detection_input,
         DropBlock(0.3, 3), "backbone.fpn.layer_blocks.*",
     ),
     "LSTM": (lambda: nn.LSTM(6, 8, 2), lambda: torch.randn(5, 3, 6), Dropout1d(0.3), nn.LSTM),
@@ -206,173 +189,79 @@ def test_round_trip(case: str) -> None:
     assert all_equal(forward(model, x), trained)
 
 
-def test_training_after_removal_matches_a_clean_model(model: nn.Module, images: torch.Tensor) -> None:
-    clean = copy.deepcopy(model)
-    inject(model, DropBlock(0.3, 3), layers="layer1.*").remove()
-    assert train_step(model, images) == train_step(clean, images)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), clean.parameters(), strict=True))
+def resnet() -> tuple[nn.Module, Tensor]:
+    torchvision = pytest.importorskip("torchvision")
+    return torchvision.models.resnet18(num_classes=5), torch.randn(4, 3, 32, 32)
 
 
-def test_eval_returns_the_layers_own_output_object() -> None:
-    class Keeps(nn.Identity):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.out = x * 2
-            return self.out
-
-    model = nn.Sequential(Keeps())
-    inject(model, Dropout(0.5), layers="0")
-    model.eval()
-    assert model(torch.ones(3)) is model[0].out
-    model.train()
-    assert model(torch.ones(3)) is not model[0].out
+def transformer() -> tuple[nn.Module, Tensor]:
+    timm = pytest.importorskip("timm")
+    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+    return timm.create_model("vit_tiny_patch16_224", **settings), torch.randn(4, 3, 32, 32)
 
 
-def test_the_mode_of_the_hooked_layer_applies(model: nn.Module, images: torch.Tensor) -> None:
-    """A submodule that its owner keeps in eval mode (frozen batch norm) is not regularized."""
-    drop = inject(model, DropBlock(0.5, 3), layers="layer1.*.bn1")
-    model.train()
-    model.layer1[0].eval()
-    with drop.measuring() as m:
-        model(images)
-    assert m.sites["layer1.0.bn1"].calls == 0
-    assert m.sites["layer1.1.bn1"].calls == 1
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
 
 
-def test_inject_does_not_change_the_random_state(model: nn.Module, images: torch.Tensor) -> None:
-    state = torch.get_rng_state()
-    drop = inject(model, DropBlock(0.5, 3), layers="layer1.*", example_input=images)
-    drop.probe(images)
-    print(plan(model, Dropout(0.1), layers="**", example_input=images, on_existing="stack"))
+def recurrent() -> tuple[nn.Module, Tensor]:
+    return Tagger(), torch.randn(4, 7, 6)
+
+
+Make = Callable[[], tuple[nn.Module, Tensor]]
+
+
+GRADS = ["ClipActivationGrad(max_norm=0.01)", "ClipActivationGrad(max_norm=0.01, per_sample=True)",
+         "ClampActivationGrad(max=0.0)", "ScaleActivationGrad(-1.0)", "NoiseActivationGrad(0.1)"]  # fmt: skip
+
+
+REGULARIZED: list[tuple[str, Make, str]] = [
+    *((text, resnet, "layer2") for text in ("UniformNoise(0.3)", "Cutout(2)", "MixStyle(1.0)", *GRADS)),
+    *((text, transformer, "blocks.0") for text in ("UniformNoise(0.3)", "TokenDropout(0.5)", "LockedDropout(0.5)", *GRADS)),
+    *((text, recurrent, "lstm") for text in ("UniformNoise(0.3)", "TokenDropout(0.5, prefix=0)", "LockedDropout(0.5)", *GRADS)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "make", "layer"), REGULARIZED, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_train_copy_pickle_and_remove(text: str, make: Make, layer: str) -> None:
+    """Training differs from a clean model, copies train identically, and removal restores clean training."""
+    model, x = make()
+    state = copy.deepcopy(model.state_dict())
+
+    def trained(model: nn.Module) -> list[Tensor]:
+        model.load_state_dict(state)
+        model.train()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(7)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    clean = trained(model)
+    regularizer = parse(text)
+    schedule = None if regularizer.rate is None else LinearSchedule(2)
+    drop = inject(model, text, layers=layer, schedule=schedule, example_input=x)
+    drop.seek(2)
+    regularized = trained(model)
+    assert not all_equal(regularized, clean)
+    assert all(p.isfinite().all() for p in regularized)
+    assert all_equal(trained(copy.deepcopy(model)), regularized)
+    assert all_equal(trained(pickle.loads(pickle.dumps(model))), regularized)
+    with drop.disabled():
+        assert all_equal(trained(model), clean)
+    assert drop.probe(x).eval_identical
+    config = drop.config
     drop.remove()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_masks_come_from_the_global_generator(model: nn.Module, images: torch.Tensor) -> None:
-    inject(model, DropBlock(0.5, 3), layers="layer1.*")
-    torch.manual_seed(7)
-    first = model(images)
-    torch.manual_seed(7)
-    assert torch.equal(model(images), first)
-    assert not torch.equal(model(images), first)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_replays_the_mask(model: nn.Module, images: torch.Tensor, reentrant: bool) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    inject(model, DropBlock(0.5, 3), layers="layer1.*.bn1")
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 0.0
-    images.requires_grad_()
-
-    def gradients(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        model.zero_grad()
-        run(model.conv1(images)).sum().backward()
-        return [p.grad.clone() for p in model.layer1.parameters()]
-
-    plain = gradients(model.layer1)
-    again = gradients(lambda x: checkpoint(model.layer1, x, use_reentrant=reentrant))
-    assert all_equal(plain, again)
-
-
-def test_modules_called_several_times_draw_a_mask_each_time() -> None:
-    relu = nn.ReLU()
-    model = nn.Sequential(relu, nn.Identity(), relu)
-    drop = inject(model, Dropout(0.5), layers="0")
-    with drop.measuring() as m:
-        out = model(torch.ones(10_000))
-    assert m.sites["0"].calls == 2
-    assert (out == 0).float().mean() == pytest.approx(0.75, abs=0.03)
-
-
-def test_order_of_user_hooks_is_kept(model: nn.Module, images: torch.Tensor) -> None:
-    order: list[str] = []
-    model.fc.register_forward_hook(lambda *_: order.append("first"))
-    drop = inject(model, Dropout(0.5), layers="fc")
-    model.fc.register_forward_hook(lambda *_: order.append("second"))
-    before = [type(hook).__name__ for hook in model.fc._forward_hooks.values()]
-    with without_hooks(model):
-        assert len(model.fc._forward_hooks) == 2
-        model.fc.register_forward_hook(lambda *_: order.append("inside"))
-    assert [type(hook).__name__ for hook in model.fc._forward_hooks.values()][:3] == before
-    model(images)
-    assert order == ["first", "second", "inside"]
-    drop.remove()
-    assert len(model.fc._forward_hooks) == 3
-
-
-def test_without_hooks_keeps_ids_and_respects_removal_inside(model: nn.Module) -> None:
-    first = inject(model, Dropout(0.5), layers="fc")
-    second = inject(model, GaussianDropout(0.5), layers="fc", on_existing="stack", at="input")
-    ids = list(model.fc._forward_hooks), list(model.fc._forward_pre_hooks)
-    with without_hooks(model):
-        assert not model.fc._forward_hooks
-        assert not model.fc._forward_pre_hooks_with_kwargs
-        assert find(model) == ()
-        first.remove()
-    assert not model.fc._forward_hooks
-    assert list(model.fc._forward_pre_hooks) == ids[1]
-    assert find(model) == (second,)
-
-
-def test_jit_script_works_without_hooks(model: nn.Module, images: torch.Tensor) -> None:
-    inject(model, Dropout(0.5), layers="fc")
-    with without_hooks(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.script(model.eval())
-    assert torch.allclose(scripted(images), model(images))
-
-
-def test_with_block_removes_hooks_after_an_error(model: nn.Module) -> None:
-    before = hook_dicts(model)
-    with pytest.raises(ZeroDivisionError), inject(model, Dropout(0.5), layers="fc") as drop:
-        assert isinstance(drop, Injection)
-        raise ZeroDivisionError
-    assert hook_dicts(model) == before
-
-
-def test_hooks_and_handles_do_not_keep_the_model_alive(images: torch.Tensor) -> None:
-    import gc
-    import weakref
-
-    model = nn.Sequential(nn.Linear(3, 3))
-    drop = inject(model, Dropout(0.5), layers="0")
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True), *model.parameters()], 0.1)
-    drop.follow(optimizer)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-    assert "whose model was deleted" in repr(drop)
-    with pytest.warns(HookdropWarning, match="was deleted before it ran in training mode"):
-        optimizer.step()
-    drop.remove()
-
-
-def test_distributed_data_parallel_injected_before_and_after_wrapping(
-    model: nn.Module, images: torch.Tensor, tmp_path: Path
-) -> None:
-    """One gloo process: names resolve through the wrapper, hooks fire once, gradients flow."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        before = inject(model, DropBlock(0.3, 3), layers="layer1.*")
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        after = inject(wrapped, Dropout(0.3), layers=["layer2.*", "module.fc"])
-        assert [site.name for site in after.sites] == ["layer2.0", "layer2.1", "fc"]
-        with before.measuring() as m, after.measuring() as n:
-            wrapped(images).sum().backward()
-        assert (m.calls, n.calls) == (2, 3)
-        assert all(p.grad is not None for p in model.parameters())
-        assert find(wrapped) == (before, after)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_data_parallel_and_compiled_models_resolve_through_the_wrapper(model: nn.Module) -> None:
-    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
-        with inject(wrapped, Dropout(0.3), layers="layer1.*") as drop:
-            assert [site.name for site in drop.sites] == ["layer1.0", "layer1.1"]
-            assert find(model) == find(wrapped) == (drop,)
+    assert all_equal(trained(model), clean)
+    from_config(model, config).seek(2)
+    assert all_equal(trained(model), regularized)

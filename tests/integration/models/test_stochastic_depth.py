@@ -17,8 +17,9 @@ from torchvision.ops import StochasticDepth
 from hookdrop import InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth
 from hookdrop.recipes.branches import branch_ends
-from tests.support.recipes import randomize_norms
+from tests.support.models import randomize_norms
 from tests.support.tensors import all_equal
+from tests.support.training import train_step
 
 timm = pytest.importorskip("timm")
 
@@ -72,15 +73,6 @@ TORCHVISION: dict[str, tuple[Callable[[float], nn.Module], Any]] = {
 }
 
 
-def train_step(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return the output and every gradient of a training step from seed 5."""
-    model.train()
-    torch.manual_seed(5)
-    out = model(x)
-    out.square().sum().backward()
-    return [out, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
-
-
 def assert_same_training_step(native: nn.Module, clean: nn.Module, x: Tensor, without: Tensor) -> None:
     ours, theirs = train_step(clean, x), train_step(native, x)
     assert all_equal(ours, theirs)
@@ -96,7 +88,6 @@ def test_outputs_and_gradients_match_timms_drop_path_rate(name: str) -> None:
     clean.load_state_dict(native.state_dict())
     x = torch.randn(4, 3, settings.get("img_size", 64), settings.get("img_size", 64))
     without = train_step(clean, x)[0]
-    clean.zero_grad()
     clean.load_state_dict(native.state_dict())
     stochastic_depth(clean, p=P, p_scale=p_scale, regularizer=lambda p: TimmDropPath(p))
     assert_same_training_step(native, clean, x, without)
@@ -109,8 +100,7 @@ def test_outputs_and_gradients_match_torchvisions_stochastic_depth_prob(name: st
     native, clean = randomize_norms(make(P)), make(0.0)
     clean.load_state_dict(native.state_dict())
     x = torch.randn(4, 3, 56, 56)
-    without = train_step(clean.eval(), x)[0]
-    clean.zero_grad()
+    without = train_step(clean, x)[0]
     clean.load_state_dict(native.state_dict())
     stochastic_depth(clean, p=P, p_scale=p_scale, regularizer=lambda p: StochasticDepth(p, "row"))
     assert_same_training_step(native, clean, x, without)

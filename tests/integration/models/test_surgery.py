@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize, prune
 
 from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, eject, find, inject, without_hooks
 from hookdrop.hooks.hook import SiteHook
-from tests.support.nets import Small
+from tests.support.models import Small
 
 LAYERS = ["conv1", "layer1.*.bn1", "fc"]
 

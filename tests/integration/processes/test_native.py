@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hookdrop.kernels import native as kernel
+from tests.support.programs import run_code
 
 SOURCE = Path(kernel.__file__).with_name("_blocks.c")
 
@@ -25,29 +25,17 @@ def test_environment_variable_disables_native_code() -> None:
     code = """
 import torch
 from hookdrop.functional import drop_block
-from hookdrop.functional import dropout
 from hookdrop.kernels import native as kernel
 assert not kernel.available()
 y = drop_block(torch.ones(32, 32, 14, 14), 0.2, 5)
 print(round((y == 0).float().mean().item(), 1), round(y.mean().item(), 3))
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "HOOKDROP_KERNEL": "0"}, capture_output=True, text=True
-    )
-    assert run.stdout.strip() == "0.2 1.0", run.stderr
+    assert run_code(code, env={**os.environ, "HOOKDROP_KERNEL": "0"}).strip() == "0.2 1.0"
 
 
 def compiled(source: Path, library: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     assert COMPILER is not None
     return subprocess.run([COMPILER, *flags, str(source), "-o", str(library)], capture_output=True, text=True)
-
-
-@pytest.fixture
-def library_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The path at which the library is searched."""
-    monkeypatch.setattr(kernel, "__file__", str(tmp_path / "kernel.py"))
-    monkeypatch.delenv("HOOKDROP_KERNEL", raising=False)
-    return tmp_path / "_blocks.native"
 
 
 @needs_compiler
@@ -59,12 +47,12 @@ def library_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ],
     ids=["another version", "something else"],
 )
-def test_incompatible_library_is_ignored(library_path: Path, tmp_path: Path, source: str) -> None:
+def test_incompatible_library_is_ignored(tmp_path: Path, source: str) -> None:
     """A library of another version, whose functions take other arguments, and an unrelated one."""
     (tmp_path / "other.c").write_text(source)
-    built = compiled(tmp_path / "other.c", library_path, "-shared", "-fPIC")
+    built = compiled(tmp_path / "other.c", tmp_path / "library", "-shared", "-fPIC")
     assert built.returncode == 0, built.stderr
-    assert kernel._load() is None
+    assert kernel._load(tmp_path / "library") is None
 
 
 @needs_compiler

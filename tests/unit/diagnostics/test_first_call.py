@@ -17,8 +17,9 @@ from hookdrop import (
     inject,
     plan,
 )
-from tests.support.nets import Small
-from tests.support.training import UNCHANGED, train
+from tests.support.injections import UNCHANGED
+from tests.support.models import Small
+from tests.support.training import train
 
 
 class Tokens(nn.Module):

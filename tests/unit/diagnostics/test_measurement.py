@@ -12,12 +12,13 @@ from hookdrop import (
     Dropout2d,
     DropPath,
     GaussianDropout,
+    InjectionError,
     LinearSchedule,
     Regularizer,
     inject,
 )
-from tests.support.identity import X
-from tests.support.nets import Small
+from tests.support.models import Small
+from tests.support.tensors import X
 
 
 class TestProbeAndMeasuring:
@@ -90,3 +91,12 @@ class TestProbeAndMeasuring:
         with drop.measuring() as m:
             model(X)
         assert (m.asked, m.dropped) == (0.3, 0.0)
+
+
+def test_probe_with_an_invalid_input_restores_the_model(model: Small, images: torch.Tensor) -> None:
+    """The step and the mode are restored after an error."""
+    drop = inject(model, Dropout(0.1), layers="fc", schedule=LinearSchedule(10))
+    model.eval()
+    with pytest.raises(InjectionError, match=r"does not accept this example, \(3, 3\) float32"):
+        drop.probe(torch.ones(3, 3), step=5)
+    assert (drop.step_count, model.training) == (0, False)

@@ -23,8 +23,10 @@ from hookdrop import (
     find,
     inject,
 )
-from tests.support.nets import Small
-from tests.support.recording import X, layer
+from tests.support.injections import layer
+from tests.support.models import Small
+
+X = torch.ones(8, 16)
 
 
 @pytest.mark.parametrize(

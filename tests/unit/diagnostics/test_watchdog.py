@@ -19,7 +19,7 @@ from hookdrop import (
     inject,
 )
 from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
-from tests.support.together import net
+from tests.support.models import mlp
 from tests.support.training import optimize, train
 
 
@@ -188,7 +188,7 @@ class TestHealthyTrainings:
         assert drop.step_count == 2
 
     def test_copied_teacher_in_eval_mode(self) -> None:
-        student = net()
+        student = mlp()
         inject(student, Dropout(0.5), layers="0")
         teacher = copy.deepcopy(student).eval()
         optimizer = torch.optim.SGD(student.parameters(), 0.01)
@@ -223,7 +223,7 @@ def test_optimizer_steps_do_not_traverse_models() -> None:
 
 
 def test_hooked_weight_average_does_not_warn() -> None:
-    model, average = net(), net().eval()
+    model, average = mlp(), mlp().eval()
     drop = inject(average, Dropout(0.5), layers="0")
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for _ in range(30):
@@ -234,3 +234,11 @@ def test_hooked_weight_average_does_not_warn() -> None:
                 mine.lerp_(theirs, 0.1)
     with drop.sampling():
         average(torch.ones(2, 8))
+
+
+def test_model_always_in_eval_mode_warns() -> None:
+    """As are models from transformers' `from_pretrained`, or with frozen batch norm."""
+    model = nn.Sequential(nn.Linear(2, 2)).eval()
+    inject(model, Dropout(0.1), layers="0")
+    with pytest.warns(HookdropWarning, match="'0' only ran in eval mode"):
+        optimize(model, 2 * UPDATES_BEFORE_WARNING)

@@ -27,9 +27,9 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.hooks.hook import SiteHook
-from tests.support.copies import half_ramped, run
-from tests.support.nets import Small
-from tests.support.pairs import ROWS, pair
+from tests.support.injections import half_ramped
+from tests.support.models import ROWS, Small, pair
+from tests.support.training import run
 
 
 @pytest.fixture

@@ -12,12 +12,13 @@ from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, Injection, InjectionError, LinearSchedule, find, inject
 from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
-from tests.support.followed import backward, setup
-from tests.support.nets import Small
+from tests.support.injections import scheduled
+from tests.support.models import Small
+from tests.support.training import backward
 
 
 def test_counts_steps_not_forwards_under_gradient_accumulation() -> None:
-    model, drop, optimizer = setup()
+    model, drop, optimizer = scheduled()
     assert drop.follow(optimizer) is drop
     for batch in range(12):
         backward(model)
@@ -29,7 +30,7 @@ def test_counts_steps_not_forwards_under_gradient_accumulation() -> None:
 
 
 def test_repeated_follow_counts_each_step_once() -> None:
-    model, drop, optimizer = setup()
+    model, drop, optimizer = scheduled()
     for _ in range(3):
         drop.follow(optimizer)
         find(model)[0].follow(optimizer)
@@ -41,7 +42,7 @@ def test_repeated_follow_counts_each_step_once() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_skipped_by_grad_scaler_do_not_count(fused: bool) -> None:
     """A fused optimizer also runs its post hooks for skipped steps."""
-    model, drop, optimizer = setup(fused=fused)
+    model, drop, optimizer = scheduled(fused=fused)
     drop.follow(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     skipped = []
@@ -64,7 +65,7 @@ def summed_output(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.LBFGS])
 def test_any_optimizer(cls: type[torch.optim.Optimizer]) -> None:
-    model, drop, _ = setup()
+    model, drop, _ = scheduled()
     optimizer = cls(model.parameters(), 1e-3)
     drop.follow(optimizer)
     optimizer.step(lambda: backward(model))
@@ -72,7 +73,7 @@ def test_any_optimizer(cls: type[torch.optim.Optimizer]) -> None:
 
 
 def test_step_while_following_is_an_error() -> None:
-    _, drop, optimizer = setup()
+    _, drop, optimizer = scheduled()
     drop.follow(optimizer)
     with pytest.raises(InjectionError, match=r"count them twice(.|\n)*drop.follow\(None\). Still at step 0"):
         drop.step()
@@ -82,7 +83,7 @@ def test_step_while_following_is_an_error() -> None:
 
 
 def test_seek_while_following() -> None:
-    model, drop, optimizer = setup()
+    model, drop, optimizer = scheduled()
     drop.follow(optimizer).seek(50)
     backward(model)
     optimizer.step()
@@ -90,7 +91,7 @@ def test_seek_while_following() -> None:
 
 
 def test_following_a_second_optimizer_is_an_error() -> None:
-    model, drop, optimizer = setup()
+    model, drop, optimizer = scheduled()
     drop.follow(optimizer)
     with pytest.raises(InjectionError, match="already follows an optimizer .SGD.; nothing changed"):
         drop.follow(torch.optim.AdamW(model.parameters(), 0.1))
@@ -101,7 +102,7 @@ def test_following_a_second_optimizer_is_an_error() -> None:
 
 def test_follow_a_new_optimizer_after_the_old_one_is_deleted() -> None:
     """A re-run notebook cell rebuilds the optimizer."""
-    model, drop, optimizer = setup()
+    model, drop, optimizer = scheduled()
     drop.follow(optimizer)
     del optimizer
     gc.collect()
@@ -114,7 +115,7 @@ def test_follow_a_new_optimizer_after_the_old_one_is_deleted() -> None:
 
 
 def test_remove_detaches_from_the_optimizer() -> None:
-    model, drop, optimizer = setup()
+    model, drop, optimizer = scheduled()
     drop.follow(optimizer).remove()
     assert not optimizer._optimizer_step_post_hooks
     backward(model)
@@ -123,7 +124,7 @@ def test_remove_detaches_from_the_optimizer() -> None:
 
 def test_replacing_an_injection_detaches_the_old_one() -> None:
     """As in a re-run notebook cell: inject(..., on_existing="replace").follow(optimizer)."""
-    model, drop, optimizer = setup()
+    model, drop, optimizer = scheduled()
     drop.follow(optimizer)
     again = inject(model, Dropout(0.3), layers="1", schedule=LinearSchedule(10), on_existing="replace")
     again.follow(optimizer)
@@ -133,7 +134,7 @@ def test_replacing_an_injection_detaches_the_old_one() -> None:
 
 
 def test_following_an_optimizer_of_another_model_warns() -> None:
-    model, drop, _ = setup()
+    model, drop, _ = scheduled()
     assert model is not None
     with pytest.warns(HookdropWarning, match="trains no parameter of this model"):
         drop.follow(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1))
@@ -141,7 +142,7 @@ def test_following_an_optimizer_of_another_model_warns() -> None:
 
 @pytest.mark.parametrize("thing", ["sgd", torch.optim.SGD, object()])
 def test_follow_rejects_other_objects(thing: object) -> None:
-    _, drop, _ = setup()
+    _, drop, _ = scheduled()
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer(.|\n)*drop.seek\(global_step\)"):
         drop.follow(thing)
 
@@ -161,7 +162,7 @@ def test_learning_rate_schedulers_are_compatible(model: Small, images: torch.Ten
 def test_copied_model_has_its_own_step_count() -> None:
     import copy
 
-    model, drop, optimizer = setup()
+    model, drop, optimizer = scheduled()
     drop.follow(optimizer)
     twin = copy.deepcopy(model)
     backward(model)
@@ -267,7 +268,7 @@ def test_manual_steps_under_other_optimizers_do_not_warn() -> None:
 
 
 def test_follow_error_names_the_full_class() -> None:
-    _, drop, _ = setup()
+    _, drop, _ = scheduled()
     with pytest.raises(
         TypeError, match=r"expected a torch.optim.Optimizer, got tests.unit.hooks.test_optimizer.FastaiOptimizer.\n"
     ):
@@ -283,7 +284,7 @@ def test_follow_unwraps_fastai_optimizers() -> None:
         def __init__(self, opt: torch.optim.Optimizer) -> None:
             self.opt = opt
 
-    model, drop, optimizer = setup()
+    model, drop, optimizer = scheduled()
     drop.follow(OptimWrapper(optimizer))
     backward(model)
     optimizer.step()

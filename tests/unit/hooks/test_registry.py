@@ -8,6 +8,7 @@ from torch import nn
 
 from hookdrop import (
     Dropout,
+    GaussianDropout,
     InjectionError,
     LinearSchedule,
     eject,
@@ -15,8 +16,8 @@ from hookdrop import (
     inject,
     without_hooks,
 )
-from tests.support.identity import zeroed
-from tests.support.pairs import ROWS, pair
+from tests.support.models import ROWS, pair
+from tests.support.tensors import zeroed
 
 
 class TestSubmodules:
@@ -78,3 +79,33 @@ class TestSurgery:
         assert torch.equal(replacement(ROWS), clean)
         assert not replacement._forward_hooks
         assert not replacement._forward_pre_hooks
+
+
+def test_order_of_user_hooks_is_kept(model: nn.Module, images: torch.Tensor) -> None:
+    order: list[str] = []
+    model.fc.register_forward_hook(lambda *_: order.append("first"))
+    drop = inject(model, Dropout(0.5), layers="fc")
+    model.fc.register_forward_hook(lambda *_: order.append("second"))
+    before = [type(hook).__name__ for hook in model.fc._forward_hooks.values()]
+    with without_hooks(model):
+        assert len(model.fc._forward_hooks) == 2
+        model.fc.register_forward_hook(lambda *_: order.append("inside"))
+    assert [type(hook).__name__ for hook in model.fc._forward_hooks.values()][:3] == before
+    model(images)
+    assert order == ["first", "second", "inside"]
+    drop.remove()
+    assert len(model.fc._forward_hooks) == 3
+
+
+def test_without_hooks_keeps_ids_and_respects_removal_inside(model: nn.Module) -> None:
+    first = inject(model, Dropout(0.5), layers="fc")
+    second = inject(model, GaussianDropout(0.5), layers="fc", on_existing="stack", at="input")
+    ids = list(model.fc._forward_hooks), list(model.fc._forward_pre_hooks)
+    with without_hooks(model):
+        assert not model.fc._forward_hooks
+        assert not model.fc._forward_pre_hooks_with_kwargs
+        assert find(model) == ()
+        first.remove()
+    assert not model.fc._forward_hooks
+    assert list(model.fc._forward_pre_hooks) == ids[1]
+    assert find(model) == (second,)

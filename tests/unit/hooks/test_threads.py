@@ -19,6 +19,7 @@ from hookdrop import (
     CosineSchedule,
     DropBlock,
     Dropout,
+    HookdropWarning,
     Injection,
     InjectionError,
     LinearSchedule,
@@ -29,8 +30,11 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.hooks.hook import SiteHook
-from tests.support.nets import Small
-from tests.support.threads import X, no_leaks, pair, zeroed
+from tests.support.leaks import no_leaks
+from tests.support.models import Small, without_zeros
+from tests.support.tensors import zero_fraction
+
+X = torch.ones(64, 8)
 
 
 def in_threads(*runs: Callable[[], None]) -> None:
@@ -59,7 +63,7 @@ class TestThreads:
     @staticmethod
     def train(schedule: Schedule, wait: Callable[[], Any] = lambda: None) -> list[Any]:
         """Train a new model; return the step count and the rates after each step."""
-        model = pair()
+        model = without_zeros()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         drop = inject(model, Dropout(0.5), layers="*", p_scale="depth", schedule=schedule).follow(optimizer)
         history: list[Any] = []
@@ -94,24 +98,24 @@ class TestThreads:
         seen: dict[str, float] = {}
 
         def mine() -> None:
-            model = pair()
+            model = without_zeros()
             drop = inject(model, Dropout(0.5), layers="1")
             with without_hooks(model) if context == "without_hooks" else getattr(drop, context)() as inside:
                 model.train(context != "sampling")
-                seen["mine"] = zeroed(model(X))
+                seen["mine"] = zero_fraction(model(X))
                 barrier.wait()
                 barrier.wait()
             if context == "measuring":
                 seen["measured"] = inside.calls
             model.train()
-            seen["mine after"] = zeroed(model(X))
+            seen["mine after"] = zero_fraction(model(X))
 
         def other() -> None:
-            model = pair()
+            model = without_zeros()
             drop = inject(model, Dropout(0.25), layers="1")
             barrier.wait()
-            seen["other"] = zeroed(model(X))
-            seen["other in eval"] = zeroed(model.eval()(X))
+            seen["other"] = zero_fraction(model(X))
+            seen["other in eval"] = zero_fraction(model.eval()(X))
             assert drop.p == 0.25
             barrier.wait()
 
@@ -124,7 +128,7 @@ class TestThreads:
         assert seen.get("measured", 1) == 1
 
     def test_inject_copy_and_remove_while_another_thread_trains(self) -> None:
-        trained = pair()
+        trained = without_zeros()
         drop = inject(trained, DropBlock(0.5, 1, channel_dim=-1), layers="1", schedule=LinearSchedule(200))
         optimizer = torch.optim.SGD(trained.parameters(), 0.01)
         drop.follow(optimizer)
@@ -140,7 +144,7 @@ class TestThreads:
 
         def others() -> None:
             while not done.is_set():
-                model = pair()
+                model = without_zeros()
                 with inject(model, Dropout(0.5), layers="*") as own:
                     model(X)
                     own.disable()
@@ -154,10 +158,10 @@ class TestThreads:
 
     def test_optimizer_steps_while_other_threads_inject(self) -> None:
         """Every optimizer step checks all sites that have not run."""
-        waiting = [pair() for _ in range(100)]
+        waiting = [without_zeros() for _ in range(100)]
         for model in waiting:
             inject(model, Dropout(0.5), layers="*")
-        mine = pair()
+        mine = without_zeros()
         optimizer = torch.optim.SGD(mine.parameters(), 0.01)
         mine(X).sum().backward()
         done = threading.Event()
@@ -171,7 +175,7 @@ class TestThreads:
 
         def others() -> None:
             while not done.is_set():
-                inject(pair(), Dropout(0.5), layers="*")
+                inject(without_zeros(), Dropout(0.5), layers="*")
 
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)
@@ -182,7 +186,7 @@ class TestThreads:
 
     def test_other_global_optimizer_hooks_still_run(self) -> None:
         """For example a profiler's hook that was registered after hookdrop's."""
-        model = pair()
+        model = without_zeros()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         inject(model, Dropout(0.5), layers="*")
         steps: list[int] = []
@@ -203,7 +207,7 @@ class TestThreads:
             replicate, "_broadcast_coalesced_reshape",
             lambda tensors, devices, detach=False: [[t.clone() for t in tensors] for _ in devices],
         )  # fmt: skip
-        model = pair()
+        model = without_zeros()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(30)).follow(optimizer)
         for step in range(1, 31):
@@ -222,7 +226,7 @@ class TestThreads:
             replicas = nn.parallel.replicate(model, [0, 1])
             outs = [replica(X) for replica in replicas]
         assert m.calls == 2
-        assert [zeroed(y) for y in outs] == pytest.approx([0.5, 0.5], abs=0.1)
+        assert [zero_fraction(y) for y in outs] == pytest.approx([0.5, 0.5], abs=0.1)
         assert not torch.equal(*outs)
         assert drop.check() == []
         drop.remove()
@@ -238,7 +242,7 @@ class TestNoLeaks:
 
     @pytest.fixture
     def model(self) -> nn.Sequential:
-        return pair()
+        return without_zeros()
 
     @pytest.fixture
     def optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
@@ -305,14 +309,14 @@ class TestNoLeaks:
     def test_deleted_models(self) -> None:
         """The hooks are not removed explicitly."""
         for _ in range(200):
-            model = pair()
+            model = without_zeros()
             drop = inject(model, Dropout(0.5), layers="*")
             with drop.disabled():
                 model(X)
 
     def test_models_deleted_before_their_optimizers(self) -> None:
         """The optimizer releases the hooks at its next step, and its other hooks still run."""
-        model = pair()
+        model = without_zeros()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4)).follow(optimizer)
         steps: list[int] = []
@@ -328,7 +332,7 @@ class TestNoLeaks:
 
 def test_removed_hooks_are_freed_without_garbage_collection() -> None:
     """They are not part of a reference cycle."""
-    model = pair()
+    model = without_zeros()
     drop = inject(model, Dropout(0.5), layers="*")
     hooks = [weakref.ref(hook) for m in model for hook in m._forward_hooks.values() if isinstance(hook, SiteHook)]
     assert len(hooks) == 2
@@ -377,7 +381,7 @@ def test_step_in_another_thread_during_a_probe_is_not_lost() -> None:
 
 
 def test_concurrent_steps_are_all_counted() -> None:
-    drop = inject(model := pair(), Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+    drop = inject(model := without_zeros(), Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
     model(X)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -415,3 +419,18 @@ def test_concurrent_sampling_restores_the_rates() -> None:
             assert [site.p for site in drop.sites] == [0.5, 0.5]
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_hooks_and_handles_do_not_keep_the_model_alive() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    drop = inject(model, Dropout(0.5), layers="0")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True), *model.parameters()], 0.1)
+    drop.follow(optimizer)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert "whose model was deleted" in repr(drop)
+    with pytest.warns(HookdropWarning, match="was deleted before it ran in training mode"):
+        optimizer.step()
+    drop.remove()

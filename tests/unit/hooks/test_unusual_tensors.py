@@ -19,7 +19,7 @@ from hookdrop import (
     ShapeError,
     inject,
 )
-from tests.support.every import DERIVING, EVERY, FORWARD, Case
+from tests.support.regularizers import DERIVING, EVERY, FORWARD, Case
 
 ALL = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 

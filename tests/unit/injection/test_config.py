@@ -36,8 +36,8 @@ from hookdrop import (
     from_config,
     inject,
 )
-from tests.support.nets import Small
-from tests.support.state import halve, injected
+from tests.support.injections import halve, injected
+from tests.support.models import Small
 
 CONFIGS = [
     {"regularizer": DropBlock(0.4, (3, 1), normalize=None), "schedule": LinearSchedule(20, delay=3)},
@@ -86,6 +86,8 @@ def test_settings_that_are_not_json_serializable_raise() -> None:
 
 def test_functions_must_be_in_allow() -> None:
     _, drop = injected(regularizer=halve, schedule=None)
+    with pytest.raises(StateError, match=r"which is not part of hookdrop(.|\n)*allow=\[(.|\n)*No hook was placed"):
+        from_config(Small(), drop.config)
     assert from_config(Small(), drop.config, allow=[halve]).config == drop.config
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -22,9 +21,9 @@ from hookdrop import (
     find,
     inject,
 )
-from tests.support.identity import X, layer, zeroed
-from tests.support.nets import Small
-from tests.support.pairs import ROWS, pair
+from tests.support.injections import layer
+from tests.support.models import ROWS, Small, pair
+from tests.support.tensors import X, zeroed
 
 
 class TestContexts:
@@ -38,26 +37,6 @@ class TestContexts:
         assert drop.p == 0.9
         second.__exit__(None, None, None)
         assert drop.p == 0.5
-        assert torch.equal(model(ROWS), model(ROWS))
-
-    def test_concurrent_sampling_in_threads(self) -> None:
-        model = pair().eval()
-        drop = inject(model, Dropout(0.5), layers="*.0")
-        barrier = threading.Barrier(2)
-
-        def sample(slow: bool) -> None:
-            with drop.sampling():
-                barrier.wait()
-                if slow:
-                    barrier.wait()
-            if not slow:
-                barrier.wait()
-
-        threads = [threading.Thread(target=sample, args=(slow,)) for slow in (True, False)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
         assert torch.equal(model(ROWS), model(ROWS))
 
     def test_nested_measurements_each_count_all_calls(self) -> None:
@@ -254,3 +233,19 @@ class TestUnits:
         drop = inject(model, {"0": Dropout(0.1), "1": ClipActivationGrad(max_norm=1.0)})
         drop.target_p = 0.3
         assert (drop.p, drop.keep_prob, [site.p for site in drop.sites]) == (0.3, 0.7, [0.3, None])
+
+
+def test_target_of_0_keeps_the_proportions() -> None:
+    drop = inject(model := pair(), {"0.0": Dropout(0.05), "1.0": Dropout(0.1)})
+    drop.target_p = 0
+    drop.target_p = 0.1
+    assert [site.p for site in drop.sites] == [0.05, 0.1]
+    assert len(find(model)) == 1
+
+
+def test_rates_of_each_unit_are_checked_against_their_own_range() -> None:
+    drop = inject(model := pair(), {"0.0": Dropout(0.1), "1.0": GaussianNoise(2.0)})
+    drop.disable()
+    drop.enable()
+    assert [site.p for site in drop.sites] == pytest.approx([0.1, 2.0])
+    assert len(find(model)) == 1

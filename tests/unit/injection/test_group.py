@@ -12,6 +12,7 @@ from torch import nn
 
 from hookdrop import (
     Dropout,
+    InjectionError,
     LinearSchedule,
     StateError,
     find,
@@ -19,15 +20,15 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.hooks.registry import hooks_of
-from tests.support.pairs import ROWS, _sgd, pair
-from tests.support.together import net
+from tests.support.models import ROWS, mlp, pair
+from tests.support.training import sgd
 
 
 def test_follow_and_check_apply_to_all_injections() -> None:
     model = pair()
     inject(model, Dropout(0.5), layers="0.0", schedule=LinearSchedule(10))
     inject(model, Dropout(0.5), layers="1.0", schedule=LinearSchedule(10), name="second")
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     find(model).follow(optimizer)
     model(ROWS).sum().backward()
     optimizer.step()
@@ -39,7 +40,7 @@ def test_follow_and_check_apply_to_all_injections() -> None:
 
 class TestPartsOfModels:
     def test_sites_removed_from_a_part_no_longer_affect_the_target(self) -> None:
-        model = nn.Sequential(net(), net())
+        model = nn.Sequential(mlp(), mlp())
         drop = inject(model, {"0.0": Dropout(0.5), "1.0": Dropout(0.1)})
         find(model[0]).remove()
         assert [site.name for site in drop.sites] == ["1.0"]
@@ -51,14 +52,14 @@ class TestPartsOfModels:
 
     @pytest.mark.parametrize("deleted", ["wrapper", "part"])
     def test_follow_continues_after_the_wrapper_or_a_part_is_deleted(self, deleted: str) -> None:
-        model = nn.Sequential(net(), net())
+        model = nn.Sequential(mlp(), mlp())
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         outer: Any = nn.DataParallel(model)
         drop = inject(outer, Dropout(0.5), layers="*.0", schedule=LinearSchedule(100))
         (drop if deleted == "wrapper" else find(model[0])[0]).follow(optimizer)
         del outer
         if deleted == "part":
-            model[0] = net()
+            model[0] = mlp()
         gc.collect()
         for step in range(1, 6):
             model(torch.ones(2, 8)).sum().backward()
@@ -66,7 +67,7 @@ class TestPartsOfModels:
             assert find(model)[0].step_count == step
 
     def test_handle_first_used_inside_without_hooks(self) -> None:
-        model = net()
+        model = mlp()
         drop = inject(model, Dropout(0.5), layers="0")
         twin, copied = copy.deepcopy((model, drop))
         with without_hooks(twin):
@@ -74,3 +75,15 @@ class TestPartsOfModels:
         copied.remove()
         assert list(hooks_of(twin)) == []
         assert drop.p == 0.5
+
+
+def test_step_of_all_raises_if_one_injection_follows_an_optimizer() -> None:
+    model = pair()
+    first = inject(model, Dropout(0.5), layers="0.0", schedule=LinearSchedule(10))
+    second = inject(model, Dropout(0.5), layers="1.0", schedule=LinearSchedule(10), name="second")
+    opt = sgd(model)
+    second.follow(opt)
+    with pytest.raises(InjectionError, match="'second' follows an optimizer"):
+        find(model).step()
+    assert first.step_count == 0
+    assert opt is not None

@@ -23,9 +23,9 @@ from hookdrop import (
     find,
     inject,
 )
-from tests.support.identity import X, layer, zeroed
-from tests.support.nets import Small
-from tests.support.pairs import pair
+from tests.support.injections import layer
+from tests.support.models import ROWS, Small, pair
+from tests.support.tensors import X, zeroed
 
 
 def test_current_rate_cannot_be_set() -> None:
@@ -264,3 +264,32 @@ def test_warnings_point_at_the_callers_line(model: Small) -> None:
         warnings.simplefilter("always")
         inject(model, Dropout(0.5), layers="**")
     assert caught[0].filename == __file__
+
+
+def test_remove_removes_hooks_even_if_a_warning_raises() -> None:
+    model = pair()
+    drop = inject(model, Dropout(0.5), layers="*.0", schedule=LinearSchedule(10))
+    model(ROWS)
+    with pytest.raises(HookdropWarning, match="its schedule is not advancing"):
+        drop.remove()
+    assert find(model) == ()
+
+
+def test_error_inside_a_with_block_propagates_and_hooks_are_removed() -> None:
+    model = pair()
+    with pytest.raises(KeyError), inject(model, Dropout(0.5), layers="*.0", schedule=LinearSchedule(10)):
+        model(ROWS)
+        raise KeyError
+    assert find(model) == ()
+
+
+def test_removed_handle_reports_no_rate() -> None:
+    drop = inject(model := pair(), Dropout(0.5), layers="*.0")
+    sites = drop.sites
+    drop.remove()
+    assert len(sites) == 2
+    assert drop.p == 0
+    assert drop.check() == ["'dropout' was removed from its model."]
+    with pytest.raises(InjectionError, match="was removed"):
+        drop.metrics()
+    assert find(model) == ()

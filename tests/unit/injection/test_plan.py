@@ -11,6 +11,9 @@ from torch import nn
 from hookdrop import (
     DropBlock,
     Dropout,
+    Dropout2d,
+    DropPath,
+    FeatureAlphaDropout,
     InjectionError,
     LinearSchedule,
     ShapeError,
@@ -18,7 +21,7 @@ from hookdrop import (
     inject,
     plan,
 )
-from tests.support.nets import Small
+from tests.support.models import Small
 
 
 class TestPlans:
@@ -118,3 +121,21 @@ def test_plan_at_the_input_shows_input_shapes(model: Small, images: torch.Tensor
     with pytest.raises(ShapeError, match=r"DropBlock at 'fc' \(input\) got \(4, 8\)"):
         inject(model, DropBlock(0.1), layers="fc", at="input")
         model(images)
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "reading"),
+    [
+        (DropPath(0.1), "N=4"),
+        (Dropout2d(0.1), "C=8 H=16 W=16"),
+        (FeatureAlphaDropout(0.1), "C=8 H=16 W=16"),
+        (DropBlock(0.1, 3), "C=8 H=16 W=16"),
+        (Dropout(0.1), ""),
+    ],
+    ids=lambda value: repr(value),
+)
+def test_plan_shows_how_axes_are_interpreted(
+    model: Small, images: torch.Tensor, regularizer: nn.Module, reading: str
+) -> None:
+    drafted = plan(model, regularizer, layers="layer1.*", example_input=images)
+    assert {site.reading for site in drafted.sites} == {reading}

@@ -14,6 +14,7 @@ from hookdrop import (
     DropBlock,
     Dropout,
     Dropout1d,
+    DropPath,
     HookdropError,
     InjectionError,
     LambdaSchedule,
@@ -27,8 +28,8 @@ from hookdrop import (
     plan,
     without_hooks,
 )
-from tests.support.nets import Small
-from tests.support.training import UNCHANGED
+from tests.support.injections import UNCHANGED
+from tests.support.models import Small
 
 
 def test_follow_with_a_lazy_first_parameter() -> None:
@@ -238,3 +239,9 @@ def test_p_scale_as_a_function(model: Small) -> None:
 def test_model_that_is_not_a_module_raises(use: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match="must be a torch.nn.Module, got str"):
         use("resnet50")
+
+
+def test_depth_from_zero_scales_rates_like_timms_linspace(model: Small) -> None:
+    drop = inject(model, DropPath(0.3), layers="layer?.*", p_scale="depth_from_zero")
+    expected = torch.linspace(0, 0.3, 4, dtype=torch.float64).tolist()
+    assert [site.p for site in drop.sites] == pytest.approx(expected)

@@ -22,8 +22,7 @@ from hookdrop import (
 )
 from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
 from hookdrop.injection.select import named_layers
-from tests.support.names import names
-from tests.support.nets import Small
+from tests.support.models import Small, names
 
 
 def test_empty_module_as_exclude() -> None:

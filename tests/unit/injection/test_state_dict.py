@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from torch import nn
 
 from hookdrop import (
@@ -16,8 +17,8 @@ from hookdrop import (
     find,
     inject,
 )
-from tests.support.nets import Small
-from tests.support.state import halve, injected
+from tests.support.injections import halve, injected
+from tests.support.models import Small, pair
 
 
 def test_state_dict_contents() -> None:
@@ -162,3 +163,20 @@ def test_state_dict_without_rates() -> None:
     _, again = injected(regularizer=halve, schedule=None)
     again.load_state_dict(drop.state_dict())
     assert again.step_count == 3
+
+
+def test_loading_rates_out_of_range_changes_nothing() -> None:
+    drop = inject(model := pair(), Dropout(0.3), layers="*.0", p_scale={"0.0": 2.0})
+    before = drop.state_dict()
+    with pytest.raises(StateError, match="must lie in"):
+        drop.load_state_dict(before | {"target_p": [0.9, 0.9], "step_count": 77, "enabled": False})
+    assert drop.state_dict() == before
+    assert len(find(model)) == 1
+
+
+def test_loading_rates_for_sites_without_a_rate_raises() -> None:
+    drop = inject(model := pair(), torch.relu, layers="*.0")
+    saved = drop.state_dict() | {"target_p": [0.1, 0.1]}
+    with pytest.raises(StateError, match="which has none. Nothing was loaded"):
+        drop.load_state_dict(saved)
+    assert len(find(model)) == 1

@@ -10,14 +10,14 @@ from torch import nn
 from hookdrop import (
     DropBlock,
     Dropout,
+    HookdropWarning,
     InjectionError,
     LinearSchedule,
     find,
     inject,
 )
-from tests.support.nets import Small
-from tests.support.pairs import pair
-from tests.support.training import UNCHANGED
+from tests.support.injections import UNCHANGED
+from tests.support.models import Small, pair
 
 
 def test_swapped_model_and_regularizer_raises() -> None:
@@ -64,3 +64,19 @@ class TestRepeatedInjection:
         inject(model, Dropout(0.1), layers="layer1.*")
         with pytest.raises(InjectionError, match="name='dropout2'"):
             inject(model, Dropout(0.1), layers="layer2.*")
+
+
+def test_failure_while_placing_removes_the_hooks_already_placed(model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no more hooks")
+
+    monkeypatch.setattr(model.layer2[1], "register_forward_hook", refuse)
+    with pytest.raises(RuntimeError, match="no more hooks"):
+        inject(model, Dropout(0.1), layers="layer?.*")
+    assert find(model) == ()
+
+
+def test_warning_as_error_places_no_hook(model: Small) -> None:
+    with pytest.raises(HookdropWarning):
+        inject(model, Dropout(0.1), layers="layer1.**")
+    assert find(model) == ()

@@ -168,14 +168,6 @@ def test_torch_func_transforms(settings: dict) -> None:
     assert each["0.weight"].shape == (5, 4, 3, 1, 1)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_replays_the_mask(use_reentrant: bool) -> None:
-    x = torch.ones(4, 8, 12, 12, requires_grad=True)
-    y = checkpoint(lambda x: drop_block(x * 1.0, 0.3, 3), x, use_reentrant=use_reentrant)
-    y.sum().backward()
-    torch.testing.assert_close(x.grad, y.detach())
-
-
 def test_inference_mode() -> None:
     with torch.inference_mode():
         y = drop_block(torch.ones(4, 8, 12, 12), 0.3, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -199,6 +198,17 @@ def test_supported_inputs_use_the_compiled_loops(
     assert same_bits(x, expected)
 
 
+def same_with_and_without_loops(run: Callable[[], tuple[Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor]:
+    """Check that output and gradient are bitwise equal with `count` threads and without the loops."""
+    with pytorch_only():
+        expected = run()
+    with threads(count):
+        found = run()
+    assert same_bits(found[0], expected[0])
+    assert same_bits(found[1], expected[1])
+    return found
+
+
 @needs_kernel
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("sparse", [True, False])
@@ -225,13 +235,8 @@ def test_drop_block_is_bitwise_equal(
         y = drop_block(x, 0.3, 3, normalize=normalize, per_channel=per_channel)
         return y.detach(), *torch.autograd.grad(y, x, above)
 
-    with pytorch_only():
-        expected = run()
-    with threads(count):
-        found = run()
-    assert same_bits(found[0], expected[0])
-    assert same_bits(found[1], expected[1])
-    assert torch.equal(found[0] == 0, found[1] == 0)
+    y, gradient = same_with_and_without_loops(run, count)
+    assert torch.equal(y == 0, gradient == 0)
 
 
 @needs_kernel
@@ -247,12 +252,7 @@ def test_dropout_is_bitwise_equal(memory_format: torch.memory_format, dtype: tor
         y = functional.dropout(x, 0.3)
         return y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y))
 
-    with pytorch_only():
-        expected = run()
-    with threads(count):
-        found = run()
-    assert same_bits(found[0], expected[0])
-    assert same_bits(found[1], expected[1])
+    same_with_and_without_loops(run, count)
 
 
 @needs_kernel
@@ -362,43 +362,21 @@ def test_jit_trace_disables_the_compiled_loops() -> None:
     assert kernel.has_plain_memory(x)
 
 
-def test_works_without_the_compiled_loops() -> None:
-    """The other tests use the compiled loops if they are built."""
-    with pytorch_only():
-        x = torch.randn(4, 6, 12, 12, requires_grad=True)
-        for memory_format in (torch.contiguous_format, torch.channels_last):
-            for per_channel in (True, False):
-                y = drop_block(x.contiguous(memory_format=memory_format), 0.3, 3, per_channel=per_channel)
-                (grad,) = torch.autograd.grad(y.sum(), x)
-                assert torch.equal(grad == 0, y == 0)
-        y = functional.dropout(torch.ones(2**16), 0.3)
-        assert (y == 0).float().mean() == pytest.approx(0.3, abs=0.01)
-
-
-@pytest.fixture
-def library_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The path from which the library is loaded."""
-    monkeypatch.setattr(kernel, "__file__", str(tmp_path / "kernel.py"))
-    monkeypatch.delenv("HOOKDROP_KERNEL", raising=False)
-    return tmp_path / "_blocks.native"
-
-
-def test_missing_library_is_not_an_error(library_path: Path) -> None:
-    assert kernel._load() is None
+def test_missing_library_is_not_an_error(tmp_path: Path) -> None:
+    assert kernel._load(tmp_path / "library") is None
 
 
 @pytest.mark.parametrize("content", [b"", b"not a library", b"\x7fELF" + bytes(200)], ids=["empty", "text", "a header"])
-def test_invalid_library_file_is_ignored(library_path: Path, content: bytes) -> None:
-    library_path.write_bytes(content)
-    assert kernel._load() is None
+def test_invalid_library_file_is_ignored(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "library").write_bytes(content)
+    assert kernel._load(tmp_path / "library") is None
 
 
 @needs_kernel
-def test_library_is_loaded_unless_disabled(library_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(LIBRARY, library_path)
-    assert isinstance(kernel._load(), ctypes.CDLL)
+def test_library_is_loaded_unless_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(kernel._load(LIBRARY), ctypes.CDLL)
     monkeypatch.setenv("HOOKDROP_KERNEL", "0")
-    assert kernel._load() is None
+    assert kernel._load(LIBRARY) is None
 
 
 @needs_kernel

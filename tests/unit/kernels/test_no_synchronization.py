@@ -12,7 +12,7 @@ from hookdrop.functional import drop_block, dropout
 from hookdrop.kernels import bernoulli, drawing
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import apply_mask_no_grad
-from tests.support.every import EVERY, Case
+from tests.support.regularizers import EVERY, Case
 
 fake_cuda = pytest.mark.skipif(
     torch.__version__ < (2, 14), reason="PyTorch 2.13 needs a CUDA device for fake CUDA tensors"

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, HookdropWarning, InjectionError, LayerError, ShapeError, inject
 from hookdrop.observe import capture, stats
-from tests.support.nets import Small
+from tests.support.models import Small
 
 
 def count_hooks(model: nn.Module) -> int:

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from hookdrop import Dropout, HookdropError, HookdropWarning, LayerError, ShapeError, find, inject
 from hookdrop.observe import capture, compare_cam, edit_parameter_gradients, grad_cam, zero
 from hookdrop.utils.axes import as_map
-from tests.support.nets import Small
+from tests.support.models import Small
 
 pytest.importorskip("pytorch_grad_cam")
-from tests.support.cam import scaled
+from tests.support.tensors import scale_maps
 
 
 def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int]) -> torch.Tensor:
@@ -33,7 +33,7 @@ def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: l
         module.training = training
     features, gradients = seen[layer][0], seen.gradients[layer][0]
     maps = (gradients.mean((2, 3), keepdim=True) * features).sum(1).relu()
-    return scaled(interpolate(scaled(maps)[:, None], x.shape[2:], mode="bilinear", align_corners=False)[:, 0])
+    return scale_maps(interpolate(scale_maps(maps)[:, None], x.shape[2:], mode="bilinear", align_corners=False)[:, 0])
 
 
 class Strided(Small):
@@ -64,8 +64,8 @@ class TestPapers:
         with capture(model, "layer2") as seen, torch.no_grad():
             classes = model(x).argmax(1)
         maps = torch.einsum("nc,nchw->nhw", model.fc.weight[classes].detach(), seen["layer2"][0]).relu()
-        resized = interpolate(scaled(maps)[:, None], (32, 32), mode="bilinear", align_corners=False)[:, 0]
-        assert torch.allclose(grad_cam(model, x, "layer2", method="cam"), scaled(resized), atol=1e-4)
+        resized = interpolate(scale_maps(maps)[:, None], (32, 32), mode="bilinear", align_corners=False)[:, 0]
+        assert torch.allclose(grad_cam(model, x, "layer2", method="cam"), scale_maps(resized), atol=1e-4)
 
     def test_gradcam_equals_cam_where_both_apply(self) -> None:
         """Section 3.1 of the Grad-CAM paper."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from hookdrop import LayerError
 from hookdrop.observe import compare_cam, grad_cam
-from tests.support.nets import Small
+from tests.support.models import Small
 
 pytest.importorskip("pytorch_grad_cam")
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdrop import HookdropWarning, InjectionError, LayerError, ShapeError
 from hookdrop.observe import capture, clamp, edit_parameter_gradients, scale, zero
-from tests.support.nets import Small
-from tests.support.parameter_gradients import gradients
+from tests.support.models import Small
+from tests.support.training import gradients
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from hookdrop.observe import (
     plot_schedule,
     stats,
 )
-from tests.support.nets import Small
+from tests.support.models import Small
 
 pytest.importorskip("matplotlib")
 from matplotlib.colors import to_rgba

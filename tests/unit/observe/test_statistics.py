@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hookdrop import HookdropWarning, InjectionError, LayerError, ShapeError
 from hookdrop.observe import Stats, capture, stats
 from hookdrop.observe.layer_statistics import Moments
-from tests.support.nets import Small
+from tests.support.models import Small
 
 
 def deep_network(activation: type[nn.Module], depth: int, gain: float = 1.0) -> nn.Sequential:

@@ -19,11 +19,7 @@ from torch.nn.functional import dropout as zero_some
 import hookdrop
 from hookdrop import HookdropWarning, LayerError
 from hookdrop.recipes import report_dropout, set_dropout
-from tests.support.dropout_models import (
-    Base,
-    SubmoduleRate,
-    TwoDropouts,
-)
+from tests.support.models import DropoutInMethod, SubmoduleRate, TwoDropouts
 
 
 class Functional(nn.Module):
@@ -47,6 +43,11 @@ RATE = 0.4
 
 
 class TestReportDropout:
+    def test_unreadable_source_is_reported(self) -> None:
+        scope: dict[str, Any] = {"Module": nn.Module}
+        exec("class Net(Module):\n    def forward(self, x): return x", scope)
+        assert "the source of Net.forward is not available" in str(report_dropout(scope["Net"]()))
+
     def test_lists_modules_and_attributes_with_their_rates(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.LSTM(4, 4, 2, dropout=0.2), nn.AlphaDropout(0.3))
         assert [(rate.name, rate.value) for rate in report_dropout(model).rates] == [
@@ -240,7 +241,7 @@ UNREACHED: dict[str, tuple[nn.Module, str]] = {
     "an argument bound by partial": (PartialArgumentRate(), "PartialArgumentRate.forward calls F.dropout(x, p)"),
     "a nested function": (NestedFunctionDropout(), "NestedFunctionDropout.forward calls F.dropout(x, p)"),
     "dropout imported under another name": (RenamedDropout(), "RenamedDropout.forward calls zero_some(x, 0.3)"),
-    "a tensor": (Base(), "Base.forward reads rate, a Tensor"),
+    "a tensor": (DropoutInMethod(), "DropoutInMethod.forward reads rate, a Tensor"),
 }
 UNREACHED["a tensor"][0].rate = torch.tensor(0.3)
 

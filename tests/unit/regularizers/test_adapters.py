@@ -12,7 +12,7 @@ from hookdrop import (
     Regularizer,
     inject,
 )
-from tests.support.nets import Small
+from tests.support.models import Small
 
 
 class TestForeignModules:

@@ -24,23 +24,24 @@ from hookdrop import (
     Regularizer,
     ShapeError,
     TokenDropout,
-    functional,
     parse,
 )
 from hookdrop.regularizers import REGULARIZERS
-from tests.support.regularizers import ALL, IN_BACKWARD, example
+from tests.support.regularizers import FORWARD, OWN, Case
+from tests.support.tensors import all_equal
 
 
-@pytest.mark.parametrize("regularizer", [*ALL, *IN_BACKWARD], ids=repr)
+@pytest.mark.parametrize("case", OWN.values(), ids=OWN)
 class TestEveryRegularizer:
-    def test_regularizes_only_in_training_mode(self, regularizer: Regularizer) -> None:
-        x = example(regularizer).requires_grad_()
+    def test_regularizes_only_in_training_mode(self, case: Case) -> None:
+        regularizer, x = case.regularizer, case.input().requires_grad_()
         assert not any(regularizer(x) is x for _ in range(20))
         assert regularizer.eval()(x) is x
         regularizer.train()
 
-    def test_the_neutral_rate_returns_the_input_itself(self, regularizer: Regularizer) -> None:
-        x, before = example(regularizer).requires_grad_(), regularizer.rate
+    def test_the_neutral_rate_returns_the_input_itself(self, case: Case) -> None:
+        regularizer, x = case.regularizer, case.input().requires_grad_()
+        before = regularizer.rate
         if before is None:
             return
         regularizer.set_rate(regularizer.neutral)
@@ -48,66 +49,75 @@ class TestEveryRegularizer:
         assert regularizer.regularize(x) is x
         regularizer.set_rate(before)
 
-    def test_does_not_modify_the_input(self, regularizer: Regularizer) -> None:
-        x = example(regularizer)
+    def test_does_not_modify_the_input(self, case: Case) -> None:
+        x = case.input()
         before = x.clone()
-        regularizer(x)
+        case.regularizer(x)
         assert torch.equal(x, before)
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-    def test_keeps_dtype_and_shape(self, regularizer: Regularizer, dtype: torch.dtype) -> None:
-        x = example(regularizer, dtype=dtype)
-        assert regularizer(x).dtype == dtype
-        assert regularizer(x).shape == x.shape
+    def test_keeps_dtype_and_shape(self, case: Case, dtype: torch.dtype) -> None:
+        x = case.input(dtype)
+        assert case.regularizer(x).dtype == dtype
+        assert case.regularizer(x).shape == x.shape
 
-    def test_gradient_reaches_the_input(self, regularizer: Regularizer) -> None:
-        x = example(regularizer).requires_grad_()
-        regularizer(x).sum().backward()
+    def test_gradient_reaches_the_input(self, case: Case) -> None:
+        x = case.input().requires_grad_()
+        case.regularizer(x).sum().backward()
         assert x.grad is not None
 
-    def test_global_seed_determines_the_result(self, regularizer: Regularizer) -> None:
-        x = example(regularizer).requires_grad_()
+    def test_global_seed_determines_the_result(self, case: Case) -> None:
+        x = case.input().requires_grad_()
 
         def drawn() -> list[torch.Tensor]:
             torch.manual_seed(5)
-            y = regularizer(x)
+            y = case.regularizer(x)
             return [y, torch.autograd.grad(y.square().sum(), x)[0]]
 
-        assert all(map(torch.equal, drawn(), drawn()))
+        assert all_equal(drawn(), drawn())
 
-    def test_parse_reads_its_repr(self, regularizer: Regularizer) -> None:
-        assert repr(parse(repr(regularizer))) == repr(regularizer)
-        assert parse(repr(regularizer)).settings() == regularizer.settings()
+    def test_parse_reads_its_repr(self, case: Case) -> None:
+        again = parse(repr(case.regularizer))
+        assert repr(again) == repr(case.regularizer)
+        assert type(again) is type(case.regularizer)
+        assert again.settings() == case.regularizer.settings()
 
-    def test_settings_recreate_the_regularizer(self, regularizer: Regularizer) -> None:
-        assert type(regularizer)(**regularizer.settings()).settings() == regularizer.settings()
+    def test_settings_recreate_the_regularizer(self, case: Case) -> None:
+        settings = case.regularizer.settings()
+        assert type(case.regularizer)(**settings).settings() == settings
 
 
-@pytest.mark.parametrize("regularizer", ALL, ids=repr)
+OWN_FORWARD = {name: case for name, case in FORWARD.items() if name in OWN}
+
+
+@pytest.mark.parametrize("case", OWN_FORWARD.values(), ids=OWN_FORWARD)
 class TestForwardRegularizers:
-    def test_changes_the_input(self, regularizer: Regularizer) -> None:
-        x = example(regularizer)
-        assert not all(torch.equal(regularizer(x), x) for _ in range(20))
+    def test_changes_the_input(self, case: Case) -> None:
+        x = case.input()
+        assert not all(torch.equal(case.regularizer(x), x) for _ in range(20))
 
-    def test_p_1_gives_zero_gradients(self, regularizer: Regularizer) -> None:
+    def test_p_1_gives_zero_gradients(self, case: Case) -> None:
+        regularizer, x = case.regularizer, case.input().requires_grad_()
         if not regularizer.drops or isinstance(regularizer, Cutout | TokenDropout):
             return  # these never drop everything
         before = regularizer.rate
         regularizer.set_rate(1.0)
-        x = example(regularizer).requires_grad_()
         y = regularizer(x)
         y.sum().backward()
         regularizer.set_rate(before)
         assert torch.equal(x.grad, torch.zeros_like(x))
         assert y.isfinite().all()
 
-    def test_mean_is_kept(self, regularizer: Regularizer) -> None:
-        """Over 2,000 draws, within 5 standard errors of the mean of |x| + 1."""
-        if isinstance(regularizer, AlphaDropout | FeatureAlphaDropout | Cutout):
+    def test_mean_is_kept(self, case: Case) -> None:
+        """Over 2,000 draws of input and mask, within 5 standard errors."""
+        if isinstance(case.regularizer, AlphaDropout | FeatureAlphaDropout | Cutout):
             return  # AlphaDropout keeps mean 0 and variance 1 (tested below); Cutout does not rescale
-        x = example(regularizer).abs() + 1
-        ratios = torch.stack([regularizer(x).mean() / x.mean() for _ in range(2000)])
-        assert abs(ratios.mean() - 1) < 5 * ratios.std() / math.sqrt(2000) + 1e-6
+        ratios = []
+        for _ in range(2000):
+            x = case.input().abs() + 1
+            ratios.append((case.regularizer(x).mean() / x.mean()).item())
+        ratio = torch.tensor(ratios)
+        assert abs(ratio.mean() - 1) < 5 * ratio.std() / math.sqrt(2000) + 1e-6
 
 
 UNITS = {
@@ -247,39 +257,6 @@ def test_invalid_choice_lists_the_valid_ones(settings: dict[str, object]) -> Non
 def test_invalid_drop_path_mode_raises() -> None:
     with pytest.raises(ValueError, match="'row', 'batch', got 'col'"):
         DropPath(0.1, "col")
-
-
-SHAPE_OF = {
-    "dropout1d": (2, 3, 4),
-    "dropout3d": (2, 3, 4, 4, 4),
-    "token_dropout": (2, 3, 4),
-    "locked_dropout": (2, 3, 4),
-}
-
-
-ONES = {name: torch.ones(SHAPE_OF.get(name, (2, 3, 4, 4)), requires_grad=True) for name in functional.__all__}
-
-
-BAD = {
-    "cutout": ((3, -0.5), "p must lie in"),
-    "clip_activation_grad": ((-0.5,), "max_norm must be above 0, got -0.5"),
-    "clamp_activation_grad": ((0.5, -0.5), "min must not be above max, got min=0.5 and max=-0.5"),
-    "scale_activation_grad": ((math.inf,), "factor must be finite"),
-}
-
-
-@pytest.mark.parametrize("name", functional.__all__)
-def test_functions_validate_their_rate(name: str) -> None:
-    args, says = BAD.get(name, ((-0.5,), f"{name}: .* must lie in"))
-    with pytest.raises(ValueError, match=says):
-        getattr(functional, name)(ONES[name], *args)
-
-
-@pytest.mark.parametrize("name", functional.__all__)
-def test_functions_return_the_input_when_not_training(name: str) -> None:
-    args = (3, 0.5) if name == "cutout" else (0.5,)
-    assert getattr(functional, name)(ONES[name], *args, training=False) is ONES[name]
-    assert getattr(functional, name)(ONES[name], *args) is not ONES[name]
 
 
 def test_dropout2d_of_3d_input_suggests_token_and_sequence_dropout() -> None:

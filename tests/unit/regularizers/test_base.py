@@ -15,7 +15,7 @@ from hookdrop import (
     Regularizer,
 )
 from hookdrop.regularizers import as_regularizer
-from tests.support.regularizers import ALL, IN_BACKWARD, example
+from tests.support.regularizers import OWN, Case
 
 # --- the rate as an argument
 
@@ -52,9 +52,9 @@ def halve(x: torch.Tensor) -> torch.Tensor:
 
 
 class TestRegularizeAt:
-    @pytest.mark.parametrize("regularizer", [*ALL, *IN_BACKWARD], ids=repr)
-    def test_matches_a_regularizer_with_that_rate(self, regularizer: Regularizer) -> None:
-        x = example(regularizer).requires_grad_()
+    @pytest.mark.parametrize("case", OWN.values(), ids=OWN)
+    def test_matches_a_regularizer_with_that_rate(self, case: Case) -> None:
+        regularizer, x = case.regularizer, case.input().requires_grad_()
         before = regularizer.rate
         other = None if before is None else before / 2
 

@@ -15,7 +15,7 @@ from hookdrop import (
     ShapeError,
     inject,
 )
-from tests.support.mixstyle import within
+from tests.support.tensors import within
 
 
 def expected_fraction(size: int, length: int) -> float:

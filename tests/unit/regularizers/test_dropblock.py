@@ -179,25 +179,6 @@ def test_a_fully_dropped_sample_gives_zeros_not_nan() -> None:
     assert (y.flatten(1).sum(1) == 0).any()
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 7, 7), (2, 0, 7, 7), (2, 3, 0, 7)])
-def test_empty_input_stays_empty(shape: tuple[int, ...]) -> None:
-    assert drop_block(torch.ones(shape), 0.5, 3).shape == shape
-
-
-def test_p_zero_and_eval_return_the_input_itself() -> None:
-    x = torch.ones(2, 3, 7, 7)
-    assert drop_block(x, 0.0, 3) is x
-    assert drop_block(x, 0.5, 3, training=False) is x
-    assert DropBlock(0.5, 3).eval()(x) is x
-
-
-def test_channels_last_is_kept() -> None:
-    x = torch.randn(2, 8, 9, 9).contiguous(memory_format=torch.channels_last)
-    for normalize in ("batch", "sample", "expected", None):
-        y = drop_block(x, 0.3, 3, normalize=normalize)
-        assert y.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_channel_dim_supports_nhwc() -> None:
     """The masks equal those for NCHW with the same seed."""
     x = torch.randn(4, 6, 9, 11)

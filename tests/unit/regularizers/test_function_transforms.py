@@ -17,7 +17,8 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 from hookdrop import DropBlock, Dropout, InjectionError, LinearSchedule, find, inject, plan
 from hookdrop.functional import drop_block, drop_path, dropout2d
 from hookdrop.regularizers import REGULARIZERS
-from tests.support.every import DERIVING, EVERY, FORWARD, SINGLE_SAMPLE, SITES, WITH_A_RATE, Affine, Case, same
+from tests.support.regularizers import DERIVING, EVERY, FORWARD, SINGLE_SAMPLE, SITES, WITH_A_RATE, Affine, Case
+from tests.support.tensors import all_equal
 
 
 def cases(some: dict[str, Case]) -> pytest.MarkDecorator:
@@ -62,7 +63,7 @@ def test_grad_of_functional_call_equals_backward(case: Case) -> None:
     model, weights, x = hooked(case)
     found = seeded(grad(lambda weights: functional_call(model, weights, (x,)).square().sum()))(weights)
     seeded(model)(x).square().sum().backward()
-    assert same(list(found.values()), [p.grad for p in model.parameters()])
+    assert all_equal(list(found.values()), [p.grad for p in model.parameters()])
 
 
 @cases({**DERIVING, **EDITING})
@@ -269,7 +270,7 @@ def test_inject_and_step_inside_a_context_train_outside(
         drop.load_state_dict(drop.state_dict())
         drop.seek(1)
         drop.step()
-    assert same(trained(model, x), expected)
+    assert all_equal(trained(model, x), expected)
 
 
 @pytest.mark.parametrize("name", ["torch.device", "set_default_device"])
@@ -280,7 +281,7 @@ def test_default_device_does_not_affect_training(case: Case, name: str) -> None:
     inject(model, case.regularizer, layers=SITES)
     expected = trained(model, x)
     with CONTEXTS[name]():
-        assert same(trained(model, x), expected)
+        assert all_equal(trained(model, x), expected)
 
 
 @IN_CONTEXT
@@ -458,7 +459,7 @@ def test_tensor_subclass_is_kept_and_allows_inplace_operations(case: Case, share
         results.append([before, y, *([x.grad] if shared else [])])
         assert type(y) is type(x)
     assert results[1][1].meta == {"spacing": 0.5}
-    assert same(*[[tensor.as_subclass(torch.Tensor) for tensor in tensors] for tensors in results])
+    assert all_equal(*[[tensor.as_subclass(torch.Tensor) for tensor in tensors] for tensors in results])
 
 
 @pytest.mark.parametrize("regularizer", [Dropout(0.3), DropBlock(0.3, 3)], ids=repr)

@@ -1,7 +1,8 @@
-"""hookdrop's dropout gives the same masks as PyTorch's functions with the same seed."""
+"""`hookdrop.functional`: the masks of PyTorch's functions with the same seed, and invalid rates."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +18,7 @@ from hookdrop import (
     Dropout3d,
     FeatureAlphaDropout,
     Regularizer,
+    functional,
 )
 
 THEIRS: dict[str, tuple[Callable[[float], Regularizer], Callable[[Tensor, float], Tensor], tuple[int, ...]]] = {
@@ -41,3 +43,36 @@ def test_matches_torch_functional_with_the_same_seed(name: str, p: float) -> Non
     got = ours(p).train()(x)
     assert torch.equal(got == 0, wanted == 0)
     torch.testing.assert_close(got, wanted, rtol=2.0**-22, atol=0.0)
+
+
+SHAPE_OF = {
+    "dropout1d": (2, 3, 4),
+    "dropout3d": (2, 3, 4, 4, 4),
+    "token_dropout": (2, 3, 4),
+    "locked_dropout": (2, 3, 4),
+}
+
+
+ONES = {name: torch.ones(SHAPE_OF.get(name, (2, 3, 4, 4)), requires_grad=True) for name in functional.__all__}
+
+
+BAD = {
+    "cutout": ((3, -0.5), "p must lie in"),
+    "clip_activation_grad": ((-0.5,), "max_norm must be above 0, got -0.5"),
+    "clamp_activation_grad": ((0.5, -0.5), "min must not be above max, got min=0.5 and max=-0.5"),
+    "scale_activation_grad": ((math.inf,), "factor must be finite"),
+}
+
+
+@pytest.mark.parametrize("name", functional.__all__)
+def test_functions_validate_their_rate(name: str) -> None:
+    args, says = BAD.get(name, ((-0.5,), f"{name}: .* must lie in"))
+    with pytest.raises(ValueError, match=says):
+        getattr(functional, name)(ONES[name], *args)
+
+
+@pytest.mark.parametrize("name", functional.__all__)
+def test_functions_return_the_input_when_not_training(name: str) -> None:
+    args = (3, 0.5) if name == "cutout" else (0.5,)
+    assert getattr(functional, name)(ONES[name], *args, training=False) is ONES[name]
+    assert getattr(functional, name)(ONES[name], *args) is not ONES[name]

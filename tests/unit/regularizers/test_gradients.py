@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
-from torch.utils.checkpoint import checkpoint
 
 from hookdrop import (
     ClampActivationGrad,
@@ -26,7 +25,7 @@ from hookdrop import (
     inject,
     plan,
 )
-from tests.support.gradients import CASES, NON_FINITE, G, Net, gradient
+from tests.support.gradient_edits import CASES, NON_FINITE, G, Net, gradient
 
 ALL = pytest.mark.parametrize(("regularizer", "expected"), CASES.values(), ids=CASES)
 
@@ -407,24 +406,14 @@ def test_invalid_settings_raise(make: Callable[[], Regularizer], says: str) -> N
 # --- with other PyTorch features
 
 
-@ALL
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_under_checkpointing(use_reentrant: bool, regularizer: Regularizer, expected: Tensor) -> None:
-    model = Net()
-    inject(model, regularizer, layers="inner")
-    found = gradient(lambda x: checkpoint(model, x, use_reentrant=use_reentrant))
-    torch.testing.assert_close(found, 2 * expected)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False, None])
 @pytest.mark.parametrize("cls", [ScaleActivationGrad, NoiseActivationGrad])
-def test_backward_uses_the_rate_of_the_forward(cls: type[Regularizer], use_reentrant: bool | None) -> None:
-    """`loss = model(x); drop.step(); loss.backward()`, with and without checkpointing."""
+def test_backward_uses_the_rate_of_the_forward(cls: type[Regularizer]) -> None:
+    """`loss = model(x); drop.step(); loss.backward()`."""
     model = Net()
     drop = inject(model, cls(1e3), layers="inner", schedule=LinearSchedule(4))
     drop.seek(1)
     x = torch.ones(1000, requires_grad=True)
-    y = model(x) if use_reentrant is None else checkpoint(model, x, use_reentrant=use_reentrant)
+    y = model(x)
     drop.seek(4)
     y.sum().backward()
     size = x.grad.mean() if cls is ScaleActivationGrad else x.grad.std()

@@ -15,7 +15,7 @@ from hookdrop import (
     inject,
 )
 from hookdrop.regularizers.mixstyle import symmetric_beta
-from tests.support.mixstyle import styled, within
+from tests.support.tensors import styled, within
 
 
 def papers_mix_style(x: Tensor, mixed: bool, lmda: Tensor, perm: Tensor, eps: float = 1e-6) -> Tensor:

@@ -14,7 +14,7 @@ from hookdrop import (
     UniformNoise,
     inject,
 )
-from tests.support.pairs import ROWS, pair
+from tests.support.models import ROWS, pair
 
 
 class TestUniformNoise:

@@ -22,8 +22,8 @@ from hookdrop import (
     ShapeError,
     inject,
 )
-from tests.support.every import EVERY, Case
-from tests.support.precision import HALF
+from tests.support.regularizers import EVERY, Case
+from tests.support.tensors import HALF
 
 CONV = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
@@ -198,3 +198,20 @@ def test_default_dtype_has_no_effect(case: Case, default: torch.dtype) -> None:
         assert y.dtype == torch.float32
         drop.remove()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("normalize", ["batch", "sample", "expected"])
+def test_more_elements_than_float16_can_count(dtype: torch.dtype, normalize: str) -> None:
+    """For samples with more than 65,504 elements, torchvision's DropBlock returns zeros."""
+    model = nn.Sequential(nn.Identity())
+    inject(model, DropBlock(0.1, 7, normalize=normalize), layers="0")
+    x = torch.ones(2, 32, 56, 56, dtype=dtype).requires_grad_()
+    with torch.autocast("cpu", dtype):
+        y = model(x)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    y = y.detach().double()
+    assert torch.equal(grad.double(), y)
+    assert (y == 0).double().mean() == pytest.approx(0.1, abs=0.02)
+    # Ones times one scale: bfloat16 rounds the product by up to 2**-8.
+    assert y.mean() == pytest.approx(1, abs=0.02 if normalize == "expected" else 2**-8)

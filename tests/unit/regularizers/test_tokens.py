@@ -15,7 +15,7 @@ from hookdrop import (
     inject,
     plan,
 )
-from tests.support.mixstyle import within
+from tests.support.tensors import within
 
 
 class TestTokenDropout:

@@ -229,3 +229,24 @@ def test_packed_sequences_keep_their_class() -> None:
     assert isinstance(out, nn.utils.rnn.PackedSequence)
     assert torch.equal(out.data, torch.zeros(5, 2))
     assert torch.equal(out.batch_sizes, packed.batch_sizes)
+
+
+def test_tensor_by_name_uses_a_patched_forward() -> None:
+    class Takes(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
+            return a, b
+
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Takes()
+            self.inner.forward = lambda b, a: (a, b)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return self.inner(x, y)
+
+    model = Owner()
+    inject(model, Dropout(1.0), layers="inner", at="input", tensor="a")
+    a, b = model(torch.ones(3), torch.ones(3))
+    assert torch.equal(a, torch.zeros(3))
+    assert torch.equal(b, torch.ones(3))

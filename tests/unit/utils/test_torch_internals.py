@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop.utils import torch_internals as internals
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 
 class RecordingMode(TorchDispatchMode):
@@ -109,22 +109,26 @@ def test_HOOK_TABLES() -> None:
 # --- tensors
 
 
+class Look(torch.autograd.Function):
+    """Calls a function with the gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, look):  # type: ignore[no-untyped-def]
+        ctx.look = look
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.look(grad)
+        return grad, None
+
+
 def test_has_storage() -> None:
     """Without it, the native loops write to batched gradients, which have no memory, and crash."""
-    found = []
+    found: list[bool] = []
     x = torch.ones(3, requires_grad=True)
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):  # type: ignore[no-untyped-def]
-            found.append(internals.has_storage(grad))
-            return grad
-
-    torch.autograd.grad(Look.apply(x), x, torch.eye(3), is_grads_batched=True)
+    y = Look.apply(x, lambda grad: found.append(internals.has_storage(grad)))
+    torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
     assert internals.has_storage(torch.ones(2))
     assert found == [False]
 
@@ -273,20 +277,13 @@ def test_sequence_number() -> None:
 
 def test_current_node() -> None:
     """Without it, likewise: it is the node whose backward recomputes the forward."""
-    found = []
+    found: list[tuple[str, int]] = []
 
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):  # type: ignore[no-untyped-def]
-            found.append((internals.current_node().name(), internals.current_node()._sequence_nr()))
-            return grad
+    def look(_: Tensor) -> None:
+        found.append((internals.current_node().name(), internals.current_node()._sequence_nr()))
 
     before = internals.sequence_number()
-    Look.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    Look.apply(torch.ones(2, requires_grad=True), look).sum().backward()
     assert found == [("LookBackward", before)]
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from hookdrop import DropBlock, HookdropWarning, Injection, LinearSchedule, inject
+from hookdrop import DropBlock, HookdropWarning, Injection, LinearSchedule, find, inject
 
 X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 
@@ -57,6 +58,13 @@ def sharded() -> tuple[Net, torch.optim.Optimizer, Injection]:
     fully_shard(net)
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
     return net, optimizer, drop.follow(optimizer)
+
+
+def training_state(net: nn.Module, optimizer: torch.optim.Optimizer, drop: Injection) -> dict[str, Any]:
+    """What is saved and loaded; the state of the injection in three ways."""
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    injections = {"drop": drop, "all": find(net), "nested": {"a": [drop.state_dict()]}}
+    return {"model": model_state, "optimizer": optimizer_state, **injections}
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:

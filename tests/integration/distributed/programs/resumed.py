@@ -7,24 +7,17 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from nets import output, run, sharded, train
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from nets import output, run, sharded, train, training_state
+from torch.distributed.checkpoint.state_dict import set_state_dict
 
-from hookdrop import find, seed_per_rank
+from hookdrop import seed_per_rank
 
 
 def resumed() -> dict[str, Any]:
     net, optimizer, drop = sharded()
-    model_state, optimizer_state = get_state_dict(net, optimizer)
-    state = {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "drop": drop,
-        "all": find(net),
-        "nested": {"a": [drop.state_dict()]},
-    }
+    state = training_state(net, optimizer, drop)
     dcp.load(state, checkpoint_id=f"{sys.argv[2]}/saved")
-    set_state_dict(net, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     facts = {
         "ranks": dist.get_world_size(),
         "output": output(net),

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from nets import Net, X, hookdrop_warnings, output, run, sharded, train
+from nets import Net, X, hookdrop_warnings, output, run, sharded, train, training_state
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -391,17 +390,10 @@ def saved() -> Facts:
     seed_per_rank(0)
     train(net, optimizer, 5)
     drop.target_p = 0.2
-    model_state, optimizer_state = get_state_dict(net, optimizer)
-    state = {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "drop": drop,
-        "all": find(net),
-        "nested": {"a": [drop.state_dict()]},
-    }
+    state = training_state(net, optimizer, drop)
     dcp.save(state, checkpoint_id=f"{sys.argv[1]}/saved")
     dcp.async_save({"drop": drop, "all": find(net)}, checkpoint_id=f"{sys.argv[1]}/async").result()
-    keys = [key for key in model_state if "hookdrop" in key or "drop" in key]
+    keys = [key for key in state["model"] if "hookdrop" in key or "drop" in key]
     return {"keys": keys, "output": output(net), "step": drop.step_count, "p": drop.p}
 
 

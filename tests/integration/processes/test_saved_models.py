@@ -1,10 +1,7 @@
-"""Copies of hooked models in new and spawned processes."""
+"""Save a hooked model or its state, and load it in a new process."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    DropBlock,
-    Injection,
-    LinearSchedule,
-    find,
-    inject,
-)
-from tests.support.copies import half_ramped, run
-from tests.support.nets import Small
-from tests.support.paths import ROOT
-
-
-@pytest.fixture
-def drop(model: Small) -> Injection:
-    return half_ramped(model)
-
+from hookdrop import DropBlock, Injection, LinearSchedule, find, inject
+from tests.support.injections import half_ramped, injected
+from tests.support.models import Small
+from tests.support.programs import ROOT, run_code
+from tests.support.training import run
 
 FRESH = """
 import pickle, sys
@@ -55,15 +41,13 @@ assert [len(module._forward_hooks) for module, key in hooked] == [key + 2 for mo
 """
 
 
-def test_torch_save_and_load_in_a_fresh_process(
-    model: Small, drop: Injection, images: torch.Tensor, tmp_path: Path
-) -> None:
+def test_torch_save_and_load_in_a_fresh_process(model: Small, images: torch.Tensor, tmp_path: Path) -> None:
     """Handle ids restart in a new process; later hooks must not overwrite the loaded ones."""
+    half_ramped(model)
     paths = {name: str(tmp_path / name) for name in ("path", "images", "out")}
     torch.save(model, paths["path"])
     torch.save(images, paths["images"])
-    code = FRESH.format(root=str(ROOT), **paths)
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(code)], check=True)
+    run_code(FRESH.format(root=str(ROOT), **paths), "-W", "error::UserWarning")
     assert torch.equal(torch.load(paths["out"]), run(model, images))
 
 
@@ -125,3 +109,55 @@ def test_spawned_processes() -> None:
     assert torch.equal(model[0].weight, weight + 1.0)
     assert (drop.step_count, drop.p) == (5, 0.2)
     assert find(model) == (drop,)
+
+
+def train(model: nn.Module, drop: Injection, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 3, 8, 8)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        drop.step()
+        losses.append(loss.item())
+    return losses
+
+
+RESUME = """
+import sys, torch
+sys.path.insert(0, {root!r})
+from tests.integration.processes.test_saved_models import injected, train
+saved = torch.load({path!r}, weights_only=True)
+model, drop = injected()
+model.load_state_dict(saved["model"])
+drop.load_state_dict(saved["drop"])
+torch.set_rng_state(saved["rng"])
+torch.set_num_threads(1)
+losses = []
+for _ in range(2):
+    losses += train(model, drop, 3)
+    drop.enable()
+torch.save((losses, model.state_dict(), drop.state_dict()), {out!r})
+"""
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 19, 25])
+def test_resumed_run_is_bit_identical(at: int, tmp_path: Path) -> None:
+    """With a changed target_p, and a disable() before the checkpoint."""
+    model, drop = injected()
+    train(model, drop, at)
+    drop.target_p = 0.3
+    if at == 7:
+        drop.disable()
+    path, out = tmp_path / "checkpoint.pt", tmp_path / "out.pt"
+    torch.save({"model": model.state_dict(), "drop": drop.state_dict(), "rng": torch.get_rng_state()}, path)
+    run_code(RESUME.format(root=str(ROOT), path=str(path), out=str(out)))
+    losses = []
+    for _ in range(2):
+        losses += train(model, drop, 3)
+        drop.enable()
+    resumed, weights, state = torch.load(out, weights_only=True)
+    assert resumed == losses
+    assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
+    assert state == drop.state_dict()

@@ -17,7 +17,7 @@ from hookdrop import (
     inject,
 )
 from tests.support.compiling import graphs
-from tests.support.gradients import CASES, NON_FINITE, G, Net, gradient
+from tests.support.gradient_edits import CASES, NON_FINITE, G, Net, gradient
 
 COMPILED = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 

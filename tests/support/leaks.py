@@ -1,4 +1,4 @@
-"""Helpers for the tests of threads and of leaks."""
+"""Check that hookdrop leaves no objects, hooks or listeners behind."""
 
 from __future__ import annotations
 
@@ -13,15 +13,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from hookdrop import Dropout, inject
 from hookdrop.hooks.registry import hidden_modules
-from tests.support.measures import zero_fraction
-
-X = torch.ones(64, 8)
-zeroed = zero_fraction
-
-
-def pair() -> nn.Sequential:
-    """Two layers whose outputs have no zeros of their own."""
-    return nn.Sequential(nn.Linear(8, 8), nn.Hardtanh(1.0, 2.0))
 
 
 def ours() -> collections.Counter[str]:

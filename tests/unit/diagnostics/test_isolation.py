@@ -12,13 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import (
+    DropBlock,
     Dropout,
     HookdropWarning,
     LinearSchedule,
     inject,
+    plan,
 )
-from tests.support.nets import Small
-from tests.support.pairs import ROWS, pair
+from tests.support.models import ROWS, Small, pair
 
 
 class TestNoSideEffects:
@@ -194,22 +195,10 @@ class TestNoSideEffects:
             model(torch.randn(2, 3, 6, 6))
 
 
-def test_tensor_by_name_uses_a_patched_forward() -> None:
-    class Takes(nn.Module):
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
-            return a, b
-
-    class Owner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Takes()
-            self.inner.forward = lambda b, a: (a, b)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-            return self.inner(x, y)
-
-    model = Owner()
-    inject(model, Dropout(1.0), layers="inner", at="input", tensor="a")
-    a, b = model(torch.ones(3), torch.ones(3))
-    assert torch.equal(a, torch.zeros(3))
-    assert torch.equal(b, torch.ones(3))
+def test_inject_does_not_change_the_random_state(model: nn.Module, images: torch.Tensor) -> None:
+    state = torch.get_rng_state()
+    drop = inject(model, DropBlock(0.5, 3), layers="layer1.*", example_input=images)
+    drop.probe(images)
+    print(plan(model, Dropout(0.1), layers="**", example_input=images, on_existing="stack"))
+    drop.remove()
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,65 @@
+"""`hookdrop.observe` and `drop.recording()` with compiled models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop.observe import capture, edit_parameter_gradients, grad_cam, scale
+from tests.support.injections import layer
+from tests.support.models import Small
+from tests.support.tensors import X
+from tests.support.training import gradients
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_capture_after_compiling(fullgraph: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    fast = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    x = torch.randn(2, 4)
+    fast(x)
+    counted = torch._dynamo.utils.counters
+    compiled_before = counted["frames"]["ok"]
+    with capture(fast, "*", gradients=True) as seen:
+        for _ in range(12):
+            fast(x).sum().backward()
+    assert torch.equal(seen["0"][0], model[0](x))
+    assert len(seen["1"]) == len(seen.gradients["1"]) == 12
+    fast(x)
+    assert counted["frames"]["ok"] == compiled_before  # capturing caused no compilation
+
+
+def test_grad_cam_of_compiled_and_data_parallel_models(model: Small, images: torch.Tensor) -> None:
+    pytest.importorskip("pytorch_grad_cam")
+    expected = grad_cam(model.eval(), images, "layer2")
+    fast = torch.compile(model, backend="eager")
+    fast(images)
+    assert torch.equal(grad_cam(fast, images, "layer2"), expected)
+    assert torch.equal(grad_cam(nn.DataParallel(model), images, "layer2"), expected)
+
+
+def test_edit_parameter_gradients_of_a_compiled_model(model: Small, images: torch.Tensor) -> None:
+    fast = torch.compile(model, backend="aot_eager")
+    plain = gradients(fast, images)
+    with edit_parameter_gradients(fast, "fc.bias", scale(2)):
+        assert torch.equal(gradients(fast, images)["_orig_mod.fc.bias"], 2 * plain["_orig_mod.fc.bias"])
+    assert torch.equal(gradients(fast, images)["_orig_mod.fc.bias"], plain["_orig_mod.fc.bias"])
+
+
+def test_recording_a_compiled_model() -> None:
+    model, drop = layer()
+    fast = torch.compile(model, backend="eager")
+    fast(X)
+    with drop.recording() as r:
+        out = fast(X)
+    assert torch.equal(r["0"].after, out)
+    assert (fast(X) == 0).any()
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="this PyTorch does not report the reason")
+def test_recording_under_fullgraph_raises_with_a_hint() -> None:
+    model, drop = layer()
+    fast = torch.compile(model, backend="eager", fullgraph=True)
+    with drop.recording(), pytest.raises(torch._dynamo.exc.Unsupported, match=r"measuring\(\) and recording\(\)"):
+        fast(X)

@@ -1,0 +1,99 @@
+"""Regularizers of PyTorch, torchvision and timm: as references for hookdrop's, and in a hooked model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookdrop import DropPath, LinearSchedule, StateError, TokenDropout, from_config, inject, plan
+from hookdrop.functional import drop_block
+from tests.support.injections import injected
+from tests.support.models import Small
+
+
+def test_drop_path_matches_timm_under_the_same_seed() -> None:
+    from timm.layers import DropPath as Timm
+
+    x = torch.randn(64, 3, 4)
+    torch.manual_seed(1)
+    theirs = Timm(0.3)(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(DropPath(0.3)(x), theirs)
+
+
+@pytest.mark.parametrize("mode", ["row", "batch"])
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9])
+def test_drop_path_matches_torchvision_under_the_same_seed(p: float, mode: str) -> None:
+    stochastic_depth = pytest.importorskip("torchvision").ops.stochastic_depth
+    x = torch.randn(256, 3, 4, 4) + 4.0
+    torch.manual_seed(3)
+    expected = stochastic_depth(x, p, mode)
+    torch.manual_seed(3)
+    out = DropPath(p, mode).train()(x)
+    assert torch.equal(out == 0, expected == 0)
+    torch.testing.assert_close(out, expected, rtol=2.0**-22, atol=0.0)
+
+
+def test_paper_gamma_matches_the_distribution_of_torchvision() -> None:
+    """The drop rates by position agree where torchvision supports the setting: odd block sizes, per channel."""
+    import torchvision
+
+    x = torch.ones(100, 100, 9, 9)
+    ours = (drop_block(x, 0.3, 3, gamma="paper", normalize=None) == 0).double().mean((0, 1))
+    theirs = (torchvision.ops.drop_block2d(x, 0.3, 3) == 0).double().mean((0, 1))
+    error = math.sqrt(2 * 0.25 / 10_000)
+    assert (ours - theirs).abs().max() < 5 * error
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Dropout2d(0.4),
+        lambda: nn.Dropout(0.4, inplace=True),
+        lambda: __import__("torchvision").ops.StochasticDepth(0.4, "row"),
+        lambda: __import__("torchvision").ops.DropBlock2d(0.4, 3),
+        lambda: __import__("timm").layers.DropPath(0.4),
+    ],
+)
+def test_schedule_controls_the_rate_of_foreign_modules(make: object, model: Small, images: torch.Tensor) -> None:
+    theirs = make()
+    drop = inject(model, theirs, layers="layer1.*.bn1", schedule=LinearSchedule(4))
+    assert drop.sites[0].p == 0
+    drop.step(4)
+    with drop.measuring() as m:
+        for _ in range(40):
+            model(images)
+    assert drop.p == 0.4
+    assert m.dropped == pytest.approx(0.4, abs=0.08)
+    assert "0.4" in repr(theirs), "the module that was passed in was changed"
+
+
+def test_classes_of_other_libraries_must_be_in_allow() -> None:
+    from timm.layers import DropPath
+
+    for regularizer in (nn.Dropout2d(0.3), DropPath(0.3)):
+        _, drop = injected(regularizer=regularizer)
+        twin = Small()
+        with pytest.raises(StateError, match=r"which is not part of hookdrop(.|\n)*allow=\[") as error:
+            from_config(twin, drop.config)
+        assert "No hook was placed" in str(error.value)
+        assert from_config(twin, drop.config, allow=[type(regularizer)]).config == drop.config
+
+
+def test_token_dropout_keeps_the_class_token_of_a_vit() -> None:
+    timm = pytest.importorskip("timm")
+    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", **settings).train()
+    seen = plan(model, TokenDropout(0.5), layers="norm_pre", example_input=torch.ones(2, 3, 32, 32)).sites
+    assert seen[0].reading == "L=17 (prefix 1) C=32"
+    inject(model, TokenDropout(1.0), layers="norm_pre")
+    kept: list[Tensor] = []
+    model.norm_pre.register_forward_hook(lambda module, args, output: kept.append(output))
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert kept[0][:, 0].any()
+    assert not kept[0][:, 1:].any()
+    assert model.cls_token.grad.any()
+    assert not model.patch_embed.proj.weight.grad.any()

@@ -1,0 +1,288 @@
+"""Dropping the identity skip of a residual block: two pre-hooks that compute f(x) + D(x)."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hookdrop
+from hookdrop import InjectionError, LayerError, find, functional, inject
+from hookdrop.recipes import dropblock_resnet
+from tests.support.compiling import fresh_compiler as fresh_compiler
+from tests.support.tensors import all_equal
+from tests.support.training import train_step
+
+torchvision = pytest.importorskip("torchvision")
+
+
+class KeywordBlock(nn.Module):
+    """A basic block that calls its first convolution by keyword."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.block
+        return F.relu(b.bn2(b.conv2(F.relu(b.bn1(b.conv1(input=x))))) + x)
+
+
+class CheckpointedBlock(nn.Module):
+    """A basic block with its branch and the addition inside a checkpoint, as in mmdetection."""
+
+    def __init__(self, block: Any, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.block
+        inner = lambda x: b.bn2(b.conv2(F.relu(b.bn1(b.conv1(x))))) + x  # noqa: E731
+        return F.relu(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=self.reentrant))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return torchvision.models.resnet18(num_classes=5)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 3, 128, 128)
+
+
+def only_skips(model: nn.Module, p: float = 0.5) -> hookdrop.Injection:
+    """Apply the recipe only to the skips."""
+    plan = dropblock_resnet.plan(model, p=p, block_size=2)
+    plan.sites = [site for site in plan.sites if site.at == "skip"]
+    return plan.apply()
+
+
+def test_only_the_skip_is_dropped(model: Any, x: Tensor) -> None:
+    only_skips(model, p=1.0)
+    block = model.train().layer4[1]
+    x = torch.rand(2, 512, 4, 4)
+    branch = block.bn2(block.conv2(F.relu(block.bn1(block.conv1(x)))))
+    assert torch.equal(block(x), F.relu(branch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_skip_is_exact_in_every_dtype(model: Any, dtype: torch.dtype) -> None:
+    model = model.to(dtype).train()
+    twin = copy.deepcopy(model.layer4[1])
+    only_skips(model)
+    x = torch.randn(2, 512, 4, 4, dtype=dtype)
+    torch.manual_seed(1)
+    out = model.layer4[1](x)
+    torch.manual_seed(1)
+    dropped = functional.drop_block(x, 0.5, 2)
+    branch = twin.bn2(twin.conv2(F.relu(twin.bn1(twin.conv1(x)))))
+    assert torch.equal(out, F.relu(branch + dropped))
+
+
+def test_hooks_hold_no_tensor_after_a_forward(model: Any, x: Tensor) -> None:
+    only_skips(model)
+    model.train()(x).sum().backward()
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    assert hooks
+    assert all(getattr(hook, "kept", None) is None for hook in hooks)
+
+
+def test_copies_and_pickles_keep_the_skip(model: Any, x: Tensor) -> None:
+    only_skips(model)
+    expected = train_step(copy.deepcopy(model), x)[0]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(train_step(twin, x)[0], expected)
+        assert find(twin)["dropblock_resnet"].remove() is None
+        assert not any(module._forward_pre_hooks for module in twin.modules())
+
+
+def test_activation_checkpointing_replays_the_skip(model: Any, x: Tensor) -> None:
+    only_skips(model)
+    twin = copy.deepcopy(model)
+
+    def checkpointed(x: Tensor) -> Tensor:
+        x = twin.layer1(twin.maxpool(twin.relu(twin.bn1(twin.conv1(x)))))
+        x = torch.utils.checkpoint.checkpoint(twin.layer3, twin.layer2(x), use_reentrant=False)
+        x = torch.utils.checkpoint.checkpoint(twin.layer4, x, use_reentrant=False)
+        return twin.fc(twin.avgpool(x).flatten(1))
+
+    ours, theirs = train_step(twin, x, checkpointed), train_step(model, x)
+    grads = len(list(model.parameters())) + 2  # recomputation updates the batch-norm statistics twice
+    assert all_equal(ours[:grads], theirs[:grads])
+
+
+def test_skip_compiles_into_one_graph(model: Any) -> None:
+    block = model.train().layer4[1]
+    only_skips(model, p=1.0)
+    x = torch.rand(2, 512, 4, 4)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    branch = block.bn2(block.conv2(F.relu(block.bn1(block.conv1(x)))))
+    torch.testing.assert_close(compiled(x), F.relu(branch))
+
+
+def test_replaced_first_layer_of_the_branch_raises(model: Any, x: Tensor) -> None:
+    only_skips(model)
+    model.layer4[1].conv1 = nn.Conv2d(512, 512, 3, padding=1)
+    with pytest.raises(InjectionError, match=r"'conv1', the first layer of the residual branch, was replaced"):
+        model.train()(x)
+
+
+def test_eval_output_is_unchanged(model: Any, x: Tensor) -> None:
+    clean = copy.deepcopy(model).eval()(x)
+    only_skips(model)
+    assert torch.equal(model.eval()(x), clean)
+
+
+def test_disabled_and_remove_apply_to_the_skip(model: Any, x: Tensor) -> None:
+    clean = train_step(copy.deepcopy(model), x)[0]
+    drop = only_skips(model)
+    with drop.disabled():
+        assert torch.equal(train_step(model, x)[0], clean)
+    assert not torch.equal(train_step(model, x)[0], clean)
+    drop.remove()
+    assert torch.equal(train_step(model, x)[0], clean)
+    assert not model.layer4[1].conv1._forward_pre_hooks
+
+
+def test_nested_calls_of_a_block_restore_their_own_input(model: Any) -> None:
+    """A block that runs inside itself: the input is stored with the tensor, not with the hook."""
+    only_skips(model, p=1.0)
+    block = model.train().layer4[1]
+    x, y = torch.rand(2, 512, 4, 4), torch.rand(2, 512, 4, 4)
+    alone = block(x)
+    inner: list[Tensor] = []
+
+    def once_more(*_: Any) -> None:
+        if not inner:
+            inner.append(y)
+            block(y)
+
+    handle = block.bn1.register_forward_hook(once_more)
+    assert torch.equal(block(x), alone)
+    assert inner
+    handle.remove()
+
+
+def test_branch_called_by_keyword_receives_the_original_input(model: Any) -> None:
+    only_skips(model, p=1.0)
+    block = model.train().layer4[1]
+    x = torch.rand(2, 512, 4, 4)
+    expected = block(x)
+    by_keyword = KeywordBlock(block).train()
+    move_hooks(block, by_keyword)
+    assert torch.equal(by_keyword(x), expected)
+
+
+def move_hooks(block: nn.Module, other: nn.Module) -> None:
+    for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+        setattr(other, name, getattr(block, name))
+
+
+@pytest.mark.parametrize("compiled", ["conv1", "forward", "block"])
+@pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
+def test_skip_is_correct_if_only_one_part_is_compiled(model: Any, compiled: str) -> None:
+    only_skips(model, p=1.0)
+    block = model.train().layer4[1]
+    x = torch.rand(2, 512, 4, 4)
+    expected = block(x)
+    if compiled == "conv1":
+        block.conv1.compile(backend="eager")
+    elif compiled == "forward":
+        block.forward = torch.compile(block.forward, backend="eager")
+    else:
+        block.compile(backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(block(x), expected)
+
+
+@pytest.mark.parametrize("other", ["a user hook", "an injection at the block's input", "the block itself"])
+def test_modified_input_before_the_branch_raises(model: Any, other: str) -> None:
+    """Otherwise the branch would silently receive D(x)."""
+    only_skips(model)
+    block = model.train().layer4[1]
+    if other == "a user hook":
+        block.register_forward_pre_hook(lambda module, args: (args[0].clone(),))
+    elif other == "an injection at the block's input":
+        inject(model, hookdrop.Dropout(0.1), layers="layer4.1", at="input", on_existing="stack")
+    else:
+        block.conv1.register_forward_pre_hook(lambda module, args: (args[0].clone(),), prepend=True)
+    with pytest.raises(InjectionError, match="the block modified its input before"):
+        block(torch.rand(2, 512, 4, 4))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_inside_the_block(model: Any, reentrant: bool) -> None:
+    """Non-reentrant: the gradients are correct. Reentrant: the input of the branch is lost, which raises."""
+    only_skips(model)
+    twin = copy.deepcopy(model)
+    block, plain = CheckpointedBlock(model.layer4[1], reentrant).train(), twin.train().layer4[1]
+    move_hooks(model.layer4[1], block)
+    x = torch.rand(2, 512, 4, 4, requires_grad=True)
+    torch.manual_seed(2)
+    expected = torch.autograd.grad(plain(x).sum(), [x, plain.conv1.weight])
+    torch.manual_seed(2)
+    out = block(x)
+    if reentrant:
+        with pytest.raises(InjectionError, match="a checkpoint inside the block"):
+            out.sum().backward()
+    else:
+        assert all_equal(list(torch.autograd.grad(out.sum(), [x, block.block.conv1.weight])), list(expected))
+
+
+def test_frozen_block_keeps_its_own_input(model: Any) -> None:
+    """Even if the previous block returned its own skip tensor."""
+    only_skips(model)
+    first, second = model.train().layer3[1], model.layer4[1].eval()
+    x = torch.rand(2, 512, 4, 4)
+    hook = next(iter(first._forward_pre_hooks.values()))
+    skip_tensor = hook.apply(x, hook.train_rate)
+    assert skip_tensor is not x
+    seen: list[Tensor] = []
+    second.conv1.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    second(skip_tensor)
+    assert seen[0] is skip_tensor
+
+
+def test_copies_and_pickles_of_the_skip_tensor_exclude_the_input(model: Any) -> None:
+    only_skips(model)
+    hook = next(iter(model.layer4[1]._forward_pre_hooks.values()))
+    x = torch.rand(2, 512, 4, 4)
+    skip_tensor = hook.apply(x, hook.train_rate)
+    saved = io.BytesIO()
+    torch.save(skip_tensor, saved)
+    assert saved.tell() < 1.5 * x.numel() * 4
+    assert copy.deepcopy(skip_tensor)._hookdrop_skipped is None
+
+
+def test_chain_of_in_place_blocks_keeps_only_one_input(model: Any) -> None:
+    only_skips(model)
+    hooks = [next(iter(model.get_submodule(name)._forward_pre_hooks.values())) for name in ("layer3.1", "layer4.1")]
+    x = torch.rand(2, 512, 4, 4)
+    middle = hooks[0].apply(x, hooks[0].train_rate)
+    last = hooks[1].apply(middle, hooks[1].train_rate)
+    assert last._hookdrop_skipped.x is middle
+    assert not hasattr(middle, "_hookdrop_skipped")
+
+
+def test_pre_activation_block_is_not_recognized() -> None:
+    block = torchvision.models.resnet18().layer4[1]
+    parts = dict(block.named_children())
+    block._modules.clear()
+    block._modules.update({name: parts[name] for name in ("bn1", "conv1", "bn2", "conv2", "relu")})
+    model = nn.ModuleDict({"layer4": nn.Sequential(block)})
+    with pytest.raises(LayerError, match="found no matching layer"):
+        dropblock_resnet(model)
+
+
+def test_plan_shows_the_skip(model: Any) -> None:
+    plan = dropblock_resnet.plan(model)
+    assert "layer4.1 (skip)" in str(plan)
+    assert plan.at == "mixed"

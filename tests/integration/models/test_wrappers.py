@@ -1,0 +1,126 @@
+"""Wrappers of models and optimizers: EMA, averages, PEFT, `torch.compile`, Lookahead and Accelerate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from hookdrop import DropBlock, Dropout, InjectionError, LinearSchedule, find, inject
+from tests.support.injections import half_ramped, scheduled
+from tests.support.models import Small, names
+from tests.support.training import backward
+
+
+def test_wrappers_are_unwrapped(model: Small) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model.layer1[0] = checkpoint_wrapper(model.layer1[0])
+    for wrapped in (model, nn.DataParallel(model), torch.compile(model), AveragedModel(model)):
+        assert names(wrapped, "layer1.*") == ["layer1.0", "layer1.1"]
+        assert names(wrapped, "layer1.0.bn1") == ["layer1.0.bn1"]
+        assert names(wrapped, "layer1.0._checkpoint_wrapped_module.bn1") == ["layer1.0.bn1"]
+    for wrapped, prefix in ((nn.DataParallel(model), "module"), (torch.compile(model), "_orig_mod")):
+        assert names(wrapped, f"{prefix}.layer1.*.bn1") == ["layer1.0.bn1", "layer1.1.bn1"]
+        with inject(wrapped, Dropout(0.3), layers="layer1.*") as drop:
+            assert [site.name for site in drop.sites] == ["layer1.0", "layer1.1"]
+            assert find(model) == find(wrapped) == (drop,)
+
+
+def test_timm_ema_is_a_wrapper(model: Small) -> None:
+    from timm.utils import ModelEmaV3
+
+    assert names(ModelEmaV3(model), "layer1.0.bn1") == ["layer1.0.bn1"]
+
+
+def test_names_inside_peft_wrappers() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["0"]))
+    assert names(wrapped, "1") == ["1"]
+    assert names(wrapped, "base_model.model.1") == ["1"]
+
+
+def test_timm_ema_copies_the_injection(model: Small, images: torch.Tensor) -> None:
+    from timm.utils import ModelEmaV3
+
+    drop = half_ramped(model)
+    ema = ModelEmaV3(model, decay=0.5)
+    ema.update(model)
+    assert torch.equal(ema.module(images), ema.module(images))
+    (own,) = find(ema)
+    with own.sampling():
+        assert not torch.equal(ema.module(images), ema.module(images))
+    own.remove()
+    assert drop.p == 0.2
+    assert len(find(model)) == 1
+
+
+def test_sampling_on_an_ema_copy_at_rate_0_raises(model: Small) -> None:
+    """The copy has its own step count: it was made at step 0 and never stepped."""
+    from timm.utils import ModelEmaV3
+
+    drop = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10))
+    ema = ModelEmaV3(model)
+    drop.step(10)
+    with pytest.raises(InjectionError, match=r"sampling at rate 0(.|\n)*an EMA, has its own step count"):
+        with find(ema)[0].sampling():
+            pass
+    find(ema)[0].load_state_dict(drop.state_dict())
+    with find(ema)[0].sampling():
+        assert find(ema)[0].p == 0.4
+
+
+@pytest.mark.parametrize("wrapper", ["ModelEmaV2", "ModelEmaV3", "AveragedModel"])
+def test_averaged_model_used_only_for_validation_does_not_warn(
+    wrapper: str, model: Small, images: torch.Tensor
+) -> None:
+    """Its weights change, and it runs only in eval mode, as intended."""
+    inject(model, Dropout(0.4), layers="layer1.*")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    if wrapper == "AveragedModel":
+        average: nn.Module = AveragedModel(model)
+        update = average.update_parameters
+    else:
+        average = getattr(pytest.importorskip("timm").utils, wrapper)(model)
+        update = average.update
+    small = images[:, :, :4, :4]
+    for _ in range(25):
+        model(small).sum().backward()
+        optimizer.step()
+        update(model)
+        average.eval()
+        with torch.no_grad():
+            average.module(small)
+    assert find(average).check() == []
+
+
+def test_follow_through_timm_lookahead() -> None:
+    from timm.optim import Lookahead
+
+    model, drop, optimizer = scheduled()
+    lookahead = Lookahead(optimizer)
+    drop.follow(lookahead)
+    drop.follow(optimizer)
+    for _ in range(3):
+        backward(model)
+        lookahead.step()
+    assert drop.step_count == 3
+
+
+def test_follow_through_the_accelerate_wrapper() -> None:
+    from accelerate import Accelerator
+
+    model, drop, optimizer = scheduled()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    drop.follow(wrapped)
+    drop.follow(wrapped)
+    for _ in range(6):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(torch.ones(2, 4)).sum())
+            wrapped.step()
+            wrapped.zero_grad()
+    assert drop.step_count == 3

@@ -1,0 +1,142 @@
+"""Models without hooks, and the names that patterns select in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hookdrop.injection.select import select
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
+
+
+class Small(nn.Module):
+    """A small residual network with the layer names of a ResNet."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, channels, 3, padding=1)
+        self.layer1 = nn.Sequential(Block(channels), Block(channels))
+        self.layer2 = nn.Sequential(Block(channels), Block(channels))
+        self.fc = nn.Linear(channels, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.layer2(self.layer1(self.conv1(x))).mean((2, 3)))
+
+
+ROWS = torch.ones(5000, 8)
+"""An input of `pair`."""
+
+
+def pair() -> nn.Sequential:
+    """Two pairs of layers: "0.0", "0.1", "1.0" and "1.1"."""
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+
+def mlp() -> nn.Sequential:
+    """A network whose activations save their outputs."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
+
+
+def without_zeros() -> nn.Sequential:
+    """Two layers whose outputs have no zeros of their own."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Hardtanh(1.0, 2.0))
+
+
+def randomize_norms(model: nn.Module) -> nn.Module:
+    """Randomize norms and layer scales, so that no residual branch is initialized to 0."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or "layer_scale" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def from_timm(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    """A function that creates a model of timm."""
+
+    def make() -> nn.Module:
+        import timm
+
+        return timm.create_model(name, **settings)
+
+    return make
+
+
+def from_torchvision(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    """A function that creates a model of torchvision."""
+
+    def make() -> nn.Module:
+        import torchvision
+
+        return torchvision.models.get_model(name, weights=None, **settings)
+
+    return make
+
+
+def names(model: nn.Module, layers: object, exclude: object = ()) -> list[str]:
+    """The names of the layers that are selected."""
+    return [layer.name for layer in select(model, layers, exclude).layers]
+
+
+# --- models with dropout
+
+
+OFF = 0.0
+
+
+class DropoutInMethod(nn.Module):
+    """The forward calls a method, which calls `F.dropout` with a rate from an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rate = nn.Linear(16, 16), 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.linear(x))
+
+    def head(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.rate, self.training)
+
+
+class SubmoduleRate(nn.Module):
+    """The rate of a submodule that is never called, and a constant rate of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn_drop = nn.Dropout(0.3)
+
+    def forward(this, x: Tensor) -> Tensor:
+        x = F.dropout(x, OFF)
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=this.attn_drop.p if this.training else 0.0)
+
+
+class TwoRates(nn.Module):
+    """Drops at two rates and does nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.rate2 = 0.3, 0.2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(F.dropout(x, self.rate, self.training), self.rate2, self.training)
+
+
+class TwoDropouts(TwoRates):
+    """A class whose name contains Dropout."""
