@@ -23,7 +23,7 @@ from hookdrop.schedules import (
     Schedule,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ChainedSchedule",

@@ -16,8 +16,8 @@
 #define EXPORT
 #endif
 
-/* Use wider vectors if the processor supports them, which is detected when the library is loaded. */
-#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__linux__)
+/* Use wider vectors if the processor supports them, which glibc detects when it loads the library. */
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__GLIBC__)
 #define WIDE __attribute__((target_clones("avx2", "default")))
 #else
 #define WIDE

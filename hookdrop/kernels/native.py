@@ -1,7 +1,7 @@
 """The compiled loops of `_blocks.c`. They are optional and only affect speed; PyTorch operations give the same results.
 
-Installing hookdrop compiles them if a C compiler is available. The environment variable `HOOKDROP_KERNEL=0` disables
-them.
+Wheels for common platforms have them, and installing from source compiles them if a C compiler is available. The
+environment variable `HOOKDROP_KERNEL=0` disables them; `HOOKDROP_KERNEL=require` makes a build without them fail.
 """
 
 from __future__ import annotations
