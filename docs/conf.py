@@ -8,6 +8,8 @@ from typing import Any
 
 import hookdrop
 
+TUTORIALS = [f"plot_{name}.py" for name in ("masks", "schedules", "finetune", "mc_dropout", "observe")]
+
 project = "hookdrop"
 author = "the hookdrop authors"
 copyright = author
@@ -24,7 +26,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "_templates", "gallery"]
 default_role = "code"  # docstrings write `names` in single backticks
-suppress_warnings = ["config.cache"]  # sphinx_gallery_conf holds a class
+suppress_warnings = ["config.cache"]  # sphinx_gallery_conf holds a function
 
 autosummary_generate = True
 autodoc_default_options = {"members": True, "show-inheritance": True}
@@ -40,6 +42,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples/tutorials",
     "gallery_dirs": "tutorials",
     "filename_pattern": r"/plot_",
+    "within_subsection_order": TUTORIALS.index,
     "download_all_examples": False,
     "show_memory": False,
     "min_reported_time": 10**6,
