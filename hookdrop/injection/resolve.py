@@ -18,6 +18,7 @@ from hookdrop.injection.select import Entries, Layer, Selection, as_entries, ent
 from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable, parse
 from hookdrop.schedules import Schedule
 from hookdrop.schedules.base import in_steps
+from hookdrop.schedules.parse import parse_schedule
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.validation import number
 
@@ -75,12 +76,14 @@ def resolve(
     regularizer: Regularizers | None,
     layers: Entries | None,
     exclude: Entries | None,
-    schedule: Schedule | None,
+    schedule: Schedule | str | None,
     p_scale: PScale | None,
     at: str = "output",
     total_steps: int | None = None,
 ) -> Resolved:
     """Select the layers and assign their regularizers, without placing anything."""
+    if isinstance(schedule, str):
+        schedule = parse_schedule(schedule)
     if schedule is not None and not isinstance(schedule, Schedule):
         raise _not_a_schedule(schedule)
     requested, schedule = schedule, None if schedule is None else in_steps(schedule, total_steps)

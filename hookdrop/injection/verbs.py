@@ -33,7 +33,7 @@ def inject(
     exclude: Entries | None = (),
     at: str = "output",
     tensor: TensorKey = None,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
     total_steps: int | None = None,
     p_scale: PScale | None = None,
     name: str | None = None,
@@ -55,7 +55,8 @@ def inject(
         at: `"output"` or `"input"` of the layers.
         tensor: which tensor of a tuple, list, dict, or dataclass: an index, a key, `"all"`, or None for the first
             floating-point tensor that is not 0-d.
-        schedule: how the rate changes with optimizer steps; None keeps it constant.
+        schedule: how the rate changes with optimizer steps, also as a string such as `"LinearSchedule(steps=1000)"`;
+            None keeps it constant.
         total_steps: the length of the training in optimizer steps, for a schedule with fractions of it, such as
             `LinearSchedule(steps=1.0)`.
         p_scale: a factor for the rate of each site: `"depth"` (l / L), `"depth_from_zero"` (0 to 1), a mapping from
@@ -109,7 +110,7 @@ def plan(
     exclude: Entries | None = (),
     at: str = "output",
     tensor: TensorKey = None,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
     total_steps: int | None = None,
     p_scale: PScale | None = None,
     name: str | None = None,

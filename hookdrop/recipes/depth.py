@@ -28,7 +28,7 @@ def stochastic_depth(
     p_scale: PScale | None = "depth_from_zero",
     regularizer: Factory | None = None,
     *,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
     total_steps: int | None = None,
     name: str = "stochastic_depth",
     on_existing: str = "error",

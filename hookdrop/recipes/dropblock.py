@@ -89,7 +89,7 @@ def timm_dropblock(
     p: float = 0.1,
     regularizer: Factory | None = None,
     *,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
     total_steps: int | None = None,
     name: str = "timm_dropblock",
     on_existing: str = "error",

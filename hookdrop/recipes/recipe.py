@@ -66,7 +66,7 @@ def plan_sites(
     factory: Factory,
     warnings: Sequence[str] = (),
     *,
-    schedule: Schedule | None,
+    schedule: Schedule | str | None,
     total_steps: int | None,
     name: str,
     on_existing: str,

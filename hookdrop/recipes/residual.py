@@ -26,7 +26,7 @@ def residual_dropout(
     p: float = 0.1,
     regularizer: Factory = Dropout,
     *,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
     total_steps: int | None = None,
     name: str = "residual_dropout",
     on_existing: str = "error",
