@@ -69,6 +69,15 @@ class InjectionSpec:
             if isinstance(regularizer, str):
                 parse(regularizer)
 
+    @property
+    def is_relative(self) -> bool:
+        """Whether the schedule has fractions of the training, so that `place` needs `total_steps`."""
+        settings = {"schedule": self.schedule} | ({} if self.recipe is None else self._recipe_arguments(None))
+        schedule = settings["schedule"]
+        if isinstance(schedule, str):
+            schedule = parse_schedule(schedule)
+        return isinstance(settings.get("steps"), float) or (isinstance(schedule, Schedule) and schedule.is_relative)
+
     def plan(self, model: nn.Module, total_steps: int | None = None, example_input: Any = None) -> Plan:
         """Show what `place` would do, without changing the model."""
         options = {"total_steps": total_steps, "example_input": example_input}
