@@ -205,7 +205,7 @@ class TestLogs:
     def test_logging_can_be_disabled(self, tmp_path: Path) -> None:
         logger = CSVLogger(tmp_path)
         trainer(InjectionCallback(BLOCK, log=False), logger=logger, log_every_n_steps=1).fit(Classifier(), data())
-        assert "hookdrop" not in (Path(logger.log_dir) / "metrics.csv").read_text()
+        assert not (Path(logger.log_dir) / "metrics.csv").exists()
 
 
 class TestErrors:
