@@ -27,7 +27,7 @@ class Placement:
             raise TypeError('pass at least one spec, such as InjectionSpec("Dropout(p=0.1)", layers="head")')
         self.specs = [spec if isinstance(spec, InjectionSpec) else InjectionSpec.from_dict(spec) for spec in specs]
         self.injections: list[Injection] = []
-        self._pending: Mapping[str, Any] | None = None
+        self.pending: Mapping[str, Any] | None = None
 
     @property
     def is_relative(self) -> bool:
@@ -44,13 +44,13 @@ class Placement:
         try:
             for spec in self.specs:
                 self.injections.append(spec.place(model, total_steps))
-            if self._pending is not None:
-                self.load_state_dict(self._pending)
+            if self.pending is not None:
+                self.load_state_dict(self.pending)
         except BaseException:
             self.remove()
             raise
         finally:
-            self._pending = None
+            self.pending = None
 
     def seek(self, step: int) -> None:
         """Set the step of all schedules."""
@@ -79,7 +79,7 @@ class Placement:
             StateError: the state is that of other injections.
         """
         if not self.injections:
-            self._pending = state
+            self.pending = state
             return
         own = [drop.name for drop in self.injections]
         if sorted(own) != sorted(state):
