@@ -45,7 +45,7 @@ class Rates(TrainerCallback):
         self.rates: list[float | None] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        self.rates.append(find(model)[0].p)
+        self.rates.append(find(model)["residual_dropout"].p)
 
 
 def llama() -> LlamaForCausalLM:
