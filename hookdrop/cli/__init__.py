@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from hookdrop.cli.layers import list_layers
-from hookdrop.cli.plan import RECIPES, show_plan
+from hookdrop.cli.plan import show_plan
 from hookdrop.errors import HookdropError, HookdropWarning, LayerError
 from hookdrop.kernels import native
+from hookdrop.recipes import RECIPES
 
 _ENTRY = "a full name, a quoted glob ('layer3.*', '**.bn[12]', '**'), or a class (type:BatchNorm2d)"
 _RECIPE = f"replaces --layers and --regularizer: {', '.join(RECIPES)}; with settings: 'stochastic_depth(p=0.2)'"

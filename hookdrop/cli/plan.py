@@ -10,21 +10,17 @@ from typing import Any
 
 from torch import nn
 
-import hookdrop.recipes as recipes
 from hookdrop.cli import models
 from hookdrop.cli.console import ROOT, Output
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.select import Entry, entry_text
 from hookdrop.injection.verbs import plan as make_plan
-from hookdrop.recipes import Recipe
+from hookdrop.recipes import RECIPES
 from hookdrop.regularizers import parse
 from hookdrop.schedules import LinearSchedule
 from hookdrop.utils.call_syntax import Call, CallSyntax, parse_call, signature_of
 from hookdrop.utils.tables import counted, shape_text
 
-RECIPES: dict[str, Recipe[...]] = {
-    name: recipe for name in recipes.__all__ if isinstance(recipe := getattr(recipes, name), Recipe)
-}
 _SYNTAX = CallSyntax("--recipe", "recipe", RECIPES, "dropblock_resnet(p=0.1, block_size=5)", bare=True)
 _SITE_OPTIONS = ("layers", "exclude", "regularizer", "at", "tensor", "p_scale")
 """Options that cannot be combined with a recipe."""

@@ -143,7 +143,8 @@ def _schedule_of(config: Any, path: str, allow: Allowed) -> Schedule:
         schedule = _construct(SCHEDULES[name], settings) if known else _find_allowed(name, allow, SCHEDULES)(**settings)
         if not isinstance(schedule, Schedule):
             raise StateError(f"it creates a {type(schedule).__name__}, not a Schedule.")
-        number(schedule(0), "the multiplier at step 0", name)
+        if not schedule.is_relative:
+            number(schedule(0), "the multiplier at step 0", name)
         return schedule
 
 

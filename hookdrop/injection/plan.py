@@ -34,7 +34,6 @@ def make_plan(
     model: nn.Module,
     resolved: Resolved,
     *,
-    schedule: Schedule | None = None,
     tensor: TensorKey = None,
     name: str | None = None,
     on_existing: str = "error",
@@ -53,8 +52,19 @@ def make_plan(
         name = "+".join(dict.fromkeys([regularizer.title.lower() for regularizer in regularizers]))
     elif not isinstance(name, str) or not name or "/" in name:
         raise InjectionError(f"inject: name must be a non-empty string without '/', got {name!r}.")
-    counts, root = resolved.counts, resolved.root
-    return Plan(model, root, name, sites, counts, warnings, schedule, tensor, on_existing, warned_kinds)
+    schedules = {"schedule": resolved.schedule, "requested_schedule": resolved.requested_schedule}
+    return Plan(
+        model,
+        resolved.root,
+        name,
+        sites,
+        resolved.counts,
+        warnings,
+        tensor=tensor,
+        on_existing=on_existing,
+        warned_kinds=warned_kinds,
+        **schedules,
+    )
 
 
 def _site_warnings(model: nn.Module, sites: list[PlannedSite]) -> list[str]:
@@ -117,6 +127,9 @@ class Plan:
     """Number of layers that each entry matched."""
     warnings: list[str]
     schedule: Schedule | None = None
+    """In optimizer steps."""
+    requested_schedule: Schedule | None = None
+    """As requested, possibly in fractions of the training."""
     tensor: TensorKey = None
     on_existing: str = "error"
     warned_kinds: set[str] = field(default_factory=set, repr=False)
@@ -218,7 +231,9 @@ class Plan:
 
     def _title(self) -> str:
         where = ", at the input" if self.at == "input" else ""
-        schedule = f", {self.schedule}" if self.schedule is not None else ""
+        schedule = "" if self.schedule is None else f", {self.schedule}"
+        if self.requested_schedule is not None and self.requested_schedule.is_relative:
+            schedule = f", {self.requested_schedule} = {self.schedule}"
         return f"{counted(len(self.sites), 'site')} of {type(self.root).__name__}{where}{schedule}"
 
     def __str__(self) -> str:

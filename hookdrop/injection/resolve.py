@@ -17,6 +17,8 @@ from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.select import Entries, Layer, Selection, as_entries, entry_text, matches, select
 from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable, parse
 from hookdrop.schedules import Schedule
+from hookdrop.schedules.base import in_steps
+from hookdrop.schedules.parse import parse_schedule
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.validation import number
 
@@ -63,6 +65,10 @@ class Resolved:
     counts: dict[str, int]
     exact: set[str]
     warnings: list[str]
+    schedule: Schedule | None
+    """In optimizer steps."""
+    requested_schedule: Schedule | None
+    """As passed by the user, possibly in fractions of the training."""
 
 
 def resolve(
@@ -70,13 +76,17 @@ def resolve(
     regularizer: Regularizers | None,
     layers: Entries | None,
     exclude: Entries | None,
-    schedule: Schedule | None,
+    schedule: Schedule | str | None,
     p_scale: PScale | None,
     at: str = "output",
+    total_steps: int | None = None,
 ) -> Resolved:
     """Select the layers and assign their regularizers, without placing anything."""
+    if isinstance(schedule, str):
+        schedule = parse_schedule(schedule)
     if schedule is not None and not isinstance(schedule, Schedule):
         raise _not_a_schedule(schedule)
+    requested, schedule = schedule, None if schedule is None else in_steps(schedule, total_steps)
     regularizers, layers = _regularizers_and_layers(regularizer, layers)
     selection = select(model, layers, exclude)
     selected, warnings = _callable_layers(selection)
@@ -104,7 +114,7 @@ def resolve(
         _scale(sites, rate_factors(selected, p_scale))
     for site in sites:
         _check_rate(site, schedule)
-    return Resolved(selection.root, sites, selection.counts, selection.exact, warnings)
+    return Resolved(selection.root, sites, selection.counts, selection.exact, warnings, schedule, requested)
 
 
 def _regularizers_and_layers(

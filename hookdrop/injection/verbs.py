@@ -33,7 +33,8 @@ def inject(
     exclude: Entries | None = (),
     at: str = "output",
     tensor: TensorKey = None,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
+    total_steps: int | None = None,
     p_scale: PScale | None = None,
     name: str | None = None,
     on_existing: str = "error",
@@ -54,7 +55,10 @@ def inject(
         at: `"output"` or `"input"` of the layers.
         tensor: which tensor of a tuple, list, dict, or dataclass: an index, a key, `"all"`, or None for the first
             floating-point tensor that is not 0-d.
-        schedule: how the rate changes with optimizer steps; None keeps it constant.
+        schedule: how the rate changes with optimizer steps, also as a string such as `"LinearSchedule(steps=1000)"`;
+            None keeps it constant.
+        total_steps: the length of the training in optimizer steps, for a schedule with fractions of it, such as
+            `LinearSchedule(steps=1.0)`.
         p_scale: a factor for the rate of each site: `"depth"` (l / L), `"depth_from_zero"` (0 to 1), a mapping from
             patterns to factors, or a function of (name, index, count).
         name: the injection's name; None uses the regularizer's class name in lower case.
@@ -68,7 +72,8 @@ def inject(
     Raises:
         LayerError: an entry matches nothing.
         ShapeError: the regularizer would misinterpret the example's shapes.
-        InjectionError: a site is taken, the model can't be hooked, or the schedule has no rate to drive.
+        InjectionError: a site is taken, the model can't be hooked, the schedule has no rate to drive, or it has
+            fractions and `total_steps` is missing.
         ValueError, TypeError: a setting is invalid. After any error, the model is unchanged.
 
     Example:
@@ -89,6 +94,7 @@ def inject(
         at=at,
         tensor=tensor,
         schedule=schedule,
+        total_steps=total_steps,
         p_scale=p_scale,
         name=name,
         on_existing=on_existing,
@@ -104,7 +110,8 @@ def plan(
     exclude: Entries | None = (),
     at: str = "output",
     tensor: TensorKey = None,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
+    total_steps: int | None = None,
     p_scale: PScale | None = None,
     name: str | None = None,
     on_existing: str = "error",
@@ -136,15 +143,9 @@ def plan(
         one_of(at, "at", "inject", ("output", "input"))
         if isinstance(tensor, bool) or not isinstance(tensor, TensorKey):
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {tensor!r}.")
-        resolved = resolve(model, regularizer, layers, exclude, schedule, p_scale, at)
+        resolved = resolve(model, regularizer, layers, exclude, schedule, p_scale, at, total_steps)
         return make_plan(
-            model,
-            resolved,
-            schedule=schedule,
-            tensor=tensor,
-            name=name,
-            on_existing=on_existing,
-            example_input=example_input,
+            model, resolved, tensor=tensor, name=name, on_existing=on_existing, example_input=example_input
         )
 
 
@@ -183,13 +184,16 @@ def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
-def from_config(model: nn.Module, config: Mapping[str, Any], allow: Allowed = ()) -> Injection:
+def from_config(
+    model: nn.Module, config: Mapping[str, Any], allow: Allowed = (), *, total_steps: int | None = None
+) -> Injection:
     """Recreate the injection that `Injection.config` describes.
 
     Args:
         model: a model with the sites of the config.
         config: from `Injection.config`, with or without a round trip through JSON.
         allow: classes and functions from outside hookdrop that the config may name. Nothing is imported.
+        total_steps: as in `inject`, for a config written by hand with fractions in its schedule.
 
     Raises:
         StateError: the config is invalid or names a class that is not allowed; the message has the path and value.
@@ -203,10 +207,12 @@ def from_config(model: nn.Module, config: Mapping[str, Any], allow: Allowed = ()
     """
     with nothing_placed():
         layers = layers_by_name(model)
-        return _plan_from_config(model, layers, read_config(config, allow)).apply()
+        return _plan_from_config(model, layers, read_config(config, allow), total_steps).apply()
 
 
-def _plan_from_config(model: nn.Module, layers: Mapping[str, Layer], config: InjectionConfig) -> Plan:
+def _plan_from_config(
+    model: nn.Module, layers: Mapping[str, Layer], config: InjectionConfig, total_steps: int | None
+) -> Plan:
     sites: dict[nn.Module, ConfiguredSite] = {}
     for site in config.sites:
         if site.name not in layers:
@@ -221,10 +227,10 @@ def _plan_from_config(model: nn.Module, layers: Mapping[str, Layer], config: Inj
     try:
         scales = None if all(s.p_scale == 1.0 for s in config.sites) else {m: s.p_scale for m, s in sites.items()}
         regularizers = {module: site.regularizer for module, site in sites.items()}
-        resolved = resolve(model, regularizers, None, (), config.schedule, scales)
+        resolved = resolve(model, regularizers, None, (), config.schedule, scales, total_steps=total_steps)
         for planned in resolved.sites:
             planned.at, planned.branch = sites[planned.module].at, sites[planned.module].branch
-        return make_plan(model, resolved, schedule=config.schedule, tensor=config.tensor, name=config.name)
+        return make_plan(model, resolved, tensor=config.tensor, name=config.name)
     except LayerError:
         raise
     except Exception as error:

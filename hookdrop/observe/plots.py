@@ -82,24 +82,28 @@ def plot_masks(
     return recording.plot_masks(layers, sample, channels, figure)
 
 
-def plot_schedule(what: Schedule | Injection, steps: int, *, figure: Any = None) -> Figure:
+def plot_schedule(
+    what: Schedule | Injection, steps: int, *, total_steps: int | None = None, figure: Any = None
+) -> Figure:
     """Draw a rate over optimizer steps.
 
     Args:
         what: a schedule, to draw its multiplier; or an injection, to draw each distinct rate of its sites, with
             keep_prob = 1 - p on the right if the rate is a probability, and a line at the current step.
         steps: last step of the plot, at least 1; the first is step 0.
+        total_steps: the length of the training, for a schedule with fractions of it.
         figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
 
     Raises:
         HookdropError: matplotlib is not installed.
         TypeError: `what` is neither a schedule nor an injection.
+        InjectionError: the schedule has fractions, and `total_steps` is missing.
     """
     steps = count(steps, "steps", "plot_schedule")
     schedule = what.schedule if isinstance(what, Injection) else what
     if not isinstance(schedule, Schedule):
         raise TypeError(f"plot_schedule takes a schedule or an injection, got {type(what).__name__}.")
-    multipliers = schedule.simulate(steps + 1)
+    multipliers = schedule.simulate(steps + 1, total_steps)
     # Subsample long schedules, but keep the last step.
     at = sorted({*range(0, steps + 1, max(1, steps // MOST_POINTS)), steps})
     figure = get_figure(figure, 5.5, 3.2)

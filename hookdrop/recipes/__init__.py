@@ -9,6 +9,14 @@ from hookdrop.recipes.model_dropout import DropoutChange, DropoutReport, report_
 from hookdrop.recipes.recipe import Recipe
 from hookdrop.recipes.residual import residual_dropout
 
+RECIPES: dict[str, Recipe[...]] = {
+    "dropblock_resnet": dropblock_resnet,
+    "residual_dropout": residual_dropout,
+    "stochastic_depth": stochastic_depth,
+    "timm_dropblock": timm_dropblock,
+}
+"""All recipes by name."""
+
 __all__ = [
     "DropoutChange",
     "DropoutReport",

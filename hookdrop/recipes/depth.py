@@ -28,7 +28,8 @@ def stochastic_depth(
     p_scale: PScale | None = "depth_from_zero",
     regularizer: Factory | None = None,
     *,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
+    total_steps: int | None = None,
     name: str = "stochastic_depth",
     on_existing: str = "error",
     example_input: Any = None,
@@ -45,7 +46,7 @@ def stochastic_depth(
         p_scale: scales `p` by block, as in `inject`: `"depth_from_zero"` as in timm and most of torchvision, `"depth"`
             as in the paper, None for `p` in every block. Both libraries' EfficientNets: `lambda name, i, n: i / n`.
         regularizer: called with `p=` for each site instead of `DropPath`.
-        schedule, name, on_existing, example_input: as in `inject`.
+        schedule, total_steps, name, on_existing, example_input: as in `inject`.
 
     Raises:
         LayerError: the recipe recognizes no residual block of the model.
@@ -74,7 +75,15 @@ def stochastic_depth(
     make = partial(DropPath, mode=mode) if regularizer is None else regularizer
     skipped = skipped_layers(model, {block.name for block, _ in found})
     return plan_sites(
-        model, sites, make, skipped, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
+        model,
+        sites,
+        make,
+        skipped,
+        schedule=schedule,
+        total_steps=total_steps,
+        name=name,
+        on_existing=on_existing,
+        example_input=example_input,
     )
 
 

@@ -27,9 +27,10 @@ def dropblock_resnet(
     model: nn.Module,
     p: float = 0.1,
     block_size: int = 7,
-    steps: int | None = None,
+    steps: int | float | None = None,
     regularizer: Factory = DropBlock,
     *,
+    total_steps: int | None = None,
     name: str = "dropblock_resnet",
     on_existing: str = "error",
     example_input: Any = None,
@@ -44,9 +45,10 @@ def dropblock_resnet(
         model: a ResNet of torchvision or timm (basic or bottleneck blocks, any depth), or a model that contains one.
         p: drop probability in group 4; group 3 uses a quarter of it. The paper uses 0.1 (keep_prob 0.9).
         block_size: edge of the dropped squares, in pixels of the feature map; 7 in the paper.
-        steps: optimizer steps over which keep_prob falls linearly from 1 to 1 - p; None uses `p` from the start.
+        steps: optimizer steps over which keep_prob falls linearly from 1 to 1 - p, or a fraction of the training; None
+            uses `p` from the start.
         regularizer: called with `p=` and `block_size=` for each site.
-        name, on_existing, example_input: as in `inject`.
+        total_steps, name, on_existing, example_input: as in `inject`.
 
     Raises:
         LayerError: the model contains no such ResNet.
@@ -70,7 +72,14 @@ def dropblock_resnet(
     require_sites("dropblock_resnet", model, [site.name for site in sites], wanted)
     schedule = None if steps is None else LinearSchedule(steps=steps)
     return plan_sites(
-        model, sites, regularizer, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
+        model,
+        sites,
+        regularizer,
+        schedule=schedule,
+        total_steps=total_steps,
+        name=name,
+        on_existing=on_existing,
+        example_input=example_input,
     )
 
 
@@ -80,7 +89,8 @@ def timm_dropblock(
     p: float = 0.1,
     regularizer: Factory | None = None,
     *,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
+    total_steps: int | None = None,
     name: str = "timm_dropblock",
     on_existing: str = "error",
     example_input: Any = None,
@@ -95,7 +105,7 @@ def timm_dropblock(
         p: timm's `drop_block_rate`, the drop probability of the last stage.
         regularizer: called with `p=`, `block_size=` and `gamma_scale=` for each site; None is `DropBlock` at
             p * gamma_scale. timm's own: `lambda p, block_size, gamma_scale: DropBlock2d(p, block_size, gamma_scale)`.
-        schedule, name, on_existing, example_input: as in `inject`.
+        schedule, total_steps, name, on_existing, example_input: as in `inject`.
 
     Raises:
         LayerError: the model has no such site.
@@ -117,7 +127,14 @@ def timm_dropblock(
     require_sites("timm_dropblock", model, [site.name for site in sites], wanted)
     make = _scaled_drop_block if regularizer is None else regularizer
     return plan_sites(
-        model, sites, make, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
+        model,
+        sites,
+        make,
+        schedule=schedule,
+        total_steps=total_steps,
+        name=name,
+        on_existing=on_existing,
+        example_input=example_input,
     )
 
 

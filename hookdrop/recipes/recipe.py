@@ -66,7 +66,8 @@ def plan_sites(
     factory: Factory,
     warnings: Sequence[str] = (),
     *,
-    schedule: Schedule | None,
+    schedule: Schedule | str | None,
+    total_steps: int | None,
     name: str,
     on_existing: str,
     example_input: Any,
@@ -75,14 +76,12 @@ def plan_sites(
     by_name = {site.name: site for site in sites}
     regularizers: dict[Any, Any] = {site.name or model: _make_regularizer(factory, site.settings) for site in sites}
     scales: dict[Any, float] = {site.name or model: site.p_scale for site in sites if site.p_scale != 1.0}
-    resolved = resolve(model, regularizers, None, (), schedule, scales or None)
+    resolved = resolve(model, regularizers, None, (), schedule, scales or None, total_steps=total_steps)
     for planned in resolved.sites:
         planned.at, planned.branch = by_name[planned.name].at, by_name[planned.name].branch
     resolved.counts = {name: len(resolved.sites)}
     resolved.warnings += warnings
-    return make_plan(
-        model, resolved, schedule=schedule, name=name, on_existing=on_existing, example_input=example_input
-    )
+    return make_plan(model, resolved, name=name, on_existing=on_existing, example_input=example_input)
 
 
 def _make_regularizer(factory: Factory, settings: Mapping[str, Any]) -> Any:

@@ -26,7 +26,8 @@ def residual_dropout(
     p: float = 0.1,
     regularizer: Factory = Dropout,
     *,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
+    total_steps: int | None = None,
     name: str = "residual_dropout",
     on_existing: str = "error",
     example_input: Any = None,
@@ -42,7 +43,7 @@ def residual_dropout(
             or a model that contains one (a PEFT model).
         p: probability to zero an element.
         regularizer: called with `p=` for each site instead of `Dropout`.
-        schedule, name, on_existing, example_input: as in `inject`.
+        schedule, total_steps, name, on_existing, example_input: as in `inject`.
 
     Raises:
         LayerError: the model has no such layers.
@@ -63,8 +64,17 @@ def residual_dropout(
     for layer, _ in found:
         _check_no_dropout(layer)
     skipped = skipped_layers(model, {layer.name for layer, _ in found})
-    options = {"schedule": schedule, "name": name, "on_existing": on_existing, "example_input": example_input}
-    return plan_sites(model, sites, regularizer, skipped, **options)
+    return plan_sites(
+        model,
+        sites,
+        regularizer,
+        skipped,
+        schedule=schedule,
+        total_steps=total_steps,
+        name=name,
+        on_existing=on_existing,
+        example_input=example_input,
+    )
 
 
 def _check_no_dropout(layer: Layer) -> None:

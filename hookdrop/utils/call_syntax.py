@@ -22,6 +22,8 @@ class CallSyntax:
     example: str
     bare: bool = False
     """Whether a name alone is a call without arguments."""
+    nested: bool = False
+    """Whether arguments may contain such calls; they are returned as `Call`."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ def parse_call(text: str, syntax: CallSyntax) -> Call:
             f"  available:    {', '.join(syntax.known)}"
         )
     try:
-        args = tuple(ast.literal_eval(arg) for arg in call.args)
-        kwargs = tuple((keyword.arg, ast.literal_eval(keyword.value)) for keyword in call.keywords if keyword.arg)
+        args = tuple(_value(arg, syntax) for arg in call.args)
+        kwargs = tuple((keyword.arg, _value(keyword.value, syntax)) for keyword in call.keywords if keyword.arg)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         raise ValueError(
             f"{syntax.reader}: {text!r} contains an argument that is not a literal; nothing was evaluated."
@@ -79,6 +81,15 @@ def parse_call(text: str, syntax: CallSyntax) -> Call:
     if duplicate:
         raise ValueError(f"{syntax.reader}: {text!r} sets {duplicate!r} more than once: keep one value.")
     return Call(name, args, kwargs)
+
+
+def _value(node: ast.expr, syntax: CallSyntax) -> Any:
+    """The value of a literal; with `nested`, also a `Call`, and lists of calls."""
+    if syntax.nested and isinstance(node, ast.Call):
+        return parse_call(ast.unparse(node), syntax)
+    if syntax.nested and isinstance(node, ast.List | ast.Tuple):
+        return [_value(element, syntax) for element in node.elts]
+    return ast.literal_eval(node)
 
 
 def signature_of(name: str, syntax: CallSyntax) -> str:

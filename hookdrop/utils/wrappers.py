@@ -19,6 +19,10 @@ _WRAPPERS = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "_checkpoint_wrapped_module",
     "timm.utils.model_ema.ModelEmaV2": "module",
     "timm.utils.model_ema.ModelEmaV3": "module",
+    "timm.task.task.TrainingTask": "trainable_module",
+    "lightning.fabric.wrappers._FabricModule": "_original_module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
+    "ema_pytorch.ema_pytorch.EMA": "ema_model",
     "peft.peft_model.PeftModel": "base_model",
     "peft.tuners.tuners_utils.BaseTuner": "model",
 }

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from torch import nn
 
 from hookdrop import (
@@ -20,11 +22,15 @@ from hookdrop import (
     Dropout,
     EarlySchedule,
     ExponentialSchedule,
+    InjectionError,
     LambdaSchedule,
     LateSchedule,
     LinearSchedule,
     Schedule,
+    find,
+    from_config,
     inject,
+    plan,
 )
 from tests.support.models import pair
 
@@ -138,7 +144,7 @@ def test_peak_is_the_largest_multiplier(schedule: Schedule) -> None:
     ("make", "error", "says"),
     [
         (lambda: LinearSchedule(0), ValueError, "steps must be at least 1, got 0"),
-        (lambda: LinearSchedule(1e4), TypeError, "write steps=10000"),
+        (lambda: LinearSchedule(1e4), ValueError, "write steps=10000"),
         (lambda: LinearSchedule(True), TypeError, "must be an integer"),
         (lambda: LinearSchedule("10"), TypeError, "must be an integer"),
         (lambda: LinearSchedule(10, start=-0.1), ValueError, "start must be at least 0"),
@@ -147,7 +153,7 @@ def test_peak_is_the_largest_multiplier(schedule: Schedule) -> None:
         (lambda: CosineSchedule(-5), ValueError, "CosineSchedule: steps"),
         (lambda: ExponentialSchedule(10, speed=0), ValueError, "speed must be above 0"),
         (lambda: EarlySchedule(0), ValueError, "cutoff must be at least 1"),
-        (lambda: LateSchedule(0.5), TypeError, "cutoff must be an integer"),
+        (lambda: LateSchedule(1.5), ValueError, "cutoff must be an integer"),
         (lambda: ConstantSchedule(-1), ValueError, "value must be at least 0"),
         (lambda: ChainedSchedule([], []), TypeError, "must be hookdrop schedules"),
         (lambda: ChainedSchedule([LinearSchedule(3), abs], [3]), TypeError, "must be hookdrop schedules"),
@@ -201,3 +207,120 @@ def test_settles_at_is_the_first_constant_step(schedule: Schedule) -> None:
     last = schedule(end + 10_000)
     assert all(schedule(step) == last for step in range(end, end + 300))
     assert end == 0 or schedule(end // 2) != last
+
+
+FRACTIONS = {
+    "LinearSchedule(steps=1.0)": LinearSchedule(steps=200),
+    "LinearSchedule(steps=0.25, start=0.5)": LinearSchedule(steps=50, start=0.5),
+    "LinearSchedule(steps=0.9, delay=0.1)": LinearSchedule(steps=180, delay=20),
+    "LinearSchedule(steps=30, delay=0.1)": LinearSchedule(steps=30, delay=20),
+    "CosineSchedule(steps=0.5, delay=7)": CosineSchedule(steps=100, delay=7),
+    "ExponentialSchedule(steps=1.0)": ExponentialSchedule(steps=200),
+    "EarlySchedule(cutoff=0.3)": EarlySchedule(cutoff=60),
+    "LateSchedule(cutoff=0.3)": LateSchedule(cutoff=60),
+    "ChainedSchedule([LinearSchedule(steps=0.5), ConstantSchedule(0.0)], milestones=[0.8])": ChainedSchedule(
+        [LinearSchedule(steps=100), ConstantSchedule(0.0)], [160]
+    ),
+    "ChainedSchedule([LinearSchedule(steps=0.5), ConstantSchedule(0.0)], milestones=[160])": ChainedSchedule(
+        [LinearSchedule(steps=100), ConstantSchedule(0.0)], [160]
+    ),
+}
+
+
+class TestFractions:
+    """A float is a fraction of the training, an int is a number of optimizer steps."""
+
+    @pytest.mark.parametrize("text", FRACTIONS)
+    def test_fractions_resolve_to_steps(self, text: str) -> None:
+        schedule = eval(text)
+        assert schedule.is_relative
+        assert schedule.resolve(200) == FRACTIONS[text]
+        assert schedule.simulate(210, total_steps=200) == FRACTIONS[text].simulate(210)
+
+    @pytest.mark.parametrize("text", FRACTIONS)
+    def test_a_schedule_in_steps_does_not_depend_on_the_total(self, text: str) -> None:
+        schedule = FRACTIONS[text]
+        assert not schedule.is_relative
+        assert schedule.resolve(7) == schedule
+
+    @pytest.mark.parametrize("text", FRACTIONS)
+    def test_a_fraction_without_a_total_raises_with_the_fix(self, text: str) -> None:
+        schedule = eval(text)
+        for use in (lambda: schedule(3), lambda: schedule.simulate(3)):
+            with pytest.raises(InjectionError, match=r"relative to the length of the training(?s:.)*total_steps="):
+                use()
+        assert schedule.settles_at in (None, 160)
+
+    @given(st.floats(0, 1), st.integers(1, 10**6))
+    def test_a_ramp_over_the_rest_of_the_training_ends_with_it(self, delay: float, total: int) -> None:
+        assume(delay < 1 - 1e-6)
+        schedule = LinearSchedule(steps=1 - delay, delay=delay).resolve(total)
+        assert schedule.settles_at is not None
+        assert schedule.settles_at <= max(total, round(delay * total) + 1)
+        assert schedule(max(total, schedule.settles_at)) == 1.0
+
+    @given(st.floats(0, 1, exclude_min=True), st.integers(1, 1000))
+    def test_at_least_one_step_remains(self, fraction: float, total: int) -> None:
+        assert LinearSchedule(steps=fraction).resolve(total).settles_at >= 1
+        assert EarlySchedule(cutoff=fraction).resolve(total)(0) == 1.0
+
+    @pytest.mark.parametrize(
+        ("make", "says"),
+        [
+            (lambda: LinearSchedule(steps=0.0), r"a float in \(0, 1\]; got 0.0"),
+            (lambda: LinearSchedule(steps=1.5), r"got 1.5"),
+            (lambda: LinearSchedule(steps=100.0), "write steps=100"),
+            (lambda: LinearSchedule(steps=1.0, delay=0.1), "would end after the training: delay .* 1.1(?s:.)*write steps=0.9"),
+            (lambda: LinearSchedule(steps=3, delay=-0.1), r"a float in \[0, 1\]; got -0.1"),
+            (lambda: EarlySchedule(cutoff=float("nan")), "got nan"),
+            (lambda: ChainedSchedule([ConstantSchedule()] * 3, [0.5, 0.2]), "increasing milestones"),
+        ],
+    )  # fmt: skip
+    def test_invalid_fractions_raise(self, make: Callable[[], Schedule], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            make()
+
+    def test_milestones_do_not_mix_steps_and_fractions(self) -> None:
+        with pytest.raises(TypeError, match=r"all integers or all fractions, got \[0.5, 7\]"):
+            ChainedSchedule([ConstantSchedule()] * 3, [0.5, 7])
+
+    def test_milestones_that_coincide_in_a_short_training_raise(self) -> None:
+        schedule = ChainedSchedule([ConstantSchedule()] * 3, [0.50, 0.51])
+        with pytest.raises(ValueError, match=r"increasing milestones, got \[2, 2\]"):
+            schedule.resolve(4)
+
+
+class TestTotalSteps:
+    def test_inject_resolves_fractions(self) -> None:
+        drop = inject(
+            nn.Linear(2, 2), Dropout(0.2), layers=nn.Linear, schedule=LinearSchedule(steps=1.0), total_steps=50
+        )
+        assert drop.schedule == LinearSchedule(steps=50)
+        drop.seek(25)
+        assert drop.p == pytest.approx(0.1)
+
+    def test_plan_shows_fractions_and_steps(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        planned = plan(model, Dropout(0.2), layers="0", schedule=LinearSchedule(steps=0.5), total_steps=50)
+        assert str(planned).startswith("1 site of Sequential, LinearSchedule(steps=0.5) = LinearSchedule(steps=25)\n")
+        assert planned.apply().schedule == LinearSchedule(steps=25)
+
+    def test_a_missing_total_places_nothing(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        with pytest.raises(InjectionError, match=r"total_steps=(?s:.)*No hook was placed"):
+            inject(model, Dropout(0.2), layers="0", schedule=LinearSchedule(steps=0.5))
+        assert not find(model)
+
+    @pytest.mark.parametrize("total", [0, -1, 2.5, "10", float("inf")])
+    def test_an_invalid_total_raises(self, total: object) -> None:
+        with pytest.raises((TypeError, ValueError), match="total_steps must be"):
+            inject(
+                nn.Linear(2, 2), Dropout(0.2), layers=nn.Linear, schedule=LinearSchedule(steps=0.5), total_steps=total
+            )
+
+    def test_the_config_of_an_injection_is_in_steps(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.2), layers="0", schedule=LinearSchedule(steps=0.5), total_steps=50)
+        config = json.loads(json.dumps(drop.config))
+        drop.remove()
+        assert from_config(model, config).schedule == LinearSchedule(steps=25)

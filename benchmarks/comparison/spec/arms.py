@@ -25,15 +25,17 @@ def plan(arm: Arm, model: nn.Module, steps: int, example: Tensor | None) -> hook
     """
     if arm.kind in ("none", "probe") or model_arguments(arm):
         return None
-    schedule = parse_schedule(arm.schedule, steps)
+    schedule = parse_schedule(arm.schedule)
     if arm.kind == "recipe":
-        return _plan_recipe(arm, model, schedule, example)
+        return _plan_recipe(arm, model, schedule, steps, example)
     regularizer = (
         peers.make(parse_call(arm.call), peer_rate(arm, model, example)) if arm.kind == "peer" else full_call(arm)
     )
     if arm.p is None:
         schedule = None
-    return hookdrop.plan(model, regularizer, layers=list(arm.layers), schedule=schedule, example_input=example)
+    return hookdrop.plan(
+        model, regularizer, layers=list(arm.layers), schedule=schedule, total_steps=steps, example_input=example
+    )
 
 
 def model_arguments(arm: Arm) -> dict[str, float]:
@@ -105,9 +107,11 @@ def peer_rate(arm: Arm, model: nn.Module, example: Tensor | None) -> float:
     return peers.rate_for(parse_call(arm.call), arm.p, [site.shape for site in sites if site.shape])
 
 
-def _plan_recipe(arm: Arm, model: nn.Module, schedule: hookdrop.Schedule | None, example: Any) -> hookdrop.Plan:
+def _plan_recipe(
+    arm: Arm, model: nn.Module, schedule: hookdrop.Schedule | None, steps: int, example: Any
+) -> hookdrop.Plan:
     call = parse_call(arm.call)
-    settings = {**call.kwargs, "p": arm.p, "example_input": example}
+    settings = {**call.kwargs, "p": arm.p, "total_steps": steps, "example_input": example}
     if "schedule" in _recipe(call.name).parameters:
         settings["schedule"] = schedule
     elif isinstance(schedule, hookdrop.LinearSchedule) and (schedule.start, schedule.end, schedule.delay) == (0, 1, 0):

@@ -18,7 +18,6 @@ SCHEDULES = (
     "EarlySchedule",
     "LateSchedule",
 )
-_IN_STEPS = ("steps", "cutoff", "delay")
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,10 @@ def _dotted(node: ast.expr) -> str:
     raise ValueError
 
 
-def parse_schedule(text: str, steps: int) -> hookdrop.Schedule | None:
-    """Parse a schedule for a training of `steps` optimizer steps; None for `none`.
+def parse_schedule(text: str) -> hookdrop.Schedule | None:
+    """Parse a schedule, in steps or in fractions of the training; None for `none`.
 
-    `LinearSchedule` covers all steps. A float for `steps`, `delay` or `cutoff` is a fraction of them:
-    `LinearSchedule(steps=0.5)` reaches the full rate halfway through the training.
+    A bare `LinearSchedule` covers the whole training.
 
     Raises:
         ValueError: The schedule does not exist or does not accept these settings.
@@ -98,19 +96,11 @@ def parse_schedule(text: str, steps: int) -> hookdrop.Schedule | None:
     if call.name not in SCHEDULES:
         raise ValueError(f"{call.name!r} is not a schedule.\n{suggest(call.name, ('none', *SCHEDULES))}")
     call = call.bind("cutoff" if call.name in ("EarlySchedule", "LateSchedule") else "steps")
-    settings = {name: _in_steps(name, value, steps) for name, value in call.kwargs.items()}
+    settings = dict(call.kwargs)
     if call.name in ("LinearSchedule", "CosineSchedule", "ExponentialSchedule"):
-        settings.setdefault("steps", steps)
+        settings.setdefault("steps", 1.0)
     try:
         schedule: hookdrop.Schedule = getattr(hookdrop, call.name)(**settings)
     except TypeError as error:
         raise ValueError(f"{call}: {error}") from None
     return schedule
-
-
-def _in_steps(name: str, value: Any, steps: int) -> Any:
-    if name not in _IN_STEPS or not isinstance(value, float):
-        return value
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a fraction in [0.0, 1.0] or an integer number of steps, got {value}.")
-    return max(1, round(value * steps)) if name != "delay" else round(value * steps)

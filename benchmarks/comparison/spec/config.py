@@ -93,7 +93,7 @@ class ArmConfig(BaseModel):
     @classmethod
     def _is_known(cls, schedule: str | None) -> str | None:
         if schedule is not None:
-            parse_schedule(schedule, 100)
+            parse_schedule(schedule)
         return schedule
 
     @property
@@ -169,7 +169,7 @@ class Config(BaseModel):
     @field_validator("schedule")
     @classmethod
     def _is_known(cls, schedule: str) -> str:
-        parse_schedule(schedule, 100)
+        parse_schedule(schedule)
         return schedule
 
     @model_validator(mode="after")

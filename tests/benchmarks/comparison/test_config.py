@@ -189,23 +189,22 @@ class TestCalls:
 
 
 class TestSchedules:
-    def test_default_covers_all_steps(self) -> None:
-        assert call_syntax.parse_schedule("LinearSchedule", 400) == hookdrop.LinearSchedule(steps=400)
+    def test_default_covers_the_whole_training(self) -> None:
+        assert call_syntax.parse_schedule("LinearSchedule") == hookdrop.LinearSchedule(steps=1.0)
 
-    def test_a_float_is_a_fraction_of_all_steps_and_an_int_is_a_step(self) -> None:
-        assert call_syntax.parse_schedule("CosineSchedule(steps=0.5, delay=0.25)", 400) == hookdrop.CosineSchedule(
-            steps=200, delay=100
-        )
-        assert call_syntax.parse_schedule("EarlySchedule(0.5)", 400) == hookdrop.EarlySchedule(cutoff=200)
-        assert call_syntax.parse_schedule("LateSchedule(cutoff=7)", 400) == hookdrop.LateSchedule(cutoff=7)
+    def test_a_float_is_a_fraction_of_the_training_and_an_int_is_a_step(self) -> None:
+        cosine = hookdrop.CosineSchedule(steps=0.5, delay=0.25)
+        assert call_syntax.parse_schedule("CosineSchedule(steps=0.5, delay=0.25)") == cosine
+        assert call_syntax.parse_schedule("EarlySchedule(0.5)") == hookdrop.EarlySchedule(cutoff=0.5)
+        assert call_syntax.parse_schedule("LateSchedule(cutoff=7)") == hookdrop.LateSchedule(cutoff=7)
 
     def test_none_applies_the_full_rate_from_the_start(self) -> None:
-        assert call_syntax.parse_schedule("none", 400) is None
+        assert call_syntax.parse_schedule("none") is None
 
     @pytest.mark.parametrize("text", ["LinearSchedule(steps=1.5)", "LinearSchedule(cutoff=3)", "Linear", "1"])
     def test_invalid_schedules_raise(self, text: str) -> None:
         with pytest.raises(ValueError):
-            call_syntax.parse_schedule(text, 400)
+            call_syntax.parse_schedule(text)
 
 
 class TestPeers:

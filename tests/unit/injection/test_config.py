@@ -164,7 +164,7 @@ def test_mutated_config_works_or_raises_before_placing_hooks(kwargs: dict[str, A
             r"sites\[0\]\.regularizer is invalid: DropBlock: p must lie in \[0, 1\], got 3\.(.|\n)*got \{'type': 'DropBlock'",
         ),
         (lambda c: c["sites"][0]["regularizer"].update(size=3), r"sites\[0\]\.regularizer is invalid: .*'size'"),
-        (lambda c: c["schedule"].update(steps=0.5), r"schedule is invalid: .*steps must be an integer, got 0\.5"),
+        (lambda c: c["schedule"].update(steps=0.5), r"relative to the length of the training(?s:.)*total_steps="),
         (
             lambda c: c["sites"][0].update(p_scal=1),
             r"sites\[0\] has an unknown key 'p_scal' \(did you mean 'p_scale'\?\)",
@@ -258,3 +258,9 @@ def test_allowed_class_that_is_not_a_schedule_raises() -> None:
     config["schedule"] = {"type": f"{Small.__module__}.Small"}
     with pytest.raises(StateError, match="creates a Small, not a Schedule"):
         from_config(Small(), config, allow=[Small])
+
+
+def test_a_config_with_fractions_takes_total_steps() -> None:
+    config = copy.deepcopy(injected(schedule=LinearSchedule(20))[1].config)
+    config["schedule"]["steps"] = 0.5
+    assert from_config(Small(), config, total_steps=40).schedule == LinearSchedule(20)

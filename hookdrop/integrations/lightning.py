@@ -1,0 +1,144 @@
+"""A callback for Lightning: `Trainer(callbacks=[InjectionCallback(InjectionSpec(...))])`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from hookdrop.diagnostics.rank_seeds import seed_per_rank as seed_this_rank
+from hookdrop.errors import InjectionError
+from hookdrop.injection.handle import Injection
+from hookdrop.integrations.placement import Placement, submodule
+from hookdrop.integrations.spec import InjectionSpec
+
+
+class InjectionCallback(Callback):
+    """Place hooks when `fit` starts, advance their schedules, log their rates, and save and restore their state.
+
+    The hooks are placed after the model is built, and the schedule follows the optimizer's steps, also with gradient
+    accumulation and in a resumed run. Nothing is dropped while StochasticWeightAveraging collects batch-norm
+    statistics. If `fit` raises an exception, the hooks are removed.
+
+    Args:
+        specs: `InjectionSpec`s, or mappings of their settings.
+        module: name of the part of the LightningModule to regularize; None for all of it.
+        optimizer: index of the optimizer whose steps count, if there are several.
+        log: whether to log `Injection.metrics()`.
+        seed_per_rank: whether the ranks of a distributed job draw different masks.
+        remove_at_end: whether to remove the hooks after `fit`.
+
+    Raises:
+        TypeError, ValueError: a spec is invalid.
+
+    Example:
+        >>> InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="head", schedule="LinearSchedule(steps=1.0)"))
+        <InjectionCallback: 1 spec>
+    """
+
+    def __init__(
+        self,
+        *specs: InjectionSpec | Mapping[str, Any],
+        module: str | None = None,
+        optimizer: int = 0,
+        log: bool = True,
+        seed_per_rank: bool = True,
+        remove_at_end: bool = False,
+    ) -> None:
+        self.module, self.optimizer = module, optimizer
+        # Lightning sets `log` of every callback to the method of the LightningModule.
+        self._logs = log
+        self.seed_per_rank, self.remove_at_end = seed_per_rank, remove_at_end
+        self._placement = Placement(specs)
+        self._disabled = ExitStack()
+        self._is_collecting = False
+
+    @property
+    def injections(self) -> list[Injection]:
+        """The handles, from the start of `fit`."""
+        return self._placement.injections
+
+    @property
+    def state_key(self) -> str:
+        """The key of the state in a checkpoint: callbacks with other specs or another module have another key."""
+        specs = [spec.to_dict() for spec in self._placement.specs]
+        return self._generate_state_key(module=self.module, specs=specs)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Place the hooks."""
+        count = len(trainer.optimizers)
+        if not 0 <= self.optimizer < max(1, count):
+            raise InjectionError(
+                f"InjectionCallback: optimizer={self.optimizer}, but {type(pl_module).__name__} has {count} optimizers."
+            )
+        self._placement.place(submodule(pl_module, self.module), self._total_steps(trainer))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Seed the ranks, and count the steps of the chosen optimizer if there are several."""
+        if self.seed_per_rank and trainer.world_size > 1:
+            seed_this_rank(rank=trainer.global_rank)
+        if len(trainer.optimizers) > 1:
+            for drop in self.injections:
+                drop.follow(trainer.optimizers[self.optimizer])
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Set the schedules to the current step."""
+        self._disable_while_collecting_statistics(trainer)
+        if len(trainer.optimizers) == 1:
+            self._placement.seek(trainer.global_step)
+        if self._logs and trainer.loggers:
+            pl_module.log_dict(self._placement.metrics(), batch_size=1, rank_zero_only=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Drop again after an epoch that collected batch-norm statistics."""
+        self._stop_collecting()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the hooks if requested."""
+        if self.remove_at_end:
+            self._placement.remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Remove the hooks of a failed training."""
+        self._stop_collecting()
+        self._placement.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all injections."""
+        return self._placement.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state; Lightning calls this before or after `on_fit_start`, depending on the strategy."""
+        self._placement.load_state_dict(state_dict)
+
+    def _total_steps(self, trainer: Trainer) -> int | None:
+        if not self._placement.is_relative:
+            return None
+        # Read only once, and only if needed: it may create the data loaders.
+        total = trainer.estimated_stepping_batches
+        if not math.isfinite(total) or total < 1:
+            raise InjectionError(
+                "InjectionCallback: a schedule has fractions of the training, but the Trainer does not know its "
+                "length.\n"
+                "  set max_epochs or max_steps of the Trainer, or use a schedule in steps, such as "
+                "LinearSchedule(steps=1000)"
+            )
+        return int(total)
+
+    def _disable_while_collecting_statistics(self, trainer: Trainer) -> None:
+        """StochasticWeightAveraging adds an epoch without backward passes, in train mode, for batch-norm statistics."""
+        if getattr(trainer.fit_loop, "_skip_backward", False) and not self._is_collecting:
+            self._is_collecting = True
+            for drop in self.injections:
+                self._disabled.enter_context(drop.disabled())
+
+    def _stop_collecting(self) -> None:
+        self._disabled.close()
+        self._is_collecting = False
+
+    def __repr__(self) -> str:
+        count = len(self._placement.specs)
+        return f"<InjectionCallback: {count} spec{'s' * (count > 1)}>"

@@ -1,0 +1,104 @@
+"""A callback for the Trainer of transformers: `InjectionCallback(InjectionSpec(...)).register(trainer)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from hookdrop.diagnostics.rank_seeds import seed_per_rank as seed_this_rank
+from hookdrop.injection.handle import Injection
+from hookdrop.integrations.placement import Placement
+from hookdrop.integrations.spec import InjectionSpec
+
+Self = TypeVar("Self", bound="InjectionCallback")
+
+
+class InjectionCallback(TrainerCallback, ExportableState):
+    """Place hooks when the training starts, advance their schedules, and log their rates.
+
+    The hooks are placed on the model that the Trainer trains, also one from `model_init`, and the schedules follow
+    `state.global_step`, also with gradient accumulation and in a resumed run. The total is `state.max_steps`, so that
+    `LinearSchedule(steps=1.0)` ends with the training whether epochs or steps are set.
+
+    Args:
+        specs: `InjectionSpec`s, or mappings of their settings.
+        log: whether to add `Injection.metrics()` to the Trainer's logs; requires `register`.
+        seed_per_rank: whether the ranks of a distributed job draw different masks.
+        saved_specs: more specs, as a list; the Trainer passes it when it restores callbacks from a checkpoint.
+
+    Raises:
+        TypeError, ValueError: a spec is invalid.
+
+    Example:
+        >>> InjectionCallback(InjectionSpec(recipe="residual_dropout(p=0.1)", schedule="LinearSchedule(steps=1.0)"))
+        <InjectionCallback: 1 spec>
+    """
+
+    def __init__(
+        self,
+        *specs: InjectionSpec | Mapping[str, Any],
+        log: bool = True,
+        seed_per_rank: bool = True,
+        saved_specs: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.log, self.seed_per_rank = log, seed_per_rank
+        self._placement = Placement([*specs, *saved_specs])
+
+    def register(self: Self, trainer: Trainer) -> Self:
+        """Add this callback to a Trainer, before those that report logs, and return it."""
+        trainer.callback_handler.callbacks.insert(0, self)
+        return self
+
+    @property
+    def injections(self) -> list[Injection]:
+        """The handles, from the start of the training."""
+        return self._placement.injections
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Place the hooks at the current step."""
+        self._placement.place(kwargs["model"], state.max_steps)
+        self._placement.seek(state.global_step)
+        if self.seed_per_rank and args.world_size > 1:
+            seed_this_rank(rank=args.process_index)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Set the schedules to the current step, once per optimizer step."""
+        self._placement.seek(state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the rates to the logs."""
+        if self.log and logs is not None:
+            logs.update(self._placement.metrics())
+
+    def state(self) -> dict[str, Any]:
+        """The specs and the state of the injections, for the Trainer's checkpoints."""
+        specs = [spec.to_dict() for spec in self._placement.specs]
+        settings = {"saved_specs": specs, "log": self.log, "seed_per_rank": self.seed_per_rank}
+        return {"args": settings, "attributes": {"pending": self._placement.state_dict()}}
+
+    @property
+    def pending(self) -> Mapping[str, Any] | None:
+        """The state that the next training restores; set by the Trainer."""
+        return self._placement.pending
+
+    @pending.setter
+    def pending(self, state: Mapping[str, Any]) -> None:
+        self._placement.pending = state
+
+    def __repr__(self) -> str:
+        count = len(self._placement.specs)
+        return f"<InjectionCallback: {count} spec{'s' * (count > 1)}>"

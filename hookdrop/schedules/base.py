@@ -1,0 +1,134 @@
+"""The base class of schedules, and the conversion of fractions of the training to steps."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import ClassVar
+
+from hookdrop.errors import InjectionError
+from hookdrop.utils.validation import count, number
+
+
+class Schedule(ABC):
+    """Base class: `schedule(step)` returns the multiplier of the target rate after `step` optimizer steps.
+
+    To write a custom schedule, subclass this as a frozen dataclass (`repr=False`) and define `__call__`.
+    """
+
+    _step_fields: ClassVar[Mapping[str, int]] = {}
+    """The fields that hold steps or a fraction of the training, with their minimum in steps."""
+
+    @abstractmethod
+    def __call__(self, step: int) -> float:
+        """Return the multiplier, a finite number of at least 0, after `step` (0, 1, ...) optimizer steps."""
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether a setting is a fraction of the training, so that the schedule needs `resolve`."""
+        return any(isinstance(getattr(self, name), float) for name in self._step_fields)
+
+    def resolve(self, total_steps: int) -> Schedule:
+        """Return this schedule for a training of `total_steps` optimizer steps, with fractions converted to steps.
+
+        Example:
+            >>> LinearSchedule(steps=0.5, delay=0.1).resolve(1000)
+            LinearSchedule(steps=500, delay=100)
+        """
+        total = count(total_steps, "total_steps", type(self).__name__)
+        fractions = {name: getattr(self, name) for name in self._step_fields}
+        steps = {
+            name: max(self._step_fields[name], round(fraction * total))
+            for name, fraction in fractions.items()
+            if isinstance(fraction, float)
+        }
+        return replace(self, **steps) if steps else self  # type: ignore[type-var]
+
+    def simulate(self, n: int, total_steps: int | None = None) -> list[float]:
+        """Return the multipliers of steps 0 to n - 1. A schedule with fractions requires `total_steps`.
+
+        Example:
+            >>> LinearSchedule(steps=4).simulate(6)
+            [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+            >>> LinearSchedule(steps=1.0).simulate(6, total_steps=5)
+            [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+        """
+        schedule = in_steps(self, total_steps)
+        return [schedule(step) for step in range(count(n, "n", type(self).__name__, low=0))]
+
+    @property
+    def peak(self) -> float | None:
+        """The largest multiplier, or None if it is not known in advance."""
+        return None
+
+    @property
+    def settles_at(self) -> int | None:
+        """The first step from which the multiplier stays constant, or None if it is not known in advance."""
+        return None
+
+    def __repr__(self) -> str:
+        if not is_dataclass(self):
+            return f"{type(self).__name__}()"
+        changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+    def _validate(self, *multipliers: str) -> None:
+        """Validate and convert the named multipliers, and the fields that hold steps."""
+        owner = type(self).__name__
+        for name in multipliers:
+            object.__setattr__(self, name, multiplier_of(getattr(self, name), name, owner))
+        for name, low in self._step_fields.items():
+            object.__setattr__(self, name, steps_or_fraction(getattr(self, name), name, owner, low))
+
+    def _require_steps(self) -> None:
+        if self.is_relative:
+            raise _without_total(self)
+
+
+def in_steps(schedule: Schedule, total_steps: int | None) -> Schedule:
+    """Return the schedule with fractions converted to steps.
+
+    Raises:
+        InjectionError: the schedule has fractions, and `total_steps` is None.
+    """
+    if not schedule.is_relative:
+        return schedule
+    if total_steps is None:
+        raise _without_total(schedule)
+    return schedule.resolve(total_steps)
+
+
+def _without_total(schedule: Schedule) -> InjectionError:
+    return InjectionError(
+        f"{schedule!r} is relative to the length of the training, which is not known (a float is a fraction, an int is "
+        "a number of optimizer steps).\n"
+        "  pass the number of optimizer steps: total_steps=epochs * len(loader) // accumulated_batches"
+    )
+
+
+def steps_or_fraction(value: object, name: str, owner: str, low: int) -> int | float:
+    if not isinstance(value, float):
+        return count(value, name, owner, low)
+    fraction = float(value)
+    if not 0 <= fraction <= 1 or (low and not fraction):
+        hint = f"\n  write {name}={int(value)}" if math.isfinite(value) and value == int(value) and value >= low else ""
+        interval = "(0, 1]" if low else "[0, 1]"
+        raise ValueError(
+            f"{owner}: {name} must be an integer number of optimizer steps, or a fraction of the training, a float in "
+            f"{interval}; got {value!r}.{hint}"
+        )
+    return fraction
+
+
+def multiplier_of(value: object, name: str, owner: str) -> float:
+    multiplier = number(value, name, owner)
+    if multiplier < 0:
+        raise ValueError(f"{owner}: {name} must be at least 0, got {multiplier:g}.")
+    return multiplier
+
+
+def known_steps(steps: int | float) -> int | None:
+    """`steps`, or None if it contains a fraction of the training."""
+    return None if isinstance(steps, float) else steps

@@ -1,0 +1,243 @@
+"""`hookdrop.integrations.lightning.InjectionCallback`."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("lightning")
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+
+from hookdrop import HookdropError, InjectionError, LayerError, LinearSchedule, StateError, find
+from hookdrop.integrations import InjectionSpec
+from hookdrop.integrations.lightning import InjectionCallback
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:lightning", "ignore::DeprecationWarning", "ignore:.*LeafSpec"
+)
+
+BLOCK = InjectionSpec("DropBlock(p=0.3, block_size=3)", layers="model.0", schedule="LinearSchedule(steps=1.0)")
+HEAD = InjectionSpec("Dropout(p=0.5)", layers="model.4", schedule="LinearSchedule(steps=4)", at="input")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.manual_seed(0)
+
+
+class Classifier(lightning.LightningModule):
+    """A small CNN; `optimizers` optimizers are stepped manually if there are several."""
+
+    def __init__(self, optimizers: int = 1, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+        self.count, self.fails_at = optimizers, fails_at
+        self.automatic_optimization = optimizers == 1
+        self.rates: list[float | None] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if self.fails_at == self.global_step:
+            raise FloatingPointError("the loss is nan")
+        self.rates.append(find(self)[0].p if find(self) else None)
+        loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            first, *_ = self.optimizers()
+            first.step()
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        made = [torch.optim.SGD(self.parameters(), 0.05, momentum=0.9) for _ in range(self.count)]
+        return made[0] if self.count == 1 else made
+
+
+def data() -> DataLoader:
+    x = torch.randn(24, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, torch.arange(24) % 3), batch_size=4)
+
+
+def trainer(*callbacks: Any, **settings: Any) -> Any:
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    settings = quiet | {"max_epochs": 2, "accelerator": "cpu", "num_sanity_val_steps": 0} | settings
+    return lightning.Trainer(callbacks=list(callbacks), **settings)
+
+
+class TestSteps:
+    def test_fractions_cover_the_training(self) -> None:
+        callback, model = InjectionCallback(BLOCK), Classifier()
+        trainer(callback).fit(model, data())
+        (drop,) = callback.injections
+        assert drop.schedule == LinearSchedule(steps=12)
+        assert model.rates == pytest.approx([0.3 * step / 12 for step in range(12)])
+
+    def test_accumulated_batches_count_once(self) -> None:
+        callback, model = InjectionCallback(BLOCK), Classifier()
+        trainer(callback, accumulate_grad_batches=2).fit(model, data())
+        assert callback.injections[0].schedule == LinearSchedule(steps=6)
+        assert model.rates == pytest.approx([0.3 * (step // 2) / 6 for step in range(12)])
+
+    def test_max_steps_is_the_total(self) -> None:
+        callback, model = InjectionCallback(BLOCK), Classifier()
+        trainer(callback, max_epochs=-1, max_steps=8).fit(model, data())
+        assert callback.injections[0].schedule == LinearSchedule(steps=8)
+
+    def test_one_of_several_optimizers_counts(self) -> None:
+        callback, model = InjectionCallback(HEAD), Classifier(optimizers=2)
+        trainer(callback, max_epochs=1).fit(model, data())
+        assert callback.injections[0].step_count == 6
+        other = InjectionCallback(HEAD, optimizer=1)
+        trainer(other, max_epochs=1).fit(Classifier(optimizers=2), data())
+        assert other.injections[0].step_count == 0
+
+    def test_two_specs_on_a_part_of_the_module(self) -> None:
+        specs = [InjectionSpec("Dropout2d(p=0.1)", layers="0"), InjectionSpec("Dropout(p=0.2)", layers="3")]
+        callback = InjectionCallback(*specs, module="model")
+        trainer(callback).fit(Classifier(), data())
+        assert [site.name for drop in callback.injections for site in drop.sites] == ["0", "3"]
+
+    def test_a_second_fit_places_the_hooks_once(self) -> None:
+        callback, model = InjectionCallback(BLOCK), Classifier()
+        for _ in range(2):
+            trainer(callback).fit(model, data())
+        assert len(find(model)) == 1
+        assert model.rates[12:] == pytest.approx(model.rates[:12])
+
+    def test_validate_alone_places_nothing(self) -> None:
+        callback, model = InjectionCallback(BLOCK), Classifier()
+        trainer(callback).validate(model, data(), verbose=False)
+        assert not find(model)
+
+    def test_remove_at_end(self) -> None:
+        model = Classifier()
+        trainer(InjectionCallback(BLOCK, remove_at_end=True)).fit(model, data())
+        assert not find(model)
+
+
+class TestResume:
+    @pytest.mark.parametrize("epoch", [1, 2])
+    def test_a_resumed_run_ends_bit_equal(self, epoch: int, tmp_path: Path) -> None:
+        saves = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+        whole, callback = Classifier(), InjectionCallback(BLOCK, HEAD)
+        trainer(callback, SeedSteps(), saves, max_epochs=3, enable_checkpointing=True).fit(whole, data())
+        resumed, callback = Classifier(), InjectionCallback(BLOCK, HEAD)
+        checkpoint = tmp_path / f"epoch={epoch - 1}.ckpt"
+        trainer(callback, SeedSteps(), max_epochs=3).fit(resumed, data(), ckpt_path=checkpoint)
+        assert [drop.step_count for drop in callback.injections] == [17, 17]
+        assert resumed.rates == whole.rates[6 * epoch :]
+        for name, value in whole.state_dict().items():
+            assert torch.equal(value, resumed.state_dict()[name]), name
+
+    def test_a_checkpoint_with_other_specs_is_not_loaded_into_this_one(self, tmp_path: Path) -> None:
+        saves = ModelCheckpoint(tmp_path, filename="last")
+        trainer(InjectionCallback(BLOCK), saves, enable_checkpointing=True).fit(Classifier(), data())
+        callback = InjectionCallback(BLOCK)
+        state = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"][callback.state_key]
+        other = InjectionCallback(HEAD)
+        other.load_state_dict(state)
+        with pytest.raises(
+            StateError, match="the checkpoint has the injections 'dropblock', the callback has 'dropout'"
+        ):
+            trainer(other).fit(Classifier(), data())
+
+
+class SeedSteps(lightning.Callback):
+    """Checkpoints of Lightning do not contain the state of the random generators."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        # The loaders draw a seed before the first batch, but not in a resumed run.
+        torch.manual_seed(trainer.global_step)
+
+
+class TestStatistics:
+    def swa(self, *callbacks: Any) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        model = Classifier()
+        average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+        trainer(*callbacks, average, max_epochs=2).fit(model, data())
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    def test_nothing_is_dropped_while_swa_collects_statistics(self) -> None:
+        """At rate 0 during training, the statistics of the extra epoch equal those without hooks, bit for bit."""
+        late = InjectionSpec("DropBlock(p=0.9, block_size=3)", layers="model.0", schedule="LateSchedule(cutoff=12)")
+        plain, hooked = self.swa(), self.swa(InjectionCallback(late))
+        assert torch.equal(plain["model.1.running_var"], hooked["model.1.running_var"])
+        assert torch.equal(plain["model.1.running_mean"], hooked["model.1.running_mean"])
+
+    def test_hooks_drop_again_afterwards(self) -> None:
+        callback = InjectionCallback(BLOCK)
+        self.swa(callback)
+        assert callback.injections[0].metrics()["hookdrop/dropblock/enabled"] == 1.0
+
+    def test_an_average_beside_it_has_no_hooks(self) -> None:
+        average = WeightAveraging()
+        model = Classifier()
+        trainer(InjectionCallback(BLOCK), average).fit(model, data())
+        assert len(find(model)) == 1
+
+
+class TestLogs:
+    def test_metrics_are_logged(self, tmp_path: Path) -> None:
+        logger = CSVLogger(tmp_path)
+        trainer(InjectionCallback(BLOCK), logger=logger, log_every_n_steps=1).fit(Classifier(), data())
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row["hookdrop/dropblock/p"]]
+        assert [float(row["hookdrop/dropblock/p"]) for row in rows] == pytest.approx([0.3 * i / 12 for i in range(12)])
+
+    def test_logging_can_be_disabled(self, tmp_path: Path) -> None:
+        logger = CSVLogger(tmp_path)
+        trainer(InjectionCallback(BLOCK, log=False), logger=logger, log_every_n_steps=1).fit(Classifier(), data())
+        assert not (Path(logger.log_dir) / "metrics.csv").exists()
+
+
+class TestErrors:
+    def test_an_exception_leaves_no_hooks(self) -> None:
+        model = Classifier(fails_at=3)
+        with pytest.raises(FloatingPointError):
+            trainer(InjectionCallback(BLOCK)).fit(model, data())
+        assert not find(model)
+
+    def test_a_spec_that_does_not_fit_places_nothing(self) -> None:
+        model = Classifier()
+        wrong = InjectionSpec("Dropout(p=0.1)", layers="model.9")
+        with pytest.raises(LayerError, match=r"model.9"):
+            trainer(InjectionCallback(HEAD, wrong)).fit(model, data())
+        assert not find(model)
+
+    def test_a_missing_submodule_names_the_nearest(self) -> None:
+        with pytest.raises(LayerError, match=r"module='modell': Classifier has no such submodule(?s:.)*model"):
+            trainer(InjectionCallback(HEAD, module="modell")).fit(Classifier(), data())
+
+    def test_an_unknown_total_says_where_to_set_it(self) -> None:
+        with pytest.raises(InjectionError, match="set max_epochs or max_steps of the Trainer"):
+            trainer(InjectionCallback(BLOCK), max_epochs=-1).fit(Classifier(), data())
+
+    def test_an_optimizer_that_does_not_exist(self) -> None:
+        with pytest.raises(InjectionError, match="optimizer=1, but Classifier has 1 optimizer"):
+            trainer(InjectionCallback(HEAD, optimizer=1)).fit(Classifier(), data())
+
+    def test_two_callbacks_with_the_same_specs_are_refused_before_the_first_step(self) -> None:
+        with pytest.raises((RuntimeError, HookdropError)):
+            trainer(InjectionCallback(HEAD), InjectionCallback(HEAD))
+
+    def test_no_specs(self) -> None:
+        with pytest.raises(TypeError, match="at least one spec"):
+            InjectionCallback()
