@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import gc
 from itertools import combinations
 
 import pytest
 
-from tests.support.error_catalog import CASES, code_of, provoke
+from tests.support.error_catalog import CASES, code_of, messages
 
 
-@pytest.fixture(scope="module")
-def messages() -> dict[str, list[str]]:
-    for module in ("pytorch_grad_cam", "rich"):
+@pytest.fixture(autouse=True)
+def _libraries() -> None:
+    for module in ("pytorch_grad_cam", "rich", "timm", "torchvision"):
         pytest.importorskip(module)
-    gc.collect()
-    gc.freeze()  # or each case searches all objects of the test session for garbage
-    try:
-        return {title: provoke(function) for title, function in CASES}
-    finally:
-        gc.unfreeze()
 
 
 @pytest.mark.parametrize("title", [title for title, _ in CASES])
-def test_each_entry_raises_or_warns_once(messages: dict[str, list[str]], title: str) -> None:
-    assert len(messages[title]) == 1, messages[title]
+def test_each_entry_raises_or_warns_once(title: str) -> None:
+    assert len(messages()[title]) == 1, messages()[title]
 
 
-def test_no_two_messages_are_equal(messages: dict[str, list[str]]) -> None:
-    texts = [(title, text.partition(": ")[2]) for title, found in messages.items() for text in found]
+def test_no_two_messages_are_equal() -> None:
+    texts = [(title, text.partition(": ")[2]) for title, found in messages().items() for text in found]
     assert not [(a, b) for (a, first), (b, second) in combinations(texts, 2) if first == second]
-    assert len(messages) == len(CASES)
+    assert len(messages()) == len(CASES)
 
 
 def test_the_code_of_an_entry_is_its_body() -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import inspect
 import io
 import re
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the "fake" backend
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import (
@@ -94,12 +98,34 @@ class InjectsInForward(ResNet):
         return super().forward(x)
 
 
+class Decoder(nn.Module):
+    """A transformer layer with the structure of LLaMA's, and dropout in its MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x + self.self_attn(self.input_layernorm(x)))
+
+
+class Argmax(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(-1)
+
+
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
 def half(step: int) -> float:
     return 0.5
+
+
+def keras_layer() -> nn.Module:
+    """A stand-in for a Keras layer on the torch backend."""
+    return type("Dense", (nn.Linear,), {"__module__": "keras.src.layers.core"})(8, 8)
 
 
 def train(model: nn.Module, steps: int = 30, optimizer: Any = None) -> None:
@@ -190,6 +216,36 @@ def _() -> None:
     inject(ResNet(), Dropout(p=0.1), layers="layer1.*", p_scale={"layer2.*": 0.5})
 
 
+@case("a layer that two patterns of a mapping match")
+def _() -> None:
+    inject(ResNet(), {"layer1.*": Dropout(p=0.1), "layer1.0": Dropout2d(p=0.1)})
+
+
+@case("a pattern that also matches containers without a forward()")
+def _() -> None:
+    inject(ViT(), Dropout(p=0.1), layers="*")
+
+
+@case("an exclude that matches none of the selected layers")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers="layer1.*", exclude="layer2")
+
+
+@case("a Keras layer")
+def _() -> None:
+    inject(nn.Sequential(keras_layer()), Dropout(p=0.1), layers="0")
+
+
+@case("a ScriptModule")
+def _() -> None:
+    inject(torch.jit.script(mlp()), Dropout(p=0.1), layers="0")
+
+
+@case("a module inside a TransformerEncoderLayer")
+def _() -> None:
+    inject(nn.TransformerEncoderLayer(8, 2, batch_first=True), Dropout(p=0.1), layers="linear1")
+
+
 # --- shapes, with an example input
 
 
@@ -218,6 +274,34 @@ def _() -> None:
     inject(ResNet(), Dropout(p=0.1), layers="layer1.**")
 
 
+@case("maps with the channels last (NHWC)")
+def _() -> None:
+    inject(nn.Sequential(nn.Linear(8, 8)), Dropout2d(p=0.1), layers="0", example_input=torch.zeros(2, 16, 16, 8))
+
+
+@case("a high rate before a batch norm")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.5), layers="layer1.0.conv1", example_input=IMAGES)
+
+
+@case("a frozen layer")
+def _() -> None:
+    (model := ResNet()).layer1.requires_grad_(False)
+    inject(model, Dropout(p=0.1), layers="layer1.0", example_input=IMAGES)
+
+
+@case("a layer that returns no tensor")
+def _() -> None:
+    inject(
+        nn.Sequential(nn.Embedding(8, 8), Argmax()), Dropout(p=0.1), layers="1", example_input=torch.ones(2, 3).long()
+    )
+
+
+@case("a pattern that also matches a layer that a forward never calls")
+def _() -> None:
+    inject(ViT(), Dropout(p=0.1), layers=nn.Linear, example_input=IMAGES)
+
+
 @case("a layer that a forward never calls")
 def _() -> None:
     inject(ViT(), Dropout(p=0.1), layers="unused", example_input=IMAGES)
@@ -226,6 +310,11 @@ def _() -> None:
 @case("an example input that the model rejects")
 def _() -> None:
     inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(2, 4, 16, 16))
+
+
+@case("an example input of a model with lazy modules")
+def _() -> None:
+    inject(nn.Sequential(nn.LazyLinear(8)), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 4))
 
 
 @case("a wrong shape without an example input")
@@ -241,6 +330,16 @@ def _() -> None:
 @case("p out of range")
 def _() -> None:
     DropBlock(p=1.5)
+
+
+@case("p as a percentage")
+def _() -> None:
+    Dropout(p=10)
+
+
+@case("no rate")
+def _() -> None:
+    Dropout()
 
 
 @case("p as a string")
@@ -271,6 +370,16 @@ def _() -> None:
 @case("a module with parameters")
 def _() -> None:
     inject(ResNet(), nn.BatchNorm2d(8), layers="layer1.*")
+
+
+@case("a lambda as the regularizer")
+def _() -> None:
+    inject(ResNet(), lambda x: 0.9 * x, layers="fc")
+
+
+@case("a schedule for a regularizer without a rate")
+def _() -> None:
+    inject(ResNet(), torch.tanh, layers="fc", schedule=LinearSchedule(steps=10))
 
 
 @case("a number as the schedule")
@@ -319,6 +428,13 @@ def _() -> None:
     inject(model, DropBlock(p=0.1, block_size=3), layers="layer1.*.bn1", on_existing="replace")
 
 
+@case("inject inside without_hooks")
+def _() -> None:
+    model, _ = injected()
+    with hookdrop.without_hooks(model):
+        inject(model, Dropout(p=0.1), layers="layer1.0.bn1")
+
+
 @case("inject inside torch.jit.trace")
 def _() -> None:
     torch.jit.trace(InjectsInForward(), IMAGES)
@@ -335,6 +451,18 @@ def _() -> None:
     model, drop = injected()
     with drop:
         torch.jit.script(model.layer1[0].bn1)
+
+
+@case("torch.export in training mode")
+def _() -> None:
+    inject(model := mlp(), Dropout(p=0.1), layers="0")
+    torch.export.export(model, (torch.zeros(2, 8),))
+
+
+@case("torch.fx of a hooked block")
+def _() -> None:
+    inject(model := nn.Sequential(mlp()), Dropout(p=0.1), layers="0")
+    torch.fx.symbolic_trace(model)
 
 
 @case("a plan of a model that changed since")
@@ -388,7 +516,7 @@ def _() -> None:
 @case("follow() of something else than an optimizer")
 def _() -> None:
     model, drop = injected(schedule=LinearSchedule(steps=100))
-    drop.follow(model)
+    drop.follow(model.fc)
 
 
 @case("the followed optimizer is gone")
@@ -423,6 +551,13 @@ def _() -> None:
     model, drop = injected()
     model.layer3 = copy.deepcopy(model.layer2)
     drop.summary()
+
+
+@case("an activation checkpoint that does not restore the random state")
+def _() -> None:
+    model, _ = injected(Dropout(p=0.5))
+    x = torch.ones(2, 8, 16, 16, requires_grad=True)
+    checkpoint(model.layer1, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
 
 
 @case("two ranks with the same seed")
@@ -485,6 +620,26 @@ def _() -> None:
     drop.load_state_dict(inject(other, DropBlock(p=0.1), layers="layer1.*").state_dict())
 
 
+@case("the state of other sites, not strict")
+def _() -> None:
+    (_model, drop), other = injected(), ResNet()
+    state = inject(other, DropBlock(p=0.1), layers="layer1.*.bn1").state_dict()
+    drop.load_state_dict(state, strict=False)
+
+
+@case("the states of other injections")
+def _() -> None:
+    (model, _), other = injected(), ResNet()
+    inject(other, Dropout(p=0.1), layers="fc")
+    hookdrop.find(model).load_state_dict(hookdrop.find(other).state_dict())
+
+
+@case("the state of another rate")
+def _() -> None:
+    (_model, drop), other = injected(), injected(DropBlock(p=0.2, block_size=3))[1]
+    drop.load_state_dict(other.state_dict())
+
+
 @case("the state of another schedule")
 def _() -> None:
     _model, drop = injected(schedule=LinearSchedule(steps=100))
@@ -526,6 +681,23 @@ def _() -> None:
     recipes.dropblock_resnet(mlp(), p=0.1)
 
 
+@case("stochastic_depth of a model that has it")
+def _() -> None:
+    import timm
+
+    recipes.stochastic_depth(timm.create_model("test_vit", drop_path_rate=0.1))
+
+
+@case("residual_dropout of a model that has dropout")
+def _() -> None:
+    recipes.residual_dropout(nn.Sequential(Decoder()))
+
+
+@case("a recipe for a model that torch.fx has traced")
+def _() -> None:
+    recipes.stochastic_depth(torch.fx.symbolic_trace(ResNet()))
+
+
 @case("a keyword that a recipe does not take")
 def _() -> None:
     recipes.stochastic_depth(ResNet(), rate=0.1)
@@ -539,6 +711,13 @@ def _() -> None:
 @case("set_dropout with a pattern that matches nothing")
 def _() -> None:
     recipes.set_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), {"drop": 0.2})
+
+
+@case("set_dropout removed in the wrong order")
+def _() -> None:
+    model = nn.Sequential(nn.Dropout(0.1))
+    first, _second = recipes.set_dropout(model, 0.2), recipes.set_dropout(model, 0.3)
+    first.remove()
 
 
 # --- observing
@@ -566,6 +745,17 @@ def _() -> None:
 @case("command line: a misspelled regularizer")
 def _() -> None:
     command("plan", "resnet18", "--layers", "layer1", "--regularizer", "DropBlok(p=0.1)")
+
+
+@case("command line: a misspelled model")
+def _() -> None:
+    command("plan", "resnet5O", "--layers", "layer1", "--regularizer", "Dropout(p=0.1)")
+
+
+@case("command line: a package is not installed")
+def _() -> None:
+    with mock.patch.dict(sys.modules, {"timm": None}):
+        command("layers", "resnet18")
 
 
 @case("command line: no regularizer")
@@ -612,11 +802,22 @@ def code_of(function: Callable[[], Any]) -> str:
     return textwrap.dedent("".join(inspect.getsourcelines(function)[0][2:])).rstrip()
 
 
+@functools.cache
+def messages() -> dict[str, list[str]]:
+    """The errors and warnings of each case, by its title."""
+    gc.collect()
+    gc.freeze()  # or each case searches all objects of the process for garbage
+    try:
+        return {title: provoke(function) for title, function in CASES}
+    finally:
+        gc.unfreeze()
+
+
 def print_catalog() -> None:
     """Print every case: number, title, code, messages."""
     for number, (title, function) in enumerate(CASES, start=1):
         print(f"{number}. {title}\n{textwrap.indent(code_of(function), '    >>> ')}")
-        print(textwrap.indent("\n".join(provoke(function)), "    ") + "\n")
+        print(textwrap.indent("\n".join(messages()[title]), "    ") + "\n")
 
 
 if __name__ == "__main__":
