@@ -12,7 +12,7 @@ from torch import nn
 
 import hookdrop
 from hookdrop import find, functional, recipes
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 PAGE = (ROOT / "docs" / "start" / "coming_from.md").read_text()
 LINES = re.findall(r"^\| .+ \| `([^`]+)` \|$", PAGE, re.M)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.support.error_catalog import CASES, messages
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 BLOCKS = re.findall(r"^```none\n(.*?)\n```$\n(.*?)(?=^#|\Z)", PAGE, re.M | re.S)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import hookdrop
-from tests.support.paths import ROOT
+from tests.support.programs import ROOT
 
 ADDRESS = "https://example.org/someone/hookdrop"
 LIBRARY = "hookdrop/kernels/_blocks.native"
