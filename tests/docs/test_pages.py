@@ -28,7 +28,9 @@ def restored() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("page", [README, *(page for page in PAGES if blocks_of(page))], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [README, *(page for page in PAGES if any(block.kind == "code" for block in blocks_of(page)))], ids=name_of
+)
 def test_code_blocks_run_and_print_the_documented_output(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
