@@ -223,8 +223,8 @@ class TestErrors:
         assert not find(model)
 
     def test_a_missing_submodule_names_the_nearest(self) -> None:
-        with pytest.raises(LayerError, match=r"module='modell': Classifier has no such submodule(?s:.)*model"):
-            trainer(InjectionCallback(HEAD, module="modell")).fit(Classifier(), data())
+        with pytest.raises(LayerError, match=r"module='model1': Classifier has no such submodule(?s:.)*model"):
+            trainer(InjectionCallback(HEAD, module="model1")).fit(Classifier(), data())
 
     def test_an_unknown_total_says_where_to_set_it(self) -> None:
         with pytest.raises(InjectionError, match="set max_epochs or max_steps of the Trainer"):
