@@ -40,7 +40,8 @@ class InjectionSpec:
 
     Example:
         >>> spec = InjectionSpec("Dropout(p=0.2)", layers="0", schedule="LinearSchedule(steps=1.0)")
-        >>> spec.place(nn.Sequential(nn.Linear(2, 2)), total_steps=100)
+        >>> model = nn.Sequential(nn.Linear(2, 2))
+        >>> spec.place(model, total_steps=100)
         <Injection 'dropout': 1 site, p=0 of 0.2, step 0 of LinearSchedule(steps=100)>
     """
 
