@@ -67,6 +67,11 @@ class InjectionCallback(Callback):
         specs = [spec.to_dict() for spec in self._placement.specs]
         return self._generate_state_key(module=self.module, specs=specs)
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove the hooks of an earlier fit, before Lightning loads a state into them or an average copies them."""
+        if stage == "fit":
+            self._placement.remove()
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Place the hooks."""
         count = len(trainer.optimizers)

@@ -146,6 +146,18 @@ class TestResume:
         for name, value in whole.state_dict().items():
             assert torch.equal(value, resumed.state_dict()[name]), name
 
+    def test_a_callback_that_is_used_again_restores_the_checkpoint(self, tmp_path: Path) -> None:
+        saves = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+        callback = InjectionCallback(HEAD)
+        trainer(callback, saves, max_epochs=2, enable_checkpointing=True).fit(Classifier(), data())
+        state = torch.load(tmp_path / "epoch=0.ckpt", weights_only=False)
+        state["callbacks"][callback.state_key]["dropout"]["target_p"] = [0.25]
+        torch.save(state, tmp_path / "changed.ckpt")
+        trainer(callback, max_epochs=2).fit(
+            Classifier(), data(), ckpt_path=tmp_path / "changed.ckpt", weights_only=False
+        )
+        assert callback.injections[0].target_p == 0.25
+
     def test_a_checkpoint_with_other_specs_is_not_loaded_into_this_one(self, tmp_path: Path) -> None:
         saves = ModelCheckpoint(tmp_path, filename="last")
         trainer(InjectionCallback(BLOCK), saves, enable_checkpointing=True).fit(Classifier(), data())
@@ -188,10 +200,13 @@ class TestStatistics:
         assert callback.injections[0].metrics()["hookdrop/dropblock/enabled"] == 1.0
 
     def test_an_average_beside_it_has_no_hooks(self) -> None:
-        average = WeightAveraging()
-        model = Classifier()
-        trainer(InjectionCallback(BLOCK), average).fit(model, data())
-        assert len(find(model)) == 1
+        callback, model = InjectionCallback(BLOCK), Classifier()
+        for _ in range(2):  # the average of a second fit is copied while the first one's hooks would be on the model
+            average = WeightAveraging()
+            trainer(callback, average).fit(model, data())
+            assert len(find(model)) == 1
+            assert average._average_model is not None
+            assert not find(average._average_model)
 
 
 class TestLogs:
