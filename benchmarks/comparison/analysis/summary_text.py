@@ -74,18 +74,23 @@ def _image_dependence(found: dict[str, Difference]) -> Iterator[str]:
 
 
 def _between(pairs: Sequence[Contrast]) -> str:
-    apart = [
-        f"{pair.a} is {pair.difference.verdict} {pair.b} ({interval_text(pair.difference, pair.metric)})"
-        for pair in pairs
-        if pair.difference.verdict != UNCLEAR
-    ]
+    """The pairs that differ, by name unless there are many; the report and the summary list all of them."""
+    apart = [pair for pair in pairs if pair.difference.verdict != UNCLEAR]
     if not apart:
         return f"{'the pair' if len(pairs) == 1 else f'the {len(pairs)} pairs'} cannot be distinguished."
-    rest = len(pairs) - len(apart)
-    others = f"; the other {rest} of {len(pairs)} pairs cannot be distinguished" if rest else ""
+    if len(apart) > MANY:
+        named = f"the intervals of {len(apart)} of {len(pairs)} pairs exclude 0"
+    else:
+        rest = len(pairs) - len(apart)
+        named = join([_named(pair) for pair in apart])
+        named += f"; the other {rest} of {len(pairs)} pairs cannot be distinguished" if rest else ""
     count = sum(pair.difference.p_holm <= LEVEL for pair in pairs)
     result = f"{plural(count, 'pair')} differ{'s' if count == 1 else ''}" if count else "no pair differs"
-    return f"{join(apart)}{others}. In the permutation test with Holm's correction, {result} significantly at 5 %."
+    return f"{named}. In the permutation test with Holm's correction, {result} significantly at 5 %."
+
+
+def _named(pair: Contrast) -> str:
+    return f"{pair.a} is {pair.difference.verdict} {pair.b} ({interval_text(pair.difference, pair.metric)})"
 
 
 def join(items: Sequence[str]) -> str:

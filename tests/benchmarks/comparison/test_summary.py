@@ -486,6 +486,16 @@ class TestSummaryText:
             "The rate of DropBlock and DropPath was fixed in advance, not tuned"
         )
 
+    def test_many_pairs_are_counted_instead_of_named(self) -> None:
+        cell = make(shifts={"DropPath": 0.1}).cell()
+        pair = next(pair for pair in cell.between if pair.metric == "accuracy")
+        pairs = [pair.model_copy(update={"a": f"arm {i}"}) for i in range(4)]
+        cell = cell.model_copy(update={"between": pairs})
+        sentence = next(words for words in findings(cell) if "between regularizers" in words)
+        assert "the intervals of 4 of 4 pairs exclude 0." in sentence
+        assert sentence.endswith("4 pairs differ significantly at 5 %.")
+        assert "arm 3" not in sentence
+
     def test_many_arms_are_counted_instead_of_named(self, made: Made) -> None:
         arms = made.cell().arms
         clear = make(shifts={"DropPath": 0.1}).cell()
