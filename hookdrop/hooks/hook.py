@@ -20,6 +20,7 @@ from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks import compiling
 from hookdrop.hooks.batch_norm import collects_statistics, dropped_statistics_text
 from hookdrop.hooks.checkpointing import may_be_recomputed, rng_fingerprint
+from hookdrop.hooks.portable import deep_copied, reduced
 from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
@@ -93,6 +94,12 @@ class SiteHook:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduced(self.state.portable, self.handle) or super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
+        return deep_copied(self, memo)
 
     # --- a call
 

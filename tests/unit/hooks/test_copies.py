@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.hooks.hook import SiteHook
+from hookdrop.recipes.recipe import RecipeSite, plan_sites
 from tests.support.injections import half_ramped
 from tests.support.models import ROWS, Small, pair
 from tests.support.training import run
@@ -98,6 +100,52 @@ def test_averaged_model_is_deterministic_inside_disabled(model: Small, drop: Inj
     assert not torch.equal(averaged(images), averaged(images))
     with find(averaged).disabled():
         assert torch.equal(averaged(images), averaged(images))
+
+
+def skips(model: nn.Module, **settings: Any) -> Injection:
+    sites = [RecipeSite("layer1.0", {"p": 0.5}, at="skip", branch="conv1")]
+    defaults = {"schedule": None, "total_steps": None, "name": "skips", "on_existing": "error", "example_input": None}
+    return plan_sites(model, sites, Dropout, **defaults, **settings).apply()
+
+
+PORTABLE = {
+    "output": lambda model: inject(model, Dropout(0.5), layers="layer1.*", portable=True),
+    "input": lambda model: inject(model, Dropout(0.5), layers="layer1.*", at="input", portable=True),
+    "skip": lambda model: skips(model, portable=True),
+}
+
+
+@pytest.mark.parametrize("at", PORTABLE)
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_portable_hooks_are_in_copies_but_not_in_pickles(
+    model: Small, images: torch.Tensor, at: str, protocol: int
+) -> None:
+    clean = run(model, images)
+    drop = PORTABLE[at](model)
+    average = copy.deepcopy(model)
+    (own,) = find(average)
+    assert [site.name for site in own.sites] == [site.name for site in drop.sites]
+    assert torch.equal(run(average, images), run(model, images))
+    own.seek(3)
+    assert drop.step_count == 0
+    for hooked in (model, copy.deepcopy(average).half()):  # the second as ultralytics does it
+        pickled = pickle.dumps(hooked, protocol)
+        assert b"hookdrop.hooks" not in pickled
+        loaded = pickle.loads(pickled).float()
+        assert find(loaded) == ()
+    assert torch.equal(run(pickle.loads(pickle.dumps(model, protocol)), images), clean)
+    drop.remove()
+    assert torch.equal(run(model, images), clean)
+
+
+def test_portable_hooks_reach_a_process_that_is_started(model: Small) -> None:
+    inject(model, Dropout(0.5), layers="layer1.*", portable=True)
+    set_spawning_popen(object())
+    try:
+        pickled = pickle.dumps(model)
+    finally:
+        set_spawning_popen(None)
+    assert find(pickle.loads(pickled))["dropout"].p == 0.5
 
 
 class Owner(nn.Module):
