@@ -45,18 +45,16 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
 def _restored_after_error(model: nn.Module) -> Iterator[None]:
     """Restore statistics, momenta and training modes if the block raises; PyTorch's function restores nothing."""
     modes = [(module, module.training) for module in model.modules()]
-    norms = [(module, module.momentum, _copied_buffers(module)) for module, _ in modes if isinstance(module, BatchNorm)]
+    norms = [(module, module.momentum) for module, _ in modes if isinstance(module, BatchNorm)]
+    buffers = [buffer for norm, _ in norms for buffer in buffers_of(norm).values() if buffer is not None]
+    values = [buffer.clone() for buffer in buffers]
     try:
         yield
     except BaseException:
         for module, training in modes:
             module.training = training
-        for norm, momentum, buffers in norms:
+        for norm, momentum in norms:
             norm.momentum = momentum
-            for name, values in buffers.items():
-                buffers_of(norm)[name].copy_(values)
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
         raise
-
-
-def _copied_buffers(norm: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in buffers_of(norm).items() if buffer is not None}
