@@ -21,7 +21,7 @@ def reduced(portable: bool, handle: RemovableHandle | None) -> Any:
 
     A process that is started with the model gets the hooks: it trains, and its hookdrop is the same.
     """
-    if not portable or get_spawning_popen() is not None:  # type: ignore[no-untyped-call]
+    if not portable or get_spawning_popen() is not None:
         return None
     # As a hook, this method ignores its arguments and returns None. Its object holds the handle, because loading a
     # handle reserves its id: a later pre-hook of the same id would be called with this entry's flags.
@@ -31,7 +31,7 @@ def reduced(portable: bool, handle: RemovableHandle | None) -> Any:
 def deep_copied(hook: T, memo: dict[int, Any]) -> T:
     """Copy a hook completely, also one that pickles leave out."""
     twin = memo[id(hook)] = object.__new__(type(hook))
-    state = copy.deepcopy(hook.__getstate__(), memo)  # type: ignore[attr-defined]
+    state: Any = copy.deepcopy(hook.__getstate__(), memo)
     restore = getattr(twin, "__setstate__", twin.__dict__.update)
     restore(state)
     return twin
