@@ -4,6 +4,7 @@ from hookdrop import observe as observe
 from hookdrop import recipes as recipes
 from hookdrop.diagnostics.rank_seeds import seed_per_rank
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
+from hookdrop.injection.batch_norm import update_bn
 from hookdrop.injection.group import Injections
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan
@@ -54,6 +55,7 @@ __all__ = [
     "plan",
     "recipes",
     "seed_per_rank",
+    "update_bn",
     "without_hooks",
 ]
 __all__ += _catalog.__all__

@@ -18,7 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks import compiling
+from hookdrop.hooks.batch_norm import collects_statistics, dropped_statistics_text
 from hookdrop.hooks.checkpointing import may_be_recomputed, rng_fingerprint
+from hookdrop.hooks.portable import deep_copied, reduced
 from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
@@ -93,6 +95,12 @@ class SiteHook:
         self.__dict__.update(state)
         self._start()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduced(self.state.portable, self.handle) or super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
+        return deep_copied(self, memo)
+
     # --- a call
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -112,7 +120,7 @@ class SiteHook:
         if graph_task() != -1:
             return self._recompute(module, value, rate)
         if (rate is not None or module.training) and may_be_recomputed():
-            self.state.live.checkpointed.note((self.site, module.training, rng_fingerprint(value)), rate)
+            self._note_forward(module, value, rate)
         if rate is None:
             return None
         if is_tracing():
@@ -120,6 +128,13 @@ class SiteHook:
         if rate.neutral:
             return None
         return self.edit(module, value, lambda x: self.apply(x, rate))
+
+    def _note_forward(self, module: nn.Module, value: Any, rate: Rate | None) -> None:
+        """Remember the rate for a recompute, and warn if this forward collects batch-norm statistics."""
+        self.state.live.checkpointed.note((self.site, module.training, rng_fingerprint(value)), rate)
+        drops = module.training and rate is not None and not rate.neutral
+        if drops and not torch.is_grad_enabled() and collects_statistics():
+            self.state.warn_once("dropped statistics", dropped_statistics_text(self.state.name))
 
     def _call_in_graph(self, module: nn.Module, value: Any) -> Any:
         # Read only attributes that stay constant between calls; others would trigger recompilation.

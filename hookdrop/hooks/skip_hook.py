@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookdrop.errors import InjectionError
 from hookdrop.hooks.hook import InputHook, Rate, SiteHook
+from hookdrop.hooks.portable import deep_copied, reduced
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey
@@ -174,6 +175,12 @@ class RestoreInputHook:
         restored = self.owner.restore(module, args, kwargs or {})
         # If another library re-registered the hook, it may be called without kwargs and must then return only `args`.
         return restored[0] if restored is not None and kwargs is None else restored
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduced(self.owner.state.portable, self.owner.restore_handle) or super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RestoreInputHook:
+        return deep_copied(self, memo)
 
     @property
     def placed(self) -> bool:

@@ -88,6 +88,8 @@ class InjectionState:
     schedule: Schedule
     step_count: int = 0
     enabled: bool = True
+    portable: bool = False
+    """Whether pickles of the model leave the hooks out."""
     removed: bool = False
     warned_kinds: set[str] = field(default_factory=set)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)

@@ -22,6 +22,7 @@ from hookdrop.utils.validation import number, rate
 
 VERSION = 1
 _KEYS = ("version", "name", "at", "tensor", "schedule", "sites")
+_OPTIONAL_KEYS = ("portable",)
 _SITE_KEYS = ("name", "p_scale", "regularizer")
 
 Allowed = Sequence[Callable[..., Any]]
@@ -53,7 +54,7 @@ def to_config(state: InjectionState, hooks: Sequence[SiteHook]) -> dict[str, Any
             | ({"branch": hook.branch} if isinstance(hook, SkipHook) else {})
             for hook in hooks
         ],
-    }
+    } | ({"portable": True} if state.portable else {})
     try:
         return json.loads(json.dumps(config, allow_nan=False))  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
@@ -81,6 +82,7 @@ class InjectionConfig(NamedTuple):
     schedule: Schedule | None
     """None if it always returns 1."""
     sites: list[ConfiguredSite]
+    portable: bool
 
 
 def read_config(config: Any, allow: Allowed) -> InjectionConfig:
@@ -91,17 +93,19 @@ def read_config(config: Any, allow: Allowed) -> InjectionConfig:
     """
     if not isinstance(config, Mapping) or type(config.get("version")) is not int or config["version"] != VERSION:
         raise StateError(f"this is not an injection config (version {VERSION}): {_truncated(config)}")
-    _require_keys(config, "", _KEYS)
+    _require_keys(config, "", _KEYS, _OPTIONAL_KEYS)
     name, at, tensor, sites = config["name"], config["at"], config["tensor"], config["sites"]
     _require(isinstance(name, str) and name and "/" not in name, "name", "a non-empty string without '/'", name)
     _require(at in ("output", "input"), "at", "'output' or 'input'", at)
     fits = isinstance(tensor, TensorKey) and not isinstance(tensor, bool)
     _require(fits, "tensor", "an index, a key, 'all' or None", tensor)
     _require(isinstance(sites, list | tuple) and sites, "sites", "a list of at least one site", sites)
+    portable = config.get("portable", False)
+    _require(isinstance(portable, bool), "portable", "true or false", portable)
     schedule = _schedule_of(config["schedule"], "schedule", allow)
     constant = isinstance(schedule, schedules.ConstantSchedule) and schedule.value == 1.0
     read = [_site_of(site, f"sites[{index}]", at, allow) for index, site in enumerate(sites)]
-    return InjectionConfig(name, tensor, None if constant else schedule, read)
+    return InjectionConfig(name, tensor, None if constant else schedule, read, portable)
 
 
 def _site_of(config: Any, path: str, at: str, allow: Allowed) -> ConfiguredSite:

@@ -37,10 +37,12 @@ def make_plan(
     tensor: TensorKey = None,
     name: str | None = None,
     on_existing: str = "error",
+    portable: bool = False,
     example_input: Any = None,
 ) -> Plan:
     """Check the resolved sites and make their plan; the arguments are those of `inject`."""
     one_of(on_existing, "on_existing", "inject", ("error", "replace", "stack"))
+    one_of(portable, "portable", "inject", (True, False))
     sites = resolved.sites
     regularizers = [site.regularizer for site in sites if site.regularizer is not None]
     warnings = resolved.warnings + (_site_warnings(resolved.root, sites) if regularizers else [])
@@ -62,6 +64,7 @@ def make_plan(
         warnings,
         tensor=tensor,
         on_existing=on_existing,
+        portable=portable,
         warned_kinds=warned_kinds,
         **schedules,
     )
@@ -132,6 +135,7 @@ class Plan:
     """As requested, possibly in fractions of the training."""
     tensor: TensorKey = None
     on_existing: str = "error"
+    portable: bool = False
     warned_kinds: set[str] = field(default_factory=set, repr=False)
     """The kinds of shape warnings that `warnings` contains."""
 
@@ -150,6 +154,7 @@ class Plan:
                 warn(text)
             compiling.reset_stale_compiler()
             state = InjectionState(self.name, tuple([s.name for s in self.sites]), self.schedule or _CONSTANT)
+            state.portable = self.portable
             # The first forward must not repeat the warnings above.
             state.warned_kinds |= self.warned_kinds
             state.live.root = weakref.ref(self.root)

@@ -38,6 +38,7 @@ def inject(
     p_scale: PScale | None = None,
     name: str | None = None,
     on_existing: str = "error",
+    portable: bool = False,
     example_input: Any = None,
 ) -> Injection:
     """Add a regularizer to layers of a model, without changing the model's code.
@@ -63,6 +64,8 @@ def inject(
             patterns to factors, or a function of (name, index, count).
         name: the injection's name; None uses the regularizer's class name in lower case.
         on_existing: what to do if a site already has an injection: `"error"`, `"replace"`, or `"stack"`.
+        portable: whether `torch.save(model)` and pickle leave the hooks out, so that the file loads where hookdrop is
+            not installed. Copies and processes started with the model have the hooks.
         example_input: a tensor, a tuple of arguments, or a dict of keyword arguments, for one eval forward that
             checks shapes and finds layers that are never called.
 
@@ -98,6 +101,7 @@ def inject(
         p_scale=p_scale,
         name=name,
         on_existing=on_existing,
+        portable=portable,
         example_input=example_input,
     ).apply()
 
@@ -115,6 +119,7 @@ def plan(
     p_scale: PScale | None = None,
     name: str | None = None,
     on_existing: str = "error",
+    portable: bool = False,
     example_input: Any = None,
 ) -> Plan:
     """Show what `inject` would do with the same arguments, without changing the model.
@@ -145,7 +150,13 @@ def plan(
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {tensor!r}.")
         resolved = resolve(model, regularizer, layers, exclude, schedule, p_scale, at, total_steps)
         return make_plan(
-            model, resolved, tensor=tensor, name=name, on_existing=on_existing, example_input=example_input
+            model,
+            resolved,
+            tensor=tensor,
+            name=name,
+            on_existing=on_existing,
+            portable=portable,
+            example_input=example_input,
         )
 
 
@@ -230,7 +241,7 @@ def _plan_from_config(
         resolved = resolve(model, regularizers, None, (), config.schedule, scales, total_steps=total_steps)
         for planned in resolved.sites:
             planned.at, planned.branch = sites[planned.module].at, sites[planned.module].branch
-        return make_plan(model, resolved, tensor=config.tensor, name=config.name)
+        return make_plan(model, resolved, tensor=config.tensor, name=config.name, portable=config.portable)
     except LayerError:
         raise
     except Exception as error:

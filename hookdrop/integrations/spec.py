@@ -32,7 +32,7 @@ class InjectionSpec:
 
     Args:
         regularizer: a string such as `"DropBlock(p=0.1, block_size=7)"`, or what `inject` takes.
-        layers, exclude, at, tensor, schedule, p_scale, name, on_existing: as in `inject`.
+        layers, exclude, at, tensor, schedule, p_scale, name, on_existing, portable: as in `inject`.
         recipe: a recipe with its settings, such as `"stochastic_depth(p=0.1)"`, instead of `regularizer` and `layers`.
 
     Raises:
@@ -54,6 +54,7 @@ class InjectionSpec:
     p_scale: Any = None
     name: str | None = None
     on_existing: str = "error"
+    portable: bool = False
     recipe: str | None = None
 
     def __post_init__(self) -> None:

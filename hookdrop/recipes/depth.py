@@ -32,6 +32,7 @@ def stochastic_depth(
     total_steps: int | None = None,
     name: str = "stochastic_depth",
     on_existing: str = "error",
+    portable: bool = False,
     example_input: Any = None,
 ) -> Plan:
     """Inject DropPath at the end of each residual branch, so that a sample skips the whole branch.
@@ -46,7 +47,7 @@ def stochastic_depth(
         p_scale: scales `p` by block, as in `inject`: `"depth_from_zero"` as in timm and most of torchvision, `"depth"`
             as in the paper, None for `p` in every block. Both libraries' EfficientNets: `lambda name, i, n: i / n`.
         regularizer: called with `p=` for each site instead of `DropPath`.
-        schedule, total_steps, name, on_existing, example_input: as in `inject`.
+        schedule, total_steps, name, on_existing, portable, example_input: as in `inject`.
 
     Raises:
         LayerError: the recipe recognizes no residual block of the model.
@@ -83,6 +84,7 @@ def stochastic_depth(
         total_steps=total_steps,
         name=name,
         on_existing=on_existing,
+        portable=portable,
         example_input=example_input,
     )
 

@@ -33,6 +33,7 @@ def dropblock_resnet(
     total_steps: int | None = None,
     name: str = "dropblock_resnet",
     on_existing: str = "error",
+    portable: bool = False,
     example_input: Any = None,
 ) -> Plan:
     """Inject DropBlock as in its paper: in groups 3 and 4 of a ResNet, after every convolution and on the skips.
@@ -48,7 +49,7 @@ def dropblock_resnet(
         steps: optimizer steps over which keep_prob falls linearly from 1 to 1 - p, or a fraction of the training; None
             uses `p` from the start.
         regularizer: called with `p=` and `block_size=` for each site.
-        total_steps, name, on_existing, example_input: as in `inject`.
+        total_steps, name, on_existing, portable, example_input: as in `inject`.
 
     Raises:
         LayerError: the model contains no such ResNet.
@@ -79,6 +80,7 @@ def dropblock_resnet(
         total_steps=total_steps,
         name=name,
         on_existing=on_existing,
+        portable=portable,
         example_input=example_input,
     )
 
@@ -93,6 +95,7 @@ def timm_dropblock(
     total_steps: int | None = None,
     name: str = "timm_dropblock",
     on_existing: str = "error",
+    portable: bool = False,
     example_input: Any = None,
 ) -> Plan:
     """Inject DropBlock with the sites, block sizes and rates of `timm.create_model(..., drop_block_rate=p)`.
@@ -105,7 +108,7 @@ def timm_dropblock(
         p: timm's `drop_block_rate`, the drop probability of the last stage.
         regularizer: called with `p=`, `block_size=` and `gamma_scale=` for each site; None is `DropBlock` at
             p * gamma_scale. timm's own: `lambda p, block_size, gamma_scale: DropBlock2d(p, block_size, gamma_scale)`.
-        schedule, total_steps, name, on_existing, example_input: as in `inject`.
+        schedule, total_steps, name, on_existing, portable, example_input: as in `inject`.
 
     Raises:
         LayerError: the model has no such site.
@@ -134,6 +137,7 @@ def timm_dropblock(
         total_steps=total_steps,
         name=name,
         on_existing=on_existing,
+        portable=portable,
         example_input=example_input,
     )
 

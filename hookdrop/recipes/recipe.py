@@ -70,6 +70,7 @@ def plan_sites(
     total_steps: int | None,
     name: str,
     on_existing: str,
+    portable: bool,
     example_input: Any,
 ) -> Plan:
     """Plan the sites of a recipe, with one regularizer from `factory` for each."""
@@ -81,7 +82,9 @@ def plan_sites(
         planned.at, planned.branch = by_name[planned.name].at, by_name[planned.name].branch
     resolved.counts = {name: len(resolved.sites)}
     resolved.warnings += warnings
-    return make_plan(model, resolved, name=name, on_existing=on_existing, example_input=example_input)
+    return make_plan(
+        model, resolved, name=name, on_existing=on_existing, portable=portable, example_input=example_input
+    )
 
 
 def _make_regularizer(factory: Factory, settings: Mapping[str, Any]) -> Any:

@@ -30,6 +30,7 @@ def residual_dropout(
     total_steps: int | None = None,
     name: str = "residual_dropout",
     on_existing: str = "error",
+    portable: bool = False,
     example_input: Any = None,
 ) -> Plan:
     """Inject dropout into a decoder-only transformer, on what each branch adds to the residual stream.
@@ -43,7 +44,7 @@ def residual_dropout(
             or a model that contains one (a PEFT model).
         p: probability to zero an element.
         regularizer: called with `p=` for each site instead of `Dropout`.
-        schedule, total_steps, name, on_existing, example_input: as in `inject`.
+        schedule, total_steps, name, on_existing, portable, example_input: as in `inject`.
 
     Raises:
         LayerError: the model has no such layers.
@@ -73,6 +74,7 @@ def residual_dropout(
         total_steps=total_steps,
         name=name,
         on_existing=on_existing,
+        portable=portable,
         example_input=example_input,
     )
 

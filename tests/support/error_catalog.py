@@ -560,6 +560,12 @@ def _() -> None:
     checkpoint(model.layer1, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
 
 
+@case("PyTorch's update_bn of a hooked average")
+def _() -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(injected()[0])
+    torch.optim.swa_utils.update_bn([IMAGES], averaged)
+
+
 @case("two ranks with the same seed")
 def _() -> None:
     (model, drop), store = injected(), dist.HashStore()

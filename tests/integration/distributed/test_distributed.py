@@ -131,6 +131,18 @@ def test_masks_differ_between_ranks_seeded_per_rank(results: Results, how: str) 
     assert len(set(first)) == 3
 
 
+def test_branches_are_skipped_on_all_ranks_together(tmp_path: Path) -> None:
+    """With one seed per step, also if ranks have batches of different sizes and checkpoints recompute."""
+    ranks = run_program(tmp_path, "same_masks", ranks=2)
+    assert ranks[0]["own"] != ranks[1]["own"]
+    same = ranks[0]["same"]
+    assert same == ranks[1]["same"]
+    steps = [tuple(same[i : i + 6]) for i in range(0, len(same), 6)]
+    assert all(step[:3] == step[3:] for step in steps)  # forward and recompute
+    assert len(set(steps)) > 3
+    assert not any(rank["problems"] for rank in ranks)
+
+
 def test_a_checkpointed_block_under_fsdp_recomputes_with_the_same_mask(results: Results) -> None:
     for facts in by_rank(results, "fsdp checkpointed"):
         assert facts["masks"][0::2] == facts["masks"][1::2]

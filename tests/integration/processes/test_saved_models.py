@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropBlock, Injection, LinearSchedule, find, inject
+from hookdrop import DropBlock, Dropout, Injection, LinearSchedule, find, inject
 from tests.support.injections import half_ramped, injected
 from tests.support.models import Small
 from tests.support.programs import ROOT, run_code
@@ -49,6 +49,45 @@ def test_torch_save_and_load_in_a_fresh_process(model: Small, images: torch.Tens
     torch.save(images, paths["images"])
     run_code(FRESH.format(root=str(ROOT), **paths), "-W", "error::UserWarning")
     assert torch.equal(torch.load(paths["out"]), run(model, images))
+
+
+WITHOUT_HOOKDROP = """
+import copy, io, sys
+import torch
+
+sys.modules["hookdrop"] = None  # an import raises ModuleNotFoundError
+try:
+    torch.load({hooked!r}, weights_only=False)
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError("this file loads without hookdrop")
+model = torch.load({portable!r}, weights_only=False)
+x = torch.ones(64, 4)
+torch.save((model(x), copy.deepcopy(model).eval()(x)), {out!r})
+torch.save(model, io.BytesIO())
+(key,) = model[2]._forward_pre_hooks
+# Enough to reuse every handle id that was used before.
+for _ in range(key + 2):
+    model[2].register_forward_pre_hook(lambda module, args: None)
+model(x)
+"""
+
+
+def test_a_portable_model_loads_without_hookdrop(tmp_path: Path) -> None:
+    """Entries that do nothing replace the hooks, and reserve their ids: a later hook has another signature."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.ones(64, 4)
+    clean = model(x)
+    paths = {name: str(tmp_path / name) for name in ("hooked", "portable", "out")}
+    with inject(model, Dropout(0.5), layers="0"):
+        torch.save(model, paths["hooked"])
+    inject(model, Dropout(0.5), layers="0", portable=True)
+    inject(model, Dropout(0.5), layers="2", at="input", portable=True, name="input")
+    torch.save(model, paths["portable"])
+    run_code(WITHOUT_HOOKDROP.format(**paths), "-W", "error::UserWarning")
+    assert all(torch.equal(output, clean) for output in torch.load(paths["out"]))
+    assert len(find(model)) == 2
 
 
 class Activations(torch.utils.data.Dataset[Any]):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.optim.swa_utils import AveragedModel
 
 import hookdrop
 from hookdrop import (
@@ -27,6 +28,7 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.hooks.hook import SiteHook
+from hookdrop.recipes.recipe import RecipeSite, plan_sites
 from tests.support.injections import half_ramped
 from tests.support.models import ROWS, Small, pair
 from tests.support.training import run
@@ -100,22 +102,50 @@ def test_averaged_model_is_deterministic_inside_disabled(model: Small, drop: Inj
         assert torch.equal(averaged(images), averaged(images))
 
 
-def test_update_bn_inside_disabled_matches_an_unhooked_model(
-    model: Small, drop: Injection, images: torch.Tensor
+def skips(model: nn.Module, **settings: Any) -> Injection:
+    sites = [RecipeSite("layer1.0", {"p": 0.5}, at="skip", branch="conv1")]
+    defaults = {"schedule": None, "total_steps": None, "name": "skips", "on_existing": "error", "example_input": None}
+    return plan_sites(model, sites, Dropout, **defaults, **settings).apply()
+
+
+PORTABLE = {
+    "output": lambda model: inject(model, Dropout(0.5), layers="layer1.*", portable=True),
+    "input": lambda model: inject(model, Dropout(0.5), layers="layer1.*", at="input", portable=True),
+    "skip": lambda model: skips(model, portable=True),
+}
+
+
+@pytest.mark.parametrize("at", PORTABLE)
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_portable_hooks_are_in_copies_but_not_in_pickles(
+    model: Small, images: torch.Tensor, at: str, protocol: int
 ) -> None:
-    """`update_bn` runs the model in training mode, so the statistics would otherwise include dropped activations."""
-    hooked, again = AveragedModel(model), AveragedModel(model)
+    clean = run(model, images)
+    drop = PORTABLE[at](model)
+    average = copy.deepcopy(model)
+    (own,) = find(average)
+    assert [site.name for site in own.sites] == [site.name for site in drop.sites]
+    assert torch.equal(run(average, images), run(model, images))
+    own.seek(3)
+    assert drop.step_count == 0
+    for hooked in (model, copy.deepcopy(average).half()):  # the second as ultralytics does it
+        pickled = pickle.dumps(hooked, protocol)
+        assert b"hookdrop.hooks" not in pickled
+        loaded = pickle.loads(pickled).float()
+        assert find(loaded) == ()
+    assert torch.equal(run(pickle.loads(pickle.dumps(model, protocol)), images), clean)
     drop.remove()
-    clean = AveragedModel(model)
-    batches = [images, 2 * images + 1, images.flip(0)]
-    with find(hooked).disabled():
-        update_bn(batches, hooked)
-    update_bn(batches, clean)
-    update_bn(batches, again)
-    assert all(torch.equal(a, b) for a, b in zip(hooked.buffers(), clean.buffers(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(again.buffers(), clean.buffers(), strict=True))
-    assert find(hooked)[0].p == 0.2
-    assert not torch.equal(hooked(images), hooked(images))
+    assert torch.equal(run(model, images), clean)
+
+
+def test_portable_hooks_reach_a_process_that_is_started(model: Small) -> None:
+    inject(model, Dropout(0.5), layers="layer1.*", portable=True)
+    set_spawning_popen(object())
+    try:
+        pickled = pickle.dumps(model)
+    finally:
+        set_spawning_popen(None)
+    assert find(pickle.loads(pickled))["dropout"].p == 0.5
 
 
 class Owner(nn.Module):

@@ -42,7 +42,7 @@ from tests.support.models import Small
 CONFIGS = [
     {"regularizer": DropBlock(0.4, (3, 1), normalize=None), "schedule": LinearSchedule(20, delay=3)},
     {"regularizer": GaussianNoise(0.5), "schedule": ChainedSchedule([CosineSchedule(3), ConstantSchedule(0.5)], [9])},
-    {"regularizer": Dropout2d(0.4), "schedule": None, "p_scale": "depth", "name": "mine"},
+    {"regularizer": Dropout2d(0.4), "schedule": None, "p_scale": "depth", "name": "mine", "portable": True},
     {"regularizer": {"layer1.*": Dropout(0.1), "layer2.0": DropBlock(0.2, 3)}, "layers": None},
     {"regularizer": Dropout(0.1), "layers": "fc", "at": "input", "tensor": 0},
 ]

@@ -18,7 +18,13 @@ def model() -> nn.Module:
 
 class TestPlace:
     def test_it_places_what_inject_places(self) -> None:
-        settings: dict[str, Any] = {"layers": ["0", "2"], "exclude": "2", "at": "input", "name": "mine"}
+        settings: dict[str, Any] = {
+            "layers": ["0", "2"],
+            "exclude": "2",
+            "at": "input",
+            "name": "mine",
+            "portable": True,
+        }
         spec = InjectionSpec("DropBlock(p=0.1, block_size=3)", schedule="LinearSchedule(steps=0.5)", **settings)
         placed = spec.place(model(), total_steps=100)
         expected = inject(model(), DropBlock(0.1, 3), schedule=LinearSchedule(steps=50), **settings)
@@ -32,9 +38,12 @@ class TestPlace:
 
     def test_a_recipe_is_placed_with_its_settings(self) -> None:
         torchvision = pytest.importorskip("torchvision")
-        spec = InjectionSpec(recipe="stochastic_depth(p=0.4)", schedule="LinearSchedule(steps=1.0)", name="depth")
+        spec = InjectionSpec(
+            recipe="stochastic_depth(p=0.4)", schedule="LinearSchedule(steps=1.0)", name="depth", portable=True
+        )
         placed = spec.place(torchvision.models.resnet18(), total_steps=7)
         assert (placed.name, placed.target_p, placed.schedule) == ("depth", 0.4, LinearSchedule(steps=7))
+        assert placed.config["portable"]
 
     def test_an_unknown_total_names_the_fix_and_places_nothing(self) -> None:
         net = model()

@@ -1,0 +1,101 @@
+"""`update_bn`: the statistics of an average, as if it had no hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import swa_utils
+from torch.optim.swa_utils import AveragedModel
+
+from hookdrop import Dropout, GaussianNoise, eject, find, inject, update_bn
+from tests.support.injections import half_ramped
+from tests.support.models import Small
+
+LAYERS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+def network(dimensions: int) -> nn.Sequential:
+    conv, norm = LAYERS[dimensions], NORMS[dimensions]
+    return nn.Sequential(conv(3, 4, 3), norm(4, momentum=0.3), nn.ReLU(), conv(4, 4, 3), norm(4, momentum=None))
+
+
+def statistics(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_statistics_equal_those_of_a_model_without_hooks(dimensions: int) -> None:
+    """With hooks on both sides of a batch norm, for PyTorch's average and its function, to the last bit."""
+    model = network(dimensions)
+    clean = AveragedModel(model)
+    inject(model, Dropout(0.5), layers=["0", "1"])
+    inject(model, GaussianNoise(1.0), layers="2", at="input")
+    hooked, wrong = AveragedModel(model), AveragedModel(model)
+    batches = [torch.randn(4, 3, *[8] * dimensions) for _ in range(3)]
+    swa_utils.update_bn(batches, clean)
+    update_bn(batches, hooked)
+    assert equal(statistics(hooked), statistics(clean))
+    with pytest.warns(UserWarning, match="batch-norm statistics"):
+        swa_utils.update_bn(batches, wrong)
+    assert not equal(statistics(wrong), statistics(clean))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_hooks_momenta_and_modes_are_as_before(training: bool) -> None:
+    model = network(2).train(training)
+    drop = inject(model, Dropout(0.5), layers="0")
+    images = torch.randn(2, 3, 8, 8)
+    with drop.sampling():
+        update_bn([images], model)
+        assert not torch.equal(model(images), model(images))
+    assert (drop.p, model[1].momentum, model[4].momentum) == (0.5, 0.3, None)
+    assert {module.training for module in model.modules()} == {training}
+
+
+def test_batches_are_those_of_pytorch(model: Small, images: Tensor) -> None:
+    """The first element of a list or tuple is the input, and `device` moves it."""
+    half_ramped(model)
+    twin = AveragedModel(model)
+    update_bn([images], model)
+    update_bn(iter([[images, torch.zeros(1)]]), twin, torch.device("cpu"))
+    assert equal(statistics(model), statistics(twin)[1:])
+
+
+def test_a_model_without_hooks_or_without_batch_norm(images: Tensor) -> None:
+    clean, linear = network(2), nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
+    update_bn([images], clean)
+    update_bn([images], linear)
+    assert clean[1].num_batches_tracked == 1
+
+
+def interrupted(images: Tensor) -> Iterator[Tensor]:
+    yield images
+    raise ConnectionError
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_an_error_restores_everything(model: Small, images: Tensor, tracked: bool) -> None:
+    drop = half_ramped(model)
+    model(images)
+    frozen: Any = model.layer2[0].bn1.eval()
+    frozen.momentum = 0.7
+    if not tracked:
+        model.layer2[1].bn1 = nn.BatchNorm2d(8, track_running_stats=False)
+    before, modes = statistics(model), [module.training for module in model.modules()]
+    with pytest.raises(ConnectionError):
+        update_bn(interrupted(images), model)
+    assert equal(statistics(model), before)
+    assert [module.training for module in model.modules()] == modes
+    assert (frozen.momentum, model.layer1[0].bn1.momentum) == (0.7, 0.1)
+    assert drop.p == 0.2
+    assert find(model) == (drop,)
+    eject(model)
