@@ -22,8 +22,10 @@ import torch
 from tests.support.code_blocks import blocks_of
 from tests.support.programs import ROOT
 
-np = pytest.importorskip("numpy")
 pytest.importorskip("timm")
+pytest.importorskip("torchvision")
+import numpy as np
+import timm
 from PIL import Image
 
 SCRIPT = os.environ.get("TIMM_TRAIN")
@@ -48,9 +50,20 @@ def patched(script: str) -> str:
 
 
 def train(folder: Path, out: str, *arguments: object) -> str:
-    settings = "--model resnet10t --num-classes 2 --img-size 32 --batch-size 4 --epochs 3 --lr 0.01 --opt adamw --model-ema"
+    settings = (
+        "--model resnet10t --num-classes 2 --img-size 32 --batch-size 4 --epochs 3 --lr 0.01 --opt adamw --model-ema"
+    )
     quiet = "--device cpu --workers 0 --no-prefetcher --checkpoint-hist 9 --output ."
-    command = [sys.executable, "train.py", "--data-dir", "images", *settings.split(), *quiet.split(), "--experiment", out]
+    command = [
+        sys.executable,
+        "train.py",
+        "--data-dir",
+        "images",
+        *settings.split(),
+        *quiet.split(),
+        "--experiment",
+        out,
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
@@ -96,6 +109,5 @@ def test_resumed_run_is_bit_equal_with_its_average(folder: Path) -> None:
 
 @pytest.mark.usefixtures("printed")
 def test_checkpoints_load_into_a_plain_model(folder: Path) -> None:
-    timm = pytest.importorskip("timm")
     checkpoint = folder / "whole" / "checkpoint-2.pth.tar"
     timm.create_model("resnet10t", num_classes=2, checkpoint_path=str(checkpoint))
