@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 import sys
@@ -13,7 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$|^<!-- runs before the block\n(?P<hidden>.*?)^-->$|"
+REQUIRES = r"(?:^<!-- the next block requires: (?P<requires>\w+) -->\n\n)?"
+BLOCK = re.compile(REQUIRES + r"^```python\n(?P<code>.*?)^```$|^<!-- runs before the block\n(?P<hidden>.*?)^-->$|"
                    r"^```text\n(?P<text>.*?)^```$", re.M | re.S)  # fmt: skip
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])")
 
@@ -25,13 +27,15 @@ class Block(NamedTuple):
     """`code`, `hidden` (code in a comment, which readers do not see), or `text` (the output of the code before it)."""
     text: str
     line: int
+    requires: str | None = None
+    """The library without which the block and its output are left out."""
 
 
 def blocks_of(page: Path) -> list[Block]:
     """The blocks of a page in order."""
     text = page.read_text()
     return [
-        Block(kind, match[kind], text[: match.start()].count("\n") + 2)
+        Block(kind, match[kind], text[: match.start(kind)].count("\n") + 1, match["requires"])
         for match in BLOCK.finditer(text)
         if (kind := str(match.lastgroup))
     ]
@@ -44,20 +48,36 @@ def matches(printed: str, documented: str) -> bool:
     return words[0] == words[1] and all(a == pytest.approx(b, rel=0.03) for a, b in zip(*numbers, strict=True))
 
 
-def run(page: Path) -> None:
+def is_installed(library: str) -> bool:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(library)
+        return True
+    return False
+
+
+def run(page: Path) -> set[str]:
     """Run a page in the current folder; an error names its line.
+
+    Returns:
+        The libraries that are not installed, whose blocks did not run.
 
     Raises:
         AssertionError: A block prints something other than documented.
     """
     module = ModuleType("page")
     names, printed = vars(module), ""
+    missing: set[str] = set()
     # Classes of a page can only be pickled if their module can be imported.
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "page", module)
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", category=UserWarning, module="page")
-        for kind, text, line in blocks_of(page):
+        for kind, text, line, requires in blocks_of(page):
+            if kind != "text":
+                is_left_out = requires is not None and not is_installed(requires)
+                missing |= {requires} if requires and is_left_out else set()
+            if is_left_out:
+                continue
             if kind == "text":
                 where = f"{page.name}, line {line}"
                 assert matches(printed, text), f"{where} documents\n{text}\nbut the code prints\n{printed}"
@@ -66,3 +86,4 @@ def run(page: Path) -> None:
             with contextlib.redirect_stdout(output):
                 exec(compile("\n" * (line - 1) + text, str(page), "exec"), names)
             printed = output.getvalue()
+    return missing
