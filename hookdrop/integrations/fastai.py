@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,7 @@ class InjectionCallback(Callback):  # type: ignore[misc]
     each fit, as fastai's own schedules do: `fine_tune` is two fits. Nothing is dropped in `lr_find` and `validate`.
 
     Args:
-        spec: an `InjectionSpec`, or a mapping of its settings; any number of them.
-        specs: more mappings, as a list, for configuration files.
+        specs: `InjectionSpec`s, or mappings of their settings.
         log: whether to record `Injection.metrics()` for each batch in `learn.recorder.hps`, beside the learning rate.
         seed_per_rank: whether the ranks of a distributed job draw different masks.
 
@@ -42,7 +41,7 @@ class InjectionCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, *specs: InjectionSpec | Mapping[str, Any], log: bool = True, seed_per_rank: bool = True) -> None:
         self.log, self.seed_per_rank = log, seed_per_rank
-        self._placement = Placement([*spec, *specs])
+        self._placement = Placement(specs)
         self._count = 0
         self._recorded: dict[str, list[float]] = {}
 
