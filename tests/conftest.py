@@ -20,7 +20,7 @@ hypothesis.settings.load_profile("fixed")
 
 
 # hookdrop only requires PyTorch: tests that import one of these are skipped if it is not installed.
-OPTIONAL = ("timm", "torchvision", "transformers", "accelerate", "lightning", "peft", "rich", "IPython")
+OPTIONAL = ("timm", "torchvision", "transformers", "accelerate", "lightning", "fastai", "peft", "rich", "IPython")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,14 +17,15 @@ from hookdrop.integrations.spec import InjectionSpec
 
 
 class InjectionCallback(Callback):
-    """Place hooks when `fit` starts, advance their schedules, log their rates, and save and restore their state.
+    """Place hooks when the training starts, advance their schedules, log their rates, and save and restore their state.
 
     The hooks are placed after the model is built, and the schedule follows the optimizer's steps, also with gradient
     accumulation and in a resumed run. Nothing is dropped while StochasticWeightAveraging collects batch-norm
     statistics. If `fit` raises an exception, the hooks are removed.
 
     Args:
-        specs: `InjectionSpec`s, or mappings of their settings.
+        spec: an `InjectionSpec`, or a mapping of its settings; any number of them.
+        specs: more mappings, as a list, for configuration files and LightningCLI.
         module: name of the part of the LightningModule to regularize; None for all of it.
         optimizer: index of the optimizer whose steps count, if there are several.
         log: whether to log `Injection.metrics()`.
@@ -41,7 +42,8 @@ class InjectionCallback(Callback):
 
     def __init__(
         self,
-        *specs: InjectionSpec | Mapping[str, Any],
+        *spec: InjectionSpec | Mapping[str, Any],
+        specs: Sequence[Mapping[str, Any]] = (),
         module: str | None = None,
         optimizer: int = 0,
         log: bool = True,
@@ -52,13 +54,13 @@ class InjectionCallback(Callback):
         # Lightning sets `log` of every callback to the method of the LightningModule.
         self._logs = log
         self.seed_per_rank, self.remove_at_end = seed_per_rank, remove_at_end
-        self._placement = Placement(specs)
+        self._placement = Placement([*spec, *specs])
         self._disabled = ExitStack()
         self._is_collecting = False
 
     @property
     def injections(self) -> list[Injection]:
-        """The handles, from the start of `fit`."""
+        """The handles, from the start of the training."""
         return self._placement.injections
 
     @property
@@ -72,22 +74,19 @@ class InjectionCallback(Callback):
         if stage == "fit":
             self._placement.remove()
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Place the hooks."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Place the hooks, after the callbacks that search a learning rate or a batch size when the fit starts."""
         count = len(trainer.optimizers)
         if not 0 <= self.optimizer < max(1, count):
             raise InjectionError(
                 f"InjectionCallback: optimizer={self.optimizer}, but {type(pl_module).__name__} has {count} optimizers."
             )
         self._placement.place(submodule(pl_module, self.module), self._total_steps(trainer))
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seed the ranks, and count the steps of the chosen optimizer if there are several."""
-        if self.seed_per_rank and trainer.world_size > 1:
-            seed_this_rank(rank=trainer.global_rank)
-        if len(trainer.optimizers) > 1:
+        if count > 1:
             for drop in self.injections:
                 drop.follow(trainer.optimizers[self.optimizer])
+        if self.seed_per_rank and trainer.world_size > 1:
+            seed_this_rank(rank=trainer.global_rank)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Set the schedules to the current step."""
@@ -116,7 +115,7 @@ class InjectionCallback(Callback):
         return self._placement.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state; Lightning calls this before or after `on_fit_start`, depending on the strategy."""
+        """Keep the state until the hooks are placed."""
         self._placement.load_state_dict(state_dict)
 
     def _total_steps(self, trainer: Trainer) -> int | None:

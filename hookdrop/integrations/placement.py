@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,9 +64,9 @@ class Placement:
         return {name: value for drop in self.injections for name, value in drop.metrics().items()}
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks; while an exception is handled, without warnings that would distract from it."""
         for drop in self.injections:
-            drop.remove()
+            drop.__exit__(*sys.exc_info())
         self.injections = []
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,10 +24,10 @@ class InjectionCallback(TrainerCallback, ExportableState):
     `LinearSchedule(steps=1.0)` ends with the training whether epochs or steps are set.
 
     Args:
-        specs: `InjectionSpec`s, or mappings of their settings.
+        spec: an `InjectionSpec`, or a mapping of its settings; any number of them.
+        specs: more mappings, as a list, for configuration files and for the checkpoints of the Trainer.
         log: whether to add `Injection.metrics()` to the Trainer's logs; requires `register`.
         seed_per_rank: whether the ranks of a distributed job draw different masks.
-        saved_specs: more specs, as a list; the Trainer passes it when it restores callbacks from a checkpoint.
 
     Raises:
         TypeError, ValueError: a spec is invalid.
@@ -39,13 +39,13 @@ class InjectionCallback(TrainerCallback, ExportableState):
 
     def __init__(
         self,
-        *specs: InjectionSpec | Mapping[str, Any],
+        *spec: InjectionSpec | Mapping[str, Any],
+        specs: Sequence[Mapping[str, Any]] = (),
         log: bool = True,
         seed_per_rank: bool = True,
-        saved_specs: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.log, self.seed_per_rank = log, seed_per_rank
-        self._placement = Placement([*specs, *saved_specs])
+        self._placement = Placement([*spec, *specs])
 
     def register(self: Self, trainer: Trainer) -> Self:
         """Add this callback to a Trainer, before those that report logs, and return it."""
@@ -87,7 +87,7 @@ class InjectionCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """The specs and the state of the injections, for the Trainer's checkpoints."""
         specs = [spec.to_dict() for spec in self._placement.specs]
-        settings = {"saved_specs": specs, "log": self.log, "seed_per_rank": self.seed_per_rank}
+        settings = {"specs": specs, "log": self.log, "seed_per_rank": self.seed_per_rank}
         return {"args": settings, "attributes": {"pending": self._placement.state_dict()}}
 
     @property

@@ -26,5 +26,6 @@ def test_docstring_examples_run(name: str) -> None:
 
 def test_docstrings_contain_examples() -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
-    found = sum(len(finder.find(importlib.import_module(name))) for name in MODULES)
+    core = [name for name in MODULES if not name.startswith("hookdrop.integrations.")]  # the others import trainers
+    found = sum(len(finder.find(importlib.import_module(name))) for name in core)
     assert found > 20

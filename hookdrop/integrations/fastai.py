@@ -1,0 +1,99 @@
+"""A callback for fastai: `learn.fit(5, cbs=InjectionCallback(InjectionSpec(...)))`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from fastai.callback.core import Callback
+from fastai.torch_core import find_bs, num_distrib, rank_distrib
+
+from hookdrop.diagnostics.rank_seeds import seed_per_rank as seed_this_rank
+from hookdrop.injection.handle import Injection
+from hookdrop.integrations.placement import Placement
+from hookdrop.integrations.spec import InjectionSpec
+
+
+class InjectionCallback(Callback):  # type: ignore[misc]
+    """Place hooks at the first batch of a fit, advance their schedules, and remove them when the fit ends or fails.
+
+    The schedules follow the optimizer's steps, also with `GradientAccumulation` and `start_epoch`, and start over in
+    each fit, as fastai's own schedules do: `fine_tune` is two fits. Nothing is dropped in `lr_find` and `validate`.
+
+    Args:
+        specs: `InjectionSpec`s, or mappings of their settings.
+        log: whether to record `Injection.metrics()` for each batch in `learn.recorder.hps`, beside the learning rate.
+        seed_per_rank: whether the ranks of a distributed job draw different masks.
+
+    Raises:
+        TypeError, ValueError: a spec is invalid.
+
+    Example:
+        >>> callback = InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="1", schedule="LinearSchedule(1.0)"))
+        >>> callback.injections  # the handles, during a fit
+        []
+    """
+
+    order = 61  # after ParamScheduler, which replaces `recorder.hps` after the fit
+    run_valid = False
+
+    def __init__(self, *specs: InjectionSpec | Mapping[str, Any], log: bool = True, seed_per_rank: bool = True) -> None:
+        self.log, self.seed_per_rank = log, seed_per_rank
+        self._placement = Placement(specs)
+        self._count = 0
+        self._recorded: dict[str, list[float]] = {}
+
+    @property
+    def injections(self) -> list[Injection]:
+        """The handles, during a fit."""
+        return self._placement.injections
+
+    def before_fit(self) -> None:
+        """Prepare to remove the hooks if an exception ends the fit, for which fastai has no event."""
+        self._recorded = {}
+        self.learn._with_events = partial(self._remove_on_exception, self.learn._with_events)
+
+    def before_batch(self) -> None:
+        """Place the hooks if this is the first batch of a training."""
+        if hasattr(self.learn, "lr_finder"):
+            return
+        if not self.injections:
+            self._place()
+        if self.log:
+            for name, value in self._placement.metrics().items():
+                self._recorded.setdefault(name, []).append(value)
+
+    def after_step(self) -> None:
+        """Advance the schedules; batches that only accumulate gradients do not get here."""
+        self._count += 1
+        self._placement.seek(self._count)
+
+    def after_fit(self) -> None:
+        """Remove the hooks, and hand over what was recorded."""
+        self._remove()
+        if self._recorded and hasattr(self.learn, "recorder"):
+            self.learn.recorder.hps = getattr(self.learn.recorder, "hps", {}) | self._recorded
+
+    def _place(self) -> None:
+        accumulation = getattr(self.learn, "gradient_accumulation", None)
+        # It counts samples, and continues to count across epochs.
+        batches_per_step = math.ceil(accumulation.n_acc / find_bs(self.yb)) if accumulation else 1
+        self._placement.place(self.model, max(1, self.n_epoch * self.n_iter // batches_per_step))
+        self._count = self.epoch * self.n_iter // batches_per_step
+        self._placement.seek(self._count)
+        if self.seed_per_rank and num_distrib() > 1:
+            seed_this_rank(rank=rank_distrib())
+
+    def _remove_on_exception(self, run: Callable[..., None], f: Callable[[], None], event: str, *args: Any) -> None:
+        try:
+            run(f, event, *args)
+        except BaseException:
+            if event == "epoch":  # exceptions that only cancel a batch or an epoch do not get here
+                self._remove()
+            raise
+
+    def _remove(self) -> None:
+        self._placement.remove()
+        self.learn.__dict__.pop("_with_events", None)

@@ -1,0 +1,269 @@
+"""`hookdrop.integrations.fastai.InjectionCallback`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+pytest.importorskip("fastai")
+import fastai.callback.schedule  # adds fit_one_cycle, fine_tune and lr_find to Learner
+from fastai.callback.core import Callback, CancelFitException
+from fastai.callback.tracker import SaveModelCallback
+from fastai.callback.training import GradientAccumulation
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner, load_learner
+
+from hookdrop import InjectionError, LayerError, find, seed_per_rank
+from hookdrop.integrations import InjectionSpec
+from hookdrop.integrations.fastai import InjectionCallback
+
+# fastai loads optimizer states with numpy.core, and removes the folder of a failed search only when it is collected.
+pytestmark = pytest.mark.filterwarnings("ignore:numpy.core", "ignore:.*TemporaryDirectory")
+
+HEAD = InjectionSpec("Dropout(p=0.4)", layers="1", schedule="LinearSchedule(steps=1.0)")
+INPUT = InjectionSpec("GaussianNoise(std=0.1)", layers="0", schedule="LinearSchedule(steps=4)", at="input")
+RATE = "hookdrop/dropout/p"
+
+
+class Data(TensorDataset):
+    def new_empty(self) -> Data:
+        """The data of an exported learner."""
+        return Data(*(tensor[:0] for tensor in self.tensors))
+
+
+class Rates(Callback):
+    """The rates that the batches train with; `fails_at` is a batch."""
+
+    run_valid = False
+
+    def __init__(self, fails_at: int | None = None, error: type[Exception] = FloatingPointError) -> None:
+        self.rates: list[float | None] = []
+        self.fails_at, self.error = fails_at, error
+
+    def after_pred(self) -> None:
+        if len(self.rates) == self.fails_at:
+            raise self.error("the loss is nan")
+        self.rates.append(find(self.model)["dropout"].p if find(self.model) else None)
+
+
+class SeedSteps(Callback):
+    """Make the masks of a batch independent of the batches before it, as a resumed run has not drawn those."""
+
+    order = 70
+
+    def before_batch(self) -> None:
+        torch.manual_seed(self.epoch * self.n_iter + self.iter)
+
+
+@pytest.fixture
+def learn(tmp_path: Path) -> Iterator[Learner]:
+    learn = learner(tmp_path)
+    with learn.no_bar(), learn.no_logging():
+        yield learn
+
+
+def learner(folder: Path) -> Learner:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    data = Data(torch.randn(24, 8), torch.arange(24) % 3)
+    loaders = DataLoaders(DataLoader(data, bs=4), DataLoader(data, bs=4))
+    return Learner(loaders, model, loss_func=nn.CrossEntropyLoss(), path=folder)
+
+
+def ramp(first: int, last: int, total: int = 0) -> Any:
+    """The rates of the steps from `first` to before `last`."""
+    return pytest.approx([0.4 * step / (total or last) for step in range(first, last)])
+
+
+class TestSteps:
+    def test_fractions_cover_the_fit(self, learn: Learner) -> None:
+        rates = Rates()
+        learn.fit(2, cbs=[InjectionCallback(HEAD), rates])
+        assert rates.rates == ramp(0, 12)
+
+    @pytest.mark.parametrize("samples", [8, 7])
+    def test_accumulated_batches_count_once(self, samples: int, learn: Learner) -> None:
+        rates = Rates()
+        learn.fit(2, cbs=[InjectionCallback(HEAD), GradientAccumulation(samples), rates])
+        assert rates.rates[::2] == rates.rates[1::2] == ramp(0, 6)
+
+    def test_accumulation_continues_across_epochs(self, learn: Learner) -> None:
+        """6 batches are one and a half steps of 4 batches."""
+        rates = Rates()
+        learn.fit(2, cbs=[InjectionCallback(HEAD), GradientAccumulation(16), rates])
+        assert rates.rates == pytest.approx([0.4 * (batch // 4) / 3 for batch in range(12)])
+
+    def test_two_specs(self, learn: Learner) -> None:
+        callback = InjectionCallback(HEAD, INPUT)
+        names: list[str] = []
+        learn.fit(1, cbs=[callback, Callback(after_train=lambda self: names.extend(d.name for d in find(self.model)))])
+        assert sorted(names) == ["dropout", "gaussiannoise"]
+
+    def test_each_of_two_fits_has_its_own_schedule(self, learn: Learner) -> None:
+        rates = Rates()
+        learn.fine_tune(2, cbs=[InjectionCallback(HEAD), rates])
+        assert rates.rates[:6] == ramp(0, 6)
+        assert rates.rates[6:] == ramp(0, 12)
+
+    def test_a_callback_of_the_learner_works_in_every_fit(self, learn: Learner) -> None:
+        learn.add_cbs([InjectionCallback(HEAD), rates := Rates()])
+        for _ in range(2):
+            learn.fit(1)
+        assert rates.rates[:6] == rates.rates[6:] == ramp(0, 6)
+
+    def test_the_hooks_are_removed_after_the_fit(self, learn: Learner) -> None:
+        learn.fit(1, cbs=InjectionCallback(HEAD))
+        assert not find(learn.model)
+        learn.fit(1, cbs=(rates := Rates()))
+        assert set(rates.rates) == {None}
+
+    def test_validate_alone_places_nothing(self, learn: Learner) -> None:
+        learn.add_cb(InjectionCallback(HEAD))
+        found: list[int] = []
+        learn.validate(cbs=Callback(after_pred=lambda self: found.append(len(find(self.model)))))
+        assert set(found) == {0}
+
+    def test_a_compiled_model(self, learn: Learner) -> None:
+        learn.model = torch.compile(learn.model, backend="eager")
+        learn.fit(2, cbs=[InjectionCallback(HEAD), rates := Rates()])
+        assert rates.rates == ramp(0, 12)
+
+
+class TestLearningRateFinder:
+    def test_it_leaves_no_trace(self, learn: Learner) -> None:
+        """Nothing is dropped, nothing is counted."""
+        learn.add_cb(InjectionCallback(HEAD))
+        before = copy.deepcopy(learn.model.state_dict())
+        learn.lr_find(num_it=10, show_plot=False, suggest_funcs=None)
+        for name, value in before.items():
+            assert torch.equal(value, learn.model.state_dict()[name]), name
+        learn.add_cb(rates := Rates())
+        learn.lr_find(num_it=10, show_plot=False, suggest_funcs=None)
+        assert set(rates.rates) == {None}
+        rates.rates.clear()
+        learn.fit(1)
+        assert rates.rates == ramp(0, 6)
+
+    def test_a_failed_one_leaves_no_trace(self, learn: Learner) -> None:
+        learn.add_cb(InjectionCallback(HEAD))
+        with pytest.raises(FloatingPointError):
+            learn.fit(1, cbs=[fastai.callback.schedule.LRFinder(), Rates(fails_at=2)])
+        learn.fit(1, cbs=(rates := Rates()))
+        assert rates.rates == ramp(0, 6)
+
+
+class TestResume:
+    @pytest.mark.parametrize("epoch", [1, 2])
+    def test_a_resumed_run_ends_bit_equal(self, epoch: int, learn: Learner, tmp_path: Path) -> None:
+        saving = SaveModelCallback(every_epoch=True, with_opt=True)
+        learn.fit_one_cycle(3, cbs=[InjectionCallback(HEAD, INPUT), SeedSteps(), saving])
+        resumed = learner(tmp_path).load(f"model_{epoch - 1}")
+        with resumed.no_bar(), resumed.no_logging():
+            callbacks = [InjectionCallback(HEAD, INPUT), SeedSteps(), rates := Rates()]
+            resumed.fit_one_cycle(3, cbs=callbacks, start_epoch=epoch)
+        assert rates.rates == ramp(6 * epoch, 18)
+        for name, value in learn.model.state_dict().items():
+            assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+    def test_an_exported_learner_loads(self, learn: Learner, tmp_path: Path) -> None:
+        learn.add_cb(InjectionCallback(HEAD))
+        learn.fit(1)
+        learn.export("learner.pkl")
+        with pytest.warns(UserWarning, match="insecure pickle"):
+            loaded = load_learner(tmp_path / "learner.pkl")
+        x = torch.randn(4, 8)
+        assert torch.equal(loaded.model.eval()(x), learn.model.eval()(x))
+        assert not find(loaded.model)
+
+
+class TestLogs:
+    def test_the_recorder_keeps_the_rates_beside_the_learning_rates(self, learn: Learner) -> None:
+        learn.fit_one_cycle(2, cbs=InjectionCallback(HEAD))
+        assert learn.recorder.hps[RATE] == ramp(0, 12)
+        assert len(learn.recorder.hps["lr"]) == 12
+        learn.fit(1, cbs=InjectionCallback(HEAD))
+        assert learn.recorder.hps[RATE] == ramp(0, 6)
+
+    def test_logging_can_be_disabled(self, learn: Learner) -> None:
+        learn.fit_one_cycle(1, cbs=InjectionCallback(HEAD, log=False))
+        assert RATE not in learn.recorder.hps
+
+
+class TestRanks:
+    def test_each_rank_gets_its_own_seed(self, learn: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Distributing data with fastai requires CUDA, so this test has the environment of a rank, and no other rank."""
+        learn.remove_cbs([type(learn.recorder)])  # it communicates
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        seeds = []
+        for rank in range(2):
+            monkeypatch.setenv("RANK", str(rank))
+            torch.manual_seed(3)
+            learn.fit(1, cbs=InjectionCallback(HEAD))
+            seeds.append(torch.initial_seed())
+            torch.manual_seed(3)
+            learn.fit(1, cbs=InjectionCallback(HEAD, seed_per_rank=False))
+            assert torch.initial_seed() == 3
+        assert seeds == [seed_per_rank(3, rank=0), seed_per_rank(3, rank=1)]
+
+
+class TestErrors:
+    @pytest.mark.parametrize("error", [FloatingPointError, KeyboardInterrupt, CancelFitException])
+    def test_a_fit_that_does_not_finish_leaves_no_hooks(self, error: Any, learn: Learner) -> None:
+        callbacks = [InjectionCallback(HEAD), Rates(fails_at=8, error=error)]
+        if error is CancelFitException:
+            learn.fit(2, cbs=callbacks)
+        else:
+            with pytest.raises(error):
+                learn.fit(2, cbs=callbacks)
+        assert not find(learn.model)
+        assert "_with_events" not in vars(learn)
+
+    @pytest.mark.parametrize("event", ["before_epoch", "after_epoch", "after_validate"])
+    def test_an_error_between_batches_leaves_no_hooks(self, event: str, learn: Learner) -> None:
+        def fail(self: Any) -> None:
+            if self.epoch == 1:
+                raise OSError("the disk is full")
+
+        with pytest.raises(OSError, match="the disk is full"):
+            learn.fit(2, cbs=[InjectionCallback(HEAD), Callback(**{event: fail})])
+        assert not find(learn.model)
+
+    def test_an_error_in_the_first_step_is_not_followed_by_warnings(self, learn: Learner) -> None:
+        """About sites that did not run, and schedules that did not advance."""
+        with pytest.raises(FloatingPointError):
+            learn.fit(2, cbs=[InjectionCallback(HEAD), Rates(fails_at=0)])
+        assert not find(learn.model)
+
+    def test_a_canceled_epoch_keeps_the_hooks(self, learn: Learner) -> None:
+        def cancel(self: Any) -> None:
+            if self.epoch == 0 and self.iter == 3:
+                raise fastai.learner.CancelEpochException
+
+        learn.fit(2, cbs=[InjectionCallback(HEAD), rates := Rates(), Callback(after_batch=cancel)])
+        assert rates.rates == ramp(0, 10, total=12)
+
+    def test_a_spec_that_does_not_fit_places_nothing(self, learn: Learner) -> None:
+        with pytest.raises(LayerError, match=r"names a module that Sequential does not have(?s:.)*'head'"):
+            learn.fit(1, cbs=InjectionCallback(HEAD, InjectionSpec("Dropout(p=0.1)", layers="head")))
+        assert not find(learn.model)
+
+    def test_two_callbacks_with_one_name_are_refused_before_the_first_step(self, learn: Learner) -> None:
+        before = copy.deepcopy(learn.model.state_dict())
+        with pytest.raises(InjectionError, match=r"already carries 'dropout'(?s:.)*name=\"dropout2\""):
+            learn.fit(1, cbs=[InjectionCallback(HEAD), InjectionCallback(HEAD)])
+        assert not find(learn.model)
+        assert all(torch.equal(value, learn.model.state_dict()[name]) for name, value in before.items())
+
+    def test_a_malformed_spec(self) -> None:
+        with pytest.raises(TypeError, match=r"no setting 'layer'(?s:.)*layers"):
+            InjectionCallback({"regularizer": "Dropout(p=0.1)", "layer": "1"})
+        with pytest.raises(TypeError, match="at least one spec"):
+            InjectionCallback()
