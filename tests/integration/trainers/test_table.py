@@ -119,6 +119,7 @@ GLUE = {
 """The beginnings of the lines of a page that place the hooks, count the steps, resume and log. Imports do not count."""
 
 READY_MADE = {
+    "fastai": ("spec = InjectionSpec(", "learn.fit(2, cbs=InjectionCallback(spec))"),
     "lightning": ("spec = InjectionSpec(", "callback = InjectionCallback(spec)"),
     "transformers": ("spec = InjectionSpec(", "callback = InjectionCallback(spec)"),
 }
