@@ -73,8 +73,8 @@ class BlockDrawing(Drawing):
     """Whether to return masks in the format of `Blocks.rows`."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = self.blocks
-        if self.slices or functorch_stack() is not None or not triton_dropblock.can_draw(blocks, x.device):
+        blocks, plain = self.blocks, x.device.type == triton_dropblock.DEVICE_TYPE and type(x) in PLAIN_TYPES
+        if not plain or self.slices or functorch_stack() is not None or not triton_dropblock.can_draw(blocks, x.device):
             return super().__call__(x)
         packed, counters = triton_dropblock.draw(blocks, self.seed_rate, self.normalize, x.device)
         return packed, self._constant_scale() if counters is None else counters

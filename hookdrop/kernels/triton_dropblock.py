@@ -31,14 +31,18 @@ _SEED_BITS, _SEED_WORDS = 31, 2
 """As in triton_kernels.py."""
 _MAX_HALO = 4096
 """In words. A block that spans 131,072 elements of a map does not fit into the registers."""
-_MAX_SAMPLE = 2**30
-"""Offsets within a sample are 32-bit numbers."""
+_MAX_SAMPLE, _MAX_ELEMENTS = 2**30, 2**32
+"""Offsets within a sample are 32-bit numbers, and so are counts of dropped elements."""
 _ROWS = 64
+
+
+DEVICE_TYPE = "cuda"
+"""Also that of AMD GPUs. Tests run the kernels on the CPU."""
 
 
 def usable(device: torch.device) -> bool:
     """Whether Triton can run kernels on the device."""
-    return device.type == "cuda" and _installed()
+    return device.type == DEVICE_TYPE and _installed() and _is_recent(device.index)
 
 
 @lru_cache(maxsize=1)
@@ -52,9 +56,20 @@ def _installed() -> bool:
     return compiler is not None and hasattr(language, "gather")
 
 
+@lru_cache
+def _is_recent(index: int | None) -> bool:
+    """Whether Triton supports the GPU. Fake tensors may be on one that does not exist."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(index) >= (7, 0)
+
+
 def can_draw(blocks: Blocks, device: torch.device) -> bool:
     """Whether `draw` supports the geometry on the device."""
-    return usable(device) and blocks.elements_per_sample <= _MAX_SAMPLE and _halo(blocks) <= _MAX_HALO
+    if not usable(device) or _halo(blocks) > _MAX_HALO:
+        return False
+    sample = blocks.elements_per_sample
+    return sample <= _MAX_SAMPLE and blocks.samples * sample < _MAX_ELEMENTS
 
 
 def draw(blocks: Blocks, seed_rate: float, normalize: str | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
