@@ -27,7 +27,7 @@ from terminal import make_console
 P, BLOCK, SHAPE = 0.1, 7, (32, 256, 28, 28)
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 FILLS = ("bernoulli_", "fill_", "normal_", "random_", "uniform_", "zero_")
-"""In-place operations that do not read the tensor."""
+"""In-place operations that do not read the tensor, like those whose names end in `_like`."""
 DRAW = torch.ops.hookdrop.draw_blocks.default
 """PyTorch draws the state, and a kernel writes the mask. Its argument `x` has only the shape and the device."""
 
@@ -43,7 +43,7 @@ class LaunchCounter(TorchDispatchMode):
         """Run one operation and count it."""
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        read = [] if func is DRAW or name in FILLS else _on_cuda((args, kwargs))
+        read = [] if func is DRAW or name in FILLS or name.endswith("_like") else _on_cuda((args, kwargs))
         written = _on_cuda(out)
         if written and not func.is_view and name not in (*ALLOCATIONS, "detach"):
             self.launches += 2 if func is DRAW else 1

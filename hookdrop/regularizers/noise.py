@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.torch_internals import functorch_stack
-from hookdrop.utils.validation import drop_rate, floating, rate_or_tensor
+from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate_or_tensor
 
 
 def gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
@@ -51,12 +50,10 @@ def _uniform_noise(x: Tensor, beta: float | Tensor, training: bool = True) -> Te
     if not training or (not isinstance(beta, Tensor) and beta == 0.0):
         return x
     # In low precision the few possible random numbers do not average 1/2, so round the product only.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if isinstance(beta, Tensor) or functorch_stack() is not None:
-        factor = 1.0 + (2.0 * torch.rand_like(x, dtype=wide) - 1.0) * beta
-    else:  # one operation, which `vmap` does not support
-        factor = torch.empty_like(x, dtype=wide).uniform_(1.0 - beta, 1.0 + beta)
-    return (x * factor).to(x.dtype)
+    r = torch.rand_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    if isinstance(beta, Tensor):
+        return (x * (1.0 + (2.0 * r - 1.0) * beta)).to(x.dtype)
+    return (x * torch.add(as_rate_tensor(1.0 - beta), r, alpha=2.0 * beta)).to(x.dtype)
 
 
 class GaussianDropout(Regularizer):
