@@ -29,6 +29,7 @@ P = 0.1
 BLOCK = 7
 DRAWS, SHARED_DRAWS = 20, 50
 SHAPES = ((32, 256, 28, 28), (32, 1024, 14, 14), (16, 256, 56, 56))
+GPU_SHAPES = (*SHAPES, (32, 2048, 7, 7), (16, 64, 112, 112))
 
 LIMIT, COPY = "x * c", "x.clone()"
 BATCH, SAMPLE, EXPECTED = "hookdrop batch", "hookdrop sample", "hookdrop expected"

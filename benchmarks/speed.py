@@ -59,7 +59,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--part", nargs="+", choices=[*PARTS, "all"], default=["all"], help="what to measure")
     parser.add_argument(
-        "--shapes", type=peers.shape, nargs="+", default=peers.SHAPES, help="one or more shapes NxCxHxW"
+        "--shapes", type=peers.shape, nargs="+", help="one or more shapes NxCxHxW (default: 3, or 5 on a GPU)"
     )
     parser.add_argument("--rounds", type=int, help=f"rounds of each measurement (default: {ROUNDS})")
     parser.add_argument("--elements", type=float, help="size of the largest tensor in the growth part (default: 1e8)")
@@ -72,6 +72,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/speed"), help="output folder (default: runs/speed)")
     parser.add_argument("--json", type=Path, help="write the results to this file instead of results.json in --out")
     options = parser.parse_args(argv)
+    options.shapes = options.shapes or (peers.SHAPES if options.device == "cpu" else peers.GPU_SHAPES)
     options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     options.elements = options.elements or (1e6 if options.quick else 1e8)
     if options.rounds < 1 or options.threads < 1:

@@ -59,8 +59,8 @@ THRESHOLDS = (
     Threshold(peers.SHARED, peers.TIMM_SHARED, must=1.1, aim=0.8),
     Threshold(peers.DROPOUT, peers.TORCH_DROPOUT, must=1.0, aim=0.2),
 )
-BYTES_MAX, BYTES_TARGET = 0.05, 0.02
-"""Bytes per element saved for backward at p = 0.1 and block_size = 7."""
+BYTES = {"cpu": (0.05, 0.02), "cuda": (0.15, 0.13)}
+"""Bytes per element saved for backward at p = 0.1 and block_size = 7: required, and target."""
 BLOCKS_MAX, COMPILED_MAX, STEP_MAX = 1.3, 1.2, 50.0
 """Slowest / fastest block size; compiled / eager; microseconds per site and optimizer step."""
 MAX_PREEMPTED = 0.2

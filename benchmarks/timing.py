@@ -83,13 +83,13 @@ def measure(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str =
 
 
 def time_call(job: Callable[[], object], repeats: int, device: str) -> tuple[float, float, float]:
-    """Return seconds, page faults and involuntary context switches per call."""
-    synchronize(device)
-    before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    """Return seconds, page faults and involuntary context switches per call. On a GPU, its events measure the time."""
+    clock = _Clock() if device == "cpu" else _EventClock()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    clock.start()
     for _ in range(repeats):
         job()
-    synchronize(device)
-    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
+    seconds, after = clock.stop(), resource.getrusage(resource.RUSAGE_SELF)
     faults, switches = after.ru_minflt - before.ru_minflt, after.ru_nivcsw - before.ru_nivcsw
     return seconds / repeats, faults / repeats, switches / repeats
 
@@ -106,10 +106,28 @@ def ratios(samples: Mapping[str, Samples], over: str, under: str) -> Quartiles:
     return Quartiles.of([above[turn] / below[turn] for turn in above if turn in below])
 
 
-def synchronize(device: str) -> None:
-    """Wait for the device; does nothing on a CPU."""
-    if device != "cpu":
+class _Clock:
+    """The time of the CPU."""
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        return time.perf_counter() - self._started
+
+
+class _EventClock:
+    """The time between two events on the GPU. It includes the time in which the GPU waits for launches."""
+
+    def start(self) -> None:
         torch.cuda.synchronize()
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._events[0].record()
+
+    def stop(self) -> float:
+        self._events[1].record()
+        torch.cuda.synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
 
 
 def three_digits(value: float) -> str:

@@ -15,6 +15,10 @@ from tests.support.models import Small
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
+if not torch.cuda.is_available():
+    # Triton reads this when it is imported: its kernels then run on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=60, database=None)
 hypothesis.settings.load_profile("fixed")
 

@@ -122,7 +122,8 @@ class Blocks:
 
     @property
     def _pitch(self) -> int:
-        words = -(-self.elements_per_sample // 8)
+        # A multiple of 32, because the GPU kernels write the masks as 32-bit words.
+        words = -(-self.elements_per_sample // 32) * 4
         return 8 * (words if words <= 255 else -(-words // _WORDS) * _WORDS)
 
     def _fill_(self, memory: Tensor, seeds: Tensor, strides: Sequence[int], value: int) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookdrop.kernels import triton_dropblock
 from hookdrop.kernels.bernoulli import most_precise_dtype
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.drawing import BlockDrawing, ElementDrawing, check_vmap_randomness, split_slices
@@ -61,21 +62,27 @@ def _slices_along_axis_0(info: Any, in_dims: tuple[int | None, ...], x: Tensor) 
 
 
 def _draw(x: Tensor, p: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`(record, seeds, scale)`: what to drop as bytes, the number of seeds they hold or -1 for one bit per element."""
+    """`(record, seeds, scale)`: what to drop as bytes, the number of seeds they hold or -1 for one bit per element.
+
+    From the GPU kernels, `scale` are the counters of `triton_dropblock.draw`, unless it is constant.
+    """
     *kind, gamma, normalize, slices = settings
     blocks, value = _blocks(x.shape, *kind), rate(p, "p", "DropBlock")
     seed_rate = gamma_for(blocks.sizes, blocks.blocks, value, gamma)
-    found, scale = BlockDrawing(blocks, seed_rate, value, normalize, slices, rows=True).draw(x)
+    found, scale = BlockDrawing(blocks, seed_rate, value, normalize, slices, rows=True)(x)
     record, count = _to_record(found, blocks)
     return record, torch.tensor(count, device="cpu"), scale
 
 
 def _draw_fake(x: Tensor, p: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     *kind, _, normalize, slices = settings
-    record = x.new_empty(_blocks(x.shape, *kind).packed_size, dtype=torch.uint8)
+    blocks = _blocks(x.shape, *kind)
+    record = x.new_empty(blocks.packed_size, dtype=torch.uint8)
     seeds = torch.empty((), dtype=torch.int64, device="cpu")
     if normalize not in ("batch", "sample"):
         return record, seeds, torch.empty((), dtype=torch.float64, device="cpu")
+    if not slices and triton_dropblock.can_draw(blocks, x.device):
+        return record, seeds, x.new_empty(triton_dropblock.counters_size(blocks, normalize), dtype=torch.int64)
     shape = () if normalize == "batch" and not slices else (x.shape[0], *[1] * (x.dim() - 1))
     return record, seeds, x.new_empty(shape, dtype=most_precise_dtype(x.device))
 
@@ -92,7 +99,7 @@ def _draw_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, p: Tensor,
 def _mask(x: Tensor, record: Tensor, seeds: Tensor, scale: Tensor, *kind: Any) -> Tensor:
     blocks, count = _blocks(x.shape, *kind), int(seeds)
     if count < 0:
-        y = apply_mask_no_grad(x, blocks.mask(blocks.unpacked(record)), scale)
+        y = apply_mask_no_grad(x, record, scale, blocks)
     else:
         y = apply_mask_no_grad(
             x, record.view(-1)[: count * blocks.index_dtype.itemsize].view(blocks.index_dtype), scale, blocks
@@ -132,7 +139,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _to_record(found: Tensor, blocks: Blocks) -> tuple[Tensor, int]:
     """Convert seeds or rows to uint8 of shape `packed_size`, with the number of seeds, or -1 for rows."""
     if found.dtype == torch.uint8:
-        return blocks.packed(found), -1
+        return found if found.shape == blocks.packed_size else blocks.packed(found), -1
     record = torch.empty(blocks.packed_size, dtype=torch.uint8, device=found.device)
     if found.nbytes > record.numel():
         return blocks.packed(blocks.rows(found)), -1

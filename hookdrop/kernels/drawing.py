@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.kernels import native
+from hookdrop.kernels import native, triton_dropblock
 from hookdrop.kernels.bernoulli import MIN_EXPECTED_SUCCESSES, most_precise_dtype, successes, trials
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import slices_to_front
@@ -72,6 +72,13 @@ class BlockDrawing(Drawing):
     rows: bool = False
     """Whether to return masks in the format of `Blocks.rows`."""
 
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        blocks, plain = self.blocks, x.device.type == triton_dropblock.DEVICE_TYPE and type(x) in PLAIN_TYPES
+        if not plain or self.slices or functorch_stack() is not None or not triton_dropblock.can_draw(blocks, x.device):
+            return super().__call__(x)
+        packed, counters = triton_dropblock.draw(blocks, self.seed_rate, self.normalize, x.device)
+        return packed, self._constant_scale() if counters is None else counters
+
     def draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
         blocks, static = self.blocks, must_avoid_sync(x)
         if self._sparse(static):
@@ -94,7 +101,7 @@ class BlockDrawing(Drawing):
     def _scale(self, dropped: Tensor, x: Tensor) -> Tensor:
         """The scale that keeps the mean: count / kept count of the batch or of each sample, or a constant."""
         if self.normalize not in ("batch", "sample"):
-            return _keep_scale(self.p if self.normalize == "expected" else 0.0)
+            return self._constant_scale()
         blocks = self.blocks
         together = blocks.samples // max(self.slices, 1) if self.normalize == "batch" else 1
         each = together * blocks.elements_per_sample
@@ -111,6 +118,9 @@ class BlockDrawing(Drawing):
         if self.normalize == "batch" and not self.slices:
             return scale.view(())
         return scale.repeat_interleave(together).view(-1, *[1] * (x.dim() - 1))
+
+    def _constant_scale(self) -> Tensor:
+        return _keep_scale(self.p if self.normalize == "expected" else 0.0)
 
     def _sparse(self, static: bool) -> bool:
         """Whether drawing only the seeds is faster than one trial per position."""

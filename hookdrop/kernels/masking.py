@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.kernels import native
+from hookdrop.kernels import native, triton_dropblock
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.utils.torch_internals import forward_ad_level, functorch_stack, has_storage, is_zero_tensor
 
@@ -20,10 +20,15 @@ def apply_mask_no_grad(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks
 
     Args:
         x: a floating-point tensor.
-        dropped: a bool mask that broadcasts to `x`, or the integer seeds of `blocks`.
-        scale: 0-d, or one scale per sample that broadcasts to `x`.
-        blocks: the geometry of the seeds, or None for a bool mask.
+        dropped: a bool mask that broadcasts to `x`, the integer seeds of `blocks`, or `Blocks.packed`, which is uint8.
+        scale: 0-d, or one scale per sample that broadcasts to `x`; with a packed mask also the counters of
+            `triton_dropblock.draw`.
+        blocks: the geometry of the seeds or of the packed mask, or None for a bool mask.
     """
+    if blocks is not None and dropped.dtype == torch.uint8:
+        if (y := triton_dropblock.mask(x, dropped, scale, blocks)) is not None:
+            return y
+        (dropped, scale), blocks = triton_dropblock.unpacked(dropped, scale, blocks), None
     y = native.mask_elements(x, dropped, scale) if blocks is None else native.mask_blocks(x, dropped, scale, blocks)
     if y is not None:
         return y
@@ -43,7 +48,7 @@ def apply_mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None 
 
 
 class _ApplyMask(torch.autograd.Function):
-    """Saves the seeds or the bool mask, and the scale."""
+    """Saves the seeds or the mask, and the scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None) -> Tensor:
@@ -83,7 +88,10 @@ class _ApplyMaskInTransform(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         if blocks is not None:
             assert in_dims[1] is None, "seeds are shared by all slices; otherwise each slice has a mask"
-            dropped = blocks.mask(blocks.rows(dropped))
+            if dropped.dtype == torch.uint8:
+                dropped, scale = triton_dropblock.unpacked(dropped, scale, blocks)
+            else:
+                dropped = blocks.mask(blocks.rows(dropped))
         x = slices_to_front(x, in_dims[0], info.batch_size)
         return apply_mask(x, _to_front(dropped, in_dims[1]), _to_front(scale, in_dims[2])), 0
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError, ShapeError
-from hookdrop.kernels import custom_ops
+from hookdrop.kernels import custom_ops, triton_dropblock
 from hookdrop.kernels.blocks import Blocks, blocks_of
 from hookdrop.kernels.drawing import NORMALIZE, BlockDrawing
 from hookdrop.kernels.masking import apply_mask
 from hookdrop.kernels.seed_rate import GAMMA, gamma_for
 from hookdrop.kernels.subclasses import PLAIN_TYPES, on_plain_tensor, wraps_results
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
-from hookdrop.utils.torch_internals import is_tracing
+from hookdrop.utils.torch_internals import dispatch_modes, is_tracing
 from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, one_of, rate_or_tensor
 
 
@@ -83,6 +83,10 @@ def _drop_block(
         if wraps_results(x):
             return on_plain_tensor(_drop_block, x, p, block_size, channel_dim, per_channel, gamma, normalize)
         _reject_dtensor(x)
+    if dispatch_modes() > 0 and triton_dropblock.usable(x.device):
+        # A mode such as fake tensors sees operators only, not the launches of kernels.
+        geometry = blocks.blocks, blocks.channel, per_channel
+        return custom_ops.drop_block(x, as_rate_tensor(p), *geometry, gamma, normalize)
     dropped, scale = _block_drawing(blocks, p, gamma, normalize)(x)
     return apply_mask(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.validation import drop_rate, floating, rate_or_tensor
+from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate_or_tensor
 
 
 def gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
@@ -42,7 +42,7 @@ def _gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Te
         return x
     if isinstance(std, Tensor):
         return x + torch.randn_like(x) * std
-    return x + torch.randn_like(x).mul_(std) if std > 0.0 else x
+    return torch.add(x, torch.randn_like(x), alpha=std) if std > 0.0 else x
 
 
 def _uniform_noise(x: Tensor, beta: float | Tensor, training: bool = True) -> Tensor:
@@ -51,7 +51,9 @@ def _uniform_noise(x: Tensor, beta: float | Tensor, training: bool = True) -> Te
         return x
     # In low precision the few possible random numbers do not average 1/2, so round the product only.
     r = torch.rand_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-    return (x * (1.0 + (2.0 * r - 1.0) * beta)).to(x.dtype)
+    if isinstance(beta, Tensor):
+        return (x * (1.0 + (2.0 * r - 1.0) * beta)).to(x.dtype)
+    return (x * torch.add(as_rate_tensor(1.0 - beta), r, alpha=2.0 * beta)).to(x.dtype)
 
 
 class GaussianDropout(Regularizer):

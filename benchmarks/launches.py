@@ -1,0 +1,106 @@
+"""Count the kernel launches of a forward on a GPU, and their memory traffic: `python benchmarks/launches.py`.
+
+This needs no GPU. The tensors are fake CUDA tensors, which have a shape and a device but no values. Every operation
+counts as one launch, except views and allocations. hookdrop's operators count as many as they launch, which
+tests/unit/kernels/test_triton_dropblock.py checks. Bytes are those of all tensors that an operation reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from rich.table import Table
+from timm.layers.drop import drop_block_2d, drop_path
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hookdrop import functional
+from terminal import make_console
+
+P, BLOCK, SHAPE = 0.1, 7, (32, 256, 28, 28)
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+FILLS = ("bernoulli_", "fill_", "normal_", "random_", "uniform_", "zero_")
+"""In-place operations that do not read the tensor, like those whose names end in `_like`."""
+DRAW = torch.ops.hookdrop.draw_blocks.default
+"""PyTorch draws the state, and a kernel writes the mask. Its argument `x` has only the shape and the device."""
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts launches on CUDA devices and the bytes that they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.bytes = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation and count it."""
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        read = [] if func is DRAW or name in FILLS or name.endswith("_like") else _on_cuda((args, kwargs))
+        written = _on_cuda(out)
+        if written and not func.is_view and name not in (*ALLOCATIONS, "detach"):
+            self.launches += 2 if func is DRAW else 1
+            self.bytes += sum(tensor.nbytes for tensor in (*read, *written))
+        return out
+
+
+def _on_cuda(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device.type == "cuda"]
+
+
+def forward(
+    function: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...] = SHAPE,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> LaunchCounter:
+    """Count a forward of a tensor that requires a gradient."""
+    with FakeTensorMode():
+        x = torch.empty(shape, dtype=dtype, device="cuda", memory_format=memory_format).requires_grad_()
+        with LaunchCounter() as counter:
+            function(x)
+    return counter
+
+
+drop_block = partial(functional.drop_block, p=P, block_size=BLOCK)
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "x * c": lambda x: x * 1.25,
+    "hookdrop DropBlock, batch": drop_block,
+    "hookdrop DropBlock, sample": partial(drop_block, normalize="sample"),
+    "hookdrop DropBlock, expected": partial(drop_block, normalize="expected"),
+    "hookdrop DropBlock, None": partial(drop_block, normalize=None),
+    "hookdrop DropBlock, shared": partial(drop_block, per_channel=False),
+    "torchvision drop_block2d": partial(torchvision.ops.drop_block2d, p=P, block_size=BLOCK),
+    "timm drop_block_2d, per channel": partial(drop_block_2d, drop_prob=P, block_size=BLOCK, couple_channels=False),
+    "timm drop_block_2d, shared": partial(drop_block_2d, drop_prob=P, block_size=BLOCK),
+    "hookdrop Dropout": partial(functional.dropout, p=P),
+    "F.dropout": partial(F.dropout, p=P),
+    "hookdrop Dropout2d": partial(functional.dropout2d, p=P),
+    "F.dropout2d": partial(F.dropout2d, p=P),
+    "hookdrop DropPath": partial(functional.drop_path, p=P),
+    "timm drop_path": partial(drop_path, drop_prob=P, training=True),
+    "hookdrop GaussianNoise": partial(functional.gaussian_noise, std=P),
+    "x + P * torch.randn_like(x)": lambda x: x + P * torch.randn_like(x),
+    "hookdrop UniformNoise": partial(functional.uniform_noise, beta=P),
+    "x * (1 + P * (2 * torch.rand_like(x) - 1))": lambda x: x * (1 + P * (2 * torch.rand_like(x) - 1)),
+}
+
+
+def main() -> None:
+    """Print a table."""
+    table = Table("forward at 32x256x28x28, float32", "launches", "bytes per element")
+    for name, function in FUNCTIONS.items():
+        counter = forward(function)
+        table.add_row(name, str(counter.launches), f"{counter.bytes / torch.Size(SHAPE).numel():.2f}")
+    make_console().print(table)
+
+
+if __name__ == "__main__":
+    main()

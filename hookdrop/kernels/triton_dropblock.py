@@ -1,0 +1,187 @@
+"""DropBlock on GPUs: when to use the Triton kernels, and their launches.
+
+A forward is three launches: PyTorch draws a state, `draw_kernel` writes one bit per element, and `mask_kernel` applies
+the bits. Backward is `mask_kernel` again. Since the state comes from PyTorch's generator, `torch.manual_seed`,
+checkpoints and CUDA graphs work as for PyTorch's random operations. Its first numbers are the seed of the kernels'
+random numbers. The others are counters of dropped elements, from which `mask_kernel` computes the scale, so nothing
+synchronizes.
+
+Triton is optional. PyTorch operations replace the kernels on other devices, under `torch.func` transforms, and for
+dtypes and memory formats that `mask` does not support.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookdrop.kernels.bernoulli import most_precise_dtype
+from hookdrop.kernels.blocks import Blocks, contiguous_strides
+from hookdrop.kernels.native import has_plain_memory
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SEED_BITS, _SEED_WORDS = 31, 2
+"""As in triton_kernels.py."""
+_MAX_HALO = 4096
+"""In words. A block that spans 131,072 elements of a map does not fit into the registers."""
+_MAX_SAMPLE, _MAX_ELEMENTS = 2**30, 2**32
+"""Offsets within a sample are 32-bit numbers, and so are counts of dropped elements."""
+_ROWS = 64
+
+
+DEVICE_TYPE = "cuda"
+"""Also that of AMD GPUs. Tests run the kernels on the CPU."""
+
+
+def usable(device: torch.device) -> bool:
+    """Whether Triton can run kernels on the device."""
+    return device.type == DEVICE_TYPE and _installed() and _is_recent(device.index)
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    if os.environ.get("HOOKDROP_KERNEL") == "0" or importlib.util.find_spec("triton") is None:
+        return False
+    from triton import language
+
+    # Triton compiles a part of its runtime with a C compiler. Triton 3.2, of PyTorch 2.6, has no `gather`.
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return compiler is not None and hasattr(language, "gather")
+
+
+@lru_cache
+def _is_recent(index: int | None) -> bool:
+    """Whether Triton supports the GPU. Fake tensors may be on one that does not exist."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(index) >= (7, 0)
+
+
+def can_draw(blocks: Blocks, device: torch.device) -> bool:
+    """Whether `draw` supports the geometry on the device."""
+    if not usable(device) or _halo(blocks) > _MAX_HALO:
+        return False
+    sample = blocks.elements_per_sample
+    return sample <= _MAX_SAMPLE and blocks.samples * sample < _MAX_ELEMENTS
+
+
+def draw(blocks: Blocks, seed_rate: float, normalize: str | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Draw masks: `(packed, counters)`, in the format of `Blocks.packed`; no counters if `normalize` does not count."""
+    from hookdrop.kernels.triton_kernels import draw_kernel
+
+    count = normalize in ("batch", "sample")
+    state = torch.randint(2**_SEED_BITS, (counters_size(blocks, normalize),), device=device)
+    packed = torch.empty(blocks.packed_size, dtype=torch.uint8, device=device)
+    words, halo = packed.shape[1] // 4, _halo(blocks)
+    lanes = _lanes(words, halo)
+    tiles = -(-words // (lanes - halo))
+    per_sample = int(normalize == "sample")
+    with torch.cuda.device_of(packed):  # type: ignore[no-untyped-call]
+        draw_kernel[(blocks.samples * tiles,)](
+            *(packed.view(torch.int32), state, _fixed_point(seed_rate)),
+            *(tiles, words, halo, blocks.elements_per_sample),
+            *(*_three_axes(blocks.sizes), *_three_axes(blocks.blocks), per_sample),
+            COUNT=count,
+            LANES=lanes,
+            num_warps=min(max(lanes // 32, 1), 16),
+            enable_fp_fusion=False,
+        )
+    return packed, state if count else None
+
+
+def counters_size(blocks: Blocks, normalize: str | None) -> int:
+    """The length of `counters`: the seed, and one counter for each scale."""
+    return _SEED_WORDS + (blocks.samples if normalize == "sample" else 1)
+
+
+def mask(x: Tensor, packed: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
+    """Return `x * scale` with zeros at the ones of `packed`, or None if the kernel does not support `x`.
+
+    Args:
+        x: a tensor.
+        packed: masks in the format of `Blocks.packed`.
+        scale: the counters of `draw`, or a 0-d CPU tensor.
+        blocks: the geometry of the masks.
+    """
+    counted = scale.dtype == torch.int64
+    if not (usable(x.device) and x.dtype in _DTYPES and (counted or scale.is_cpu) and has_plain_memory(x)):
+        return None
+    if _strides(blocks, x.shape, x.stride()) is None:
+        x = x.clone()  # dense, for example if it was expanded
+    if (strides := _strides(blocks, x.shape, x.stride())) is None:
+        return None
+    from hookdrop.kernels.triton_kernels import mask_kernel
+
+    y, bits = torch.empty_like(x), packed.contiguous().view(torch.int32)
+    groups, length, group_stride, stride, bit_stride = strides
+    tiles = -(-groups * -(-length // 32) // _ROWS)
+    scales = scale.numel() - _SEED_WORDS if counted else 1
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        mask_kernel[(blocks.samples * tiles,)](
+            *(y, x, bits, scale if counted else bits, 1.0 if counted else scale.item()),
+            *(blocks.samples // scales * blocks.elements_per_sample, tiles, bits.shape[1]),
+            *(groups, length, groups * length, group_stride, stride, bit_stride, int(scales > 1)),
+            COUNTED=counted,
+            ALIGNED=bit_stride % 32 == 0,
+            GROUPS_FASTEST=group_stride == 1,
+            ROWS=_ROWS,
+            enable_fp_fusion=False,
+        )
+    return y
+
+
+def unpacked(packed: Tensor, scale: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Return `packed` as a bool mask, and the scale as a floating-point tensor, with PyTorch operations."""
+    dropped = blocks.mask(blocks.unpacked(packed))
+    if scale.dtype != torch.int64:
+        return dropped, scale
+    lost = scale[_SEED_WORDS:] >> _SEED_BITS
+    count = blocks.samples // lost.numel() * blocks.elements_per_sample
+    kept = (count - lost).clamp_(min=1).to(most_precise_dtype(scale.device))
+    ratio = torch.full_like(kept, count) / kept
+    return dropped, ratio.view(()) if ratio.numel() == 1 else ratio.view(-1, *[1] * (dropped.dim() - 1))
+
+
+def _halo(blocks: Blocks) -> int:
+    """The number of words before a word in which seeds can lie whose blocks reach it."""
+    reach = zip(blocks.blocks, contiguous_strides(blocks.sizes), strict=True)
+    return -(-sum((block - 1) * stride for block, stride in reach) // 32)
+
+
+def _lanes(words: int, halo: int) -> int:
+    """The number of words of a tile: a power of two, so that little of it is halo, or all of a small sample."""
+    whole_sample, few_overlaps = _next_power_of_2(words + halo), max(128, min(_next_power_of_2(8 * halo), 1024))
+    return max(32, min(whole_sample, max(few_overlaps, _next_power_of_2(2 * halo))))
+
+
+def _next_power_of_2(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _fixed_point(seed_rate: float) -> int:
+    """`seed_rate` as a signed 64-bit number: a random number up to this one is a success."""
+    highest = max(int(seed_rate * 2.0**64) - 1, 0)
+    return highest - 2**64 if highest >= 2**63 else highest
+
+
+@lru_cache(maxsize=1024)
+def _strides(blocks: Blocks, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """`(groups, length, group_stride, stride, bit_stride)` for `mask_kernel`, or None for another memory format."""
+    channels, area = shape[blocks.channel], math.prod(blocks.sizes)
+    channels_first = torch.empty_strided(shape, strides, device="meta").movedim(blocks.channel, 1)
+    if channels_first.is_contiguous():
+        return (channels, area, area, 1, 0) if blocks.channels == 1 else (1, channels * area, 0, 1, 0)
+    if channels_first.movedim(1, -1).is_contiguous():
+        return channels, area, 1, channels, 0 if blocks.channels == 1 else area
+    return None
+
+
+def _three_axes(values: tuple[int, ...]) -> tuple[Any, ...]:
+    return (*[1] * (3 - len(values)), *values)

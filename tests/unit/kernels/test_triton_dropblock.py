@@ -1,0 +1,333 @@
+"""The Triton kernels, on a GPU if there is one, else in Triton's interpreter (see tests/conftest.py)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from hookdrop.functional import drop_block
+from hookdrop.kernels import custom_ops, triton_dropblock
+from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.seed_rate import gamma_for
+
+triton_language = pytest.importorskip("triton.language")
+if not hasattr(triton_language, "gather"):
+    pytest.skip("PyTorch 2.6 has an older Triton, which hookdrop does not use", allow_module_level=True)
+
+INSTALLED = triton_dropblock._installed.__wrapped__
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GEOMETRIES = {
+    "7x7": Blocks(3, 5, (7, 7), (3, 3)),
+    "odd": Blocks(2, 3, (13, 9), (4, 7)),
+    "rows of 32": Blocks(1, 2, (8, 32), (3, 5)),
+    "a block covers the map": Blocks(2, 9, (5, 6), (5, 6)),
+    "blocks of 1": Blocks(2, 3, (6, 7), (1, 1)),
+    "1x1": Blocks(4, 40, (1, 1), (1, 1)),
+    "shared": Blocks(4, 1, (14, 14), (7, 7)),
+    "1-D": Blocks(2, 3, (70,), (33,)),
+    "3-D": Blocks(2, 3, (6, 5, 7), (2, 3, 4)),
+    "several tiles": Blocks(1, 40, (28, 28), (7, 7)),
+    "blocks larger than 32 words": Blocks(1, 12, (40, 41), (37, 21)),
+    "blocks larger than 128 words": Blocks(1, 4, (110, 100), (101, 90)),
+}
+
+
+@pytest.fixture(autouse=True)
+def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_dropblock, "DEVICE_TYPE", DEVICE.type)
+    monkeypatch.setattr(triton_dropblock, "_installed", lambda: True)
+
+
+def drawn(
+    blocks: Blocks, seed_rate: float, normalize: str | None = None, seed: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """The mask of the kernel as a bool tensor (samples, channels, *sizes), and the dropped counts."""
+    torch.manual_seed(seed)
+    packed, counters = triton_dropblock.draw(blocks, seed_rate, normalize, DEVICE)
+    bits = blocks.unpacked(packed)
+    assert not bits[:, blocks.elements_per_sample :].any(), "the padding is 0"
+    mask = bits[:, : blocks.elements_per_sample].view(blocks.samples, blocks.channels, *blocks.sizes).bool()
+    return mask, None if counters is None else counters[2:] >> 31
+
+
+def dilated(seeds: Tensor, blocks: Blocks) -> Tensor:
+    """The blocks of the seeds, by brute force."""
+    mask = torch.zeros_like(seeds)
+    for seed in seeds.nonzero():
+        window = mask[seed[0], seed[1]]
+        for axis, block in enumerate(blocks.blocks):
+            window = window.narrow(axis, int(seed[2 + axis]), block)
+        window[...] = True
+    return mask
+
+
+@pytest.mark.parametrize("blocks", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_masks_are_the_blocks_of_the_seeds(blocks: Blocks) -> None:
+    """The random numbers depend on the position only: blocks of 1 show the same seeds, also where no block fits."""
+    single = Blocks(blocks.samples, blocks.channels, blocks.sizes, tuple(1 for _ in blocks.sizes))
+    rate = gamma_for(blocks.sizes, blocks.blocks, 0.4)
+    seeds, _ = drawn(single, rate)
+    for axis, valid in enumerate(blocks.valid, start=2):
+        seeds.narrow(axis, valid, seeds.shape[axis] - valid).zero_()
+    mask, _ = drawn(blocks, rate)
+    assert 0 < mask.sum() < mask.numel()
+    assert torch.equal(mask, dilated(seeds, blocks))
+
+
+def test_the_geometries_have_one_and_several_tiles() -> None:
+    words, halo = GEOMETRIES["7x7"].packed_size[1] // 4, triton_dropblock._halo(GEOMETRIES["7x7"])
+    assert triton_dropblock._lanes(words, halo) >= words + halo
+    for name, lanes in (("several tiles", 128), ("blocks larger than 128 words", 1024)):
+        blocks = GEOMETRIES[name]
+        words, halo = blocks.packed_size[1] // 4, triton_dropblock._halo(blocks)
+        assert triton_dropblock._lanes(words, halo) == lanes < words + halo, name
+
+
+@pytest.mark.parametrize("name", ["7x7", "shared", "several tiles", "1-D"])
+def test_counters_count_the_dropped_elements(name: str) -> None:
+    blocks = GEOMETRIES[name]
+    mask, count = drawn(blocks, 0.02, "batch")
+    assert count is not None
+    assert count.tolist() == [mask.sum()]
+    mask, count = drawn(blocks, 0.02, "sample", seed=1)
+    assert count is not None
+    assert count.tolist() == mask.flatten(1).sum(1).tolist()
+
+
+@pytest.mark.parametrize("p", [1e-3, 0.1, 0.5, 0.999, 1.0])
+def test_the_rate_is_exact(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_dropblock, "_lanes", lambda words, halo: 16_384)  # fast in the interpreter
+    mask, _ = drawn(Blocks(1, 1000, (17, 17), (1, 1)), p)
+    assert abs(mask.double().mean() - p) <= 4.5 * math.sqrt(p * (1 - p) / mask.numel())
+
+
+def test_fixed_point_rates() -> None:
+    """A seed is drawn if a 64-bit random number is at most this number, as an unsigned one."""
+    for rate in (1.0, 0.75, 0.5, 0.1, 2.0**-40):
+        assert (triton_dropblock._fixed_point(rate) % 2**64 + 1) / 2**64 == rate
+    assert triton_dropblock._fixed_point(0.0) == triton_dropblock._fixed_point(1e-30) == 0
+
+
+@pytest.mark.parametrize(("block", "p"), [(1, 0.3), (3, 0.3), (4, 0.6)])
+def test_masks_have_the_distribution_of_those_of_the_cpu(block: int, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frequency at each position, of each pair of positions in a row, and the dropped elements of a map."""
+    monkeypatch.setattr(triton_dropblock, "_lanes", lambda words, halo: 2048)  # fast in the interpreter
+    ones = torch.ones(2, 1024, 8, 7, device=DEVICE)
+    settings: dict[str, Any] = {"p": p, "block_size": block, "normalize": None}
+    found = (drop_block(ones, **settings) == 0).flatten(0, 1).double().cpu()
+    monkeypatch.setattr(triton_dropblock, "usable", lambda device: False)
+    expected = (drop_block(ones.cpu(), **settings) == 0).flatten(0, 1).double()
+    maps = len(found)
+    for statistic in (
+        lambda dropped: dropped.flatten(1),
+        lambda dropped: (dropped[:, :, :1] * dropped[:, :, 1:]).flatten(1),
+        lambda dropped: (dropped[:, :1] * dropped[:, 1:]).flatten(1),
+        lambda dropped: torch.nn.functional.one_hot((dropped.mean((1, 2)) * 8).long(), 9).double(),
+    ):
+        mean, reference = statistic(found).mean(0), statistic(expected).mean(0)
+        deviation = (2 * reference * (1 - reference) / maps).clamp(min=1 / maps**2).sqrt()
+        assert ((mean - reference).abs() / deviation).max() < 4.5
+
+
+INPUTS = (((7, 7), torch.float32), ((70,), torch.float16), ((4, 4, 6), torch.bfloat16))
+SETTINGS = list(itertools.product((1, -1), ("batch", "sample", "expected", None), (True, False)))
+
+
+@pytest.mark.parametrize("case", range(len(SETTINGS)), ids=[str(case) for case in SETTINGS])
+def test_drop_block(case: int) -> None:
+    """Values, gradients, dtypes and memory formats, also of gradients that are expanded or in another format."""
+    (channel, normalize, per_channel), (sizes, dtype) = SETTINGS[case], INPUTS[case % len(INPUTS)]
+    shape = (2, 5, *sizes) if channel == 1 else (2, *sizes, 5)
+    x = torch.rand(shape, device=DEVICE, dtype=dtype).add_(0.5).requires_grad_()
+    y = drop_block(x, 0.3, 3, normalize=normalize, per_channel=per_channel, channel_dim=channel)
+    dropped = (y == 0).movedim(channel, 1)
+    assert 0 < dropped.sum() < dropped.numel()
+    assert per_channel or torch.equal(dropped.all(1), dropped.any(1))
+    scale, rtol = torch.where(y == 0, 0, scale_of(y == 0, normalize, 0.3)), 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(y.detach(), (x.detach().float() * scale).to(dtype), rtol=rtol, atol=0)
+    assert (y.dtype, y.stride()) == (dtype, x.stride())
+    transposed = torch.rand_like(x.detach().movedim(1, -1)).movedim(-1, 1)
+    for weight in (torch.ones((), device=DEVICE, dtype=dtype).expand(shape), transposed):
+        (gradient,) = torch.autograd.grad(y, x, weight, retain_graph=True)
+        torch.testing.assert_close(gradient, (weight.float() * scale).to(dtype), rtol=rtol, atol=0)
+
+
+def scale_of(dropped: Tensor, normalize: str | None, p: float) -> Tensor | float:
+    if normalize is None or normalize == "expected":
+        return 1.0 if normalize is None else 1 / (1 - p)
+    axes = tuple(range(1, dropped.dim())) if normalize == "sample" else tuple(range(dropped.dim()))
+    return 1 / (~dropped).float().mean(axes, keepdim=True)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_memory_formats_have_the_same_masks(per_channel: bool) -> None:
+    """channels_last is copied by one transposing load; other formats and float64 use PyTorch operations."""
+    x, results = torch.rand(2, 16, 9, 10, device=DEVICE) + 0.5, []
+    for other in (
+        x,
+        x.contiguous(memory_format=torch.channels_last),
+        x.movedim(2, 0).contiguous().movedim(0, 2),
+        torch.cat([x, x], 1)[:, :16],
+        x.double(),
+    ):
+        torch.manual_seed(0)
+        y = drop_block(other, 0.2, 3, per_channel=per_channel)
+        assert y.stride() == torch.empty_like(other).stride()
+        results.append(y.float())
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-6, atol=0)
+
+
+def test_nan_and_infinity_are_dropped() -> None:
+    y = drop_block(torch.full((4, 8, 7, 7), math.nan, device=DEVICE), 0.5, 3)
+    assert 0 < (y == 0).sum() < y.numel()
+    assert drop_block(torch.full((2, 3, 7, 7), math.inf, device=DEVICE), 1.0, 3).count_nonzero() == 0
+
+
+def test_the_random_state_is_that_of_pytorch() -> None:
+    """`manual_seed` determines the masks, calls differ, and a checkpoint replays them."""
+    x = torch.ones(2, 8, 14, 14, device=DEVICE, requires_grad=True)
+    torch.manual_seed(1)
+    first, second = drop_block(x, 0.2), drop_block(x, 0.2)
+    torch.manual_seed(1)
+    assert torch.equal(drop_block(x, 0.2), first)
+    assert not torch.equal(first, second)
+    y = checkpoint(lambda x: drop_block(x, 0.2).square(), x, use_reentrant=False)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * y.detach())
+
+
+def test_higher_derivatives_and_transforms() -> None:
+    x = torch.rand(2, 3, 7, 7, device=DEVICE) + 0.5
+
+    def loss(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return drop_block(x, 0.3, 3).pow(2).sum()
+
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), leaf)
+    torch.testing.assert_close(gradient.detach(), second * x)
+    y = drop_block(leaf, 0.3, 3)
+    (batched,) = torch.autograd.grad(
+        y, leaf, torch.eye(y.numel(), device=DEVICE).view(-1, *y.shape), is_grads_batched=True
+    )
+    torch.testing.assert_close(batched.sum(0), y.detach() / x)
+    found = torch.func.grad(loss)(x)
+    torch.testing.assert_close(
+        found[found != 0] / x[found != 0], found.amax() / x.flatten()[found.argmax()] + 0 * found[found != 0]
+    )
+    for randomness, same in (("same", True), ("different", False)):
+        pair = torch.vmap(lambda x: drop_block(x, 0.3, 3), randomness=randomness)(
+            torch.ones(2, 2, 3, 7, 7, device=DEVICE)
+        )
+        assert torch.equal(pair[0], pair[1]) is same
+    primal, tangent = torch.func.jvp(lambda x: drop_block(x, 0.3, 3), (x,), (x,))
+    torch.testing.assert_close(primal, tangent)
+
+
+@pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
+def test_operators(normalize: str | None) -> None:
+    """The operators of compiled code: the fake results have the format of the real ones, and gradients are right."""
+    x = torch.rand(3, 5, 9, 7, device=DEVICE, requires_grad=True)
+    arguments = [2, 3], 1, True, "exact", normalize, 0
+    p = torch.tensor(0.3, dtype=torch.float64)
+    for real, fake in zip(custom_ops._draw(x, p, *arguments), custom_ops._draw_fake(x, p, *arguments), strict=True):
+        assert (real.shape, real.dtype, real.device) == (fake.shape, fake.dtype, fake.device)
+    y = custom_ops.drop_block(x, p, (2, 3), 1, True, "exact", normalize)
+    torch.testing.assert_close(y, torch.where(y == 0, 0, x * scale_of(y == 0, normalize, 0.3)))
+    (gradient,) = torch.autograd.grad((y * x.detach()).sum(), x)
+    torch.testing.assert_close(gradient, y.detach())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("normalize", ["batch", "sample", "expected"])
+@pytest.mark.parametrize("p", [1e-4, 0.1, 0.95])
+def test_drop_block_on_cuda_does_not_synchronize(normalize: str, p: float) -> None:
+    torch.manual_seed(0)
+    x = torch.ones(64, 64, 28, 28, device="cuda", requires_grad=True)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = drop_block(x, p, 7, normalize=normalize)
+        y.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    dropped = (y == 0).double().mean((2, 3)).flatten()
+    assert abs(dropped.mean() - p) < 4 * dropped.std() / dropped.numel() ** 0.5
+    torch.testing.assert_close(x.grad, y.detach())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_graph_draws_new_masks_at_each_replay() -> None:
+    x = torch.ones(8, 64, 28, 28, device="cuda")
+    drop_block(x, 0.2)  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = drop_block(x, 0.2)
+    masks = []
+    for _ in range(2):
+        graph.replay()
+        masks.append(y == 0)
+    assert not torch.equal(*masks)
+    assert all(abs(mask.float().mean() - 0.2) < 0.02 for mask in masks)
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations except views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func.overloadpacket.__name__.startswith("empty"):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `benchmarks/launches.py` assumes: a forward is `randint` and two kernels, and backward one kernel."""
+    from hookdrop.kernels import triton_kernels
+
+    launched = []
+    for name in ("draw_kernel", "mask_kernel"):
+        kernel = getattr(triton_kernels, name)
+
+        class Counting:
+            def __getitem__(self, grid: object, kernel: Any = kernel, name: str = name) -> Callable[..., None]:
+                launched.append(name)
+                return lambda *args, **kwargs: None  # the interpreter itself uses operations
+
+        monkeypatch.setattr(triton_kernels, name, Counting())
+    monkeypatch.setattr(triton_dropblock, "has_plain_memory", lambda x: True)
+    x, blocks = torch.ones(2, 3, 7, 7, device=DEVICE), Blocks(2, 3, (7, 7), (3, 3))
+    with Operations() as operations:
+        packed, counters = triton_dropblock.draw(blocks, 0.1, "batch", DEVICE)
+        assert counters is not None
+        assert (operations.names, launched) == (["randint"], ["draw_kernel"])
+        triton_dropblock.mask(x, packed, counters, blocks)
+        assert (operations.names, launched) == (["randint"], ["draw_kernel", "mask_kernel"])
+
+
+def test_unsupported_geometries_use_pytorch_operations() -> None:
+    huge = Blocks(1, 1, (600, 600), (500, 500))
+    assert not triton_dropblock.can_draw(huge, DEVICE)
+    x = torch.ones(1, 1, 600, 600, device=DEVICE)
+    assert 0 < (drop_block(x, 0.5, 500, normalize=None) == 0).sum() < x.numel()
+
+
+def test_environment_variable_disables_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOKDROP_KERNEL", "0")
+    assert not INSTALLED()
+    monkeypatch.delenv("HOOKDROP_KERNEL")
+    monkeypatch.setenv("CC", "cc")
+    assert INSTALLED()
