@@ -204,14 +204,15 @@ def test_repeated_seeds() -> None:
     assert torch.equal(blocks.zero_(x, mixed), blocks.zero_(y, seeds))
 
 
-@pytest.mark.parametrize("elements_per_sample", [1, 7, 8, 9, 2039, 2040, 2041, 2048, 2049, 2400, 3072, 3073, 100_000])
+@pytest.mark.parametrize("elements_per_sample", [1, 7, 32, 33, 2015, 2016, 2017, 2048, 2049, 2400, 3072, 3073, 100_000])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_counts_of_full_masks_do_not_overflow_bytes(samples: int, elements_per_sample: int) -> None:
     """Words are summed in groups, since a byte of a sum holds at most 255. Rows are padded with zeros."""
     blocks = Blocks(samples, 1, (elements_per_sample,), (elements_per_sample,))
     for rows in (blocks.rows(torch.arange(samples)), blocks.dilated(torch.ones(samples, dtype=torch.uint8))):
-        assert rows.shape[1] % (8 if elements_per_sample <= 2040 else 1024) == 0
-        assert rows.shape[1] < elements_per_sample + (8 if elements_per_sample <= 2040 else 1024)
+        multiple = 32 if elements_per_sample <= 2016 else 1024
+        assert rows.shape[1] % multiple == 0
+        assert rows.shape[1] < elements_per_sample + multiple
         assert rows[:, :elements_per_sample].all()
         assert not rows[:, elements_per_sample:].any()
         assert blocks.counts(rows).tolist() == [elements_per_sample] * samples
