@@ -26,7 +26,7 @@ class InjectionCallback(TrainerCallback, ExportableState):
     Args:
         spec: an `InjectionSpec`, or a mapping of its settings; any number of them.
         specs: more mappings, as a list, for configuration files and for the checkpoints of the Trainer.
-        log: whether to add `Injection.metrics()` to the Trainer's logs; requires `register`.
+        log: whether to add `Injection.metrics()` to the Trainer's logs; TensorBoard and others get them after `register`.
         seed_per_rank: whether the ranks of a distributed job draw different masks.
 
     Raises:
@@ -80,9 +80,12 @@ class InjectionCallback(TrainerCallback, ExportableState):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the rates to the logs."""
+        """Add the rates to the logs, and to the entry of `state.log_history` that the Trainer made of them."""
         if self.log and logs is not None:
-            logs.update(self._placement.metrics())
+            metrics = self._placement.metrics()
+            logs.update(metrics)
+            for entry in state.log_history[-1:]:
+                entry.update(metrics)
 
     def state(self) -> dict[str, Any]:
         """The specs and the state of the injections, for the Trainer's checkpoints."""

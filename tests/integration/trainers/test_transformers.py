@@ -172,6 +172,14 @@ class TestLogs:
         ]
         assert rates == pytest.approx([0.3 * step / 8 for step in range(8)])
 
+    @pytest.mark.parametrize("log", [True, False])
+    def test_the_history_has_the_rates(self, log: bool, tmp_path: Path) -> None:
+        made = trainer(tmp_path, InjectionCallback(BRANCHES, log=log), logging_strategy="steps", logging_steps=4)
+        made.train()
+        rates = [row["hookdrop/residual_dropout/p"] for row in made.state.log_history if "loss" in row] if log else []
+        assert rates == pytest.approx([0.3 * 3 / 8, 0.3 * 7 / 8] if log else [])
+        assert any("hookdrop/residual_dropout/p" in row for row in made.state.log_history) == log
+
 
 class TestErrors:
     def test_a_spec_that_does_not_fit_places_nothing(self, tmp_path: Path) -> None:
