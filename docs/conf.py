@@ -34,6 +34,7 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
+toc_object_entries_show_parents = "hide"
 napoleon_custom_sections = ["Reference", "References"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -48,6 +49,7 @@ sphinx_gallery_conf = {
     "show_memory": False,
     "show_signature": False,
     "capture_repr": (),
+    "write_computation_times": False,  # its tables load scripts from other hosts
     "min_reported_time": 10**6,
     "matplotlib_animations": False,
     "remove_config_comments": True,
@@ -59,17 +61,19 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_favicon = "_static/logo.svg"
 html_sidebars = {"**": ["sidebar-nav-bs"]}
+html_context = {"default_mode": "auto"}
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
     "logo": {"text": html_title, "image_light": "_static/logo.svg", "image_dark": "_static/logo.svg"},
     "navigation_with_keys": False,
     "show_nav_level": 1,
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 6,
     "footer_start": ["copyright"],
     "footer_end": [],
     "secondary_sidebar_items": ["page-toc"],
 }
+copybutton_selector = "div:not(.highlight-text, .highlight-none) > div.highlight pre"
 copybutton_exclude = ".linenos, .gp, .go"
 
 

@@ -38,3 +38,9 @@ def test_pictures_have_distinct_alternative_texts_and_are_local(page: Path) -> N
     assert len(set(texts)) == len(texts)
     assert not [path for _, path in pictures if "//" in path]
     assert "<img" not in prose(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_column_of_a_table_has_a_header(page: Path) -> None:
+    headers = re.findall(r"^(\|.*\|)\n\|(?:-+\|)+$", prose(page), re.M)
+    assert not [header for header in headers if re.search(r"\|\s*\|", header)]
