@@ -25,6 +25,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build", "_templates", "gallery"]
+templates_path = ["_templates"]
 default_role = "code"  # docstrings write `names` in single backticks
 suppress_warnings = ["config.cache"]  # sphinx_gallery_conf holds a function
 
@@ -33,6 +34,7 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
+toc_object_entries_show_parents = "hide"
 napoleon_custom_sections = ["Reference", "References"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -45,6 +47,9 @@ sphinx_gallery_conf = {
     "within_subsection_order": TUTORIALS.index,
     "download_all_examples": False,
     "show_memory": False,
+    "show_signature": False,
+    "capture_repr": (),
+    "write_computation_times": False,  # its tables load scripts from other hosts
     "min_reported_time": 10**6,
     "matplotlib_animations": False,
     "remove_config_comments": True,
@@ -54,16 +59,21 @@ html_theme = "pydata_sphinx_theme"
 html_title = f"hookdrop {release}"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_favicon = "_static/logo.svg"
+html_sidebars = {"**": ["sidebar-nav-bs"]}
+html_context = {"default_mode": "auto"}
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
+    "logo": {"text": html_title, "image_light": "_static/logo.svg", "image_dark": "_static/logo.svg"},
     "navigation_with_keys": False,
     "show_nav_level": 1,
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 6,
     "footer_start": ["copyright"],
     "footer_end": [],
     "secondary_sidebar_items": ["page-toc"],
 }
+copybutton_selector = "div:not(.highlight-text, .highlight-none) > div.highlight pre"
 copybutton_exclude = ".linenos, .gp, .go"
 
 

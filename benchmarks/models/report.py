@@ -152,7 +152,7 @@ def _statistics(found: Sequence[dict[str, Any]]) -> str:
         paragraphs.append(f"With random weights, {not_finite} models return NaN or infinity; their bits are compared.")
     for title, counts in (("Warnings of `plan` and `inject`", warnings), ("Problems found by `check`", problems)):
         rows = "\n".join(f"| {_cell(kind)} | {count} |" for kind, count in counts.most_common())
-        paragraphs.append(f"{title}:\n\n| | models |\n|---|---|\n{rows}" if rows else "")
+        paragraphs.append(f"{title}:\n\n| message | models |\n|---|---|\n{rows}" if rows else "")
     return "\n\n".join(part for part in paragraphs if part)
 
 

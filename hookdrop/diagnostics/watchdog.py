@@ -122,7 +122,8 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
     if module.training:
         _warn(state, schedule_problems(state))
     elif live.root is not None and state.enabled and not live.contexts and counter.was_updated():
-        state.warn_once("always in eval", always_in_eval_text(state, [hook.site]))
+        idle = {hook.site} | {other.site for other in live.members if other.called and not other.trained}
+        state.warn_once("always in eval", always_in_eval_text(state, [site for site in state.sites if site in idle]))
     return None
 
 

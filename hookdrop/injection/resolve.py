@@ -11,10 +11,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hookdrop.errors import InjectionError, LayerError
-from hookdrop.injection.select import Entries, Layer, Selection, as_entries, entry_text, matches, select
+from hookdrop.injection.select import Entries, Layer, Selection, as_entries, entry_text, has_forward, matches, select
 from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable, parse
 from hookdrop.schedules import Schedule
 from hookdrop.schedules.base import in_steps
@@ -153,11 +152,7 @@ def _callable_layers(selection: Selection) -> tuple[list[Layer], list[str]]:
                 f"{layer.name!r} is a ScriptModule, which does not support Python hooks.\n"
                 "  train it unscripted, and script it inside `with hookdrop.without_hooks(model):`."
             )
-        # MultiheadAttention uses the weights of its output projection, and never calls the module.
-        has_no_forward = isinstance(module, NonDynamicallyQuantizableLinear) or (
-            type(module).forward is nn.Module.forward and "forward" not in vars(module)
-        )
-        (skipped if has_no_forward else called).append(layer)
+        (called if has_forward(module) else skipped).append(layer)
     if not skipped:
         return called, []
     for layer in skipped:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hookdrop.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.globs import glob_expression
@@ -51,6 +52,7 @@ class Selection:
     entries: list[Entry]
     layers: list[Layer]
     counts: dict[str, int]
+    """For each entry, the number of matched layers that have a forward."""
     matched_by: dict[str, list[int]]
     """For each layer name, the indices of the entries that matched it."""
     exact: set[str]
@@ -120,7 +122,7 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
         found, is_exact = _match_or_raise(everything, entry, "layers")
         # Report a module by its name, since other modules may have its class.
         text = repr(found[0].name) if isinstance(entry, nn.Module) else entry_text(entry)
-        counts[text] = len(found)
+        counts[text] = sum(has_forward(layer.module) for layer in found)
         for layer in found:
             matched_by.setdefault(layer.name, []).append(index)
             if is_exact:
@@ -171,6 +173,14 @@ def entry_text(entry: Entry) -> str:
     if isinstance(entry, type):
         return entry.__name__
     return f"<{type(entry).__name__}>" if isinstance(entry, nn.Module) else getattr(entry, "__name__", repr(entry))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the model can call the module; containers such as `ModuleList` have no forward."""
+    # MultiheadAttention uses the weights of its output projection, and never calls the module.
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return False
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _match_or_raise(everything: list[Layer], entry: Entry, what: str) -> tuple[list[Layer], bool]:

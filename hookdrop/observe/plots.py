@@ -112,7 +112,7 @@ def plot_schedule(
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0)
-    axes.set_title(repr(schedule), fontsize=9)
+    axes.set_title(repr(schedule), fontsize=9, wrap=True)
     if isinstance(what, Injection):
         _draw_rates(axes, what, at, multipliers)
     else:

@@ -69,7 +69,7 @@ def dropblock_resnet(
         for block, group in _resnet_blocks(model)
         for part, at, branch in _paper_sites_in_block(block.module)
     ]
-    wanted = "a ResNet whose layer3 and layer4 have blocks with conv1, bn1, ..."
+    wanted = "a ResNet whose layer3 and layer4 have blocks with conv1, bn1, conv2 and bn2"
     require_sites("dropblock_resnet", model, [site.name for site in sites], wanted)
     schedule = None if steps is None else LinearSchedule(steps=steps)
     return plan_sites(

@@ -63,7 +63,7 @@ class AlphaDropout(Dropout):
 
     Shape: any. Inputs with mean 0 and variance 1 keep both.
 
-    Reference: Klambauer et al. 2017, "Self-normalizing neural networks", arXiv:1706.02515, section 3.
+    Reference: Klambauer et al. 2017, "Self-normalizing neural networks", arXiv:1706.02515, "New Dropout Technique".
     """
 
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:

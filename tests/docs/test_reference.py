@@ -11,7 +11,7 @@ import hookdrop
 from hookdrop import functional, integrations, observe, recipes
 from tests.support.programs import ROOT
 
-TEXT = (ROOT / "docs" / "reference" / "index.md").read_text()
+TEXT = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
 MODULES = {"observe", "recipes"}
 
 

@@ -242,3 +242,11 @@ def test_model_always_in_eval_mode_warns() -> None:
     inject(model, Dropout(0.1), layers="0")
     with pytest.warns(HookdropWarning, match="'0' only ran in eval mode"):
         optimize(model, 2 * UPDATES_BEFORE_WARNING)
+
+
+def test_eval_mode_warning_names_all_sites() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).eval()
+    model[1].train()
+    inject(model, Dropout(0.1), layers="*")
+    with pytest.warns(HookdropWarning, match="'dropout': '0', '2' only ran in eval mode"):
+        optimize(model, 2 * UPDATES_BEFORE_WARNING)

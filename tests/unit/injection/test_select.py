@@ -311,6 +311,10 @@ class TestSelection:
         with pytest.raises(LayerError, match="'blocks' .Sequential. is not called in the forward pass"):
             inject(Iterates(), Dropout(0.1), layers="blocks", example_input=torch.ones(2, 8))
 
+    def test_a_list_of_layers_does_not_count_containers(self) -> None:
+        listed = plan(Iterates(), layers="**")
+        assert listed.counts == {"'**'": len(listed.sites)}
+
     def test_uncalled_container_matched_by_a_pattern_warns(self) -> None:
         drafted = plan(Iterates(), Dropout(0.1), layers="*", example_input=torch.ones(2, 8))
         assert [site.name for site in drafted.sites] == ["blocks"]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hookdrop import (
+    ChainedSchedule,
     ConstantSchedule,
     DropBlock,
     Dropout,
@@ -36,6 +37,7 @@ from hookdrop.observe import (
 from tests.support.models import Small
 
 pytest.importorskip("matplotlib")
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
@@ -205,6 +207,15 @@ class TestSchedules:
         line = plot_schedule(LinearSchedule(4), 6).axes[0].lines[0]
         assert list(line.get_xdata()) == list(range(7))
         assert list(line.get_ydata()) == LinearSchedule(4).simulate(7)
+
+    def test_a_long_title_fits_into_the_figure(self) -> None:
+        chained = ChainedSchedule([LinearSchedule(50), LinearSchedule(50, start=1.0, end=0.2)], milestones=[50])
+        figure = plot_schedule(chained, 100)
+        FigureCanvasAgg(figure).draw()
+        title = figure.axes[0].title.get_window_extent()
+        assert figure.bbox.x0 <= title.x0
+        assert title.x1 <= figure.bbox.x1
+        assert title.y1 <= figure.bbox.y1
 
     def test_injection_plot_has_one_line_for_each_rate(self) -> None:
         drop = injected_model(p_scale={"0": 0.5})
