@@ -16,7 +16,7 @@ README = ROOT / "README.md"
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)
 
 NOT_IN_DEV = {
-    "composer": "requires PyTorch 2.7.0",
+    "composer": "requires PyTorch 2.6 or 2.7.0",
     "mlflow": "takes 90 MB",
     "ultralytics": "takes 380 MB",
     "wandb": "takes 75 MB",

@@ -33,12 +33,12 @@ class Block(NamedTuple):
 
 def blocks_of(page: Path) -> list[Block]:
     """The blocks of a page in order."""
-    text = page.read_text()
-    return [
-        Block(kind, match[kind], text[: match.start(kind)].count("\n") + 1, match["requires"])
-        for match in BLOCK.finditer(text)
-        if (kind := str(match.lastgroup))
-    ]
+    text, requires, blocks = page.read_text(), None, []
+    for match in BLOCK.finditer(text):
+        kind = str(match.lastgroup)
+        requires = requires if kind == "text" else match["requires"]
+        blocks.append(Block(kind, match[kind], text[: match.start(kind)].count("\n") + 1, requires))
+    return blocks
 
 
 def matches(printed: str, documented: str) -> bool:
@@ -73,10 +73,8 @@ def run(page: Path) -> set[str]:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", category=UserWarning, module="page")
         for kind, text, line, requires in blocks_of(page):
-            if kind != "text":
-                is_left_out = requires is not None and not is_installed(requires)
-                missing |= {requires} if requires and is_left_out else set()
-            if is_left_out:
+            if requires and not is_installed(requires):
+                missing.add(requires)
                 continue
             if kind == "text":
                 where = f"{page.name}, line {line}"
