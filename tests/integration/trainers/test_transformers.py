@@ -174,7 +174,6 @@ class TestLogs:
         ]
         assert rates == pytest.approx([0.3 * step / 8 for step in range(8)])
 
-
     def test_a_resumed_run_that_restores_callbacks_logs_too(self, tmp_path: Path) -> None:
         settings = {"save_strategy": "steps", "save_steps": 4, "logging_strategy": "steps", "logging_steps": 1}
         settings["restore_callback_states_from_checkpoint"] = True
