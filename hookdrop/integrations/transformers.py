@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import TrainOutput
 
 from hookdrop.diagnostics.rank_seeds import seed_per_rank as seed_this_rank
 from hookdrop.injection.handle import Injection
@@ -26,7 +28,7 @@ class InjectionCallback(TrainerCallback, ExportableState):
     Args:
         spec: an `InjectionSpec`, or a mapping of its settings; any number of them.
         specs: more mappings, as a list, for configuration files and for the checkpoints of the Trainer.
-        log: whether to add `Injection.metrics()` to the Trainer's logs; TensorBoard and others get them after `register`.
+        log: whether to add `Injection.metrics()` to the Trainer's logs; requires `register`.
         seed_per_rank: whether the ranks of a distributed job draw different masks.
 
     Raises:
@@ -48,8 +50,11 @@ class InjectionCallback(TrainerCallback, ExportableState):
         self._placement = Placement([*spec, *specs])
 
     def register(self: Self, trainer: Trainer) -> Self:
-        """Add this callback to a Trainer, before those that report logs, and return it."""
+        """Add this callback to a Trainer and return it; `train` then removes the hooks if it fails."""
         trainer.callback_handler.callbacks.insert(0, self)
+        # There is no event for exceptions, and callbacks that report logs receive them before this one may.
+        trainer.train = partial(_train, trainer, trainer.train)  # type: ignore[method-assign]
+        trainer.log = partial(_log, trainer, trainer.log)  # type: ignore[method-assign]
         return self
 
     @property
@@ -72,21 +77,6 @@ class InjectionCallback(TrainerCallback, ExportableState):
         """Set the schedules to the current step, once per optimizer step."""
         self._placement.seek(state.global_step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Add the rates to the logs, and to the entry of `state.log_history` that the Trainer made of them."""
-        if self.log and logs is not None:
-            metrics = self._placement.metrics()
-            logs.update(metrics)
-            for entry in state.log_history[-1:]:
-                entry.update(metrics)
-
     def state(self) -> dict[str, Any]:
         """The specs and the state of the injections, for the Trainer's checkpoints."""
         specs = [spec.to_dict() for spec in self._placement.specs]
@@ -105,3 +95,24 @@ class InjectionCallback(TrainerCallback, ExportableState):
     def __repr__(self) -> str:
         count = len(self._placement.specs)
         return f"<InjectionCallback: {count} spec{'s' * (count > 1)}>"
+
+
+def _train(trainer: Trainer, train: Callable[..., TrainOutput], *args: Any, **kwargs: Any) -> TrainOutput:
+    try:
+        return train(*args, **kwargs)
+    except BaseException:
+        for callback in _callbacks(trainer):
+            callback._placement.remove()
+        raise
+
+
+def _log(trainer: Trainer, log: Callable[..., None], logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    for callback in _callbacks(trainer):
+        if callback.log and trainer.is_in_train:
+            logs.update(callback._placement.metrics())
+    log(logs, *args, **kwargs)
+
+
+def _callbacks(trainer: Trainer) -> list[InjectionCallback]:
+    # Looked up each time, because a Trainer that restores callbacks from a checkpoint replaces them.
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, InjectionCallback)]

@@ -11,8 +11,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +35,7 @@ from hookdrop import (
     seed_per_rank,
 )
 from tests.integration.distributed.programs.nets import Net, output
-from tests.support.programs import ROOT, load
+from tests.support.programs import ROOT, load, run_python
 
 PROGRAMS = ROOT / "tests" / "integration" / "distributed" / "programs"
 EXAMPLES = ROOT / "examples"
@@ -46,16 +44,6 @@ Facts = dict[str, Any]
 """What one rank found in one check."""
 Results = list[dict[str, Facts]]
 """What each rank found, by the name of the check."""
-
-
-def run_python(*arguments: object, ranks: int = 0) -> str:
-    """Run a program, under torchrun if there are ranks, and return its output; if it fails, assert with its traceback."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    command = [sys.executable, *launcher, *map(str, arguments)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @contextmanager

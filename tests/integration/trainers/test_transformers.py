@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ pytest.importorskip("accelerate")
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from hookdrop import LayerError, LinearSchedule, StateError, find
+from hookdrop import InjectionError, LayerError, LinearSchedule, StateError, eject, find
 from hookdrop.integrations import InjectionSpec
 from hookdrop.integrations.transformers import InjectionCallback
+from tests.support.programs import ROOT, run_python
 
 BRANCHES = InjectionSpec(recipe="residual_dropout(p=0.3)", schedule="LinearSchedule(steps=1.0)")
 EMBEDDING = InjectionSpec(
@@ -172,16 +174,93 @@ class TestLogs:
         ]
         assert rates == pytest.approx([0.3 * step / 8 for step in range(8)])
 
-    @pytest.mark.parametrize("log", [True, False])
-    def test_the_history_has_the_rates(self, log: bool, tmp_path: Path) -> None:
-        made = trainer(tmp_path, InjectionCallback(BRANCHES, log=log), logging_strategy="steps", logging_steps=4)
+    def test_a_resumed_run_that_restores_callbacks_logs_too(self, tmp_path: Path) -> None:
+        settings = {"save_strategy": "steps", "save_steps": 4, "logging_strategy": "steps", "logging_steps": 1}
+        settings["restore_callback_states_from_checkpoint"] = True
+        trainer(tmp_path, InjectionCallback(BRANCHES), **settings).train()
+        resumed = trainer(tmp_path, InjectionCallback(BRANCHES), **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        rates = {row["step"]: row["hookdrop/residual_dropout/p"] for row in resumed.state.log_history if "loss" in row}
+        assert rates == pytest.approx({step + 1: 0.3 * step / 8 for step in range(8)})
+
+    def test_an_evaluation_without_the_hooks_logs_no_rates(self, tmp_path: Path) -> None:
+        made = trainer(tmp_path, InjectionCallback(BRANCHES))
         made.train()
-        rates = [row["hookdrop/residual_dropout/p"] for row in made.state.log_history if "loss" in row] if log else []
-        assert rates == pytest.approx([0.3 * 3 / 8, 0.3 * 7 / 8] if log else [])
-        assert any("hookdrop/residual_dropout/p" in row for row in made.state.log_history) == log
+        eject(made.model)
+        assert not any("hookdrop" in name for name in made.evaluate(made.train_dataset))
+
+
+class Gradients(TrainerCallback):
+    """The largest gradient of a weight in each step."""
+
+    def __init__(self) -> None:
+        self.largest: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        gradient = model.get_parameter("model.layers.1.mlp.down_proj.weight").grad
+        assert gradient is not None
+        self.largest.append(gradient.abs().max().item())
+
+
+class TestCompile:
+    def test_a_compiled_model_drops_at_the_rates_of_the_schedule(self, tmp_path: Path) -> None:
+        """Branches that are dropped have no gradient."""
+        late = InjectionSpec("Dropout(p=1.0)", layers="**.mlp", schedule="LateSchedule(cutoff=4)")
+        gradients = Gradients()
+        compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+        trainer(tmp_path, InjectionCallback(late), gradients, **compiled).train()
+        assert min(gradients.largest[:4]) > 0
+        assert gradients.largest[4:] == [0.0] * 4
+
+
+class TestRanks:
+    def test_ranks_draw_different_masks_at_equal_rates(self, tmp_path: Path) -> None:
+        """The Trainer seeds all ranks with the same number, so their masks would be equal."""
+        program = ROOT / "tests" / "integration" / "trainers" / "programs" / "transformers_ranks.py"
+        run_python(program, tmp_path, ranks=2)
+        first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+        assert first["rates"] == second["rates"] == pytest.approx([0.3 * step / 4 for step in range(4)])
+        assert first["step"] == second["step"] == 3
+        assert first["dropped"] != second["dropped"]
+
+
+class Failing(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise FloatingPointError("the loss is nan")
 
 
 class TestErrors:
+    @pytest.mark.parametrize("step", [0, 3])
+    def test_an_exception_leaves_no_hooks(self, step: int, tmp_path: Path) -> None:
+        made = trainer(tmp_path, InjectionCallback(BRANCHES), Failing(step))
+        with pytest.raises(FloatingPointError):
+            made.train()
+        assert not find(made.model)
+
+    def test_an_exception_in_a_resumed_run_that_restores_callbacks(self, tmp_path: Path) -> None:
+        settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
+        trainer(tmp_path, InjectionCallback(BRANCHES), **settings).train()
+        made = trainer(tmp_path, InjectionCallback(BRANCHES), Failing(5), **settings)
+        with pytest.raises(FloatingPointError):
+            made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        assert not find(made.model)
+
+    def test_two_callbacks_with_one_name_are_refused_before_the_first_step(self, tmp_path: Path) -> None:
+        rates = Rates()
+        made = trainer(tmp_path, InjectionCallback(BRANCHES), InjectionCallback(BRANCHES), rates)
+        with pytest.raises(InjectionError, match=r"already carr(?s:.)*name=\"residual_dropout2\""):
+            made.train()
+        assert not rates.rates
+        assert not find(made.model)
+
+    def test_a_malformed_spec(self) -> None:
+        with pytest.raises(TypeError, match=r"no setting 'layer'(?s:.)*layers"):
+            InjectionCallback(specs=[{"regularizer": "Dropout(p=0.1)", "layer": "0"}])
+
     def test_a_spec_that_does_not_fit_places_nothing(self, tmp_path: Path) -> None:
         made = trainer(tmp_path, InjectionCallback(BRANCHES, InjectionSpec("Dropout(p=0.1)", layers="nose")))
         with pytest.raises(LayerError, match="nose"):
