@@ -30,7 +30,8 @@ pytest.importorskip("jinja2")
 from rich.console import Console
 
 import compare
-from comparison.analysis.schema import Summary
+from comparison.analysis.schema import ArmSummary, Summary
+from comparison.analysis.summary_text import interval_text
 from comparison.engines.store import Attempt, Store
 from comparison.report.table import WIDTH, table
 from comparison.run.record import Record
@@ -349,7 +350,34 @@ def settings(text: str) -> dict[str, object]:
     return {name: value for name, value in yaml_lines.load(text, "")[0].items() if name != "title"}
 
 
+def differences(found: Summary) -> list[str]:
+    """The rows of a table of the differences from none in accuracy; a column for each cell."""
+    arms = [[arm for arm in cell.arms if arm.against_none and arm.values != cell.arms[0].values] for cell in found.cells]
+    return [f"| {row[0].name} | {' | '.join(map(difference, row))} |" for row in zip(*arms, strict=True)]
+
+
+def difference(arm: ArmSummary) -> str:
+    """The difference from none, bold if it is significant after Holm's correction."""
+    found = arm.against_none["accuracy"]
+    bold = "**" if found.p_holm <= 0.05 and arm.kind not in ("control", "reference") else ""
+    return f"{bold}{interval_text(found, 'accuracy')}{bold}"
+
+
 class TestCommittedResults:
+    @pytest.mark.parametrize("name", ["finetune", "finetune_scratch"])
+    def test_match_the_shipped_config_and_the_page_of_fine_tuning(self, name: str) -> None:
+        found = Summary.model_validate_json((BENCHMARKS / "results" / name / "summary.json").read_text())
+        assert settings(found.config) == settings((BENCHMARKS / "configs" / f"{name}.yaml").read_text())
+        assert found.seeds >= 16
+        assert not found.failures
+        page = (BENCHMARKS.parent / "docs" / "evidence" / "finetuning.md").read_text()
+        rows = differences(found)
+        assert len(rows) > 4
+        for row in rows:
+            assert row in page
+        for cell in found.cells:
+            assert f"{cell.arms[0].means['accuracy']:.2f} %" in page
+
     @pytest.mark.parametrize("name", ["digits", "synthetic"])
     def test_match_the_shipped_config_and_the_table_on_the_page_of_results(self, name: str) -> None:
         results = BENCHMARKS / "results" / name
@@ -362,7 +390,7 @@ class TestCommittedResults:
         lines_of_table = [line.rstrip() for line in shown.getvalue().splitlines()]
         assert "\n".join(lines_of_table) in (BENCHMARKS.parent / "docs" / "evidence" / "results.md").read_text()
 
-    @pytest.mark.parametrize("name", ["digits", "synthetic"])
+    @pytest.mark.parametrize("name", ["digits", "synthetic", "finetune", "finetune_scratch"])
     def test_have_valid_controls(self, name: str) -> None:
         found = Summary.model_validate_json((BENCHMARKS / "results" / name / "summary.json").read_text())
         for cell in found.cells:
