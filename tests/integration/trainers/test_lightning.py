@@ -37,7 +37,8 @@ HEAD = InjectionSpec("Dropout(p=0.5)", layers="model.4", schedule="LinearSchedul
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def quiet_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where Lightning saves checkpoints
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.manual_seed(0)
