@@ -12,6 +12,7 @@ pytest.importorskip("torchvision")
 import resnet_step
 
 
+@pytest.mark.filterwarnings("ignore:.*covers the whole 7x7 map")
 def test_results_have_a_ratio_for_each_drop_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At 224 pixels; torchvision rejects the even blocks to which it clamps at some smaller sizes."""
     arguments = ["--device", "cpu", "--model", "resnet18", "--batch", "1", "--rounds", "1", "--modes", "eager"]

@@ -29,7 +29,10 @@ from hookdrop.integrations import InjectionSpec
 from hookdrop.integrations.lightning import InjectionCallback
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning:lightning", "ignore::DeprecationWarning", "ignore:.*LeafSpec"
+    "ignore::UserWarning:lightning",
+    "ignore::DeprecationWarning",
+    "ignore:.*LeafSpec",
+    "error::hookdrop.HookdropWarning",
 )
 
 BLOCK = InjectionSpec("DropBlock(p=0.3, block_size=3)", layers="model.0", schedule="LinearSchedule(steps=1.0)")
