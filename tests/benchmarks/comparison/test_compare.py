@@ -352,7 +352,9 @@ def settings(text: str) -> dict[str, object]:
 
 def differences(found: Summary) -> list[str]:
     """The rows of a table of the differences from none in accuracy; a column for each cell."""
-    arms = [[arm for arm in cell.arms if arm.against_none and arm.values != cell.arms[0].values] for cell in found.cells]
+    arms = [
+        [arm for arm in cell.arms if arm.against_none and arm.values != cell.arms[0].values] for cell in found.cells
+    ]
     return [f"| {row[0].name} | {' | '.join(map(difference, row))} |" for row in zip(*arms, strict=True)]
 
 
