@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from hookdrop.diagnostics.rank_seeds import seed_per_rank as seed_this_rank
 from hookdrop.errors import InjectionError
@@ -122,7 +123,8 @@ class InjectionCallback(Callback):
         if not self._placement.is_relative:
             return None
         # Read only once, and only if needed: it may create the data loaders.
-        total = trainer.estimated_stepping_batches
+        with _without_statistics_epoch(trainer):
+            total = trainer.estimated_stepping_batches
         if not math.isfinite(total) or total < 1:
             raise InjectionError(
                 "InjectionCallback: a schedule has fractions of the training, but the Trainer does not know its "
@@ -146,3 +148,17 @@ class InjectionCallback(Callback):
     def __repr__(self) -> str:
         count = len(self._placement.specs)
         return f"<InjectionCallback: {count} spec{'s' * (count > 1)}>"
+
+
+@contextmanager
+def _without_statistics_epoch(trainer: Trainer) -> Iterator[None]:
+    """Set `max_epochs` to that of the user, if StochasticWeightAveraging has added an epoch without optimizer steps."""
+    loop = trainer.fit_loop
+    extended = loop.max_epochs
+    ends = [each.swa_end + 1 for each in trainer.callbacks if isinstance(each, StochasticWeightAveraging)]
+    if extended is not None:
+        loop.max_epochs = min([extended, *ends])
+    try:
+        yield
+    finally:
+        loop.max_epochs = extended

@@ -26,6 +26,12 @@ class Placement:
     def __init__(self, specs: Sequence[InjectionSpec | Mapping[str, Any]]) -> None:
         if not specs:
             raise TypeError('pass at least one spec, such as InjectionSpec("Dropout(p=0.1)", layers="head")')
+        for spec in specs:
+            if not isinstance(spec, InjectionSpec | Mapping):
+                raise TypeError(
+                    f"a spec must be an InjectionSpec or a mapping of its settings, got {type(spec).__name__}.\n"
+                    "  pass several specs as separate arguments: InjectionCallback(*specs)"
+                )
         self.specs = [spec if isinstance(spec, InjectionSpec) else InjectionSpec.from_dict(spec) for spec in specs]
         self.injections: list[Injection] = []
         self.pending: Mapping[str, Any] | None = None

@@ -206,6 +206,11 @@ class TestStatistics:
         assert torch.equal(plain["model.1.running_var"], hooked["model.1.running_var"])
         assert torch.equal(plain["model.1.running_mean"], hooked["model.1.running_mean"])
 
+    def test_fractions_of_the_training_leave_out_the_epoch_that_swa_adds(self) -> None:
+        callback = InjectionCallback(BLOCK)
+        self.swa(callback)
+        assert (str(callback.injections[0].schedule), callback.injections[0].p) == ("LinearSchedule(steps=12)", 0.3)
+
     def test_hooks_drop_again_afterwards(self) -> None:
         callback = InjectionCallback(BLOCK)
         self.swa(callback)
@@ -335,6 +340,10 @@ class TestCommandLine:
                 ("dropblock", "LinearSchedule(steps=12)"),
                 ("dropout", "ConstantSchedule()"),
             ]
+
+    def test_a_list_of_specs_as_one_argument_says_how_to_pass_them(self) -> None:
+        with pytest.raises(TypeError, match=r"got list(?s:.)*InjectionCallback\(\*specs\)"):
+            InjectionCallback([BLOCK, HEAD])
 
     def test_a_setting_that_does_not_exist_is_named(self) -> None:
         with pytest.raises(TypeError, match=r"no setting 'layer'(?s:.)*layers"):
