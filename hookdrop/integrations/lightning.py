@@ -155,7 +155,8 @@ def _without_statistics_epoch(trainer: Trainer) -> Iterator[None]:
     """Set `max_epochs` to that of the user, if StochasticWeightAveraging has added an epoch without optimizer steps."""
     loop = trainer.fit_loop
     extended = loop.max_epochs
-    ends = [each.swa_end + 1 for each in trainer.callbacks if isinstance(each, StochasticWeightAveraging)]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    ends = [each.swa_end + 1 for each in callbacks if isinstance(each, StochasticWeightAveraging)]
     if extended is not None:
         loop.max_epochs = min([extended, *ends])
     try:
