@@ -67,7 +67,7 @@ html_show_sourcelink = False
 html_theme_options = {
     "logo": {"text": html_title, "image_light": "_static/logo.svg", "image_dark": "_static/logo.svg"},
     "navigation_with_keys": False,
-    "show_nav_level": 1,
+    "collapse_navigation": True,
     "header_links_before_dropdown": 7,
     "footer_start": ["copyright"],
     "footer_end": [],

@@ -177,6 +177,8 @@ def entry_text(entry: Entry) -> str:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the model can call the module; containers such as `ModuleList` have no forward."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
     # MultiheadAttention uses the weights of its output projection, and never calls the module.
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return False
