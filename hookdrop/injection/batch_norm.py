@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
         device: where to move the inputs; None does not move them.
 
     Raises:
+        ValueError: the loader yields nothing, which would reset the statistics.
         Whatever the loader or the model raises. Statistics, momenta and training modes are then as before.
 
     Example:
@@ -37,8 +39,15 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
         >>> average.module[1].num_batches_tracked
         tensor(2)
     """
+    batches = iter(loader)
+    first = list(islice(batches, 1))
+    if not first:
+        raise ValueError(
+            f"update_bn: the {type(loader).__name__} yields no batch; the statistics are unchanged.\n"
+            "  a generator can be read only once: pass a DataLoader or a list"
+        )
     with find(model).disabled(), _restored_after_error(model):
-        swa_utils.update_bn(loader, model, device)
+        swa_utils.update_bn(chain(first, batches), model, device)
 
 
 @contextmanager

@@ -156,8 +156,9 @@ def as_entries(entries: Any, what: str) -> list[Entry]:
             if not issubclass(entry, nn.Module):
                 raise LayerError(f"`{what}` contains the class {entry.__name__}, which is not a torch.nn.Module.")
         elif not isinstance(entry, str | re.Pattern) and not callable(entry):
+            hint = f"\n  names are strings: write {str(entry)!r}" if isinstance(entry, int) else ""
             raise LayerError(
-                f"`{what}` contains {entry!r} ({type(entry).__name__}).\n"
+                f"`{what}` contains {entry!r} ({type(entry).__name__}).{hint}\n"
                 "  use a name, a glob, a compiled regular expression, a module class, a module,\n"
                 "  or a function of (name, module)."
             )

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from fastai.callback.core import Callback
+from fastai.learner import Learner
 from fastai.torch_core import find_bs, num_distrib, rank_distrib
 
 from hookdrop.diagnostics.rank_seeds import seed_per_rank as seed_this_rank
@@ -17,7 +18,7 @@ from hookdrop.integrations.spec import InjectionSpec
 
 
 class InjectionCallback(Callback):  # type: ignore[misc]
-    """Place hooks at the first batch of a fit, advance their schedules, and remove them when the fit ends or fails.
+    """Place hooks at the first batch of a fit, advance their schedules, and remove them when its epochs end or fail.
 
     The schedules follow the optimizer's steps, also with `GradientAccumulation` and `start_epoch`, and start over in
     each fit, as fastai's own schedules do: `fine_tune` is two fits. Nothing is dropped in `lr_find` and `validate`.
@@ -51,9 +52,9 @@ class InjectionCallback(Callback):  # type: ignore[misc]
         return self._placement.injections
 
     def before_fit(self) -> None:
-        """Prepare to remove the hooks if an exception ends the fit, for which fastai has no event."""
+        """Prepare to remove the hooks when the epochs end; fastai has no event for an exception."""
         self._recorded = {}
-        self.learn._with_events = partial(self._remove_on_exception, self.learn._with_events)
+        self.learn._with_events = partial(_remove_after_epochs, self._placement, self.learn, self.learn._with_events)
 
     def before_batch(self) -> None:
         """Place the hooks if this is the first batch of a training."""
@@ -65,14 +66,17 @@ class InjectionCallback(Callback):  # type: ignore[misc]
             for name, value in self._placement.metrics().items():
                 self._recorded.setdefault(name, []).append(value)
 
+    def after_cancel_step(self) -> None:
+        """Do not count a step that was canceled, as `MixedPrecision` does; `after_step` follows."""
+        self._count -= 1
+
     def after_step(self) -> None:
         """Advance the schedules; batches that only accumulate gradients do not get here."""
         self._count += 1
         self._placement.seek(self._count)
 
     def after_fit(self) -> None:
-        """Remove the hooks, and hand over what was recorded."""
-        self._remove()
+        """Hand over what was recorded."""
         if self._recorded and hasattr(self.learn, "recorder"):
             self.learn.recorder.hps = getattr(self.learn.recorder, "hps", {}) | self._recorded
 
@@ -86,14 +90,24 @@ class InjectionCallback(Callback):  # type: ignore[misc]
         if self.seed_per_rank and num_distrib() > 1:
             seed_this_rank(rank=rank_distrib())
 
-    def _remove_on_exception(self, run: Callable[..., None], f: Callable[[], None], event: str, *args: Any) -> None:
-        try:
-            run(f, event, *args)
-        except BaseException:
-            if event == "epoch":  # exceptions that only cancel a batch or an epoch do not get here
-                self._remove()
-            raise
 
-    def _remove(self) -> None:
-        self._placement.remove()
-        self.learn.__dict__.pop("_with_events", None)
+def _remove_after_epochs(
+    placement: Placement,
+    learn: Learner,
+    run: Callable[..., None],
+    f: Callable[[], None],
+    event: str,
+    *args: Any,
+) -> None:
+    """Run `Learner._with_events`, and remove the hooks after the last epoch, or if an exception ends the epochs.
+
+    Exceptions that only cancel a batch or an epoch do not get here.
+    """
+    has_ended = True
+    try:
+        run(f, event, *args)
+        has_ended = learn.epoch + 1 == learn.n_epoch
+    finally:
+        if event == "epoch" and has_ended:
+            placement.remove()
+            vars(learn).pop("_with_events", None)

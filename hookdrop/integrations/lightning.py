@@ -15,6 +15,8 @@ from hookdrop.errors import InjectionError
 from hookdrop.injection.handle import Injection
 from hookdrop.integrations.placement import Placement, submodule
 from hookdrop.integrations.spec import InjectionSpec
+from hookdrop.utils.tables import counted
+from hookdrop.utils.validation import count
 
 
 class InjectionCallback(Callback):
@@ -25,7 +27,8 @@ class InjectionCallback(Callback):
     statistics. If `fit` raises an exception, the hooks are removed.
 
     Args:
-        spec: an `InjectionSpec`, or a mapping of its settings; any number of them.
+        spec: an `InjectionSpec`, or a mapping of its settings; any number of them. A `module` has one callback, which
+            takes all of its specs.
         specs: more mappings, as a list, for configuration files and LightningCLI.
         module: name of the part of the LightningModule to regularize; None for all of it.
         optimizer: index of the optimizer whose steps count, if there are several.
@@ -51,11 +54,11 @@ class InjectionCallback(Callback):
         seed_per_rank: bool = True,
         remove_at_end: bool = False,
     ) -> None:
-        self.module, self.optimizer = module, optimizer
+        self.module, self.optimizer = module, count(optimizer, "optimizer", "InjectionCallback", low=0)
         # Lightning sets `log` of every callback to the method of the LightningModule.
         self._logs = log
         self.seed_per_rank, self.remove_at_end = seed_per_rank, remove_at_end
-        self._placement = Placement([*spec, *specs])
+        self._placement = Placement(spec, specs)
         self._disabled = ExitStack()
         self._is_collecting = False
 
@@ -66,9 +69,8 @@ class InjectionCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """The key of the state in a checkpoint: callbacks with other specs or another module have another key."""
-        specs = [spec.to_dict() for spec in self._placement.specs]
-        return self._generate_state_key(module=self.module, specs=specs)
+        """The key of the state in a checkpoint. One callback has all specs of a module, so its state has all names."""
+        return self._generate_state_key(module=self.module)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks of an earlier fit, before Lightning loads a state into them or an average copies them."""
@@ -77,13 +79,14 @@ class InjectionCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Place the hooks, after the callbacks that search a learning rate or a batch size when the fit starts."""
-        count = len(trainer.optimizers)
-        if not 0 <= self.optimizer < max(1, count):
+        optimizers = len(trainer.optimizers)
+        if self.optimizer >= max(1, optimizers):
             raise InjectionError(
-                f"InjectionCallback: optimizer={self.optimizer}, but {type(pl_module).__name__} has {count} optimizers."
+                f"InjectionCallback: optimizer={self.optimizer}, but {type(pl_module).__name__} has "
+                f"{counted(optimizers, 'optimizer')}.\n  the first is optimizer=0"
             )
         self._placement.place(submodule(pl_module, self.module), self._total_steps(trainer))
-        if count > 1:
+        if optimizers > 1:
             for drop in self.injections:
                 drop.follow(trainer.optimizers[self.optimizer])
         if self.seed_per_rank and trainer.world_size > 1:
@@ -146,8 +149,7 @@ class InjectionCallback(Callback):
         self._is_collecting = False
 
     def __repr__(self) -> str:
-        count = len(self._placement.specs)
-        return f"<InjectionCallback: {count} spec{'s' * (count > 1)}>"
+        return f"<InjectionCallback: {counted(len(self._placement.specs), 'spec')}>"
 
 
 @contextmanager

@@ -17,22 +17,19 @@ class Placement:
     """Places specs on a model, all or none.
 
     Args:
-        specs: specs, or mappings of their settings, as from a configuration file.
+        spec: specs, or mappings of their settings.
+        specs: more of them, or one, as from a configuration file.
 
     Raises:
         TypeError, ValueError: there is no spec, or one is invalid.
     """
 
-    def __init__(self, specs: Sequence[InjectionSpec | Mapping[str, Any]]) -> None:
-        if not specs:
+    def __init__(self, spec: Sequence[Any], specs: Any = ()) -> None:
+        more = [specs] if isinstance(specs, InjectionSpec | Mapping | str) else specs or ()
+        given = [*spec, *more]
+        if not given:
             raise TypeError('pass at least one spec, such as InjectionSpec("Dropout(p=0.1)", layers="head")')
-        for spec in specs:
-            if not isinstance(spec, InjectionSpec | Mapping):
-                raise TypeError(
-                    f"a spec must be an InjectionSpec or a mapping of its settings, got {type(spec).__name__}.\n"
-                    "  pass several specs as separate arguments: InjectionCallback(*specs)"
-                )
-        self.specs = [spec if isinstance(spec, InjectionSpec) else InjectionSpec.from_dict(spec) for spec in specs]
+        self.specs = [one if isinstance(one, InjectionSpec) else InjectionSpec.from_dict(one) for one in given]
         self.injections: list[Injection] = []
         self.pending: Mapping[str, Any] | None = None
 
@@ -92,7 +89,8 @@ class Placement:
         if sorted(own) != sorted(state):
             raise StateError(
                 f"the checkpoint has the injections {', '.join(map(repr, state))}, the callback has "
-                f"{', '.join(map(repr, own))}: use the specs that the checkpoint was saved with."
+                f"{', '.join(map(repr, own))}.\n"
+                "  to resume, use the specs of the checkpoint; for other specs, load only its weights"
             )
         for drop in self.injections:
             drop.load_state_dict(state[drop.name])
@@ -104,8 +102,10 @@ def submodule(model: nn.Module, name: str | None) -> nn.Module:
     Raises:
         LayerError: there is no such part.
     """
-    if not name:
+    if name is None:
         return model
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"module must be the name of a submodule, or None for the whole model; got {name!r}.")
     try:
         return model.get_submodule(name)
     except AttributeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,12 +14,14 @@ from torch import nn
 from hookdrop.errors import StateError, did_you_mean
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan
+from hookdrop.injection.select import as_entries
 from hookdrop.injection.verbs import plan
 from hookdrop.recipes import RECIPES
-from hookdrop.regularizers import Regularizer, parse
-from hookdrop.schedules import Schedule
+from hookdrop.regularizers import Dropout, Regularizer
+from hookdrop.schedules import LinearSchedule, Schedule
 from hookdrop.schedules.parse import parse_schedule
-from hookdrop.utils.call_syntax import Call, CallSyntax, parse_call, signature_of
+from hookdrop.utils.call_syntax import CallSyntax, parse_call, signature_of
+from hookdrop.utils.validation import rate
 
 _RECIPE = CallSyntax("InjectionSpec", "recipe", RECIPES, "stochastic_depth(p=0.1)", bare=True)
 
@@ -61,15 +64,7 @@ class InjectionSpec:
         if (self.regularizer is None) == (self.recipe is None):
             given = "both" if self.recipe is not None else "neither"
             raise ValueError(f"InjectionSpec takes either a regularizer and layers, or a recipe; got {given}.")
-        if isinstance(self.schedule, str):
-            parse_schedule(self.schedule)
-        if self.recipe is not None:
-            self._recipe_arguments(None)
-            return
-        regularizers = self.regularizer.values() if isinstance(self.regularizer, Mapping) else [self.regularizer]
-        for regularizer in regularizers:
-            if isinstance(regularizer, str):
-                parse(regularizer)
+        self._rehearse()
 
     @property
     def is_relative(self) -> bool:
@@ -82,12 +77,11 @@ class InjectionSpec:
 
     def plan(self, model: nn.Module, total_steps: int | None = None, example_input: Any = None) -> Plan:
         """Show what `place` would do, without changing the model."""
-        options = {"total_steps": total_steps, "example_input": example_input}
         if self.recipe is not None:
-            arguments = self._recipe_arguments(model)
-            planned: Plan = RECIPES[parse_call(self.recipe, _RECIPE).name].plan(**arguments, **options)
+            arguments = self._recipe_arguments(model, total_steps=total_steps, example_input=example_input)
+            planned: Plan = RECIPES[parse_call(self.recipe, _RECIPE).name].plan(**arguments)
             return planned
-        return plan(model, **{name: value for name, value in vars(self).items() if name != "recipe"}, **options)
+        return plan(model, **self._settings, total_steps=total_steps, example_input=example_input)
 
     def place(self, model: nn.Module, total_steps: int | None = None) -> Injection:
         """Inject into `model`.
@@ -123,31 +117,59 @@ class InjectionSpec:
         Raises:
             TypeError, ValueError: a setting is unknown or invalid.
         """
+        if not isinstance(settings, Mapping):
+            hint = "\n  pass several specs as separate arguments: InjectionCallback(*specs)"
+            raise TypeError(
+                f"a spec must be an InjectionSpec or a mapping of its settings, got {reprlib.repr(settings)}."
+                f"{hint if isinstance(settings, list | tuple) else ''}"
+            )
         known = [f.name for f in fields(cls)]
         if unknown := [name for name in settings if name not in known]:
             raise TypeError(
-                f"InjectionSpec has no setting {unknown[0]!r}.{did_you_mean(unknown[0], known)}\n"
+                f"InjectionSpec has no setting {unknown[0]!r}.{did_you_mean(str(unknown[0]), known)}\n"
                 f"  available: {', '.join(known)}"
             )
         return cls(**settings)
 
-    def _recipe_arguments(self, model: nn.Module | None) -> dict[str, Any]:
-        """The arguments of the recipe: those in the text, and the settings of the spec."""
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "recipe"}
+
+    def _recipe_arguments(self, model: nn.Module | None, **options: Any) -> dict[str, Any]:
+        """The arguments of the recipe: those in the text, the settings of the spec, and `options`."""
         assert self.recipe is not None
         call = parse_call(self.recipe, _RECIPE)
         signature = inspect.signature(RECIPES[call.name])
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "recipe"}
-        own = {name: value for name, value in own.items() if value != _DEFAULTS[name]}
+        own = {name: value for name, value in self._settings.items() if value != _DEFAULTS[name]}
         if unused := [name for name in own if name not in signature.parameters or name in ("regularizer", "layers")]:
             raise TypeError(f"InjectionSpec: the recipe {call.name} does not take {unused[0]!r}: remove it.")
-        return self._bound(call, signature, model, own)
-
-    def _bound(self, call: Call, signature: inspect.Signature, model: nn.Module | None, own: Any) -> dict[str, Any]:
         try:
-            bound = signature.bind(model, *call.args, **dict(call.kwargs), **own)
+            bound = signature.bind(model, *call.args, **dict(call.kwargs), **own, **options)
         except TypeError as error:
             raise TypeError(f"InjectionSpec: {self.recipe!r}: {error}{signature_of(call.name, _RECIPE)}") from None
         return dict(bound.arguments)
+
+    def _rehearse(self) -> None:
+        """Find invalid settings before there is a model, by planning them for one that has any layer."""
+        settings = self._settings
+        if self.recipe is None:
+            as_entries(self.exclude or (), "exclude")
+            for entries in self.regularizer if isinstance(self.regularizer, Mapping) else [self.layers or ()]:
+                as_entries(entries, "layers")
+            settings |= {"layers": None if self.layers is None else "*", "exclude": ()}
+        else:
+            arguments = self._recipe_arguments(None, total_steps=None, example_input=None)
+            settings |= {name: value for name, value in arguments.items() if name in settings}
+            p = rate(arguments.get("p", 0.1), "p", f"InjectionSpec: {self.recipe!r}")
+            settings |= {"regularizer": Dropout(p), "layers": "*"}
+            if arguments.get("steps") is not None:
+                settings["schedule"] = LinearSchedule(steps=arguments["steps"])
+        if isinstance(self.p_scale, Mapping) or callable(self.p_scale):
+            settings["p_scale"] = None  # it depends on the names of the layers
+        given = settings.pop("regularizer")
+        each = [{"*": value} for value in given.values()] if isinstance(given, Mapping) and given else [given]
+        for regularizer in each:
+            plan(nn.Sequential(nn.Identity(), nn.Identity()), regularizer, **settings, total_steps=1_000_000)
 
 
 _DEFAULTS = {f.name: f.default for f in fields(InjectionSpec)}

@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import TrainOutput
 
 from hookdrop.diagnostics.rank_seeds import seed_per_rank as seed_this_rank
 from hookdrop.injection.handle import Injection
 from hookdrop.integrations.placement import Placement
 from hookdrop.integrations.spec import InjectionSpec
+from hookdrop.utils.tables import counted
 
 Self = TypeVar("Self", bound="InjectionCallback")
 
@@ -33,6 +34,7 @@ class InjectionCallback(TrainerCallback, ExportableState):
 
     Raises:
         TypeError, ValueError: a spec is invalid.
+        StateError: a setting is not a plain value, as the Trainer's checkpoints require.
 
     Example:
         >>> InjectionCallback(InjectionSpec(recipe="residual_dropout(p=0.1)", schedule="LinearSchedule(steps=1.0)"))
@@ -47,14 +49,16 @@ class InjectionCallback(TrainerCallback, ExportableState):
         seed_per_rank: bool = True,
     ) -> None:
         self.log, self.seed_per_rank = log, seed_per_rank
-        self._placement = Placement([*spec, *specs])
+        self._placement = Placement(spec, specs)
+        # Now, because the first checkpoint would be too late for an error.
+        self._settings = [spec.to_dict() for spec in self._placement.specs]
 
     def register(self: Self, trainer: Trainer) -> Self:
         """Add this callback to a Trainer and return it; `train` then removes the hooks if it fails."""
-        trainer.callback_handler.callbacks.insert(0, self)
+        trainer.callback_handler.callbacks[:0] = [_Reinstate(self, trainer.callback_handler), self]
         # There is no event for exceptions, and callbacks that report logs receive them before this one may.
-        trainer.train = partial(_train, trainer, trainer.train)  # type: ignore[method-assign]
-        trainer.log = partial(_log, trainer, trainer.log)  # type: ignore[method-assign]
+        trainer.train = partial(self._train, trainer.train)  # type: ignore[method-assign]
+        trainer.log = partial(self._log, trainer, trainer.log)  # type: ignore[method-assign]
         return self
 
     @property
@@ -79,8 +83,7 @@ class InjectionCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """The specs and the state of the injections, for the Trainer's checkpoints."""
-        specs = [spec.to_dict() for spec in self._placement.specs]
-        settings = {"specs": specs, "log": self.log, "seed_per_rank": self.seed_per_rank}
+        settings = {"specs": self._settings, "log": self.log, "seed_per_rank": self.seed_per_rank}
         return {"args": settings, "attributes": {"pending": self._placement.state_dict()}}
 
     @property
@@ -89,30 +92,42 @@ class InjectionCallback(TrainerCallback, ExportableState):
         return self._placement.pending
 
     @pending.setter
-    def pending(self, state: Mapping[str, Any]) -> None:
-        self._placement.pending = state
+    def pending(self, state: Mapping[str, Any] | None) -> None:
+        # With several callbacks, the Trainer restores their states from the start of the training, which are empty.
+        self._placement.pending = state or None
 
     def __repr__(self) -> str:
-        count = len(self._placement.specs)
-        return f"<InjectionCallback: {count} spec{'s' * (count > 1)}>"
+        return f"<InjectionCallback: {counted(len(self._placement.specs), 'spec')}>"
+
+    def _train(self, train: Callable[..., TrainOutput], *args: Any, **kwargs: Any) -> TrainOutput:
+        try:
+            return train(*args, **kwargs)
+        except BaseException:
+            self._placement.remove()
+            raise
+
+    def _log(self, trainer: Trainer, log: Callable[..., None], logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self.log and trainer.is_in_train:
+            logs.update(self._placement.metrics())
+        log(logs, *args, **kwargs)
 
 
-def _train(trainer: Trainer, train: Callable[..., TrainOutput], *args: Any, **kwargs: Any) -> TrainOutput:
-    try:
-        return train(*args, **kwargs)
-    except BaseException:
-        for callback in _callbacks(trainer):
-            callback._placement.remove()
-        raise
+class _Reinstate(TrainerCallback):
+    """Put a registered callback back, with the restored state, if the Trainer has built another from a checkpoint.
 
+    The Trainer does so with `restore_callback_states_from_checkpoint`. Without this, the specs of the checkpoint would
+    replace those of the program.
+    """
 
-def _log(trainer: Trainer, log: Callable[..., None], logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    for callback in _callbacks(trainer):
-        if callback.log and trainer.is_in_train:
-            logs.update(callback._placement.metrics())
-    log(logs, *args, **kwargs)
+    def __init__(self, callback: InjectionCallback, handler: CallbackHandler) -> None:
+        self.callback, self.handler = callback, handler
 
-
-def _callbacks(trainer: Trainer) -> list[InjectionCallback]:
-    # Looked up each time, because a Trainer that restores callbacks from a checkpoint replaces them.
-    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, InjectionCallback)]
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        callbacks = self.handler.callbacks
+        registered = [each.callback for each in callbacks if isinstance(each, _Reinstate)]
+        rebuilt = [each for each in callbacks if isinstance(each, InjectionCallback) and each not in registered]
+        if rebuilt and self.callback not in callbacks:
+            self.callback.pending = rebuilt[0].pending
+            callbacks[callbacks.index(rebuilt[0])] = self.callback

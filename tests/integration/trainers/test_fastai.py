@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 pytest.importorskip("fastai")
 import fastai.callback.schedule  # adds fit_one_cycle, fine_tune and lr_find to Learner
-from fastai.callback.core import Callback, CancelFitException
+from fastai.callback.core import Callback, CancelFitException, CancelStepException
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders
@@ -100,6 +100,16 @@ class TestSteps:
         rates = Rates()
         learn.fit(2, cbs=[InjectionCallback(HEAD), GradientAccumulation(16), rates])
         assert rates.rates == pytest.approx([0.4 * (batch // 4) / 3 for batch in range(12)])
+
+    def test_canceled_steps_do_not_count(self, learn: Learner) -> None:
+        """As MixedPrecision cancels a step whose gradients overflow."""
+
+        def cancel(self: Any) -> None:
+            if self.iter % 2:
+                raise CancelStepException
+
+        learn.fit(2, cbs=[InjectionCallback(HEAD), rates := Rates(), Callback(before_step=cancel)])
+        assert rates.rates[::2] == ramp(0, 6, total=12)
 
     def test_two_specs(self, learn: Learner) -> None:
         callback = InjectionCallback(HEAD, INPUT)
@@ -235,6 +245,20 @@ class TestErrors:
         with pytest.raises(OSError, match="the disk is full"):
             learn.fit(2, cbs=[InjectionCallback(HEAD), Callback(**{event: fail})])
         assert not find(learn.model)
+
+    @pytest.mark.parametrize("event", ["before_fit", "after_fit"])
+    def test_an_error_of_another_callback_outside_the_epochs_leaves_no_hooks(self, event: str, learn: Learner) -> None:
+        def fail(self: Any) -> None:
+            raise OSError("the disk is full")
+
+        with pytest.raises(OSError, match="the disk is full"):
+            learn.fit(1, cbs=[InjectionCallback(HEAD), Callback(**{event: fail})])
+        assert not find(learn.model)
+        with pytest.raises(FloatingPointError):  # an error in a later fit is not hidden
+            learn.fit(1, cbs=Rates(fails_at=2))
+        learn.fit(1, cbs=(rates := Rates()))
+        assert set(rates.rates) == {None}
+        assert "_with_events" not in vars(learn)
 
     def test_an_error_in_the_first_step_is_not_followed_by_warnings(self, learn: Learner) -> None:
         """About sites that did not run, and schedules that did not advance."""

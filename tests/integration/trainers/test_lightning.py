@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 
-from hookdrop import InjectionError, LayerError, LinearSchedule, StateError, find
+from hookdrop import HookdropWarning, InjectionError, LayerError, LinearSchedule, StateError, find
 from hookdrop.integrations import InjectionSpec
 from hookdrop.integrations.lightning import InjectionCallback
 
@@ -170,17 +172,32 @@ class TestResume:
         )
         assert callback.injections[0].target_p == 0.25
 
-    def test_a_checkpoint_with_other_specs_is_not_loaded_into_this_one(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_with_other_specs_raises_before_the_first_step(self, tmp_path: Path) -> None:
         saves = ModelCheckpoint(tmp_path, filename="last")
         trainer(InjectionCallback(BLOCK), saves, enable_checkpointing=True).fit(Classifier(), data())
-        callback = InjectionCallback(BLOCK)
-        state = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"][callback.state_key]
-        other = InjectionCallback(HEAD)
-        other.load_state_dict(state)
+        model = Classifier()
         with pytest.raises(
-            StateError, match="the checkpoint has the injections 'dropblock', the callback has 'dropout'"
+            StateError, match=r"the checkpoint has the injections 'dropblock', the callback has 'dropout'"
         ):
-            trainer(other).fit(Classifier(), data())
+            trainer(InjectionCallback(HEAD), max_epochs=9).fit(model, data(), ckpt_path=tmp_path / "last.ckpt")
+        assert not model.rates
+        assert not find(model)
+
+    def test_a_changed_rate_is_that_of_the_checkpoint(self, tmp_path: Path) -> None:
+        saves = ModelCheckpoint(tmp_path, filename="last")
+        trainer(InjectionCallback(HEAD), saves, enable_checkpointing=True).fit(Classifier(), data())
+        callback = InjectionCallback(dataclasses.replace(HEAD, regularizer="Dropout(p=0.9)"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", HookdropWarning)
+            trainer(callback, max_epochs=9).fit(Classifier(), data(), ckpt_path=tmp_path / "last.ckpt")
+        assert [str(each.message) for each in caught if each.category is HookdropWarning and "0.9" in str(each.message)]
+        assert callback.injections[0].target_p == 0.5
+
+    def test_specs_with_classes_and_modules(self, tmp_path: Path) -> None:
+        callback = InjectionCallback(InjectionSpec(nn.Dropout(0.1), layers=nn.Linear))
+        saves = ModelCheckpoint(tmp_path)
+        trainer(callback, saves, enable_checkpointing=True).fit(Classifier(), data())
+        assert callback.injections[0].sites
 
 
 class SeedSteps(lightning.Callback):
@@ -342,7 +359,7 @@ class TestCommandLine:
             ]
 
     def test_a_list_of_specs_as_one_argument_says_how_to_pass_them(self) -> None:
-        with pytest.raises(TypeError, match=r"got list(?s:.)*InjectionCallback\(\*specs\)"):
+        with pytest.raises(TypeError, match=r"got \[Inj(?s:.)*InjectionCallback\(\*specs\)"):
             InjectionCallback([BLOCK, HEAD])
 
     def test_a_setting_that_does_not_exist_is_named(self) -> None:
@@ -395,17 +412,27 @@ class TestErrors:
         with pytest.raises(InjectionError, match="optimizer=1, but Classifier has 1 optimizer"):
             trainer(InjectionCallback(HEAD, optimizer=1)).fit(Classifier(), data())
 
-    def test_two_callbacks_with_the_same_specs_are_refused_before_the_first_step(self) -> None:
+    def test_two_callbacks_for_one_module_are_refused(self) -> None:
         with pytest.raises(RuntimeError, match="state_key"):
-            trainer(InjectionCallback(HEAD), InjectionCallback(HEAD))
+            trainer(InjectionCallback(HEAD), InjectionCallback(BLOCK))
 
     def test_two_callbacks_with_one_name_are_refused_before_the_first_step(self) -> None:
         model = Classifier()
-        other = InjectionSpec("Dropout(p=0.2)", layers="model.4", at="input")
+        other = InjectionCallback(InjectionSpec("Dropout(p=0.2)", layers="4", at="input"), module="model")
         with pytest.raises(InjectionError, match=r"already carries 'dropout'(?s:.)*name=\"dropout2\""):
-            trainer(InjectionCallback(HEAD), InjectionCallback(other)).fit(model, data())
+            trainer(InjectionCallback(HEAD), other).fit(model, data())
         assert not model.rates
         assert not find(model)
+
+    def test_invalid_modules_and_optimizers(self) -> None:
+        with pytest.raises(TypeError, match="optimizer must be an integer, got '0'"):
+            InjectionCallback(HEAD, optimizer="0")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="module must be the name of a submodule(?s:.)*got 3"):
+            trainer(InjectionCallback(HEAD, module=3)).fit(Classifier(), data())  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("specs", [HEAD, HEAD.to_dict(), [HEAD.to_dict()]])
+    def test_one_spec_needs_no_list(self, specs: Any) -> None:
+        assert repr(InjectionCallback(specs=specs)) == "<InjectionCallback: 1 spec>"
 
     def test_no_specs(self) -> None:
         with pytest.raises(TypeError, match="at least one spec"):

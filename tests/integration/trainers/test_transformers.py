@@ -146,13 +146,29 @@ class TestResume:
         assert find(resumed.model)[0].target_p == 0.2
 
     def test_a_checkpoint_with_other_specs_raises_before_the_first_step(self, tmp_path: Path) -> None:
-        callback = InjectionCallback(BRANCHES)
-        callback.pending = {"dropout": {}}
-        made = trainer(tmp_path, callback)
-        with pytest.raises(
-            StateError, match="the checkpoint has the injections 'dropout', the callback has 'residual_"
-        ):
-            made.train()
+        settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
+        trainer(tmp_path, InjectionCallback(BRANCHES), **settings).train()
+        made = trainer(tmp_path, InjectionCallback(EMBEDDING), **settings)
+        with pytest.raises(StateError, match="has the injections 'residual_dropout', the callback has 'embedding'"):
+            made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        assert not find(made.model)
+
+    def test_several_callbacks_that_are_restored_stay_those_of_the_program(self, tmp_path: Path) -> None:
+        settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
+        trainer(tmp_path, InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING), **settings).train()
+        callbacks = [InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING)]
+        resumed = trainer(tmp_path, *callbacks, **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        assert [drop.name for callback in callbacks for drop in callback.injections] == [
+            "residual_dropout",
+            "embedding",
+        ]
+        assert [drop.step_count for callback in callbacks for drop in callback.injections] == [7, 7]
+
+    def test_a_removed_callback_places_nothing(self, tmp_path: Path) -> None:
+        made = trainer(tmp_path, callback := InjectionCallback(BRANCHES))
+        made.remove_callback(callback)
+        made.train()
         assert not find(made.model)
 
 
@@ -266,6 +282,10 @@ class TestErrors:
         with pytest.raises(LayerError, match="nose"):
             made.train()
         assert not find(made.model)
+
+    def test_a_setting_that_a_checkpoint_cannot_hold(self) -> None:
+        with pytest.raises(StateError, match="layers=<class '(?s:.)*cannot be saved: use a string"):
+            InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers=nn.Linear))
 
     def test_no_specs(self) -> None:
         with pytest.raises(TypeError, match="at least one spec"):

@@ -77,6 +77,15 @@ def test_a_model_without_hooks_or_without_batch_norm(images: Tensor) -> None:
     assert clean[1].num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("loader", [[], iter([])])
+def test_an_empty_loader_raises_and_changes_nothing(model: Small, images: Tensor, loader: Any) -> None:
+    model(images)
+    before = statistics(model)
+    with pytest.raises(ValueError, match="yields no batch; the statistics are unchanged"):
+        update_bn(loader, model)
+    assert equal(statistics(model), before)
+
+
 def interrupted(images: Tensor) -> Iterator[Tensor]:
     yield images
     raise ConnectionError

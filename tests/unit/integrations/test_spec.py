@@ -11,6 +11,8 @@ from torch import nn
 from hookdrop import DropBlock, Dropout, InjectionError, LinearSchedule, StateError, find, inject
 from hookdrop.integrations import InjectionSpec
 
+DROPOUT = {"regularizer": "Dropout(p=0.1)", "layers": "0"}
+
 
 def model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
@@ -58,11 +60,27 @@ class TestErrors:
         [
             ({}, "either a regularizer and layers, or a recipe; got neither"),
             ({"regularizer": "Dropout(p=0.1)", "recipe": "stochastic_depth"}, "got both"),
-            ({"regularizer": "Dropuot(p=0.1)"}, "did you mean: Dropout"),
+            ({"regularizer": "Dropout(p=0.1)"}, "`layers` is missing"),
+            ({"regularizer": "Dropuot(p=0.1)", "layers": "0"}, "did you mean: Dropout"),
             ({"regularizer": {"0": "Dropuot(p=0.1)"}}, "did you mean: Dropout"),
-            ({"regularizer": "Dropout(p=2)"}, "got 2"),
-            ({"regularizer": "Dropout(p=0.1)", "schedule": "LinearSchedul(steps=3)"}, "did you mean: LinearSchedule"),
-            ({"regularizer": "Dropout(p=0.1)", "schedule": "LinearSchedule(step=3)"}, "signature: LinearSchedule"),
+            ({"regularizer": "Dropout(p=2)", "layers": "0"}, "got 2"),
+            (DROPOUT | {"schedule": "LinearSchedul(steps=3)"}, "did you mean: LinearSchedule"),
+            (DROPOUT | {"schedule": "LinearSchedule(step=3)"}, "signature: LinearSchedule"),
+            (DROPOUT | {"schedule": 0.5}, "write: schedule=LinearSchedule"),
+            (DROPOUT | {"layers": [0]}, "names are strings: write '0'"),
+            (DROPOUT | {"exclude": 1.5}, "`exclude` contains 1.5"),
+            (DROPOUT | {"at": "inptu"}, "at must be one of"),
+            (DROPOUT | {"tensor": 1.5}, "tensor must be"),
+            (DROPOUT | {"p_scale": "linear"}, "p_scale must be"),
+            (DROPOUT | {"name": "a/b"}, "name must be"),
+            (DROPOUT | {"portable": "false"}, "portable must be"),
+            (DROPOUT | {"on_existing": "keep"}, "on_existing must be"),
+            ({"regularizer": {0: "Dropout(p=0.1)"}}, "names are strings: write '0'"),
+            ({"regularizer": {}}, "layers"),
+            ({"recipe": "stochastic_depth(p=2)"}, "p must lie in"),
+            ({"recipe": "stochastic_depth(p=0.1, total_steps=9)"}, "multiple values(?s:.)*'total_steps'"),
+            ({"recipe": "dropblock_resnet(p=0.1, steps=1.5)"}, "steps must be an integer"),
+            ({"recipe": "stochastic_depth(p=0.1)", "portable": "false"}, "portable must be"),
             ({"recipe": "stochastic_dept(p=0.1)"}, "did you mean: stochastic_depth"),
             ({"recipe": "stochastic_depth(q=0.1)"}, "signature: stochastic_depth"),
             ({"recipe": "stochastic_depth(p=0.1)", "layers": "0"}, "does not take 'layers': remove it"),
@@ -70,8 +88,17 @@ class TestErrors:
         ],
     )
     def test_invalid_settings_raise_before_there_is_a_model(self, settings: dict[str, Any], says: str) -> None:
-        with pytest.raises((TypeError, ValueError), match=says):
+        with pytest.raises((TypeError, ValueError, InjectionError), match=says):
             InjectionSpec(**settings)
+
+    @pytest.mark.parametrize("settings", [None, "Dropout(p=0.1)", ["Dropout(p=0.1)"]])
+    def test_settings_that_are_not_a_mapping(self, settings: Any) -> None:
+        with pytest.raises(TypeError, match="an InjectionSpec or a mapping of its settings, got"):
+            InjectionSpec.from_dict(settings)
+
+    def test_a_key_that_yaml_reads_as_a_boolean(self) -> None:
+        with pytest.raises(TypeError, match="no setting True"):
+            InjectionSpec.from_dict({True: "step", **DROPOUT})  # type: ignore[dict-item]
 
     def test_an_unknown_setting_of_a_file_is_named(self) -> None:
         with pytest.raises(TypeError, match=r"no setting 'layer'(?s:.)*layers"):
