@@ -70,6 +70,9 @@ class InjectionCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Place the hooks at the current step."""
+        # The Trainer expects an entry of each callback, also in the state of a checkpoint saved without it.
+        stored: Any = state.stateful_callbacks
+        stored.setdefault(type(self).__name__, self.state())
         self._placement.place(kwargs["model"], state.max_steps)
         self._placement.seek(state.global_step)
         if self.seed_per_rank and args.world_size > 1:

@@ -153,6 +153,14 @@ class TestResume:
             made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert not find(made.model)
 
+    @pytest.mark.parametrize("restore", [False, True])
+    def test_a_checkpoint_saved_without_the_callback(self, restore: bool, tmp_path: Path) -> None:
+        settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": restore}
+        trainer(tmp_path, **settings).train()
+        resumed = trainer(tmp_path, callback := InjectionCallback(BRANCHES), **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        assert callback.injections[0].step_count == 7
+
     def test_several_callbacks_that_are_restored_stay_those_of_the_program(self, tmp_path: Path) -> None:
         settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
         trainer(tmp_path, InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING), **settings).train()
