@@ -1,7 +1,8 @@
 """Add regularizers to the layers of any PyTorch model with one line, and remove them with another."""
 
-from hookdrop import observe as observe
-from hookdrop import recipes as recipes
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from hookdrop.diagnostics.rank_seeds import seed_per_rank
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.injection.batch_norm import update_bn
@@ -23,6 +24,10 @@ from hookdrop.schedules import (
     LinearSchedule,
     Schedule,
 )
+
+if TYPE_CHECKING:
+    from hookdrop import observe as observe
+    from hookdrop import recipes as recipes
 
 __version__ = "0.2.0"
 
@@ -60,3 +65,10 @@ __all__ = [
 ]
 __all__ += _catalog.__all__
 __all__.sort()
+
+
+def __getattr__(name: str) -> Any:
+    """Import `observe` and `recipes` on first use, because they take as long as the rest."""
+    if name in ("observe", "recipes"):
+        return importlib.import_module(f"hookdrop.{name}")
+    raise AttributeError(f"module 'hookdrop' has no attribute {name!r}")

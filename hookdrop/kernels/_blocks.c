@@ -1,5 +1,5 @@
 /* Loops over blocks for which PyTorch has no one-pass operation. They are optional: hookdrop/kernels/native.py decides
-   when to use them, and hookdrop/kernels/blocks.py does the same without them. Nothing here is random. Seeds are sorted
+   when to use them, and the modules that call it do the same without them. Nothing here is random. Seeds are sorted
    and may repeat. If they were not sorted, some would be skipped, but nothing would be written outside of a chunk. */
 
 #include <stdint.h>
@@ -31,7 +31,7 @@
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Increment when a signature below changes; native.py checks it. */
-EXPORT int64_t hookdrop_interface(void) { return 3; }
+EXPORT int64_t hookdrop_interface(void) { return 4; }
 
 /* Request huge pages for memory that was just allocated: a page fault for each 4 KiB of a new result costs more than
    computing it. PyTorch does the same for all memory if THP_MEM_ALLOC_ENABLE=1. */
@@ -44,6 +44,27 @@ EXPORT void hookdrop_advise(void *memory, int64_t bytes) {
 #else
     (void)memory, (void)bytes;
 #endif
+}
+
+/* Write the 0-based positions of the successes among `trials` trials: the gaps between them are ceil(logs / divisor).
+   Returns their number, or -1 if the gaps end before the trials. */
+EXPORT int64_t hookdrop_successes(void *at, int64_t wide, const double *logs, int64_t count, double divisor,
+                                  int64_t trials) {
+    int64_t end = 0;
+    for (int64_t k = 0; k < count; k++) {
+        double gap = logs[k] / divisor;
+        if (!(gap <= (double)trials)) /* also infinity */
+            return k;
+        int64_t whole = (int64_t)gap;
+        end += whole + ((double)whole < gap);
+        if (end > trials)
+            return k;
+        if (wide)
+            ((int64_t *)at)[k] = end - 1;
+        else
+            ((int32_t *)at)[k] = (int32_t)(end - 1);
+    }
+    return -1;
 }
 
 /* Seeds are int64_t, or int32_t where that is sufficient. */

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from hookdrop.kernels import native
+
 
 def successes(trials: int, p: float, device: torch.device, *, static: bool, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return the sorted indices of the successes among `trials` Bernoulli(p) trials.
@@ -31,12 +33,15 @@ def successes(trials: int, p: float, device: torch.device, *, static: bool, dtyp
         return torch.empty(0, dtype=dtype, device=device)
     batch = int(trials * p + 8.0 * math.sqrt(trials * p) + 16.0)
     if static:
-        at = _gaps(batch, p, device).clamp_(max=_MAX_GAP).long().cumsum_(0)
+        at = _gaps(_logs(batch, device), p).clamp_(max=_MAX_GAP).long().cumsum_(0)
         good = at <= trials
         return torch.where(good, at, (at * good).amax()).sub_(1).clamp_(min=0).to(dtype)
-    at = _success_positions(batch, p, device)
+    logs = _logs(batch, device)
+    if (found_at := native.success_positions(logs, math.log1p(-p), trials, dtype)) is not None:
+        return found_at
+    at = _gaps(logs, p).cumsum_(0)
     while (found := int(torch.count_nonzero(at <= trials))) == len(at):
-        at = torch.cat([at, _success_positions(batch, p, device).add_(at[-1])])
+        at = torch.cat([at, _gaps(_logs(batch, device), p).cumsum_(0).add_(at[-1])])
     return at[:found].sub_(1.0).to(dtype)
 
 
@@ -63,14 +68,14 @@ def most_precise_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _success_positions(steps: int, p: float, device: torch.device) -> Tensor:
-    """The 1-based positions of the first successes in an infinite sequence of trials, as whole floats or inf."""
-    return _gaps(steps, p, device).cumsum_(0)
+def _logs(count: int, device: torch.device) -> Tensor:
+    """Logarithms of uniform numbers below 1, so that none is 0."""
+    return torch.rand(count, dtype=most_precise_dtype(device), device=device).log_()
 
 
-def _gaps(steps: int, p: float, device: torch.device) -> Tensor:
-    """Geometric numbers, at least 1: the logarithm of a uniform number below 1 is negative, so none is 0."""
-    return torch.rand(steps, dtype=most_precise_dtype(device), device=device).log_().div_(math.log1p(-p)).ceil_()
+def _gaps(logs: Tensor, p: float) -> Tensor:
+    """Geometric numbers, at least 1, as whole floats or inf. Overwrites `logs`."""
+    return logs.div_(math.log1p(-p)).ceil_()
 
 
 _MAX_GAP = 2.0**40

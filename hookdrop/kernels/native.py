@@ -22,13 +22,15 @@ from hookdrop.kernels.blocks import Blocks, contiguous_strides
 from hookdrop.kernels.subclasses import PLAIN_TYPES
 from hookdrop.utils.torch_internals import dispatch_modes, has_storage, is_tracing, is_zero_tensor
 
-_INTERFACE = 3
-_SIGNATURES = {  # p: a pointer, w: a 64-bit integer
+_INTERFACE = 4
+_SIGNATURES = {  # p: a pointer, w: a 64-bit integer, d: a double
+    "hookdrop_successes": "pwpwdw",
     "hookdrop_mask": "ppwpwwwwpwwwppppw",
     "hookdrop_clear": "ppwpwwwwpwww",
     "hookdrop_count": "pwwpwwwpppw",
     "hookdrop_advise": "pw",
 }
+_KINDS = {"p": ctypes.c_void_p, "w": ctypes.c_int64, "d": ctypes.c_double}
 _FUSED_DTYPES = (torch.float32, torch.float64)
 _SEED_DTYPES = (torch.int32, torch.int64)
 _HUGE_PAGE_BYTES = 2**22
@@ -58,6 +60,16 @@ def _is_supported(x: Tensor) -> bool:
 
 
 # The functions below return None (`zero_`: False) for tensors that the loops do not support.
+
+
+def success_positions(logs: Tensor, divisor: float, trials: int, dtype: torch.dtype) -> Tensor | None:
+    """Return the positions below `trials` of successes, with gaps of ceil(logs / divisor); None if the gaps end before."""
+    if logs.dtype != torch.float64 or dtype not in _SEED_DTYPES or not _is_supported(logs):
+        return None
+    at = torch.empty(logs.numel(), dtype=dtype, device=logs.device)
+    gaps = logs.data_ptr(), logs.numel(), divisor
+    found: int = _library.hookdrop_successes(at.data_ptr(), dtype == torch.int64, *gaps, trials)
+    return None if found < 0 else at[:found]
 
 
 def mask_blocks(x: Tensor, seeds: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
@@ -211,8 +223,8 @@ def _load(path: Path) -> ctypes.CDLL | None:
         return None
     for name, kinds in _SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
-        function.restype = ctypes.c_int64 if name == "hookdrop_count" else None
+        function.argtypes = [_KINDS[kind] for kind in kinds]
+        function.restype = ctypes.c_int64 if name in ("hookdrop_successes", "hookdrop_count") else None
     return library
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -17,7 +16,7 @@ from hookdrop.kernels.masking import HALF, apply_mask
 from hookdrop.kernels.slices import keep_scale, slice_dropout
 from hookdrop.kernels.subclasses import PLAIN_TYPES, on_plain_tensor, wraps_results
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
-from hookdrop.utils.torch_internals import is_tracing
+from hookdrop.utils.torch_internals import functorch_stack, is_tracing
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate_or_tensor
 
 _MIN_NATIVE_ELEMENTS = 2**15
@@ -40,7 +39,7 @@ def _dropout(x: Tensor, p: float | Tensor) -> Tensor:
     # On the CPU, PyTorch draws one random number per element on one thread, and rounds 1 / (1 - p) to the dtype of x.
     small = x.numel() < _MIN_NATIVE_ELEMENTS and x.dtype not in HALF
     if small or x.is_nested or not x.is_cpu or is_tracing():
-        return F.dropout(x, p, True)
+        return torch.dropout(x, p, True)
     if type(x) not in PLAIN_TYPES and wraps_results(x):
         return on_plain_tensor(_dropout, x, p)
     return apply_mask(x, *ElementDrawing(p)(x))
@@ -91,7 +90,11 @@ def _drop_channels(x: Tensor, p: float | Tensor, rank: int, training: bool = Tru
     name = f"dropout{rank - 2}d"
     floating(x, name)
     check_channels(x.shape, name, rank)
-    return slice_dropout(x, p, x.shape[:2] + (1,) * (rank - 2)) if training else x
+    if not training:
+        return x
+    if isinstance(p, Tensor) or x.dtype in HALF or functorch_stack() is not None:
+        return slice_dropout(x, p, x.shape[:2] + (1,) * (rank - 2))
+    return torch.feature_dropout(x, p, True)  # one call instead of four
 
 
 def check_channels(shape: Sequence[int], owner: str, rank: int | None = None) -> None:

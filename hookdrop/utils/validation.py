@@ -39,6 +39,8 @@ def rate(
     value: object, name: str = "p", owner: str = "hookdrop", high: float = 1.0, *, open_end: bool = False
 ) -> float:
     """Return `value` as a float in [0, high], or in [0, high) if `open_end`."""
+    if type(value) is float and 0.0 <= value < high:
+        return value
     result = number(value, name, owner)
     if 0.0 <= result < high or (result == high and not open_end):
         return result
@@ -93,8 +95,13 @@ def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) ->
     raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
 
 
+_SUPPORTED_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+
+
 def floating(x: object, owner: str, *, nested: bool = False) -> None:
     """Raise `TypeError` unless `x` is a dense tensor with a real floating-point dtype."""
+    if isinstance(x, Tensor) and x.dtype in _SUPPORTED_DTYPES and x.layout is torch.strided and not x.is_nested:
+        return
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{owner}: x must be a tensor, got {_brief(x)}.\n  write torch.as_tensor(x, dtype=torch.float32)"

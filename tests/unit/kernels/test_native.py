@@ -404,6 +404,29 @@ def test_backward_works_after_a_forward_under_a_dispatch_mode() -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("trials", "p"), [(1, 0.5), (10**3, 0.999), (10**5, 0.02), (2**31 - 1, 1e-7)])
+def test_successes_are_those_of_the_pytorch_operations(trials: int, p: float, dtype: torch.dtype) -> None:
+    """With the same seed, to the last bit, and the generator is left in the same state."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        at, after = successes(trials, p, torch.device("cpu"), static=False, dtype=dtype), torch.rand(1)
+        torch.manual_seed(seed)
+        with pytorch_only():
+            expected, state = successes(trials, p, torch.device("cpu"), static=False, dtype=dtype), torch.rand(1)
+        assert at.dtype == expected.dtype == dtype
+        assert torch.equal(at, expected)
+        assert torch.equal(after, state)
+
+
+@needs_kernel
+def test_gaps_of_infinite_length_end_the_successes() -> None:
+    logs = torch.tensor([-0.5, -math.inf, -0.1], dtype=torch.float64)
+    assert kernel.success_positions(logs, -0.25, 10**9, torch.int64).tolist() == [1]
+    assert kernel.success_positions(logs[:1], -0.25, 10**9, torch.int64) is None
+
+
+@needs_kernel
 def test_counts_of_static_seeds() -> None:
     blocks = Blocks(4, 8, (28, 28), (7, 7))
     for _ in range(20):
