@@ -38,7 +38,8 @@ def inspect_forward(
     warnings = []
     for texts in shape_warnings.values():
         more = f" (and {counted(len(texts) - 1, 'more site')} like it)" if len(texts) > 1 else ""
-        warnings.append(texts[0] + more)
+        fact, line_break, remedy = texts[0].partition("\n")
+        warnings.append(fact + more + line_break + remedy)
     warnings += [*_never_called_warnings(resolved), *_frozen_warnings(sites), *_batch_norm_warnings(sites, seen)]
     return set(shape_warnings), warnings
 

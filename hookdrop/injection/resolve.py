@@ -87,7 +87,8 @@ def resolve(
         raise _not_a_schedule(schedule)
     requested, schedule = schedule, None if schedule is None else in_steps(schedule, total_steps)
     regularizers, layers = _regularizers_and_layers(regularizer, layers)
-    selection = select(model, layers, exclude)
+    source = "a key of the mapping" if isinstance(regularizer, Mapping) else "`layers`"
+    selection = select(model, layers, exclude, source)
     selected, warnings = _callable_layers(selection)
     if regularizer is None:  # the plan only lists layers
         warnings = []
@@ -123,7 +124,7 @@ def _regularizers_and_layers(
     if isinstance(given, Mapping):
         if layers is not None:
             raise LayerError("pass either `layers` or a mapping of layers to regularizers, not both.")
-        keys = [as_entries(key, "the mapping") for key in given]
+        keys = [as_entries(key, "a key of the mapping") for key in given]
         if any(len(key) != 1 for key in keys):
             raise LayerError("each key of the mapping must be a single entry: a name, a glob, a class, ...")
         return [_regularizer(value) for value in given.values()], [key[0] for key in keys]
@@ -217,7 +218,7 @@ def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
 def _factors_by_pattern(layers: list[Layer], p_scale: Mapping[Any, float]) -> list[float]:
     found: dict[str, tuple[str, float]] = {}
     for pattern, factor in p_scale.items():
-        names = [layer.name for entry in as_entries(pattern, "p_scale") for layer in matches(layers, entry)[0]]
+        names = [layer.name for entry in as_entries(pattern, "`p_scale`") for layer in matches(layers, entry)[0]]
         if not names:
             selected = ", ".join([repr(layer.name) for layer in layers[:6]]) + (", ..." if len(layers) > 6 else "")
             raise LayerError(

@@ -105,21 +105,24 @@ def layers_by_name(model: nn.Module) -> dict[str, Layer]:
     return wrapped | {name: layer for layer in layers for name in layer.aliases}
 
 
-def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> Selection:
+def select(model: nn.Module, layers: Entries, exclude: Entries | None = (), source: str = "`layers`") -> Selection:
     """Select the layers that match `layers` and do not match `exclude`.
+
+    Args:
+        source: what errors call `layers`, such as a key of a mapping.
 
     Raises:
         LayerError: an entry is of the wrong type or matches nothing, or `exclude` removes every layer.
     """
     everything = named_layers(model)
-    included, excluded = as_entries(layers, "layers"), as_entries(() if exclude is None else exclude, "exclude")
+    included, excluded = as_entries(layers, source), as_entries(() if exclude is None else exclude, "`exclude`")
     if not included:
         raise LayerError("`layers` is empty: nothing would be regularized.\n" + _SEE_ALL)
     matched_by: dict[str, list[int]] = {}
     exact: set[str] = set()
     counts: dict[str, int] = {}
     for index, entry in enumerate(included):
-        found, is_exact = _match_or_raise(everything, entry, "layers")
+        found, is_exact = _match_or_raise(everything, entry, source)
         # Report a module by its name, since other modules may have its class.
         text = repr(found[0].name) if isinstance(entry, nn.Module) else entry_text(entry)
         counts[text] = sum(has_forward(layer.module) for layer in found)
@@ -130,7 +133,7 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
     excluded_names: set[str] = set()
     unmatched: list[Entry] = []
     for entry in excluded:
-        names = {layer.name for layer in _match_or_raise(everything, entry, "exclude")[0]}
+        names = {layer.name for layer in _match_or_raise(everything, entry, "`exclude`")[0]}
         excluded_names |= names
         if names.isdisjoint(matched_by):
             unmatched.append(entry)
@@ -143,22 +146,22 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = ()) -> S
     return Selection(everything[0].module, included, selected, counts, matched_by, exact, unmatched)
 
 
-def as_entries(entries: Any, what: str) -> list[Entry]:
-    """Return `entries` as a list, after checking the type of each."""
+def as_entries(entries: Any, source: str) -> list[Entry]:
+    """Return `entries` as a list, after checking the type of each; errors call them `source`."""
     single = isinstance(entries, str | re.Pattern | type | nn.Module) or callable(entries)
     if isinstance(entries, Mapping):
-        raise TypeError(f"`{what}` is a mapping: pass {{layers: regularizer}} as the regularizer, without `layers`.")
+        raise TypeError(f"{source} is a mapping: pass {{layers: regularizer}} as the regularizer, without `layers`.")
     listed = [entries] if single else list(entries) if isinstance(entries, Iterable) else [entries]
     for entry in listed:
         if entry == "":
-            raise LayerError(f"`{what}` contains an empty name; to select the model itself, pass the model.")
+            raise LayerError(f"{source} contains an empty name; to select the model itself, pass the model.")
         if isinstance(entry, type):
             if not issubclass(entry, nn.Module):
-                raise LayerError(f"`{what}` contains the class {entry.__name__}, which is not a torch.nn.Module.")
+                raise LayerError(f"{source} contains the class {entry.__name__}, which is not a torch.nn.Module.")
         elif not isinstance(entry, str | re.Pattern) and not callable(entry):
             hint = f"\n  names are strings: write {str(entry)!r}" if isinstance(entry, int) else ""
             raise LayerError(
-                f"`{what}` contains {entry!r} ({type(entry).__name__}).{hint}\n"
+                f"{source} contains {entry!r} ({type(entry).__name__}).{hint}\n"
                 "  use a name, a glob, a compiled regular expression, a module class, a module,\n"
                 "  or a function of (name, module)."
             )
@@ -186,10 +189,10 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _match_or_raise(everything: list[Layer], entry: Entry, what: str) -> tuple[list[Layer], bool]:
+def _match_or_raise(everything: list[Layer], entry: Entry, source: str) -> tuple[list[Layer], bool]:
     found, exact = matches(everything, entry)
     if not found:
-        raise LayerError(_no_match_message(everything, entry, what))
+        raise LayerError(_no_match_message(everything, entry, source))
     return found, exact
 
 
@@ -224,31 +227,32 @@ def _glob_matches(pattern: str, layer: Layer) -> bool:
     ) and bool(layer.name)
 
 
-def _no_match_message(everything: list[Layer], entry: Entry, what: str) -> str:
-    model, available = type(everything[0].module).__name__, ""
-    if isinstance(entry, str):
-        near = "".join(f"  {line}\n" for line in _suggestions(everything, entry))
-        return f"`{what}` names a module that {model} does not have.\n  asked for:    {entry!r}\n{near}{_SEE_ALL}"
+def _no_match_message(everything: list[Layer], entry: Entry, source: str) -> str:
+    model, hints = type(everything[0].module).__name__, ""
     if isinstance(entry, nn.Module):
         found = type(entry).__name__
-        return f"`{what}` contains a {found} that is not part of this {model} (part of a copy?).\n{_SEE_ALL}"
+        return f"{source} contains a {found} that is not part of this {model} (part of a copy?).\n{_SEE_ALL}"
+    if isinstance(entry, str) and not re.search(r"[*?[]", entry):
+        fact = f"names a module that {model} does not have"
+    else:
+        kind = "a pattern" if isinstance(entry, str) else "a class" if isinstance(entry, type) else "an entry"
+        fact = f"contains {kind} that matches no module of {model}"
+    if isinstance(entry, str):
+        hints = "".join(f"  {line}\n" for line in _suggestions(everything, entry))
     if isinstance(entry, type):
         classes = sorted({type(layer.module).__name__ for layer in everything})
-        available = f"  available:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
-    return (
-        f"`{what}` contains {'a class' if available else 'an entry'} that matches no module of {model}.\n"
-        f"  asked for:    {entry_text(entry)}\n{available}{_SEE_ALL}"
-    )
+        hints = f"  available:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
+    return f"{source} {fact}.\n  asked for:    {entry_text(entry)}\n{hints}{_SEE_ALL}"
 
 
 def _suggestions(everything: list[Layer], text: str) -> Iterator[str]:
     """Suggest what to write instead of a text that matches nothing."""
     names = [layer.name for layer in everything if layer.name]
-    suffix = f"**.{text}"
-    nested = list(filter(glob_expression(suffix).fullmatch, names))
-    if nested:
-        yield f"did you mean: {suffix!r} ({counted(len(nested), 'module')})"
-        return
+    for pattern in _longer_patterns(text):
+        nested = list(filter(glob_expression(pattern).fullmatch, names))
+        if nested:
+            yield f"did you mean: {pattern!r} ({counted(len(nested), 'module')})"
+            return
     of_class = [layer for layer in everything if type(layer.module).__name__ == text]
     if of_class:
         yield f"did you mean: the class {text} itself, not its name as a string ({counted(len(of_class), 'module')})"
@@ -259,6 +263,15 @@ def _suggestions(everything: list[Layer], text: str) -> Iterator[str]:
     near = list(_similar_patterns(text, names)) or nearest(text, names)
     if near:
         yield f"did you mean: {', '.join(map(repr, near[:3]))}"
+
+
+def _longer_patterns(text: str) -> Iterator[str]:
+    """Add segments before the text, then where it has a dot or a `*`, which does not match a dot."""
+    yield f"**.{text}"
+    for segments in (".*.", ".**."):
+        for gap in re.finditer(r"[.*]+", text):
+            pattern = f"{text[: gap.start()]}{segments}{text[gap.end() :]}".strip(".")
+            yield from (pattern, f"**.{pattern}")
 
 
 def _similar_patterns(text: str, names: list[str]) -> Iterator[str]:

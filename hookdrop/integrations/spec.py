@@ -153,9 +153,10 @@ class InjectionSpec:
         """Find invalid settings before there is a model, by planning them for one that has any layer."""
         settings = self._settings
         if self.recipe is None:
-            as_entries(self.exclude or (), "exclude")
-            for entries in self.regularizer if isinstance(self.regularizer, Mapping) else [self.layers or ()]:
-                as_entries(entries, "layers")
+            as_entries(self.layers or (), "`layers`")
+            as_entries(self.exclude or (), "`exclude`")
+            for key in self.regularizer if isinstance(self.regularizer, Mapping) else ():
+                as_entries(key, "a key of the mapping")
             settings |= {"layers": None if self.layers is None else "*", "exclude": ()}
         else:
             arguments = self._recipe_arguments(None, total_steps=None, example_input=None)

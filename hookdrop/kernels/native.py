@@ -63,7 +63,7 @@ def _is_supported(x: Tensor) -> bool:
 
 
 def success_positions(logs: Tensor, divisor: float, trials: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the positions below `trials` of successes, with gaps of ceil(logs / divisor); None if the gaps end before."""
+    """Return the positions below `trials` at gaps of ceil(logs / divisor), or None if the gaps end before."""
     if logs.dtype != torch.float64 or dtype not in _SEED_DTYPES or not _is_supported(logs):
         return None
     at = torch.empty(logs.numel(), dtype=dtype, device=logs.device)

@@ -225,7 +225,9 @@ class DropBlock(Regularizer):
             covers = f"Dropout{len(sizes)}d" if self.per_channel else "DropPath"
             found.append(
                 f"block_size={self.block_size} covers the whole {'x'.join(map(str, sizes))} map: DropBlock drops "
-                f"blocks of {'x'.join(map(str, edges))} there, which is {covers}."
+                f"blocks of {'x'.join(map(str, edges))} there, which is {covers}.\n"
+                f"  there, use a block smaller than the map, or {covers}, in a mapping: "
+                f"inject(model, {{'layer3.*': DropBlock(...), 'layer4.*': {covers}(...)}})"
             )
         return found
 

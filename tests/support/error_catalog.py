@@ -176,6 +176,16 @@ def _() -> None:
     inject(ResNet(), Dropout(p=0.1), layers="bn1")
 
 
+@case("a pattern that matches nothing")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers="layer1.*bn1")
+
+
+@case("a key of a mapping that matches nothing")
+def _() -> None:
+    inject(ResNet(), {"fc": Dropout(p=0.1), "layer1.bn1": Dropout2d(p=0.1)})
+
+
 @case("a class that matches nothing")
 def _() -> None:
     inject(ResNet(), Dropout(p=0.1), layers=nn.LSTM)

@@ -95,7 +95,9 @@ class TestShapes:
         drafted = plan(model, DropBlock(0.1, 9), layers="layer1.*", example_input=torch.randn(1, 3, 7, 8))
         assert drafted.warnings == [
             "DropBlock at 'layer1.0': block_size=9 covers the whole 7x8 map: DropBlock drops blocks of 7x8 there, "
-            "which is Dropout2d. (and 1 more site like it)"
+            "which is Dropout2d. (and 1 more site like it)\n"
+            "  there, use a block smaller than the map, or Dropout2d, in a mapping: "
+            "inject(model, {'layer3.*': DropBlock(...), 'layer4.*': Dropout2d(...)})"
         ]
 
     def test_wrong_number_of_dimensions_is_an_error(self, model: Small, images: torch.Tensor) -> None:

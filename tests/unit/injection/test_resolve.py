@@ -64,7 +64,7 @@ class NoRate(Regularizer):
 
 INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown layer": ({"layers": "layer7"}, LayerError, "does not have"),
-    "unknown glob": ({"layers": "layer7.*"}, LayerError, "does not have"),
+    "unknown glob": ({"layers": "layer7.*"}, LayerError, "`layers` contains a pattern that matches no module"),
     "unknown type": ({"layers": nn.LSTM}, LayerError, "matches no module"),
     "unknown instance": ({"layers": nn.Linear(1, 1)}, LayerError, "not part of this"),
     "empty layers": ({"layers": []}, LayerError, "is empty"),
@@ -106,6 +106,16 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a layer under two keys": (
         {"regularizer": {"layer1.*": Dropout(0.1), "**.0": Dropout(0.2)}, "layers": None}, LayerError,
         r"'layer1.0' matches more than one key of the mapping: 'layer1.\*' and '\*\*.0'",
+    ),
+    "an unknown layer as a key": (
+        {"regularizer": {"layer7": Dropout(0.1)}, "layers": None}, LayerError, "^a key of the mapping names a module",
+    ),
+    "an unknown glob as a key": (
+        {"regularizer": {"fc": Dropout(0.1), "layer1.bn*": Dropout(0.2)}, "layers": None}, LayerError,
+        r"^a key of the mapping contains a pattern that(.|\n)*did you mean: 'layer1.\*.bn\*' \(4 modules\)",
+    ),
+    "a number as a key": (
+        {"regularizer": {3: Dropout(0.1)}, "layers": None}, LayerError, r"^a key of the mapping contains 3 \(int\)",
     ),
     "an empty mapping": ({"regularizer": {}, "layers": None}, LayerError, "is empty"),
     "code in a string": ({"regularizer": "DropBlock(p=__import__('os').getpid())"}, ValueError, "nothing was evaluated"),

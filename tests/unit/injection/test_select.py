@@ -215,8 +215,10 @@ def test_peft_style_suffix_suggests_a_glob(model: Small) -> None:
 def test_unmatched_entry_raises_even_if_others_match(model: Small) -> None:
     with pytest.raises(LayerError, match=re.escape("did you mean: 'layer2.*', 'layer1.*'")):
         names(model, ["layer1.*", "layer9.*"])
-    with pytest.raises(LayerError, match="`exclude` names"):
+    with pytest.raises(LayerError, match="`exclude` contains a pattern"):
         names(model, "layer1.*", exclude="layer9.*")
+    with pytest.raises(LayerError, match="`exclude` names"):
+        names(model, "layer1.*", exclude="layer9")
 
 
 def test_unmatched_class_lists_the_classes_of_the_model(model: Small) -> None:
@@ -232,6 +234,19 @@ def test_module_of_another_model_raises(model: Small) -> None:
 def test_unmatched_predicate_raises(model: Small) -> None:
     with pytest.raises(LayerError, match="contains an entry that matches no module"):
         names(model, lambda name, module: False)
+
+
+@pytest.mark.parametrize("pattern", ["layer9.*", "layer??", "**.bn[34]"])
+def test_unmatched_glob_raises(model: Small, pattern: str) -> None:
+    with pytest.raises(LayerError, match="`layers` contains a pattern that matches no module of Small"):
+        names(model, pattern)
+
+
+def test_suggested_patterns_may_add_several_segments() -> None:
+    model = nn.ModuleDict({"encoder": nn.ModuleDict({"layer": nn.Sequential(nn.ModuleDict({"key": nn.Linear(1, 1)}))})})
+    for entry, pattern in {"encoder.key": "encoder.**.key", "layer.key": "**.layer.*.key"}.items():
+        with pytest.raises(LayerError, match=re.escape(f"did you mean: '{pattern}' (1 module)")):
+            names(model, entry)
 
 
 def test_empty_layers_and_empty_names_raise(model: Small) -> None:
@@ -383,6 +398,11 @@ def test_expressions_must_match_the_whole_name(model: Small) -> None:
         (r"layer\d\.0", r"a regular expression? write re.compile('layer\\d\\.0')"),
         ("Layer1", "did you mean: 'layer1'"),
         ("convv2", "'**.conv2'"),
+        ("layer1.bn2", "'layer1.*.bn2' (2 modules)"),
+        ("layer1.*bn2", "'layer1.*.bn2' (2 modules)"),
+        ("layer1*bn2", "'layer1.*.bn2' (2 modules)"),
+        ("layer?.bn2", "'layer?.*.bn2' (4 modules)"),
+        ("*bn2", "'**.*bn2' (4 modules)"),
     ],
 )
 def test_unknown_names_get_suggestions(model: Small, entry: str, hint: str) -> None:
