@@ -62,7 +62,8 @@ def _prepare() -> None:
     waiting, _waiting = _waiting or {}, None
     for reason, function in waiting.items():
         register_graph_break(function, reason)
-    torch.compiler.assume_constant_result(warn_of_export)  # type: ignore[no-untyped-call]
+    for function in (warn_of_export, warn_of_redraws, *torch_internals.constants_of_a_trace):
+        torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
 
 
 def reset_stale_compiler() -> None:
@@ -102,6 +103,17 @@ def warn_of_export(name: str) -> bool:
         f"torch.export in training mode: the exported program keeps {name!r} at its current rate.\n"
         f"  export {_ALTERNATIVES}"
     )
+    return True
+
+
+def warn_of_redraws(where: str) -> bool:
+    """Warn during tracing, if the compiled code may recompute a random function of other code in the backward pass."""
+    if torch_internals.recomputes_forward():
+        warn(
+            f"{where}: with an activation_memory_budget below 1, compiled code may recompute it in the backward pass. "
+            "If it draws random numbers, the recompute draws others, and the gradients are wrong.\n"
+            "  use one of hookdrop's regularizers, or set torch._functorch.config.activation_memory_budget = 1."
+        )
     return True
 
 

@@ -23,6 +23,7 @@ from hookdrop.hooks.checkpointing import may_be_recomputed, rng_fingerprint
 from hookdrop.hooks.portable import deep_copied, reduced
 from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers.base import Regularizer
+from hookdrop.regularizers.catalog import REGULARIZERS
 from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
 
@@ -69,6 +70,8 @@ class SiteHook:
         self.handle: RemovableHandle | None = None
         self.graph_break = regularizer.graph_break
         """Why this hook breaks the graph of compiled code; empty if it does not break it."""
+        self.replays = type(regularizer) in REGULARIZERS.values()
+        """Whether compiled code that recomputes this hook draws the same random numbers."""
         self._start()
 
     def _start(self) -> None:
@@ -176,7 +179,8 @@ class SiteHook:
             error.args = (f"{self.where}{' ' if str(error).startswith('got ') else ': '}{error}",)
             raise
         except Exception as error:
-            error.add_note(f"in hookdrop's {self.where}")
+            if not is_compiling():  # the compiler cannot trace the next line, and would hide the error
+                error.add_note(f"in hookdrop's {self.where}")
             raise
 
     def map(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -201,6 +205,8 @@ class SiteHook:
             self.last_shape = x.shape
         if rate.neutral:
             return x
+        if not self.replays:
+            compiling.warn_of_redraws(self.where)
         return require_same_shape_and_dtype(x, self.regularizer.regularize_at(x, rate.tensor))
 
     def unsubscribe(self, listener: Listener) -> None:

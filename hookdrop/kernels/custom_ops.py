@@ -17,6 +17,7 @@ from hookdrop.kernels.bernoulli import most_precise_dtype
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.drawing import BlockDrawing, ElementDrawing, check_vmap_randomness, split_slices
 from hookdrop.kernels.masking import apply_mask_no_grad, slices_to_front
+from hookdrop.kernels.random_numbers import rand_like, replayed
 from hookdrop.kernels.seed_rate import gamma_for
 from hookdrop.utils.torch_internals import disable_dynamo
 from hookdrop.utils.validation import rate
@@ -27,16 +28,14 @@ def drop_block(
 ) -> Tensor:
     """`hookdrop.functional.drop_block` with a 0-d tensor `p` and validated arguments."""
     kind = list(edges), channel, per_channel
-    y: Tensor = _MASK(x, *_DRAW(x.detach(), p, *kind, gamma, normalize, 0), *kind)
+    y: Tensor = _MASK(x, *replayed(_DRAW, x.detach(), p, *kind, gamma, normalize, 0), *kind)
     return y
 
 
 def draw_elements(x: Tensor, p: Tensor) -> Tensor:
     """Return a bool tensor like `x` whose elements are True with probability `p`, a 0-d tensor."""
     # Compiled code fuses random numbers into the kernels that use them, but draws them slowly on the CPU.
-    dropped: Tensor = (
-        _ELEMENTS(x.detach(), p) if x.device.type == "cpu" else torch.rand_like(x, dtype=torch.float32) < p
-    )
+    dropped: Tensor = replayed(_ELEMENTS, x.detach(), p) if x.device.type == "cpu" else rand_like(x, torch.float32) < p
     return dropped
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookdrop.kernels.masking import HALF
+from hookdrop.kernels.random_numbers import randn_like
 from hookdrop.kernels.subclasses import PLAIN_TYPES, on_plain_tensor, wraps_results
 from hookdrop.utils.torch_internals import forward_ad_level, functorch_stack
 
@@ -101,5 +102,5 @@ def scale(grad: Tensor, factor: float | Tensor) -> Tensor:
 def add_noise(grad: Tensor, std: float | Tensor) -> Tensor:
     """Add N(0, std^2) to `grad`."""
     # PyTorch 2.6 derives bfloat16 normal numbers from bfloat16 uniform ones, which take only a few values.
-    noise = torch.randn_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+    noise = randn_like(grad, torch.promote_types(grad.dtype, torch.float32))
     return (grad + noise * std).to(grad.dtype)

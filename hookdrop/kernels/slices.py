@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookdrop.kernels.masking import HALF
+from hookdrop.kernels.random_numbers import rand
 from hookdrop.utils.torch_internals import functorch_stack
 
 
@@ -28,7 +29,7 @@ def slice_mask(x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
     """Draw a mask of `shape` in the dtype of `x`: 0 with probability `p`, else 1."""
     if isinstance(p, Tensor) or is_compiling():
         # Always float32: bfloat16 has no random numbers between .998 and 1.
-        return (torch.rand(tuple(shape), dtype=torch.float32, device=x.device) >= p).to(x.dtype)
+        return (rand(shape, torch.float32, x.device) >= p).to(x.dtype)
     if functorch_stack() is None:
         return x.new_empty(shape).bernoulli_(1.0 - p)
     # This draws the same numbers. An in-place draw fails in `vmap` for shared tensors, and crashes in nested `vmap`.

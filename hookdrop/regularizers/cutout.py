@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.errors import ShapeError
+from hookdrop.kernels.random_numbers import rand, randint
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
 from hookdrop.utils.validation import count, floating, rate_or_tensor
 
@@ -25,7 +26,7 @@ def _cutout(x: Tensor, size: tuple[int, int], p: float | Tensor, training: bool 
         return x
     n, _, h, w = x.shape
     # Always float32: bfloat16 has no random numbers between .998 and 1.
-    cut_N = torch.rand(n, dtype=torch.float32, device=x.device) < p
+    cut_N = rand((n,), torch.float32, x.device) < p
     rows_NH = _window_mask(n, h, size[0], x.device)
     columns_NW = _window_mask(n, w, size[1], x.device)
     cut_N1HW = (cut_N[:, None, None] & rows_NH[:, :, None] & columns_NW[:, None, :])[:, None]
@@ -54,7 +55,7 @@ def check_map(shape: Sequence[int], owner: str, does: str) -> None:
 
 def _window_mask(samples: int, length: int, size: int, device: torch.device) -> Tensor:
     """(samples, length): True inside a window with a uniformly random center."""
-    first = torch.randint(length, (samples, 1), device=device) - size // 2
+    first = randint(length, (samples, 1), device) - size // 2
     position = torch.arange(length, device=device)
     return (position >= first) & (position < first + size)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hookdrop.errors import ShapeError
 from hookdrop.kernels.bernoulli import most_precise_dtype
+from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
 from hookdrop.regularizers.cutout import check_map
 from hookdrop.utils.validation import floating, positive, rate_or_tensor
@@ -30,10 +31,10 @@ def _mix_style(x: Tensor, p: float | Tensor, alpha: float, training: bool = True
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
     n = x.shape[0]
-    mixed = torch.rand((), dtype=torch.float32, device=x.device) < p
+    mixed = rand((), torch.float32, x.device) < p
     own_N111 = symmetric_beta(alpha, (n, 1, 1, 1), x.device)
     # Not `randperm`: a compiler pattern of PyTorch 2.13 for it fails here.
-    partner_N = torch.rand(n, dtype=torch.float32, device=x.device).argsort()
+    partner_N = rand((n,), torch.float32, x.device).argsort()
     mean, std = _style(x)
     own = own_N111.to(mean.dtype)
     # If not mixed, (x - 0) * 1 + 0 equals `x` bit for bit, without a synchronization on the value of `mixed`.
@@ -51,8 +52,8 @@ def symmetric_beta(alpha: float, shape: Sequence[int], device: torch.device) -> 
     Reference: Devroye 1996, "Random variate generation in one line of code", section 4.
     """
     dtype = most_precise_dtype(device)
-    u = 1.0 - torch.rand(tuple(shape), dtype=dtype, device=device)
-    cosine = torch.cos(2.0 * math.pi * torch.rand(tuple(shape), dtype=dtype, device=device))
+    u = 1.0 - rand(shape, dtype, device)
+    cosine = torch.cos(2.0 * math.pi * rand(shape, dtype, device))
     odds = torch.expm1(-u.log() / alpha) * cosine.square()
     return 0.5 + 0.5 * cosine.sign() * (1.0 + 1.0 / odds).rsqrt()
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hookdrop.kernels.random_numbers import rand_like, randn_like
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate_or_tensor
 
@@ -32,7 +33,7 @@ def _gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Te
     if not training:
         return x
     if isinstance(p, Tensor):
-        return x * (1.0 + torch.randn_like(x) * (p / (1.0 - p)).sqrt())
+        return x * (1.0 + randn_like(x) * (p / (1.0 - p)).sqrt())
     return x * torch.randn_like(x).mul_(math.sqrt(p / (1.0 - p))).add_(1.0) if p > 0.0 else x
 
 
@@ -41,7 +42,7 @@ def _gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Te
     if not training:
         return x
     if isinstance(std, Tensor):
-        return x + torch.randn_like(x) * std
+        return x + randn_like(x) * std
     return torch.add(x, torch.randn_like(x), alpha=std) if std > 0.0 else x
 
 
@@ -50,7 +51,7 @@ def _uniform_noise(x: Tensor, beta: float | Tensor, training: bool = True) -> Te
     if not training or (not isinstance(beta, Tensor) and beta == 0.0):
         return x
     # In low precision the few possible random numbers do not average 1/2, so round the product only.
-    r = torch.rand_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    r = rand_like(x, torch.promote_types(x.dtype, torch.float32))
     if isinstance(beta, Tensor):
         return (x * (1.0 + (2.0 * r - 1.0) * beta)).to(x.dtype)
     return (x * torch.add(as_rate_tensor(1.0 - beta), r, alpha=2.0 * beta)).to(x.dtype)

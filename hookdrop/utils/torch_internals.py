@@ -147,6 +147,47 @@ def _something_is_compiled() -> bool:
     )
 
 
+def recomputes_forward() -> bool:
+    """Whether the code being compiled may recompute any operation of the forward in the backward pass.
+
+    It does so to save memory, if its activation memory budget is below 1. Random operations then draw again, except
+    those inside an activation checkpoint (pytorch#190717).
+    """
+    config: Any = importlib.import_module("torch._functorch.config")
+    region: Any = importlib.import_module("torch.fx.traceback").current_meta.get("custom") or {}
+    return bool(
+        config.activation_memory_budget < 1.0
+        or region.get("_region_activation_memory_budget", 1.0) < 1.0
+        # The budget of any region in the graph then applies to the whole graph.
+        or not getattr(config, "activation_memory_budget_require_full_coverage", True)
+    )
+
+
+def can_replay_random_operators() -> bool:
+    """Whether a random operator inside an activation checkpoint draws the same numbers in a recompute.
+
+    Before PyTorch 2.11, there is an error if the backward pass does not need the result (pytorch#172730).
+    """
+    version: Any = torch.__version__
+    return version >= (2, 11) and functorch_stack() is None
+
+
+def has_faulty_random_kernels() -> bool:
+    """Whether fused random functions on CUDA repeat numbers, and differ in a recompute (pytorch#198333).
+
+    They do so in PyTorch 2.13 and 2.14, and later if the setting `use_rand4x` is on. A `vmap` needs them nevertheless,
+    to draw different numbers for each slice.
+    """
+    config: Any = importlib.import_module("torch._inductor.config")
+    version: Any = torch.__version__
+    faulty = getattr(config, "use_rand4x", (2, 13) <= version < (2, 15))
+    return bool(faulty) and functorch_stack() is None
+
+
+constants_of_a_trace = (recomputes_forward, can_replay_random_operators, has_faulty_random_kernels)
+"""Functions that compiled code must not trace into: it treats their results as constants."""
+
+
 def when_compiler_is_imported(callback: Callable[[], None]) -> None:
     """Call `callback` once `torch._dynamo` is imported: immediately, or right after a later import."""
     if compiler_is_imported():

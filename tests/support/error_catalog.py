@@ -469,6 +469,13 @@ def _() -> None:
     torch.export.export(model, (torch.zeros(2, 8),))
 
 
+@case("other libraries' code that compiled code may recompute")
+def _() -> None:
+    inject(model := mlp(), nn.RReLU(), layers="0")
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        torch.compile(model, backend="eager")(torch.zeros(2, 8))
+
+
 @case("torch.fx of a hooked block")
 def _() -> None:
     inject(model := nn.Sequential(mlp()), Dropout(p=0.1), layers="0")

@@ -6,7 +6,9 @@ A failing test shows which name changed, and its docstring explains what breaks 
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -302,6 +305,55 @@ def test_saved_tensors_hooks() -> None:
     function(torch.ones(2))
     checkpoint(function, torch.ones(2), use_reentrant=False)
     assert found == [False, True]
+
+
+# --- the compiler (more in tests/integration/compile/test_torch_internals.py)
+
+
+def test_recomputes_forward() -> None:
+    """Without it, compiled code with a low activation memory budget has wrong gradients."""
+    from torch._functorch import config
+
+    assert not internals.recomputes_forward()
+    for name, value in {
+        "activation_memory_budget": 0.9,
+        "activation_memory_budget_require_full_coverage": False,
+    }.items():
+        if hasattr(config, name):
+            with config.patch({name: value}):
+                assert internals.recomputes_forward()
+    assert hasattr(config, "activation_memory_budget")
+
+
+def test_can_replay_random_operators() -> None:
+    """Without it, code that cannot be right compiles, or fails inside PyTorch."""
+    assert internals.can_replay_random_operators() == (torch.__version__ >= (2, 11))
+    assert not vmap(lambda x: x + internals.can_replay_random_operators())(torch.zeros(2)).any()
+
+
+def test_constants_of_a_trace() -> None:
+    """Without it, the compiler traces into these functions, and fails."""
+    assert all(isinstance(function(), bool) for function in internals.constants_of_a_trace)
+
+
+@pytest.mark.parametrize(
+    ("version", "faulty"), [("2.12.1", False), ("2.13.0+cpu", True), ("2.14.1", True), ("2.15.0", False)]
+)
+def test_has_faulty_random_kernels(version: str, faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, masks on CUDA repeat, and gradients are those of other masks."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", SimpleNamespace())
+    assert internals.has_faulty_random_kernels() == faulty
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 15), reason="since PyTorch 2.15")
+def test_setting_of_faulty_random_kernels() -> None:
+    """Likewise, if the setting is on."""
+    from torch._inductor import config
+
+    assert not internals.has_faulty_random_kernels()
+    with config.patch(use_rand4x=True):
+        assert internals.has_faulty_random_kernels()
 
 
 # --- distributed jobs

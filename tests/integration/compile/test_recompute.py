@@ -1,0 +1,292 @@
+"""Compiled code that recomputes the forward in the backward pass: a recompute must draw the same random numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import vmap
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from hookdrop import (
+    DropBlock,
+    Dropout,
+    DropPath,
+    GaussianDropout,
+    HookdropWarning,
+    LinearSchedule,
+    MixStyle,
+    Regularizer,
+    inject,
+)
+from hookdrop.functional import drop_path
+from hookdrop.kernels import random_numbers, triton_dropblock
+from tests.integration.compile.test_compiled_regularizers import SKIP, bound, input_of, measured_rate
+from tests.support.compiling import Net, graphs
+from tests.support.regularizers import OWN, Case
+from tests.support.tensors import styled, zero_fraction
+
+config = torch._functorch.config
+region_budget: Any = getattr(torch.autograd.graph, "region_activation_memory_budget", None)
+PARTITIONED = "aot_eager_decomp_partition"
+"""The fastest backend that recomputes."""
+
+replays = pytest.mark.skipif(torch.__version__ < (2, 11), reason="this PyTorch cannot repeat random operators")
+
+ONE_OF_EACH = {type(case.regularizer): case for case in reversed(OWN.values())}
+CASES = {cls: case for cls, case in ONE_OF_EACH.items() if case.derives}
+"""The others: gradient edits draw in the backward pass only, MixStyle has its own test."""
+
+
+def low_budget(budget: float = 0.0) -> Any:
+    return config.patch(activation_memory_budget=budget)
+
+
+class Branches(nn.Module):
+    """One branch for each case, so that all regularizers are in one graph.
+
+    Few operations besides theirs, because a budget of 0.5 would recompute those first.
+    """
+
+    def __init__(self, cases: list[Case]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Identity() for _ in cases)
+        for number, case in enumerate(cases):
+            inject(self, case.regularizer, layers=f"branches.{number}", name=str(number))
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        return [branch(x).square().sum() for branch, x in zip(self.branches, inputs, strict=True)]
+
+
+@replays
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
+def test_gradients_match_finite_differences(budget: float) -> None:
+    """The derivative along one direction, for the same masks. Float64, relative error at most 1e-6."""
+    with low_budget(budget):
+        fast = torch.compile(Branches(list(CASES.values())), backend=PARTITIONED, fullgraph=True)
+        inputs = [case.input(torch.float64) for case in CASES.values()]
+        directions = [torch.randn_like(x) for x in inputs]
+
+        def at(distance: float) -> tuple[list[Tensor], list[Tensor]]:
+            torch.manual_seed(5)
+            moved = [(x + distance * d).requires_grad_() for x, d in zip(inputs, directions, strict=True)]
+            return moved, fast(moved)
+
+        moved, values = at(0.0)
+        gradients = torch.autograd.grad(sum(values), moved)
+        high, low = at(1e-5)[1], at(-1e-5)[1]
+    for cls, gradient, direction, above, below in zip(CASES, gradients, directions, high, low, strict=True):
+        expected = (above - below).item() / 2e-5
+        assert (gradient * direction).sum().item() == pytest.approx(expected, rel=1e-6), cls
+        assert expected, f"{cls}: choose a seed that keeps something"
+
+
+class Site(nn.Module):
+    """tanh, then a site. The gradient depends on the numbers drawn there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.site = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.site(x.tanh())
+
+
+def check_gradient(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """For a site that multiplies, the gradient of the output's square is a function of the output."""
+    x.requires_grad_()
+    y = call(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    t = x.detach().tanh()
+    torch.testing.assert_close(gradient, 2 * y.detach() ** 2 * (1 - t * t) / t)
+
+
+MULTIPLYING = {"DropBlock": DropBlock(0.4, 3), "Dropout": Dropout(0.4), "GaussianDropout": GaussianDropout(0.4)}
+
+
+@replays
+@pytest.mark.parametrize("regularizer", MULTIPLYING.values(), ids=MULTIPLYING)
+@pytest.mark.filterwarnings("ignore")  # raised by the compiler
+def test_one_graph_serves_all_rates_and_shapes(regularizer: Regularizer) -> None:
+    model = Site()
+    drop = inject(model, regularizer, layers="site", schedule=LinearSchedule(4))
+    with low_budget():
+        fast = torch.compile(model, fullgraph=True, dynamic=True)
+        for step in (1, 2, 3):
+            drop.seek(step)
+            check_gradient(fast, torch.ones(8 + step, 4, 8, 8))
+    assert graphs() == 1
+
+
+@replays
+def test_mixstyle() -> None:
+    """The gradient is the factor of each channel."""
+    model = nn.Sequential(nn.Identity())
+    inject(model, MixStyle(1.0, alpha=5.0), layers="0")
+    with low_budget():
+        x = styled().double().requires_grad_()
+        y = torch.compile(model, backend=PARTITIONED, fullgraph=True)(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    factor = (y[..., :1, :1] - y[..., 1:2, 1:2]) / (x[..., :1, :1] - x[..., 1:2, 1:2])
+    torch.testing.assert_close(gradient, factor.detach().expand_as(x))
+
+
+@replays
+def test_memory_format_and_dtype_are_kept() -> None:
+    with low_budget():
+        for regularizer in MULTIPLYING.values():
+            x = torch.ones(4, 4, 8, 8, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+            y = torch.compile(regularizer, backend=PARTITIONED, fullgraph=True)(x.requires_grad_())
+            assert y.is_contiguous(memory_format=torch.channels_last)
+            assert y.dtype == torch.bfloat16
+
+
+@replays
+@pytest.mark.skipif(region_budget is None, reason="this PyTorch has no budgets for regions")
+@pytest.mark.parametrize("covered", [True, False])
+def test_region(covered: bool) -> None:
+    """If regions may cover a part of the graph, their budget also applies to what was traced before them."""
+    if not covered and not hasattr(config, "activation_memory_budget_require_full_coverage"):
+        pytest.skip("in this PyTorch, regions must cover the whole graph")
+    model = Site()
+    inject(model, DropPath(0.5), layers="site")
+
+    def forward(x: Tensor) -> Tensor:
+        with region_budget(0.0) if covered else nullcontext():
+            y = model(x)
+        with region_budget(0.0):
+            return y * 1.0
+
+    partial = nullcontext() if covered else config.patch(activation_memory_budget_require_full_coverage=False)
+    with partial:
+        check_gradient(torch.compile(forward, backend=PARTITIONED, fullgraph=True), torch.ones(64, 2))
+
+
+@replays
+def test_forward_without_gradients() -> None:
+    model = Site()
+    inject(model, DropPath(0.5), layers="site")
+    with low_budget(), torch.no_grad():
+        y = torch.compile(model, backend=PARTITIONED, fullgraph=True)(torch.ones(64, 4))
+    assert 0.0 < zero_fraction(y) < 1.0
+
+
+class TestWarningsAndErrors:
+    @pytest.mark.parametrize("theirs", [nn.RReLU(), nn.functional.dropout], ids=repr)
+    def test_functions_of_other_libraries_in_the_graph_warn(self, theirs: Any) -> None:
+        model = Net()
+        inject(model, theirs, layers="inner")
+        x = torch.ones(4, 4, requires_grad=True)
+        torch.compile(model, backend=PARTITIONED)(x)
+        torch.compiler.reset()
+        with low_budget(), pytest.warns(HookdropWarning, match="at 'inner': with an activation_memory_budget below 1"):
+            torch.compile(model, backend=PARTITIONED)(x)
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute")  # raised by dynamo
+    def test_modules_outside_the_graph_are_right(self) -> None:
+        model = Site()
+        inject(model, nn.Dropout2d(0.5), layers="site")
+        with low_budget():
+            check_gradient(torch.compile(model, backend=PARTITIONED), torch.ones(8, 8, 2, 2))
+
+    @pytest.mark.filterwarnings("ignore:Dynamo does not know")
+    def test_transforms_need_a_budget_of_1(self) -> None:
+        def slices(x: Tensor) -> Tensor:
+            return vmap(lambda x: drop_path(x, 0.5), randomness="different")(x)
+
+        self.check_unsupported(slices, torch.ones(3, 8, 4))
+
+    @pytest.mark.filterwarnings("ignore:Dynamo does not know")
+    def test_pytorch_before_2_11_needs_a_budget_of_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(random_numbers, "can_replay_random_operators", lambda: False)
+        model = Site()
+        inject(model, DropPath(0.5), layers="site")
+        self.check_unsupported(model, torch.ones(64, 4))
+        check_gradient(torch.compile(model, backend=PARTITIONED), torch.ones(64, 4))
+
+    def check_unsupported(self, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        """An error that names the setting under fullgraph; otherwise the code runs uncompiled."""
+        with low_budget():
+            with pytest.raises(
+                torch._dynamo.exc.Unsupported, match="activation_memory_budget = 1, or remove fullgraph"
+            ):
+                torch.compile(call, backend="eager", fullgraph=True)(x)
+            assert 0.0 < zero_fraction(torch.compile(call, backend="eager")(x)) < 1.0
+
+
+def save_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def save_draws(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    random = torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+    return CheckpointPolicy.MUST_SAVE if random else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.inner = Site()
+        self.contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=self.contexts)
+
+
+@replays
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, SKIP), reason=f"this PyTorch has no {SKIP}")
+@pytest.mark.parametrize(("policy", "budget"), [(save_nothing, 1.0), (save_draws, 1.0), (save_draws, 0.0)])
+@pytest.mark.parametrize("name", ["DropBlock", "GaussianDropout"])
+def test_selective_checkpointing(policy: Any, budget: float, name: str) -> None:
+    model = Checkpointed(policy)
+    inject(model, MULTIPLYING[name], layers="inner.site")
+    with low_budget(budget), torch._dynamo.config.patch({SKIP: True}):
+        check_gradient(torch.compile(model, backend=PARTITIONED, fullgraph=True), torch.ones(4, 4, 8, 8))
+
+
+@pytest.mark.filterwarnings("ignore")  # raised by the compiler
+def test_max_autotune() -> None:
+    model = Site()
+    drop = inject(model, DropBlock(0.4, 3, normalize=None), layers="site", schedule=LinearSchedule(4))
+    fast = torch.compile(model, fullgraph=True, mode="max-autotune")
+    for step in (2, 4):
+        drop.seek(step)
+        check_gradient(fast, torch.ones(16, 16, 20, 20))
+        assert zero_fraction(fast(torch.ones(16, 16, 20, 20))) == pytest.approx(0.1 * step, abs=0.03)
+
+
+@pytest.mark.parametrize("text", ["Dropout2d(0.4)", "GaussianNoise(0.4)", "UniformNoise(0.4)", "Cutout(3, 0.4)"])
+def test_numbers_that_are_not_fused_have_the_right_rate(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where fused numbers are faulty in some versions of PyTorch."""
+    monkeypatch.setattr(random_numbers, "_must_not_fuse", lambda device: True)
+    model, x = Net(), input_of(text)
+    inject(model, text, layers="inner")
+    y = torch.compile(model, backend=PARTITIONED, fullgraph=True)(x)
+    assert measured_rate(text, y) == pytest.approx(0.4, abs=bound(text))
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 needs a CUDA device for fake CUDA tensors")
+@pytest.mark.parametrize("faulty", [True, False])
+def test_draws_on_cuda_are_fused_unless_that_is_faulty(faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors. If fused numbers are faulty, every regularizer draws by an operator that cannot be fused."""
+    monkeypatch.setattr(random_numbers, "has_faulty_random_kernels", lambda: faulty)
+    monkeypatch.setattr(triton_dropblock, "usable", lambda device: False)
+    cases = list(ONE_OF_EACH.values()) if faulty else [ONE_OF_EACH[GaussianDropout]]
+    drawing: set[Any] = set()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes = [node for part in graph.modules() for node in part.graph.nodes]
+        drawing.update(node.target for node in nodes if "rand" in str(node.target))
+        return graph
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [torch.empty(case.shape, device="cuda", requires_grad=True) for case in cases]
+        torch.compile(Branches(cases), backend=backend, fullgraph=True)(inputs)
+    assert drawing == {torch.ops.hookdrop.random_numbers.default if faulty else torch.randn_like}
