@@ -6,6 +6,7 @@ recomputed call is therefore matched to its original by the RNG state.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import math
 import sys
@@ -14,10 +15,13 @@ from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import (
     current_node,
+    dispatch_modes,
+    functorch_stack,
     graph_task,
     node_sequence_number,
     saved_tensors_hooks,
@@ -126,14 +130,21 @@ def rng_fingerprint(value: Any) -> int:
 
     The current device may be a different one: each autograd thread has its own.
     """
-    device = next((tensor.device for tensor in tensors(value)), None)
-    # Selective checkpoints, fake tensors and `torch.func` must not see these operations.
-    with without_dispatch_modes(), without_functorch():
-        states = [torch.default_generator.get_state()]
-        if device is not None and device.type not in ("cpu", "meta"):
-            module = torch.get_device_module(device)
-            usable = getattr(module, "is_initialized", lambda: True)()
-            if usable and not getattr(module, "is_current_stream_capturing", lambda: False)():
-                states.append(module.get_rng_state(*[device] * (device.type != "mps")))
-        # The position and the first words of the Mersenne Twister identify its state as well as all 5,056 bytes.
-        return hash(tuple(tuple(state[:64].tolist()) for state in states))
+    first = value if isinstance(value, Tensor) else next(iter(tensors(value)), None)
+    if dispatch_modes() > 0 or functorch_stack() is not None:
+        # Selective checkpoints, fake tensors and `torch.func` must not see these operations.
+        with without_dispatch_modes(), without_functorch():
+            return hash(_generator_states(first))
+    return hash(_generator_states(first))
+
+
+def _generator_states(x: Tensor | None) -> tuple[bytes, ...]:
+    """The state of the generator on the CPU, and of that on the device of `x`."""
+    states = [torch.default_generator.get_state()]
+    if x is not None and x.device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(x.device)
+        usable = getattr(module, "is_initialized", lambda: True)()
+        if usable and not getattr(module, "is_current_stream_capturing", lambda: False)():
+            states.append(module.get_rng_state(*[x.device] * (x.device.type != "mps")))
+    # The position and the first words of the Mersenne Twister identify its state as well as all 5,056 bytes.
+    return tuple([ctypes.string_at(state.data_ptr(), min(64, state.numel())) for state in states])

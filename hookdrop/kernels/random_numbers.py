@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.utils.checkpoint import checkpoint
 
 from hookdrop.errors import InjectionError
 from hookdrop.utils.torch_internals import (
@@ -62,6 +61,8 @@ def replayed(operator: Callable[..., Any], *args: Any, **settings: Any) -> Any:
             "repeat the draws of the forward pass before version 2.11, or inside torch.func transforms.\n"
             "  set torch._functorch.config.activation_memory_budget = 1, or remove fullgraph=True."
         )
+    from torch.utils.checkpoint import checkpoint
+
     # Inside a checkpoint, PyTorch saves the RNG state of the forward pass.
     return checkpoint(lambda: operator(*args, **settings), use_reentrant=False)
 

@@ -366,7 +366,7 @@ def difference(arm: ArmSummary) -> str:
 
 
 class TestCommittedResults:
-    @pytest.mark.parametrize("name", ["finetune", "finetune_scratch"])
+    @pytest.mark.parametrize("name", ["finetune", "finetune_scratch", "finetune_schedules"])
     def test_match_the_shipped_config_and_the_page_of_fine_tuning(self, name: str) -> None:
         found = Summary.model_validate_json((BENCHMARKS / "results" / name / "summary.json").read_text())
         assert settings(found.config) == settings((BENCHMARKS / "configs" / f"{name}.yaml").read_text())
@@ -392,7 +392,7 @@ class TestCommittedResults:
         lines_of_table = [line.rstrip() for line in shown.getvalue().splitlines()]
         assert "\n".join(lines_of_table) in (BENCHMARKS.parent / "docs" / "evidence" / "results.md").read_text()
 
-    @pytest.mark.parametrize("name", ["digits", "synthetic", "finetune", "finetune_scratch"])
+    @pytest.mark.parametrize("name", ["digits", "synthetic", "finetune", "finetune_scratch", "finetune_schedules"])
     def test_have_valid_controls(self, name: str) -> None:
         found = Summary.model_validate_json((BENCHMARKS / "results" / name / "summary.json").read_text())
         for cell in found.cells:
