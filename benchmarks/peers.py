@@ -18,7 +18,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import torchvision
-from timm.layers.drop import drop_block_2d
+from timm.layers.drop import drop_block_2d, drop_path
 from torch import Tensor
 
 import hookdrop
@@ -36,6 +36,7 @@ BATCH, SAMPLE, EXPECTED = "hookdrop batch", "hookdrop sample", "hookdrop expecte
 SHARED, DROPOUT, DROPOUT2D = "hookdrop shared", "hookdrop dropout", "hookdrop dropout2d"
 TORCHVISION, TIMM, TIMM_SHARED, MIGUELVR = "torchvision", "timm", "timm shared", "miguelvr shared"
 TORCH_DROPOUT, TORCH_DROPOUT2D = "F.dropout", "F.dropout2d"
+DROP_PATH, TIMM_DROP_PATH = "hookdrop drop_path", "timm drop_path"
 NO_KERNEL = ", no kernel"
 
 _BLOCKS = (BATCH, SAMPLE, EXPECTED, SHARED)
@@ -110,6 +111,15 @@ def _calls(p: float, block: int) -> dict[str, Callable[[Tensor], Tensor]]:
         DROPOUT: partial(functional.dropout, p=p),
         DROPOUT2D: partial(functional.dropout2d, p=p),
     }
+
+
+def drop_paths(p: float = P) -> dict[str, Implementation]:
+    """Return hookdrop's drop_path and timm's. Few numbers are drawn, so their dropped fractions vary."""
+    calls = {
+        DROP_PATH: partial(functional.drop_path, p=p),
+        TIMM_DROP_PATH: partial(drop_path, drop_prob=p, training=True),
+    }
+    return {name: Implementation(name, call) for name, call in calls.items()}
 
 
 def _miguelvr(x: Tensor, p: float, block: int) -> Tensor:

@@ -160,6 +160,7 @@ def _print_implementations(console: Console, found: dict[str, Any]) -> None:
 
 PARTS: dict[str, Part] = {
     "main": compare,
+    "small": speed_parts.small,
     "blocks": speed_parts.blocks,
     "growth": speed_parts.growth,
     "compiled": speed_parts.compiled,

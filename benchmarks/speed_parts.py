@@ -17,20 +17,50 @@ import hookdrop
 import peers
 from hookdrop.kernels.seed_rate import gamma_for
 from terminal import say
-from thresholds import BLOCKS_MAX, COMPILED_MAX, STEP_MAX, new_table, verdict, warn_if_busy
+from thresholds import BLOCKS_MAX, COMPILED_MAX, STEP_MAX, Threshold, new_table, verdict, warn_if_busy
 from timing import Quartiles, Samples, measure, ratios, three_digits
 
 SIZES = (7, 13, 21)
 GROWTH_NAMES = (peers.LIMIT, peers.BATCH, peers.TORCHVISION, peers.TIMM, peers.TORCH_DROPOUT)
-MAP = (28, 28)
+MAP, SMALL_MAP = (28, 28), (14, 14)
+"""The maps of the growth part, from 1e4 elements and below."""
 MAX_SECONDS = 2.0
 """Implementations with a slower call are not run on larger tensors."""
 BYTES_PER_ELEMENT = 64
 """Peak memory of the largest consumer: float32 input, gradients, output and masks, and int64 pooling indices."""
+SMALL_SHAPES, SMALL_BLOCK = ((4, 16, 7, 7), (16, 8, 7, 7), (8, 64, 7, 7), (8, 64, 14, 14)), 3
+"""From 3,000 elements; 1,000 to 100 million are in the growth part."""
+SMALL = (
+    Threshold(peers.BATCH, peers.TORCHVISION, must=1.0, aim=0.8),
+    Threshold(peers.DROPOUT, peers.TORCH_DROPOUT, must=1.1, aim=1.0),
+    Threshold(peers.DROPOUT2D, peers.TORCH_DROPOUT2D, must=1.1, aim=1.0),
+    Threshold(peers.DROP_PATH, peers.TIMM_DROP_PATH, must=1.1, aim=1.0),
+)
 MIN_ROUNDS = 3
 """Minimum number of rounds per size."""
 PAIRS = (("compiled", "eager"), ("eager", "clean eager"), ("compiled", "clean compiled"))
 SITES = 50
+
+
+def small(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Compare the regularizers with their peers on small tensors, where the calls of operations are the cost."""
+    heads = [f"{one.over}\n/ {one.under}\n{one.text(one.must)}" for one in SMALL]
+    shown = new_table("\nSmall tensors: ratios of times, and the required ratio", "shape", *heads)
+    found = {}
+    for shape in SMALL_SHAPES:
+        x, grad = peers.make_inputs(shape, options.device)
+        implementations = peers.implementations(block=SMALL_BLOCK, device=options.device) | peers.drop_paths()
+        jobs = {name: implementations[name].job(x, grad) for threshold in SMALL for name in threshold.pair}
+        samples = measure(jobs, options.rounds, options.device)
+        warn_if_busy(console, samples, peers.format_shape(shape))
+        evaluated = [threshold.evaluate(samples) for threshold in SMALL]
+        found[peers.format_shape(shape)] = {
+            "contestants": {name: times.numbers() for name, times in samples.items()},
+            "demands": evaluated,
+        }
+        shown.add_row(peers.format_shape(shape), *(str(Quartiles(**one["ratio"])) for one in evaluated))
+    console.print(shown)
+    return found
 
 
 def blocks(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -64,7 +94,9 @@ def blocks(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 def growth(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure the cost by tensor size."""
     names, found = list(GROWTH_NAMES), {}
-    shown = new_table(f"\nTensor sizes, maps of {MAP[0]}x{MAP[1]}: time / ({peers.LIMIT})", "elements", *names[1:])
+    shown = new_table(
+        f"\nTensor sizes, maps of 28x28 (14x14 below 1e4): time / ({peers.LIMIT})", "elements", *names[1:]
+    )
     for shape in _growth_shapes(options.elements, options.device):
         x, grad = peers.make_inputs(shape, options.device)
         implementations = peers.implementations(device=options.device)
@@ -196,13 +228,17 @@ def _step_costs(sizes: tuple[int, ...], count: int) -> tuple[list[float], list[f
 
 
 def _growth_shapes(limit: float, device: str) -> list[peers.Shape]:
-    """Return shapes from 1e4 elements, about tripling, up to `limit` or the available memory."""
+    """Return shapes from 1e3 elements, about tripling, up to `limit` or the available memory."""
     free = (
         torch.cuda.mem_get_info()[0] if device != "cpu" else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     )
     most = min(limit, free / BYTES_PER_ELEMENT)
-    powers = [10 ** (half / 2) for half in range(8, 1 + math.floor(2 * math.log10(max(most, 1e4)) + 1e-9))]
-    return [(4, max(1, round(elements / 4 / math.prod(MAP))), *MAP) for elements in powers]
+    powers = [10 ** (half / 2) for half in range(6, 1 + math.floor(2 * math.log10(max(most, 1e4)) + 1e-9))]
+    maps = [SMALL_MAP if elements < 1e4 else MAP for elements in powers]
+    return [
+        (4, max(1, round(elements / 4 / math.prod(sizes))), *sizes)
+        for elements, sizes in zip(powers, maps, strict=True)
+    ]
 
 
 def _slowest(samples: Samples) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ PAIRS = (
 LAYERS = ("layer3.*", "**.bn2", "**", nn.BatchNorm2d, re.compile(r"layer\d\.\d+\.conv\d"))
 REGULARIZERS = (DropBlock(p=0.1, block_size=7), Dropout(p=0.1))
 CALLS, SITES, STEP_SITES = 1000, 1000, 50
+SITE_JOBS, SITE_COUNTS = ("inject", "step", "find", "remove"), (1, 10, 100, 1000, 10_000)
 PLACE_EVERY = 5
 """Placing a thousand hooks is slow, so it runs once in this many rounds."""
 NEVER = 10**8
@@ -160,6 +162,34 @@ def place(options: argparse.Namespace, console: Console) -> dict[str, Row]:
     return milliseconds({name: samples[name] for name in sorted(samples)}, {"inject": INJECT_MAX})
 
 
+def scaling(options: argparse.Namespace, console: Console) -> dict[str, Row]:
+    """Inject, step, find and remove at 1 to 10,000 sites with different rates: microseconds per site."""
+    samples: dict[str, Samples] = {}
+    models = {count: sequence(count) for count in SITE_COUNTS}
+    inject = partial(
+        hookdrop.inject, regularizer=REGULARIZERS[0], layers="*", p_scale="depth", schedule=LinearSchedule(NEVER)
+    )
+    for turn in range(-1, max(1, options.rounds // PLACE_EVERY)):
+        for count, model in models.items():
+            gc.collect()
+            _time(samples, f"inject, {count:,} sites", turn, partial(inject, model))
+            drop = hookdrop.find(model)[0]
+            drop.step()  # the first one is different
+            _time(samples, f"step, {count:,} sites", turn, drop.step)
+            _time(samples, f"find, {count:,} sites", turn, partial(hookdrop.find, model))
+            _time(samples, f"remove, {count:,} sites", turn, drop.remove)
+    warn_if_busy(console, samples, "scaling")
+    per_site = {f"{job}, {count:,} sites": 1e6 / count for job in SITE_JOBS for count in SITE_COUNTS}
+    rows = {name: Row([scale * time for time in samples[name].seconds.values()]) for name, scale in per_site.items()}
+    return rows | {f"slope of {job}, 100 to 10,000 sites": _slope(samples, job) for job in SITE_JOBS}
+
+
+def _slope(samples: Mapping[str, Samples], job: str) -> Row:
+    """The exponent of the number of sites in the time of a job: 1 is linear."""
+    most, least = samples[f"{job}, 10,000 sites"].seconds, samples[f"{job}, 100 sites"].seconds
+    return Row([math.log10(most[turn] / least[turn]) / 2 for turn in most])
+
+
 def _time(samples: dict[str, Samples], name: str, turn: int, job: Job) -> None:
     seconds, faults, switches = time_call(job, 1, "cpu")
     if turn >= 0:  # Turn -1 is the warm-up.
@@ -230,6 +260,7 @@ PARTS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], dict[st
     "forward": ("Eval forward of a resnet50 with a hook on each of its 16 blocks: ratios of times", 4, forward),
     "call": ("Time added to the call of a layer: microseconds", 2, call),
     "place": ("inject, find and remove at 1,000 sites: milliseconds", 1, place),
+    "scaling": ("1 to 10,000 sites: microseconds per site, and the exponent of their number", 3, scaling),
     "plan": ("plan(resnet50): milliseconds", 2, plan),
     "step": (f"step, seek and follow with {STEP_SITES} sites: milliseconds", 3, step),
     "copies": ("copy.deepcopy(resnet50), 16 hooks: milliseconds", 1, copies),

@@ -90,9 +90,10 @@ class TestSpeed:
     def test_results_of_the_other_parts(self, speed: tuple[str, dict[str, Any], Path]) -> None:
         _, results, _ = speed
         assert list(results["blocks"][peers.BATCH]["ratios"]) == ["7", "13", "21"]
+        assert list(results["small"]) == ["4x16x7x7", "16x8x7x7", "8x64x7x7", "8x64x14x14"]
         sizes = list(map(int, results["growth"]))
         assert sizes == sorted(sizes)
-        assert 9e3 < sizes[0] < sizes[-1] < 6e4
+        assert 7e2 < sizes[0] < sizes[-1] < 6e4
         assert set(results["steps"]) == {"28x28", "22x21"}
         for of_shape in results["compiled"].values():
             assert of_shape["dropped"] == pytest.approx(peers.P, abs=0.08)
