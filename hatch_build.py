@@ -48,7 +48,7 @@ class Kernel(BuildHookInterface):
         else:
             self.app.display_warning(
                 "hookdrop: could not compile its C loops. Everything works without them, but on a CPU DropBlock, and "
-                "Dropout of large tensors, took 1.5 to 4.3 times as long in benchmarks/results. To compile the loops, "
+                "Dropout of large tensors, took 1.5 to 3 times as long in benchmarks/results. To compile the loops, "
                 f"install a C compiler and then hookdrop again.\n{error}"
             )
 

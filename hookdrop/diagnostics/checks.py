@@ -90,7 +90,8 @@ def _lost_and_copied(
     if not state.contains_root(model):
         own = {hook.site for hook in hooks}
         there |= {hook.site for hook in state.live.members if hook.is_attached and hook.site not in own}
-    return [site for site in known if site not in there | set(copies)], copies
+    there |= set(copies)
+    return [site for site in known if site not in there], copies
 
 
 def discarded_text(name: str) -> str:
