@@ -90,7 +90,7 @@ def count(value: Any, name: str, owner: str, low: int = 1) -> int:
 def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) -> Any:
     """Return `value` if it is one of `allowed`."""
     for choice in allowed:
-        if type(value) is type(choice) and value == choice:
+        if value is choice or (type(value) is type(choice) and value == choice):
             return value
     raise ValueError(f"{owner}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
 
