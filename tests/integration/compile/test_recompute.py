@@ -179,7 +179,7 @@ def test_forward_without_gradients() -> None:
 
 
 class TestWarningsAndErrors:
-    @pytest.mark.parametrize("theirs", [nn.RReLU(), nn.functional.dropout], ids=repr)
+    @pytest.mark.parametrize("theirs", [nn.RReLU(), nn.functional.dropout], ids=["module", "function"])
     def test_functions_of_other_libraries_in_the_graph_warn(self, theirs: Any) -> None:
         model = Net()
         inject(model, theirs, layers="inner")
