@@ -51,7 +51,7 @@ def make_plan(
         warned_kinds, more = inspect_forward(model, resolved, tensor, example_input)
         warnings += more
     if name is None:
-        name = "+".join(dict.fromkeys([regularizer.title.lower() for regularizer in regularizers]))
+        name = "_".join(dict.fromkeys([regularizer.title.lower() for regularizer in regularizers]))
     elif not isinstance(name, str) or not name or "/" in name:
         raise InjectionError(f"inject: name must be a non-empty string without '/', got {name!r}.")
     schedules = {"schedule": resolved.schedule, "requested_schedule": resolved.requested_schedule}

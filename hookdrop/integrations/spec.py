@@ -64,6 +64,8 @@ class InjectionSpec:
         if (self.regularizer is None) == (self.recipe is None):
             given = "both" if self.recipe is not None else "neither"
             raise ValueError(f"InjectionSpec takes either a regularizer and layers, or a recipe; got {given}.")
+        if isinstance(self.regularizer, str) and self.regularizer.partition("(")[0] in RECIPES:
+            raise ValueError(f"InjectionSpec: {self.regularizer!r} is a recipe: write recipe={self.regularizer!r}.")
         self._rehearse()
 
     @property
@@ -118,10 +120,10 @@ class InjectionSpec:
             TypeError, ValueError: a setting is unknown or invalid.
         """
         if not isinstance(settings, Mapping):
-            hint = "\n  pass several specs as separate arguments: InjectionCallback(*specs)"
+            several = isinstance(settings, list | tuple)
             raise TypeError(
-                f"a spec must be an InjectionSpec or a mapping of its settings, got {reprlib.repr(settings)}."
-                f"{hint if isinstance(settings, list | tuple) else ''}"
+                f"a spec must be an InjectionSpec or a mapping of its settings, got {reprlib.repr(settings)}.\n"
+                + ("  pass several specs as separate arguments: InjectionCallback(*specs)" if several else _EXAMPLE)
             )
         known = [f.name for f in fields(cls)]
         if unknown := [name for name in settings if name not in known]:
@@ -173,6 +175,7 @@ class InjectionSpec:
             plan(nn.Sequential(nn.Identity(), nn.Identity()), regularizer, **settings, total_steps=1_000_000)
 
 
+_EXAMPLE = '  for example: InjectionSpec("Dropout(p=0.1)", layers="head")'
 _DEFAULTS = {f.name: f.default for f in fields(InjectionSpec)}
 
 

@@ -206,10 +206,10 @@ class TestUnits:
         assert [site.p for site in drop.sites] == [0.1, 5.0, 0.2]
         assert "p=0.2 of 0.2, std=5 of 5" in repr(drop)
         assert drop.metrics() == {
-            "hookdrop/dropout+gaussiannoise/p": 0.2,
-            "hookdrop/dropout+gaussiannoise/std": 5.0,
-            "hookdrop/dropout+gaussiannoise/step": 0.0,
-            "hookdrop/dropout+gaussiannoise/enabled": 1.0,
+            "hookdrop/dropout_gaussiannoise/p": 0.2,
+            "hookdrop/dropout_gaussiannoise/std": 5.0,
+            "hookdrop/dropout_gaussiannoise/step": 0.0,
+            "hookdrop/dropout_gaussiannoise/enabled": 1.0,
         }
         assert len(find(model)) == 1
 

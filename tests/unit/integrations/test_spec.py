@@ -81,6 +81,7 @@ class TestErrors:
             ({"recipe": "stochastic_depth(p=0.1, total_steps=9)"}, "multiple values(?s:.)*'total_steps'"),
             ({"recipe": "dropblock_resnet(p=0.1, steps=1.5)"}, "steps must be an integer"),
             ({"recipe": "stochastic_depth(p=0.1)", "portable": "false"}, "portable must be"),
+            ({"regularizer": "residual_dropout(p=0.1)"}, r"write recipe='residual_dropout\(p=0.1\)'"),
             ({"recipe": "stochastic_dept(p=0.1)"}, "did you mean: stochastic_depth"),
             ({"recipe": "stochastic_depth(q=0.1)"}, "signature: stochastic_depth"),
             ({"recipe": "stochastic_depth(p=0.1)", "layers": "0"}, "does not take 'layers': remove it"),
