@@ -35,7 +35,7 @@ class TestStringRegularizers:
 
     def test_string_regularizers_in_a_mapping(self, model: Small) -> None:
         drop = inject(model, {"layer1.*": "Dropout2d(p=0.1)", nn.Linear: "Dropout(p=0.5)"}, schedule=LinearSchedule(2))
-        assert drop.name == "dropout2d+dropout"
+        assert drop.name == "dropout2d_dropout"
         drop.step(2)
         assert [site.p for site in drop.sites] == [0.1, 0.1, 0.5]
 
