@@ -72,3 +72,8 @@ def __getattr__(name: str) -> Any:
     if name in ("observe", "recipes"):
         return importlib.import_module(f"hookdrop.{name}")
     raise AttributeError(f"module 'hookdrop' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List them before they are imported too, for completion."""
+    return sorted({*globals(), *__all__})

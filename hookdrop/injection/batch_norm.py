@@ -18,9 +18,9 @@ from hookdrop.utils.torch_internals import BatchNorm, buffers_of
 def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.device | None = None) -> None:
     """`torch.optim.swa_utils.update_bn` with all of hookdrop's hooks on the model disabled.
 
-    A weight average has no batch-norm statistics of its own: one pass over the data in training mode collects them.
-    With active hooks they would be those of dropped activations. Dropout of the model itself stays active, as in
-    PyTorch's function.
+    The batch-norm statistics of a model do not fit the average of its weights. One pass over the data in training mode
+    computes new ones. With active hooks, they would be those of dropped activations. Dropout of the model itself stays
+    active, as in PyTorch's function.
 
     Args:
         loader: yields batches: tensors, or lists and tuples whose first element is the input.
@@ -39,14 +39,14 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
         >>> average.module[1].num_batches_tracked
         tensor(2)
     """
-    batches = iter(loader)
+    found, batches = find(model), iter(loader)
     first = list(islice(batches, 1))
     if not first:
         raise ValueError(
             f"update_bn: the {type(loader).__name__} yields no batch; the statistics are unchanged.\n"
             "  a generator can be read only once: pass a DataLoader or a list"
         )
-    with find(model).disabled(), _restored_after_error(model):
+    with found.disabled(), _restored_after_error(model):
         swa_utils.update_bn(chain(first, batches), model, device)
 
 

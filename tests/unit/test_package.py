@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -32,3 +34,17 @@ def test_star_import_includes_the_public_packages() -> None:
     names: dict[str, object] = {}
     exec("from hookdrop import *", names)
     assert (names["recipes"], names["observe"]) == (hookdrop.recipes, hookdrop.observe)
+
+
+def test_packages_that_are_imported_on_first_use_are_listed_before() -> None:
+    """For the completion of names in a notebook."""
+    code = (
+        "import sys, hookdrop; print('hookdrop.recipes' in sys.modules, {'observe', 'recipes'} <= set(dir(hookdrop)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(AttributeError, match="'hookdrop' has no attribute 'observ'"):
+        _ = hookdrop.observ

@@ -86,6 +86,11 @@ def test_an_empty_loader_raises_and_changes_nothing(model: Small, images: Tensor
     assert equal(statistics(model), before)
 
 
+def test_swapped_arguments_name_the_model(images: Tensor) -> None:
+    with pytest.raises(TypeError, match=r"the model must be a torch\.nn\.Module, got list"):
+        update_bn(nn.Linear(2, 2), [images])  # type: ignore[arg-type]
+
+
 def interrupted(images: Tensor) -> Iterator[Tensor]:
     yield images
     raise ConnectionError
