@@ -155,8 +155,8 @@ class InjectionSpec:
         """Find invalid settings before there is a model, by planning them for one that has any layer."""
         settings = self._settings
         if self.recipe is None:
-            as_entries(self.layers or (), "`layers`")
-            as_entries(self.exclude or (), "`exclude`")
+            as_entries(() if self.layers is None else self.layers, "`layers`")
+            as_entries(() if self.exclude is None else self.exclude, "`exclude`")
             for key in self.regularizer if isinstance(self.regularizer, Mapping) else ():
                 as_entries(key, "a key of the mapping")
             settings |= {"layers": None if self.layers is None else "*", "exclude": ()}

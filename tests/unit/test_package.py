@@ -46,5 +46,5 @@ def test_packages_that_are_imported_on_first_use_are_listed_before() -> None:
 
 
 def test_a_name_that_does_not_exist() -> None:
-    with pytest.raises(AttributeError, match="'hookdrop' has no attribute 'observ'"):
-        _ = hookdrop.observ
+    with pytest.raises(AttributeError, match="'hookdrop' has no attribute 'nonsense'"):
+        _ = hookdrop.nonsense

@@ -67,6 +67,7 @@ class TestErrors:
             (DROPOUT | {"schedule": "LinearSchedul(steps=3)"}, "did you mean: LinearSchedule"),
             (DROPOUT | {"schedule": "LinearSchedule(step=3)"}, "signature: LinearSchedule"),
             (DROPOUT | {"schedule": 0.5}, "write: schedule=LinearSchedule"),
+            (DROPOUT | {"layers": ""}, "`layers` contains an empty name"),
             (DROPOUT | {"layers": [0]}, "names are strings: write '0'"),
             (DROPOUT | {"exclude": 1.5}, "`exclude` contains 1.5"),
             (DROPOUT | {"at": "inptu"}, "at must be one of"),
