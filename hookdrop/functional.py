@@ -18,7 +18,10 @@ from hookdrop.regularizers.gradients import (
     noise_activation_grad,
     scale_activation_grad,
 )
+from hookdrop.regularizers.head_dropout import head_dropout
+from hookdrop.regularizers.layer_drop import layer_drop
 from hookdrop.regularizers.mixstyle import mix_style
+from hookdrop.regularizers.neftune import neftune
 from hookdrop.regularizers.noise import gaussian_dropout, gaussian_noise, uniform_noise
 from hookdrop.regularizers.tokens import locked_dropout, token_dropout
 
@@ -36,8 +39,11 @@ __all__ = [
     "feature_alpha_dropout",
     "gaussian_dropout",
     "gaussian_noise",
+    "head_dropout",
+    "layer_drop",
     "locked_dropout",
     "mix_style",
+    "neftune",
     "noise_activation_grad",
     "scale_activation_grad",
     "token_dropout",

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from hookdrop.diagnostics.isolation import forked_rng
 from hookdrop.errors import InjectionError
-from hookdrop.hooks.hook import Rate, SiteHook
+from hookdrop.hooks.hook import Rate, SiteHook, regularized
 from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.tables import html_table, text_table
-from hookdrop.utils.tensor_tree import require_same_shape_and_dtype
 from hookdrop.utils.torch_internals import functorch_stack
 
 HEADER = ("site", "asked", "dropped", "mean ratio", "calls")
@@ -116,8 +115,12 @@ class Measurement:
             # The p of `Cutout`, for example, is not the fraction of dropped elements.
             asks = rate is not None and (regularizer.probability or not regularizer.drops)
             site.asked_sum = None if not asks else site.asked_sum + (rate or 0.0)
-        site.magnitude_in += _total(x.detach().abs().sum(dtype=torch.float64))
-        site.magnitude_out += _total(y.detach().abs().sum(dtype=torch.float64))
+        # A branch that runs on some samples has no output for the others.
+        of_all = x.numel() / max(_total((~dropped).sum()), 1.0) if regularizer.hook_kind == "branch" else 1.0
+        site.magnitude_in += of_all * _total(x.detach().abs().sum(dtype=torch.float64))
+        # Per element: some regularizers remove elements.
+        share = x.numel() / y.numel() if y.numel() else 1.0
+        site.magnitude_out += share * _total(y.detach().abs().sum(dtype=torch.float64))
 
     def rows(self) -> list[tuple[str, str, str, str, int]]:
         """Return one row per site and a row for all sites; a dash marks numbers that do not apply."""
@@ -175,7 +178,7 @@ def _meters(observe: Any) -> list[Meter]:
     return [] if observe is None else observe.args[0]
 
 
-def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: Rate) -> Tensor:
+def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: Rate, *others: Any) -> Tensor:
     """Regularize and record `x`.
 
     Dropped elements are those with a zero derivative, whatever their values and whichever library the regularizer is
@@ -184,15 +187,11 @@ def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: Rate) -> Tens
     """
     require_values(x)
 
-    def regularized(x: Tensor) -> Tensor:
-        return require_same_shape_and_dtype(x, regularizer.regularize_at(x, rate.value))
-
     # A copy, because the regularizer may be stateful.
-    regularizer = copy.deepcopy(hook.regularizer)
+    twin = copy.deepcopy(hook.regularizer)
     with forked_rng(x):
-        dropped = _derivative(regularized, x) == 0
-    regularizer = hook.regularizer
-    y = regularized(x)
+        dropped = _derivative(lambda x: regularized(twin, x, rate.value, *others), x) == 0
+    y = regularized(hook.regularizer, x, rate.value, *others)
 
     def record(x: Tensor, y: Tensor, dropped: Tensor) -> None:
         for meter in meters:

@@ -130,7 +130,7 @@ class SiteHook:
             raise InjectionError(compiling.jit_trace_text(self.where))
         if rate.neutral:
             return None
-        return self.edit(module, value, lambda x: self.apply(x, rate))
+        return self.edit(module, value, lambda x, *others: self.apply(x, rate, *others))
 
     def _note_forward(self, module: nn.Module, value: Any, rate: Rate | None) -> None:
         """Remember the rate for a recompute, and warn if this forward collects batch-norm statistics."""
@@ -152,7 +152,7 @@ class SiteHook:
             return None
         if exporting:
             compiling.warn_of_export(self.state.name)
-        return self.edit(module, value, lambda x: self.apply_in_graph(x, rate))
+        return self.edit(module, value, lambda x, *others: self.apply_in_graph(x, rate, *others))
 
     def _recompute(self, module: nn.Module, value: Any, rate: Rate | None) -> Any:
         """Run the hook inside a checkpoint's recompute, at the rate that the original forward used."""
@@ -165,13 +165,13 @@ class SiteHook:
         if rate is None or rate.neutral:
             return None
         try:
-            return self.edit(module, value, lambda x: self.apply(x, rate))
+            return self.edit(module, value, lambda x, *others: self.apply(x, rate, *others))
         finally:
             # A checkpoint stops the recompute by an exception once all saved tensors are available.
             if known is None and checkpointed.detects_redraws and rng_fingerprint(value) != before:
                 self.state.warn_once("different mask", _different_mask_text(self.state.name, self.site))
 
-    def edit(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    def edit(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to the site's tensor in `value`, and add the site to errors."""
         try:
             return self.map(module, value, fn)
@@ -183,23 +183,23 @@ class SiteHook:
                 error.add_note(f"in hookdrop's {self.where}")
             raise
 
-    def map(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-        """Apply `fn` to the site's tensor in `value`."""
+    def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
+        """Apply `fn` to the site's tensor in `value`. Subclasses pass `fn` further tensors for the regularizer."""
         return map_tensor(value, self.tensor, fn)
 
-    def apply(self, x: Tensor, rate: Rate) -> Tensor:
+    def apply(self, x: Tensor, rate: Rate, *others: Any) -> Tensor:
         """Regularize `x` at a rate."""
         observe = self.state.live.observe
         if observe is not None:
-            return observe(self, x, rate)
-        return require_same_shape_and_dtype(x, self.regularizer.regularize_at(x, rate.value))
+            return observe(self, x, rate, *others)
+        return regularized(self.regularizer, x, rate.value, *others)
 
-    def apply_in_graph(self, x: Tensor, rate: Rate) -> Tensor:
+    def apply_in_graph(self, x: Tensor, rate: Rate, *others: Any) -> Tensor:
         """Like `apply`, for compiled code: reads nothing that changes between calls."""
         if self.state.live.observe is not None:
-            return compiling.graph_break_functions[compiling.OBSERVED_REASON](self, x, rate)  # type: ignore[no-any-return]
+            return compiling.graph_break_functions[compiling.OBSERVED_REASON](self, x, rate, *others)  # type: ignore[no-any-return]
         if self.graph_break:
-            return compiling.graph_break_functions[self.graph_break](self, x, rate)  # type: ignore[no-any-return]
+            return compiling.graph_break_functions[self.graph_break](self, x, rate, *others)  # type: ignore[no-any-return]
         self.regularizer.check(x.shape)
         if not compiling.is_exporting():
             self.last_shape = x.shape
@@ -207,7 +207,7 @@ class SiteHook:
             return x
         if not self.replays:
             compiling.warn_of_redraws(self.where)
-        return require_same_shape_and_dtype(x, self.regularizer.regularize_at(x, rate.tensor))
+        return regularized(self.regularizer, x, rate.tensor, *others)
 
     def unsubscribe(self, listener: Listener) -> None:
         """Remove a listener. Idempotent."""
@@ -287,7 +287,7 @@ class InputHook(SiteHook):
         # If another library re-registered the hook, it may be called without kwargs and must then return only `args`.
         return changed[0] if changed is not None and kwargs is None else changed
 
-    def map(self, module: nn.Module, value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         args, kwargs = value
         return map_arguments(module, args, kwargs, self.tensor, fn)
 
@@ -295,9 +295,15 @@ class InputHook(SiteHook):
         self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
 
-def _apply(hook: SiteHook, x: Tensor, rate: Rate) -> Tensor:
+def regularized(regularizer: Regularizer, x: Tensor, rate: Any, *others: Any) -> Tensor:
+    """Regularize `x`, and check the result."""
+    y = regularizer.regularize_at(x, rate, *others)
+    return require_same_shape_and_dtype(x, y) if regularizer.keeps_shape else y
+
+
+def _apply(hook: SiteHook, x: Tensor, rate: Rate, *others: Any) -> Tensor:
     # Not `hook.apply`: a `SkipHook` saves its input differently in compiled code than in eager code.
-    return SiteHook.apply(hook, x, rate)
+    return SiteHook.apply(hook, x, rate, *others)
 
 
 def _different_mask_text(name: str, site: str) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from hookdrop.hooks.companion import CompanionHook, Hook, owner_of
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.skip_hook import Hook, RestoreInputHook, owner_of
 from hookdrop.utils.torch_internals import HOOK_TABLES
 
 hidden_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -69,7 +69,7 @@ def _entries(module: nn.Module) -> list[tuple[int, int]]:
         (index, key)
         for index, (name, _) in enumerate(HOOK_TABLES)
         for key, hook in getattr(module, name).items()
-        if isinstance(hook, SiteHook | RestoreInputHook)
+        if isinstance(hook, SiteHook | CompanionHook)
     ]
 
 

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.utils.hooks import RemovableHandle
 
 from hookdrop.errors import InjectionError
-from hookdrop.hooks.hook import InputHook, Rate, SiteHook
-from hookdrop.hooks.portable import deep_copied, reduced
+from hookdrop.hooks.companion import CompanionHook
+from hookdrop.hooks.hook import InputHook, Rate
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey
@@ -57,7 +56,7 @@ class SkipHook(InputHook):
         """Threads in which eager code has replaced x and not restored it yet."""
         self.recomputing_threads: set[int] = set()
         """Threads in which a checkpoint recomputes the block and has not reached the branch yet."""
-        self.restore_handle: RemovableHandle | None = None
+        self.companion = RestoreInputHook(self)
         super().__init__(site, regularizer, p_scale, tensor, state)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,37 +79,29 @@ class SkipHook(InputHook):
     def place(self, module: nn.Module) -> None:
         super().place(module)
         # Prepended, so that other pre-hooks on the branch receive x.
-        self.restore_handle = module.get_submodule(self.branch).register_forward_pre_hook(
-            RestoreInputHook(self), prepend=True, with_kwargs=True
+        self.companion.handle = module.get_submodule(self.branch).register_forward_pre_hook(
+            self.companion, prepend=True, with_kwargs=True
         )
 
     def remove(self) -> None:
         super().remove()
-        if self.restore_handle is not None:
-            self.restore_handle.remove()
-        self.restore_handle = None
+        self.companion.remove()
 
     @property
     def is_attached(self) -> bool:
-        return super().is_attached and self.can_restore_input
+        return super().is_attached and self.companion.is_attached
 
-    @property
-    def can_restore_input(self) -> bool:
-        """Whether the pre-hook that restores x is still registered."""
-        table = None if self.restore_handle is None else self.restore_handle.hooks_dict_ref()
-        return table is not None and self.restore_handle is not None and self.restore_handle.id in table
-
-    def apply_in_graph(self, x: Tensor, rate: Rate) -> Tensor:
-        y = super().apply_in_graph(x, rate)
+    def apply_in_graph(self, x: Tensor, rate: Rate, *others: Any) -> Tensor:
+        y = super().apply_in_graph(x, rate, *others)
         if y is not x:
             self.saved_input = x
         return y
 
-    def apply(self, x: Tensor, rate: Rate) -> Tensor:
-        y = super().apply(x, rate)
+    def apply(self, x: Tensor, rate: Rate, *others: Any) -> Tensor:
+        y = super().apply(x, rate, *others)
         if y is x:
             return x
-        if not self.can_restore_input:
+        if not self.companion.is_attached:
             raise InjectionError(
                 f"{self.where}: {self.branch!r}, the first layer of the residual branch, was replaced after inject, so "
                 'the branch would receive the regularized input.\n  inject again with on_existing="replace".'
@@ -165,27 +156,15 @@ class SkipHook(InputHook):
         return module.training and rate is not None and not rate.neutral and not whole_block
 
 
-class RestoreInputHook:
+class RestoreInputHook(CompanionHook):
     """A forward pre-hook on the first layer of a residual branch that restores the input of the block."""
 
-    def __init__(self, owner: SkipHook) -> None:
-        self.owner = owner
+    owner: SkipHook
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         restored = self.owner.restore(module, args, kwargs or {})
         # If another library re-registered the hook, it may be called without kwargs and must then return only `args`.
         return restored[0] if restored is not None and kwargs is None else restored
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduced(self.owner.state.portable, self.owner.restore_handle) or super().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RestoreInputHook:
-        return deep_copied(self, memo)
-
-    @property
-    def placed(self) -> bool:
-        """Whether the owner was placed and not removed."""
-        return self.owner.placed
 
 
 def _input_not_restored_text(hook: SkipHook) -> str:
@@ -196,11 +175,3 @@ def _input_not_restored_text(hook: SkipHook) -> str:
         "  a checkpoint inside the block: torch.utils.checkpoint(..., use_reentrant=False), or checkpoint the block\n"
         f"  the block computes something before {hook.branch!r}, or only one of the two is compiled: exclude this site"
     )
-
-
-Hook = SiteHook | RestoreInputHook
-
-
-def owner_of(hook: Hook) -> SiteHook:
-    """Return the site hook that `hook` belongs to."""
-    return hook.owner if isinstance(hook, RestoreInputHook) else hook

@@ -52,8 +52,8 @@ class LiveState:
         """The active overrides, innermost last."""
         self.contexts: list[Override] = []
         """The overrides of all contexts that have not exited."""
-        self.observe: Callable[[Any, Tensor, Any], Tensor] | None = None
-        """Called with (hook, tensor, rate) in place of the regularizer during `measuring` and `recording`."""
+        self.observe: Callable[..., Tensor] | None = None
+        """Called with (hook, tensor, rate, *others) in place of the regularizer by `measuring` and `recording`."""
         self.checkpointed = CheckpointedRates()
         self.update_counter: Any = None
         """The `UpdateCounter` of `diagnostics.watchdog`."""

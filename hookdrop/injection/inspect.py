@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from hookdrop.diagnostics.dry_run import LayerCalls, dry_run
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.injection.resolve import PlannedSite, Resolved
-from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout
+from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, Regularizer
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import TensorKey
 
@@ -59,15 +60,24 @@ def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str,
     if seen.shape is None:
         return
     several = f" (1 of {seen.tensor_count} tensors)" if seen.tensor_count else ""
-    site.reading = regularizer.reading(seen.shape) + several
+    site.reading = _at_target(site, regularizer).reading(seen.shape) + several
     if seen.resembles_input and isinstance(regularizer, DropPath):
         shape_warnings.setdefault("block", []).append(
             f"{where}: the output includes the input (a whole residual block?), so DropPath also drops the skip "
             "connection: hook the last layer of the branch, such as attn, mlp or bn3."
         )
     for shape in seen.shapes:
-        for warning in regularizer.shape_warnings(shape):
+        for warning in _at_target(site, regularizer).shape_warnings(shape):
             shape_warnings.setdefault(re.sub(r"\d+", "#", warning), []).append(f"{where}: {warning}")
+
+
+def _at_target(site: PlannedSite, regularizer: Regularizer) -> Regularizer:
+    """Return the regularizer at the target rate of its site."""
+    if site.p is None or site.p_scale == 1.0:
+        return regularizer
+    scaled = copy.deepcopy(regularizer)
+    scaled.set_rate(site.p)
+    return scaled
 
 
 def _never_called_warnings(resolved: Resolved) -> list[str]:

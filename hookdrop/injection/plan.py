@@ -12,7 +12,10 @@ from torch import nn
 from hookdrop.diagnostics.watchdog import watch
 from hookdrop.errors import InjectionError, nothing_placed, warn
 from hookdrop.hooks import compiling
+from hookdrop.hooks.branch_hook import BranchHook
+from hookdrop.hooks.embedding_hook import EmbeddingHook
 from hookdrop.hooks.hook import InputHook, SiteHook
+from hookdrop.hooks.layer_hook import LayerHook
 from hookdrop.hooks.registry import hidden_modules, hooks_of
 from hookdrop.hooks.skip_hook import SkipHook
 from hookdrop.hooks.state import InjectionState
@@ -259,7 +262,13 @@ def _make_hook(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> S
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     if site.at == "skip":
         return SkipHook(*settings, site.branch)
+    if site.regularizer.hook_kind:
+        return _HOOKS[site.regularizer.hook_kind](*settings)
     return InputHook(*settings) if site.at == "input" else SiteHook(*settings)
+
+
+_HOOKS: dict[str, type[SiteHook]] = {"branch": BranchHook, "embedding": EmbeddingHook, "layer": LayerHook}
+"""The hooks of regularizers that need more than one tensor, by `Regularizer.hook_kind`."""
 
 
 def _free_name(name: str, present: Injections) -> str:

@@ -107,7 +107,7 @@ def resolve(
                 f"{layer.name!r} matches more than one key of the mapping: {keys}.\n  give each layer one regularizer."
             )
         chosen = regularizers[indices[0] if len(regularizers) > 1 else 0]
-        sites.append(PlannedSite(layer.name, type(layer.module).__name__, layer.module, chosen, at=at))
+        sites.append(_plan_site(selection.root, layer, chosen, at))
     if schedule is not None:
         check_picklable(schedule, "the schedule")
     if p_scale is not None:
@@ -115,6 +115,19 @@ def resolve(
     for site in sites:
         _check_rate(site, schedule)
     return Resolved(selection.root, sites, selection.counts, selection.exact, warnings, schedule, requested)
+
+
+def _plan_site(root: nn.Module, layer: Layer, regularizer: Regularizer | None, at: str) -> PlannedSite:
+    """Return the site of one layer. Some regularizers have only one place, and read settings from the model."""
+    if regularizer is not None:
+        if at == "input" and regularizer.only_at == "output":
+            raise InjectionError(
+                f"inject: {regularizer.title} acts on the output of a layer, got at={at!r}.\n"
+                "  remove at=, and hook the layer before"
+            )
+        at = regularizer.only_at or at
+        regularizer = regularizer.for_layer(root, layer.name)
+    return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, at=at)
 
 
 def _regularizers_and_layers(

@@ -189,10 +189,10 @@ def _paper_sites_in_block(block: nn.Module) -> Iterator[tuple[str, str, str]]:
     if block.downsample is None:
         yield "", "skip", "conv1"
     else:
-        yield ".downsample", "output", ""
+        yield ".downsample", "", ""
     for index in (1, 2, 3):
         if getattr(block, f"bn{index}", None) is not None:
-            yield f".bn{index}", "output", ""
+            yield f".bn{index}", "", ""
 
 
 def _resnet_blocks(model: nn.Module) -> Iterator[tuple[Layer, str]]:

@@ -30,7 +30,8 @@ class RecipeSite:
     name: str
     settings: Mapping[str, Any]
     p_scale: float = 1.0
-    at: str = "output"
+    at: str = ""
+    """`"skip"` for an identity skip; empty for the regularizer's usual place."""
     branch: str = ""
     """For `at="skip"`: the first layer of the block's residual branch."""
 
@@ -79,7 +80,7 @@ def plan_sites(
     scales: dict[Any, float] = {site.name or model: site.p_scale for site in sites if site.p_scale != 1.0}
     resolved = resolve(model, regularizers, None, (), schedule, scales or None, total_steps=total_steps)
     for planned in resolved.sites:
-        planned.at, planned.branch = by_name[planned.name].at, by_name[planned.name].branch
+        planned.at, planned.branch = by_name[planned.name].at or planned.at, by_name[planned.name].branch
     resolved.counts = {name: len(resolved.sites)}
     resolved.warnings += warnings
     return make_plan(

@@ -54,6 +54,15 @@ class Regularizer(nn.Module):
     in_backward: ClassVar[bool] = False
     """Whether it edits only the gradient and leaves the forward output unchanged."""
 
+    only_at: ClassVar[str | None] = None
+    """`"output"` or `"input"` if it is only meaningful there. None: at both."""
+
+    keeps_shape: bool = True
+    """Whether the result has the shape of the input."""
+
+    hook_kind: str = ""
+    """Which hook it needs: one that passes further tensors to `regularize_at` (see `injection.plan`), or empty."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _check_reserved_names(cls)
@@ -103,6 +112,14 @@ class Regularizer(nn.Module):
             f"{self.title} reads its {self.rate_name} as a Python float, which compiled code treats as a constant.\n"
             f"  define {type(self).__name__}.regularize_at(self, x, rate), which receives the rate as a tensor."
         )
+
+    def for_layer(self, model: nn.Module, name: str) -> Regularizer:
+        """Return the regularizer for one layer of a model: this one, or one with settings that the model determines.
+
+        Raises:
+            LayerError: it does not support the layer.
+        """
+        return self
 
     @property
     def rate(self) -> float | None:

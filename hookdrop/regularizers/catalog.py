@@ -14,7 +14,10 @@ from hookdrop.regularizers.gradients import (
     NoiseActivationGrad,
     ScaleActivationGrad,
 )
+from hookdrop.regularizers.head_dropout import HeadDropout
+from hookdrop.regularizers.layer_drop import LayerDrop
 from hookdrop.regularizers.mixstyle import MixStyle
+from hookdrop.regularizers.neftune import NEFTune
 from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, UniformNoise
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
 from hookdrop.utils.call_syntax import CallSyntax, parse_call, signature_of
@@ -34,8 +37,11 @@ __all__ = [
     "FeatureAlphaDropout",
     "GaussianDropout",
     "GaussianNoise",
+    "HeadDropout",
+    "LayerDrop",
     "LockedDropout",
     "MixStyle",
+    "NEFTune",
     "NoiseActivationGrad",
     "ScaleActivationGrad",
     "TokenDropout",

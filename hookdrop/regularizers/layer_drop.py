@@ -1,0 +1,85 @@
+"""LayerDrop: dropping whole layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hookdrop.errors import InjectionError, ShapeError
+from hookdrop.kernels.random_numbers import rand
+from hookdrop.regularizers.base import Regularizer, check_batch_axis
+from hookdrop.utils.validation import drop_rate, floating, rate_or_tensor
+
+
+def layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Return the `input` of a layer instead of its `output` with probability `p`, in [0, 1): see `LayerDrop`."""
+    return _layer_drop(output, input, rate_or_tensor(p, owner="layer_drop", open_end=True), training)
+
+
+def _layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    floating(output, "layer_drop")
+    if output.shape != input.shape:
+        raise ShapeError(
+            f"got an output {tuple(output.shape)} of an input {tuple(input.shape)}: only a layer that keeps the shape "
+            "can be skipped.\n  hook other layers, or drop residual branches: DropPath(p=...)"
+        )
+    if not training or (not isinstance(p, Tensor) and p == 0.0):
+        return output
+    # A 0-d tensor, so that nothing waits for its value. The gradients of a skipped layer are zeros.
+    dropped = rand((), torch.float32, output.device) < p
+    return torch.where(dropped, input.to(output.dtype), output)
+
+
+class LayerDrop(Regularizer):
+    """Skip a layer with probability `p`: it returns its input. One draw per layer and forward, without rescaling.
+
+    Hook layers that keep the shape: transformer layers such as `"model.layers.*"`. If a layer returns several tensors,
+    the first is replaced. The layer is computed all the same, so this saves no time. Its parameters get gradients of
+    zero instead of none, so DistributedDataParallel needs no `find_unused_parameters`. Each rank draws its own layers.
+
+    Args:
+        p: probability of skipping the layer, in [0, 1).
+        keep_prob: 1 - p, instead of `p`.
+
+    Shape: any; the layer's output has the shape of its input.
+
+    Raises:
+        ShapeError: in forward, if the layer changes the shape.
+        InjectionError: in forward, if the layer fills a KV cache.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> x, fx = torch.zeros(2), torch.ones(2)
+        >>> [LayerDrop(p=0.5)(fx, x).tolist() for _ in range(4)]
+        [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+
+    Reference: Fan et al. 2020, "Reducing transformer depth on demand with structured dropout", arXiv:1909.11556.
+    """
+
+    open_end: ClassVar[bool] = True
+    only_at: ClassVar[str | None] = "output"
+    hook_kind: str = "layer"
+
+    def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
+        super().__init__()
+        self.p = self.valid_rate(drop_rate(p, keep_prob, self.title))
+
+    def forward(self, output: Tensor, input: Tensor | None = None) -> Tensor:
+        """Return `input` with probability `p` in training mode, otherwise `output`."""
+        return self.regularize_at(output, self.rate, input) if self.training else output
+
+    def check(self, shape: Sequence[int]) -> None:
+        check_batch_axis(shape)
+
+    def regularize_at(self, x: Tensor, rate: Any, input: Tensor | None = None) -> Tensor:
+        if not isinstance(rate, Tensor) and rate == 0.0:
+            return x
+        if input is None:
+            raise InjectionError(
+                "LayerDrop needs the input of the layer too.\n"
+                "  inject it: inject(model, LayerDrop(p=...), layers=...)   or call it: LayerDrop(p=...)(layer(x), x)"
+            )
+        return _layer_drop(x, input, rate)

@@ -1,0 +1,116 @@
+"""NEFTune: noise on token embeddings."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hookdrop.errors import ShapeError
+from hookdrop.kernels.random_numbers import rand_like
+from hookdrop.regularizers.base import Regularizer
+from hookdrop.utils.torch_internals import functorch_stack
+from hookdrop.utils.validation import floating, one_of, rate_or_tensor
+
+
+def neftune(x: Tensor, alpha: float | Tensor, attention_mask: Tensor | None = None, training: bool = True) -> Tensor:
+    """Add U(-1, 1) * alpha / sqrt(L d) to embeddings (N, L, d): see `NEFTune`.
+
+    With `attention_mask` (N, L), padding gets no noise, and L is the number of real tokens of each sample.
+    """
+    return _neftune(x, rate_or_tensor(alpha, "alpha", "neftune", math.inf), attention_mask, training)
+
+
+def _neftune(x: Tensor, alpha: float | Tensor, mask: Tensor | None, training: bool = True) -> Tensor:
+    floating(x, "neftune")
+    check_embeddings(x.shape, "neftune")
+    if not training or x.numel() == 0 or (not isinstance(alpha, Tensor) and alpha == 0.0):
+        return x
+    if mask is not None and mask.shape != x.shape[:2]:
+        raise ShapeError(
+            f"got {tuple(x.shape)} with an attention mask {tuple(mask.shape)}: the mask must be (N, L), here "
+            f"{tuple(x.shape[:2])}.\n  without the mask, padding gets noise too: attention_mask=False"
+        )
+    if mask is None and not isinstance(alpha, Tensor):
+        largest = _single(_single(alpha) / _single(math.sqrt(_single(x.shape[1] * x.shape[2]))))
+        if functorch_stack() is None:
+            return x + torch.empty_like(x).uniform_(-largest, largest)
+        # The same numbers: `vmap` does not support in-place draws for tensors that it does not map.
+        return x + torch.add(x.new_tensor(-largest), torch.rand_like(x), alpha=2.0 * largest)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    noise = (2.0 * rand_like(x, wide) - 1.0) * alpha
+    if mask is None:
+        return x + (noise / math.sqrt(x.shape[1] * x.shape[2])).to(x.dtype)
+    real_NL1 = (mask != 0).unsqueeze(-1).to(wide)
+    lengths_N11 = real_NL1.sum(1, keepdim=True).clamp(min=1.0)
+    return x + (noise * real_NL1 / (lengths_N11 * x.shape[2]).sqrt()).to(x.dtype)
+
+
+def _single(value: float) -> float:
+    """Round to float32, in which the reference computes the bound of the noise."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def check_embeddings(shape: Sequence[int], owner: str) -> None:
+    """Raise `ShapeError` unless `shape` is (N, L, d)."""
+    if len(shape) != 3:
+        raise ShapeError(
+            f"got {tuple(shape)}: {owner} adds noise to embeddings (N, L, d).\n"
+            "  hook the token embedding; for other tensors use GaussianNoise(std=...)"
+        )
+
+
+class NEFTune(Regularizer):
+    """Add uniform noise to the token embeddings: e + alpha / sqrt(L d) * u, u ~ U(-1, 1). A schedule drives `alpha`.
+
+    The norm of the noise is about alpha / sqrt(3), whatever the length. Hook the token embedding, or call
+    `recipes.neftune(model)`, which finds it. Callers that pass `inputs_embeds` bypass the embedding and the noise.
+
+    Args:
+        alpha: scale of the noise, at least 0; 5, 10 or 15 in the paper.
+        attention_mask: False computes as transformers does: L is the padded length, and padding gets noise too. True
+            computes as the authors' training code does: L is the number of real tokens of each sample, and padding gets
+            no noise. A hook reads the mask from the call of the model, which must take `attention_mask`.
+
+    Shape: (N, L, d).
+
+    Raises:
+        ShapeError: in forward, if the input is not (N, L, d), or the mask not (N, L).
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> noise = NEFTune(alpha=5)(torch.zeros(2, 100, 16))
+        >>> bool(noise.abs().amax() <= 5 / 1600**0.5)
+        True
+
+    Reference: Jain et al. 2023, "NEFTune: Noisy embeddings improve instruction finetuning", arXiv:2310.05914,
+    algorithm 1.
+    """
+
+    rate_name: ClassVar[str | None] = "alpha"
+    max_rate: ClassVar[float] = math.inf
+    probability: ClassVar[bool] = False
+    drops: ClassVar[bool] = False
+    only_at: ClassVar[str | None] = "output"
+
+    def __init__(self, alpha: float = 5.0, *, attention_mask: bool = False) -> None:
+        super().__init__()
+        self.alpha = self.valid_rate(alpha)
+        self.attention_mask: bool = one_of(attention_mask, "attention_mask", self.title, (True, False))
+
+    @property
+    def hook_kind(self) -> str:  # type: ignore[override]
+        return "embedding" if self.attention_mask else ""
+
+    def check(self, shape: Sequence[int]) -> None:
+        check_embeddings(shape, self.title)
+
+    def reading(self, shape: Sequence[int]) -> str:
+        return f"L={shape[1]} d={shape[2]}"
+
+    def regularize_at(self, x: Tensor, rate: Any, mask: Tensor | None = None) -> Tensor:
+        return _neftune(x, rate, mask)
