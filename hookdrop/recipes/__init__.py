@@ -5,12 +5,20 @@
 
 from hookdrop.recipes.depth import stochastic_depth
 from hookdrop.recipes.dropblock import dropblock_resnet, timm_dropblock
+from hookdrop.recipes.embeddings import neftune
+from hookdrop.recipes.heads import head_dropout
+from hookdrop.recipes.layers import layer_drop
 from hookdrop.recipes.model_dropout import DropoutChange, DropoutReport, report_dropout, set_dropout
+from hookdrop.recipes.patches import patch_dropout
 from hookdrop.recipes.recipe import Recipe
 from hookdrop.recipes.residual import residual_dropout
 
 RECIPES: dict[str, Recipe[...]] = {
     "dropblock_resnet": dropblock_resnet,
+    "head_dropout": head_dropout,
+    "layer_drop": layer_drop,
+    "neftune": neftune,
+    "patch_dropout": patch_dropout,
     "residual_dropout": residual_dropout,
     "stochastic_depth": stochastic_depth,
     "timm_dropblock": timm_dropblock,
@@ -22,6 +30,10 @@ __all__ = [
     "DropoutReport",
     "Recipe",
     "dropblock_resnet",
+    "head_dropout",
+    "layer_drop",
+    "neftune",
+    "patch_dropout",
     "report_dropout",
     "residual_dropout",
     "set_dropout",

@@ -80,7 +80,7 @@ class DropPath(Regularizer):
     Example:
         >>> _ = torch.manual_seed(0)
         >>> DropPath(p=0.5, mode="subset")(torch.ones(8, 1)).flatten()
-        tensor([2., 0., 2., 2., 0., 0., 0., 2.])
+        tensor([0., 0., 2., 2., 2., 0., 2., 0.])
 
     Reference: Huang et al. 2016, "Deep networks with stochastic depth", arXiv:1603.09382. `mode="subset"`: Oquab et al.
     2023, "DINOv2", arXiv:2304.07193, section 5.

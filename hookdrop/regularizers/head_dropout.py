@@ -82,9 +82,9 @@ class HeadDropout(Regularizer):
     Example:
         >>> _ = torch.manual_seed(0)
         >>> HeadDropout(p=0.5, heads=4)(torch.ones(2, 1, 8))
-        tensor([[[0.0000, 0.0000, 1.3333, 1.3333, 1.3333, 1.3333, 1.3333, 1.3333]],
+        tensor([[[4., 4., 0., 0., 0., 0., 0., 0.]],
         <BLANKLINE>
-                [[2.0000, 2.0000, 0.0000, 0.0000, 0.0000, 0.0000, 2.0000, 2.0000]]])
+                [[0., 0., 2., 2., 0., 0., 2., 2.]]])
 
     Reference: Zhou et al. 2020, "Scheduled DropHead: A regularization method for transformer models",
     arXiv:2004.13342, section 3.1.

@@ -54,7 +54,7 @@ class LayerDrop(Regularizer):
         >>> _ = torch.manual_seed(0)
         >>> x, fx = torch.zeros(2), torch.ones(2)
         >>> [LayerDrop(p=0.5)(fx, x).tolist() for _ in range(4)]
-        [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+        [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
 
     Reference: Fan et al. 2020, "Reducing transformer depth on demand with structured dropout", arXiv:1909.11556.
     """

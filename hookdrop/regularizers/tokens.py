@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.kernels.slices import keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import Regularizer
+from hookdrop.regularizers.positions import why_tokens_must_stay
 from hookdrop.utils.validation import count, drop_rate, floating, one_of, rate, rate_or_tensor
 
 
@@ -174,22 +174,6 @@ class TokenDropout(Regularizer):
         if self.remove:
             return _remove_tokens(x, float(rate), self.prefix)
         return _token_dropout(x, rate, self.prefix)
-
-
-def why_tokens_must_stay(model: nn.Module) -> str:
-    """Return why later layers need every token at its place; empty if none is known to."""
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        tables = [table for table, _ in module.named_parameters(recurse=False) if "relative_position" in table]
-        if tables or "RelPos" in kind:
-            return f"{name!r} ({kind}) adds a bias for each pair of positions"
-        if re.search("Window|Swin", kind):
-            return f"{name!r} ({kind}) divides the tokens into windows of a grid"
-        if re.search("Rot(ary|Emb)|Rope", kind, re.IGNORECASE) or getattr(module, "rope", None) is not None:
-            return f"{name!r} ({kind}) rotates tokens by their index (RoPE), which changes if others are removed"
-        if re.search("Decod|Segment|Depth|Neck|FPN|Upsampl", kind):
-            return f"{name!r} ({kind}) needs a token for each place of the image"
-    return ""
 
 
 class LockedDropout(Regularizer):
