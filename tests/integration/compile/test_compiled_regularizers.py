@@ -209,7 +209,9 @@ def test_output_distribution_matches_eager(text: str) -> None:
     eager, fast = model(x).detach(), compiled(model)(x).detach()
     if text.startswith((*NOISE, "HeadDropout")):
         assert fast.mean().item() == pytest.approx(eager.mean().item(), abs=0.01)
-        assert fast.std().item() == pytest.approx(eager.std().item(), abs=0.05 if text.startswith("HeadDropout") else 0.01)
+        assert fast.std().item() == pytest.approx(
+            eager.std().item(), abs=0.05 if text.startswith("HeadDropout") else 0.01
+        )
     else:
         torch.testing.assert_close(fast.unique(), eager.unique())
 

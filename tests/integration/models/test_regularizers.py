@@ -97,3 +97,27 @@ def test_token_dropout_keeps_the_class_token_of_a_vit() -> None:
     assert not kept[0][:, 1:].any()
     assert model.cls_token.grad.any()
     assert not model.patch_embed.proj.weight.grad.any()
+
+
+def test_unscaled_drop_path_equals_timm_scale_by_keep_false() -> None:
+    from timm.layers import DropPath as Timm
+
+    x = torch.randn(100, 3)
+    torch.manual_seed(0)
+    ours = DropPath(0.3, scale=False)(x)
+    torch.manual_seed(0)
+    assert torch.equal(ours, Timm(0.3, scale_by_keep=False)(x))
+
+
+@pytest.mark.parametrize(("p", "prefix"), [(0.5, 1), (0.3, 0), (0.75, 4), (0.999, 1)])
+def test_removed_tokens_are_those_of_timm_patch_dropout(p: float, prefix: int) -> None:
+    """Bit for bit with the same seed, and with the same gradients."""
+    from timm.layers import PatchDropout
+
+    x = torch.randn(6, 30 + prefix, 8, requires_grad=True)
+    results = []
+    for drop in (TokenDropout(p, prefix, remove=True), PatchDropout(p, num_prefix_tokens=prefix)):
+        torch.manual_seed(0)
+        y = drop.train()(x)
+        results.append((y, torch.autograd.grad(y.square().sum(), x)[0]))
+    assert all(map(torch.equal, *results))

@@ -65,6 +65,40 @@ class TestTokenDropout:
             TokenDropout(0.1, prefix)
 
 
+class TestRemovingTokens:
+    def test_eval_keeps_all_tokens(self) -> None:
+        x = torch.randn(2, 9, 4)
+        assert TokenDropout(0.5, remove=True).eval()(x) is x
+
+    def test_later_layers_see_fewer_tokens_at_the_rate_of_the_schedule(self) -> None:
+        model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+        drop = inject(model, TokenDropout(0.5, remove=True), layers="0", schedule="LinearSchedule(steps=2)")
+        lengths = []
+        for _ in range(3):
+            lengths.append(model(torch.randn(2, 41, 4)).shape[1])
+            drop.step()
+        assert lengths == [41, 31, 21]
+
+    def test_probe_counts_removed_elements_as_dropped(self) -> None:
+        model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+        drop = inject(model, TokenDropout(0.5, remove=True), layers="0")
+        measured = drop.probe(torch.randn(2, 41, 4))
+        assert measured.dropped == 20 / 41
+        assert measured.mean_ratio == pytest.approx(1.0, abs=0.15)
+        assert measured.eval_identical
+
+    def test_plan_shows_how_many_tokens_remain(self) -> None:
+        shown = plan(
+            nn.Sequential(nn.Identity()), TokenDropout(0.5, remove=True), layers="0", example_input=torch.ones(2, 41, 4)
+        )
+        assert shown.sites[0].reading == "L=41 (prefix 1, keeps 21) C=4"
+
+    def test_a_compiled_model_breaks_its_graph_once(self) -> None:
+        drop = TokenDropout(0.5, remove=True)
+        assert "changes the number of tokens" in drop.graph_break
+        assert not TokenDropout(0.5).graph_break
+
+
 class TestLockedDropout:
     @pytest.mark.parametrize("time_dim", [0, 1, 2, -2])
     def test_mask_is_constant_over_time(self, time_dim: int) -> None:

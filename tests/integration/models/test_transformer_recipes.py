@@ -1,0 +1,462 @@
+"""The recipes neftune, layer_drop, head_dropout and patch_dropout on models of transformers, timm and torchvision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import InjectionError, LayerError, NEFTune, TokenDropout, find, inject
+from hookdrop.recipes import head_dropout, layer_drop, neftune, patch_dropout
+from tests.support.training import train_step
+
+timm = pytest.importorskip("timm")
+torchvision = pytest.importorskip("torchvision")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # transformers, in PEFT
+
+SIZE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT: dict[str, Any] = {"vocab_size": 99, "use_cache": False}
+IMAGE: dict[str, Any] = {"image_size": 32, "patch_size": 8}
+SEQ2SEQ: dict[str, Any] = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+}  # fmt: skip
+IDS = torch.randint(5, 90, (4, 7), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones(4, 7, dtype=torch.long)
+MASK[0, 4:] = MASK[1, :2] = 0
+PIXELS = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def llama(**settings: Any) -> nn.Module:
+    config = transformers.LlamaConfig(**{**SIZE, **TEXT, "num_key_value_heads": 2, **settings})
+    return transformers.LlamaForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, **TEXT
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def bart() -> nn.Module:
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**SEQ2SEQ, **TEXT))
+
+
+def bert() -> nn.Module:
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZE, vocab_size=99))
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **TEXT))
+
+
+def vit() -> nn.Module:
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**SIZE, **IMAGE))
+
+
+def run(model: nn.Module, **kwargs: Any) -> Any:
+    if "pixel_values" in kwargs or not hasattr(model, "config"):
+        return model(**kwargs) if kwargs else model(PIXELS)
+    labels = {"labels": IDS} if "Conditional" in type(model).__name__ or "Causal" in type(model).__name__ else {}
+    return model(input_ids=IDS, attention_mask=MASK, **labels, **kwargs)
+
+
+class TestNEFTune:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    @pytest.mark.parametrize("alpha", [5, 10.5])
+    def test_equals_the_hook_of_transformers_bit_for_bit(self, alpha: float, dtype: torch.dtype) -> None:
+        from transformers.integrations.neftune import activate_neftune
+
+        ours, theirs = nn.Embedding(99, 32, dtype=dtype), nn.Embedding(99, 32, dtype=dtype)
+        theirs.load_state_dict(ours.state_dict())
+        theirs.get_input_embeddings = lambda: theirs
+        activate_neftune(theirs, alpha)
+        model = nn.ModuleDict({"embed": ours})
+        inject(model, NEFTune(alpha), layers="embed")
+        for seed in range(3):
+            torch.manual_seed(seed)
+            wanted = theirs(IDS)
+            torch.manual_seed(seed)
+            assert torch.equal(ours(IDS), wanted)
+
+    @pytest.mark.parametrize(
+        ("make", "site"),
+        [
+            (llama, "model.embed_tokens"),
+            (gpt2, "transformer.wte"),
+            (bert, "bert.embeddings.word_embeddings"),
+            (bart, "model.encoder.embed_tokens"),
+            (t5, "encoder.embed_tokens"),
+        ],
+    )
+    def test_finds_the_embedding_that_runs(self, make: Callable[[], nn.Module], site: str) -> None:
+        model = make()
+        drop = neftune(model)
+        run(model)
+        assert [(s.name, s.fired) for s in drop.sites] == [(site, True)]
+
+    @pytest.mark.parametrize("make", [llama, gpt2, bert, bart, t5])
+    def test_attention_mask_spares_the_padding(self, make: Callable[[], nn.Module]) -> None:
+        model = make()
+        drop = neftune(model, attention_mask=True)
+        with drop.recording(last=9) as recording:
+            run(model)
+        first = recording.calls(drop.sites[0].name)[0]
+        assert torch.equal((first.before != first.after).any(-1), MASK == 1)
+
+    def test_an_encoder_and_a_decoder_that_share_the_embedding_use_their_own_masks(self) -> None:
+        model = t5()
+        model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared
+        drop = neftune(model, attention_mask=True)
+        with drop.recording(last=2) as recording:
+            model(input_ids=IDS, attention_mask=MASK, decoder_input_ids=IDS[:, :5], decoder_attention_mask=MASK[:, :5])
+        masks = [(r.before != r.after).any(-1) for r in recording.calls(drop.sites[0].name)]
+        assert torch.equal(masks[0], MASK == 1)
+        assert torch.equal(masks[1], MASK[:, :5] == 1)
+
+    def test_works_under_peft(self) -> None:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        model.train()
+        drop = neftune(model, attention_mask=True)
+        with drop.recording() as recording:
+            run(model)
+        record = recording[drop.sites[0].name]
+        assert torch.equal((record.before != record.after).any(-1), MASK == 1)
+
+    def test_is_part_of_a_compiled_graph(self) -> None:
+        torch.compiler.reset()
+        model = llama()
+        drop = neftune(model, attention_mask=True, schedule="LinearSchedule(steps=4)")
+        fast, losses = torch.compile(model, backend="aot_eager", fullgraph=True), []
+        for _ in range(4):
+            torch.manual_seed(0)
+            losses.append(fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item())
+            drop.step()
+        assert len(set(losses)) == 4
+
+    def test_transformers_own_neftune_at_the_same_time_raises(self) -> None:
+        from transformers.integrations.neftune import activate_neftune
+
+        model = llama()
+        activate_neftune(model, 5)
+        with pytest.raises(InjectionError, match="own NEFTune is already active at 'model.embed_tokens'"):
+            neftune(model)
+
+    @pytest.mark.parametrize("make", [vit, lambda: timm.create_model("resnet18")])
+    def test_a_model_without_a_token_embedding_raises(self, make: Callable[[], nn.Module]) -> None:
+        with pytest.raises(LayerError, match=r"no get_input_embeddings\(\)(.|\n)*embedding="):
+            neftune(make())
+
+    def test_an_embedding_can_be_given(self) -> None:
+        model = nn.ModuleDict({"tok_embeddings": nn.Embedding(9, 4), "other": nn.Embedding(9, 4)})
+        assert neftune(model, embedding="tok_embeddings").sites[0].name == "tok_embeddings"
+        assert neftune.plan(model, embedding=model["other"], name="b").sites[0].name == "other"
+        with pytest.raises(LayerError, match="matches 2 layers"):
+            neftune(model, embedding="*", name="c")
+
+    def test_generation_with_inputs_embeds_is_unchanged(self) -> None:
+        model = llama()
+        clean = model.eval()(IDS).logits
+        neftune(model)
+        assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(IDS)).logits, clean)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "llama": (llama, ["model.layers.0", "model.layers.1"]),
+    "gpt2": (gpt2, ["transformer.h.0", "transformer.h.1"]),
+    "bert": (bert, ["bert.encoder.layer.0", "bert.encoder.layer.1"]),
+    "t5": (t5, [f"{part}.block.{i}" for part in ("encoder", "decoder") for i in (0, 1)]),
+    "bart": (bart, [f"model.{part}.layers.{i}" for part in ("encoder", "decoder") for i in (0, 1)]),
+    "timm": (
+        lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, num_classes=5),
+        ["blocks.0", "blocks.1"],
+    ),
+}
+
+
+class TestLayerDrop:
+    @pytest.mark.parametrize("name", LAYERS)
+    def test_a_dropped_layer_returns_its_input(self, name: str) -> None:
+        """At a rate close to 1: the output equals that of the model whose layers are identities."""
+        make, sites = LAYERS[name]
+        model = make()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        drop = layer_drop(model, p=0.5)
+        assert [site.name for site in drop.sites] == sites
+        drop.target_p = 1 - 1e-7
+        with drop.recording() as recording:
+            y = run(model)
+        assert all(recording[site].dropped == 1.0 for site in sites)
+        first = y if isinstance(y, torch.Tensor) else y.logits
+        first.sum().backward()
+        inner = [p.grad for site in sites for p in model.get_submodule(site).parameters()]
+        assert all(grad is not None and not grad.any() for grad in inner)
+
+    def test_checkpointed_layers_are_recomputed_as_they_were_dropped(self) -> None:
+        gradients = []
+        for checkpointing in (False, True):
+            torch.manual_seed(0)
+            model = llama().train()
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            layer_drop(model, p=0.5)
+            for seed in range(4):
+                torch.manual_seed(seed)
+                run(model).loss.backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(map(torch.equal, *gradients))
+
+    def test_a_kv_cache_in_training_raises_and_generation_works(self) -> None:
+        model = llama(use_cache=True).train()
+        layer_drop(model, p=0.5)
+        with pytest.raises(InjectionError, match=r"KV cache \(past_key_values\)(.|\n)*config.use_cache = False"):
+            model(IDS)
+        model.eval().generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
+
+    def test_rates_of_layer_skip(self) -> None:
+        model = llama(num_hidden_layers=5)
+        drop = layer_drop(model, p=0.2, p_scale=lambda name, i, n: 2 ** (i / (n - 1)) - 1)
+        assert [site.p for site in drop.sites] == pytest.approx([0.2 * (2 ** (i / 4) - 1) for i in range(5)])
+
+    def test_is_part_of_a_compiled_graph(self) -> None:
+        torch.compiler.reset()
+        model = llama()
+        layer_drop(model, p=0.5)
+        fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+        losses = {round(fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item(), 5) for _ in range(20)}
+        assert 1 < len(losses) <= 4, "two layers, each dropped or not"
+
+    def test_a_residual_cnn_raises(self) -> None:
+        with pytest.raises(LayerError, match=r"for residual CNNs, use stochastic_depth"):
+            layer_drop(timm.create_model("resnet18"))
+
+
+def value_weight(attention: nn.Module) -> torch.Tensor:
+    """The rows of the value projection, for each head of the output."""
+    for name in ("v_proj", "v", "value"):
+        if hasattr(attention, name):
+            return getattr(attention, name).weight
+    return attention.qkv.weight[-attention.qkv.weight.shape[0] // 3 :]
+
+
+HEADS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "llama": (llama, "model.layers.*.self_attn", "o_proj"),
+    "bart": (bart, "model.*.layers.*.self_attn", "out_proj"),
+    "t5": (t5, "encoder.block.*.layer.0.SelfAttention", "o"),
+    "vit": (vit, "vit.layers.*.attention", "o_proj"),
+    "timm": (lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32), "blocks.*.attn", "proj"),
+    "timm swin": (
+        lambda: timm.create_model("swin_tiny_patch4_window7_224", img_size=56),
+        "layers.*.blocks.*.attn",
+        "proj",
+    ),
+}
+
+
+class TestHeadDropout:
+    @pytest.mark.parametrize("name", HEADS)
+    def test_a_head_is_the_slice_that_its_values_determine(self, name: str) -> None:
+        """Without the values of one head, the projection's input is 0 exactly where HeadDropout zeroes that head."""
+        make, attention, end = HEADS[name]
+        model = make().eval()
+        drop = head_dropout(model, p=0.5)
+        sites = {site.name: site.regularizer for site in drop.sites}
+        owner = next(n for n, _ in model.named_modules() if n and inject_matches(model, attention, n))
+        heads = int(sites[f"{owner}.{end}"].rpartition("heads=")[2].rstrip(")"))
+        weight = value_weight(model.get_submodule(owner))
+        groups = heads * weight.shape[0] // model.get_submodule(f"{owner}.{end}").in_features  # key and value heads
+        seen: list[torch.Tensor] = []
+        model.get_submodule(f"{owner}.{end}").register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        size = weight.shape[0] // groups
+        with torch.no_grad():
+            weight[:size] = 0
+            for bias in (
+                getattr(getattr(model.get_submodule(owner), n, None), "bias", None) for n in ("v_proj", "qkv")
+            ):
+                if bias is not None:
+                    bias.zero_()
+            if name == "vit":
+                model.get_submodule(owner).v_proj.bias.zero_()
+            x = torch.randn(2, 3, 56, 56) if name == "timm swin" else PIXELS
+            if "timm" in name:
+                model(x)
+            elif name == "vit":
+                model(pixel_values=PIXELS)
+            else:
+                run(model)
+        zero = (seen[0].unflatten(-1, (heads, -1)) == 0).all(-1).flatten(0, -2).all(0)
+        per_group = heads // groups
+        assert zero.tolist() == [True] * per_group + [False] * (heads - per_group)
+
+    @pytest.mark.parametrize(
+        ("make", "count"),
+        [(llama, 2), (gpt2, 2), (bert, 2), (t5, 6), (bart, 6), (vit, 2), (torchvision.models.maxvit_t, 22)],
+    )
+    def test_every_attention_is_hooked(self, make: Callable[[], nn.Module], count: int) -> None:
+        model = make()
+        drop = head_dropout(model, p=0.3)
+        assert len(drop.sites) == count
+        if make is vit:
+            model(pixel_values=PIXELS)
+        elif make is not torchvision.models.maxvit_t:
+            run(model)
+        else:
+            return
+        assert all(site.fired for site in drop.sites)
+
+    @pytest.mark.parametrize("make", [torchvision.models.vit_b_32, torchvision.models.swin_t])
+    def test_models_that_do_not_call_their_projection_raise(self, make: Callable[[], nn.Module]) -> None:
+        with torch.device("meta"):
+            model = make()
+        with pytest.raises(LayerError, match="head_dropout found no matching layer"):
+            head_dropout(model)
+
+    def test_under_peft_with_an_adapted_projection(self) -> None:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["o_proj"], task_type="CAUSAL_LM"))
+        drop = head_dropout(model.train(), p=0.3)
+        run(model)
+        assert [site.name.rpartition(".")[2] for site in drop.sites] == ["o_proj"] * 2
+        assert all(site.fired for site in drop.sites)
+
+
+def inject_matches(model: nn.Module, pattern: str, name: str) -> bool:
+    """Whether a glob matches the name of a layer."""
+    from hookdrop.utils.globs import glob_expression
+
+    return glob_expression(pattern).fullmatch(name) is not None
+
+
+def vit_with(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    """A model of transformers on small images."""
+    config = getattr(transformers, f"{name}Config")
+    kind = f"{name}VisionModel" if name == "Siglip" else f"{name}ForImageClassification"
+    return lambda: getattr(transformers, kind)(
+        getattr(transformers, f"{name}VisionConfig" if name == "Siglip" else f"{name}Config", config)(
+            **SIZE, **IMAGE, **settings
+        )
+    )
+
+
+PATCHES: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
+    "timm vit": (lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64), "patch_drop", 1),
+    "timm deit": (lambda: timm.create_model("deit_tiny_distilled_patch16_224", depth=2, img_size=64), "patch_drop", 2),
+    "timm registers": (
+        lambda: timm.create_model("vit_small_patch14_reg4_dinov2", depth=2, img_size=56),
+        "patch_drop",
+        5,
+    ),
+    "torchvision": (lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64), "encoder.dropout", 1),
+    "ViT": (vit_with("ViT"), "vit.embeddings", 1),
+    "DeiT": (vit_with("DeiT"), "deit.embeddings", 2),
+    "Dinov2": (vit_with("Dinov2"), "dinov2.embeddings", 1),
+    "Dinov2WithRegisters": (vit_with("Dinov2WithRegisters"), "dinov2_with_registers.embeddings", 5),
+    "Siglip": (vit_with("Siglip"), "embeddings", 0),
+}
+
+
+class TestPatchDropout:
+    @pytest.mark.parametrize("name", PATCHES)
+    def test_half_of_the_patches_reach_the_first_block(self, name: str) -> None:
+        make, site, prefix = PATCHES[name]
+        model = make().train()
+        drop = patch_dropout(model, p=0.5)
+        assert (drop.sites[0].name, drop.sites[0].regularizer) == (
+            site,
+            f"TokenDropout(p=0.5, prefix={prefix}, remove=True)",
+        )
+        size = 56 if "registers" in name else 64 if "timm" in name else 32
+        lengths: list[int] = []
+        norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+        norms[0].register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+        x = torch.randn(2, 3, size, size)
+        with drop.disabled():
+            model(x)
+        y = model(x)
+        patches = lengths[0] - prefix
+        assert lengths == [patches + prefix, patches // 2 + prefix]
+        first = y if isinstance(y, torch.Tensor) else y[0]
+        first.sum().backward()
+
+    def test_a_training_step_equals_that_of_timm_with_patch_drop_rate(self) -> None:
+        native = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64, patch_drop_rate=0.5, num_classes=5)
+        clean = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64, num_classes=5)
+        clean.load_state_dict(native.state_dict())
+        patch_dropout(clean, p=0.5)
+        x = torch.randn(2, 3, 64, 64)
+        assert all(map(torch.equal, train_step(clean, x), train_step(native, x)))
+
+    @pytest.mark.parametrize(
+        ("make", "reason"),
+        [
+            (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "divides the tokens into windows"),
+            (lambda: timm.create_model("eva02_tiny_patch14_224"), r"rotates tokens by their index \(RoPE\)"),
+            (lambda: timm.create_model("vit_relpos_small_patch16_224"), "adds a bias for each pair of positions"),
+            (vit_with("Beit", use_relative_position_bias=True), "adds a bias for each pair of positions"),
+            (
+                lambda: transformers.ViTForMaskedImageModeling(transformers.ViTConfig(**SIZE, **IMAGE)),
+                "needs a token for each image patch",
+            ),
+            (llama, "found no matching layer in LlamaForCausalLM"),
+            (lambda: timm.create_model("resnet18"), "found no matching layer in ResNet"),
+        ],
+        ids=["windows", "rope", "relative", "beit", "dense", "language model", "cnn"],
+    )
+    def test_models_whose_layers_need_all_tokens_raise_with_the_reason(
+        self, make: Callable[[], nn.Module], reason: str
+    ) -> None:
+        model = make()
+        with pytest.raises(LayerError, match=reason):
+            patch_dropout(model)
+        assert not find(model)
+
+    def test_inject_refuses_them_too(self) -> None:
+        model = timm.create_model("swin_tiny_patch4_window7_224")
+        with pytest.raises(LayerError, match="divides the tokens into windows"):
+            inject(model, TokenDropout(0.5, prefix=0, remove=True), layers="patch_embed")
+
+    def test_a_model_that_already_removes_patches_raises(self) -> None:
+        model = timm.create_model("vit_tiny_patch16_224", depth=1, patch_drop_rate=0.2)
+        with pytest.raises(InjectionError, match=r"already has it(.|\n)*patch_drop_rate=0.0"):
+            patch_dropout(model)
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads it
+    def test_compiled_models_break_the_graph_once_and_remove_the_right_number(self) -> None:
+        torch.compiler.reset()
+        model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=64).train()
+        drop = patch_dropout(model, p=0.5)
+        fast = torch.compile(model, backend="eager")
+        lengths: list[int] = []
+        model.blocks[0].register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+        for p in (0.5, 0.25, 0.75):
+            drop.target_p = p
+            fast(torch.randn(2, 3, 64, 64))
+        assert lengths == [9, 13, 5]
+
+
+def test_three_recipes_on_one_llama_leave_nothing_behind() -> None:
+    model = llama()
+    clean = model.eval()(IDS).logits
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    twin = copy.deepcopy(model)
+    for target in (model, twin):
+        neftune(target, attention_mask=True)
+        layer_drop(target, p=0.2)
+        head_dropout(target, p=0.1)
+    assert torch.equal(model(IDS).logits, clean)
+    for target in (model, twin):
+        run(target.train()).loss.backward()
+        find(target).remove()
+        assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in target.modules()] == hooks
+        assert torch.equal(target.eval()(IDS).logits, clean)

@@ -1,0 +1,171 @@
+"""DropPath on a subset of the batch, against DropPath by rows with the same samples."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hookdrop import DropPath, HookdropWarning, InjectionError, LayerError, ShapeError, inject, plan
+from hookdrop.functional import drop_path
+
+
+class Attention(nn.Module):
+    """A branch that receives further arguments and returns several values; it records its batch sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.sizes = nn.Linear(4, 4), []
+
+    def forward(self, x: torch.Tensor, mask: Any = None, rope: Any = None, past_key_values: Any = None) -> Any:
+        self.sizes.append(len(x))
+        y = self.linear(x)
+        if mask is not None:
+            y = y * mask
+        if rope is not None:
+            y = y + rope[0]
+        return y, y.mean(-1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return x + self.attn(x, **kwargs)[0]
+
+
+X = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0))
+
+
+def dropped(model: nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Which samples skipped the branch."""
+    return (model(x, **kwargs) == x).flatten(1).all(1)
+
+
+class TestSubset:
+    @pytest.mark.parametrize(("p", "kept"), [(0.5, 4), (0.3, 5), (0.99, 1), (0.01, 7)])
+    def test_the_branch_runs_on_the_kept_samples_only(self, p: float, kept: int) -> None:
+        model = Block()
+        inject(model, DropPath(p, mode="subset"), layers="attn")
+        assert int(dropped(model, X).sum()) == 8 - kept
+        assert model.attn.sizes == [kept]
+
+    def test_output_and_gradients_equal_those_of_row_mode_with_the_same_samples(self) -> None:
+        model, twin = Block(), Block()
+        twin.load_state_dict(model.state_dict())
+        inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        mask, rope = torch.rand(8, 1, 4), (torch.randn(1, 5, 4),)
+        y = model(X, mask=mask, rope=rope)
+        kept = (y != X).flatten(1).any(1)
+        branch = twin.attn(X, mask=mask, rope=rope)[0] * kept[:, None, None] * 2.0
+        torch.testing.assert_close(y, X + branch)
+        y.square().sum().backward()
+        (X + branch).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+    def test_each_sample_is_dropped_equally_often(self) -> None:
+        """Within 5 standard errors over 2,000 forwards."""
+        model = Block()
+        inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        share = torch.stack([dropped(model, X) for _ in range(2000)]).double().mean(0)
+        assert (share - 0.5).abs().amax() < 5 * (0.25 / 2000) ** 0.5
+
+    def test_all_tensors_of_the_output_are_completed(self) -> None:
+        model = nn.Sequential(Attention())
+        inject(model, DropPath(0.5, mode="subset"), layers="0")
+        y, weights = model(X)
+        assert (y.shape, weights.shape) == ((8, 5, 4), (8, 5))
+
+    def test_scale_false_does_not_scale(self) -> None:
+        model, clean = Block(), Block()
+        clean.load_state_dict(model.state_dict())
+        inject(model, DropPath(0.5, mode="subset", scale=False), layers="attn")
+        y = model(X)
+        kept = (y != X).flatten(1).any(1)
+        torch.testing.assert_close(y[kept], clean(X)[kept])
+
+    def test_plan_shows_the_actual_rate_of_each_site(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        shown = plan(model, DropPath(0.5, mode="subset"), layers="*", p_scale="depth", example_input=X)
+        assert [site.reading for site in shown.sites] == ["N=8, runs on 6 (p=0.25)", "N=8, runs on 4 (p=0.5)"]
+
+    def test_a_rate_that_drops_no_sample_warns(self) -> None:
+        with pytest.warns(HookdropWarning, match="p=0.1 drops no sample of a batch of 1"):
+            inject(Block(), DropPath(0.1, mode="subset"), layers="attn", example_input=X[:1])
+
+    def test_a_checkpoint_recomputes_the_same_samples(self) -> None:
+        gradients = []
+        for way in (lambda model: model(X), lambda model: checkpoint(model, X, use_reentrant=False)):
+            torch.manual_seed(0)
+            model = Block()
+            inject(model, DropPath(0.5, mode="subset"), layers="attn")
+            way(model).square().sum().backward()
+            gradients.append(model.attn.linear.weight.grad)
+        assert torch.equal(*gradients)
+
+    def test_measuring_reports_the_dropped_samples_and_keeps_the_mean(self) -> None:
+        model = Block()
+        drop = inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        measured = drop.probe(X, forwards=20)
+        assert measured.dropped == 0.5
+        assert measured.mean_ratio == pytest.approx(1.0, abs=0.1)
+
+    def test_an_error_in_the_branch_leaves_nothing_behind(self) -> None:
+        model = Block()
+        drop = inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        with pytest.raises(RuntimeError):
+            model(torch.randn(8, 5, 3))
+        drop.disable()
+        assert not dropped(model, X).any()
+
+    def test_copies_and_removal(self) -> None:
+        model = Block()
+        drop = inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        twin = copy.deepcopy(model)
+        drop.remove()
+        assert not dropped(model, X).any()
+        assert not {**model.attn._forward_hooks, **model.attn._forward_pre_hooks}
+        assert int(dropped(twin, X).sum()) == 4
+
+    def test_batch_norm_in_the_branch_raises(self) -> None:
+        model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+        with pytest.raises(LayerError, match=r"'1' is a batch norm(.|\n)*mode=\"row\""):
+            inject(model, DropPath(0.5, mode="subset"), layers="0")
+
+    def test_a_kv_cache_raises(self) -> None:
+        model = Block()
+        inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        with pytest.raises(InjectionError, match=r"KV cache(.|\n)*use_cache"):
+            model(X, past_key_values=object())
+
+    def test_an_unknown_object_raises(self) -> None:
+        model = Block()
+        inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        with pytest.raises(InjectionError, match="receives a object, whose samples cannot be selected"):
+            model(X, rope=[torch.zeros(1), object()])
+
+    @pytest.mark.parametrize("shape", [(16, 5, 5), (24, 1)], ids=["one row per head", "packed"])
+    def test_an_argument_with_several_rows_for_each_sample_raises(self, shape: tuple[int, ...]) -> None:
+        model = Block()
+        inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        with pytest.raises(ShapeError, match="may or may not have one row for each of the 8 samples"):
+            model(X, mask=torch.ones(shape))
+
+    def test_an_argument_whose_rows_may_be_tokens_raises(self) -> None:
+        model = Block()
+        inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        with pytest.raises(ShapeError, match="use another batch size"):
+            model(X[:5], mask=torch.ones(5, 4))
+
+    def test_without_a_hook_it_zeroes_samples(self) -> None:
+        for _ in range(20):
+            y = drop_path(torch.ones(10, 3), 0.35, mode="subset")
+            assert y[:, 0].tolist().count(0.0) == 4
+            torch.testing.assert_close(y.sum(), torch.tensor(30.0))

@@ -1,0 +1,125 @@
+"""NEFTune against its formulas; tests/integration/models/test_language_models.py compares it with transformers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import HookdropWarning, InjectionError, NEFTune, ShapeError, inject
+from hookdrop.functional import neftune
+from tests.support.tensors import within
+
+
+class TokenModel(nn.Module):
+    """An embedding in a model that takes an attention mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+
+    def forward(self, ids: torch.Tensor | None = None, attention_mask: object = None, inputs_embeds: object = None):
+        return self.embed(ids) if inputs_embeds is None else inputs_embeds
+
+
+IDS = torch.arange(12).view(2, 6)
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_noise_is_uniform_up_to_alpha_over_the_root_of_the_size(dtype: torch.dtype) -> None:
+    """In float32, the mean and the mean square are within 4 standard errors of a million draws."""
+    bound = 7 / math.sqrt(1000 * 10)
+    noise = NEFTune(7)(torch.zeros(100, 1000, 10, dtype=dtype)).double()
+    assert bound * 0.99 < noise.abs().amax() < bound * 1.01
+    if dtype == torch.float32:
+        assert within(noise.mean(), 0.0, bound / math.sqrt(3), 1e6)
+        assert within(noise.square().mean() / bound**2, 1 / 3, math.sqrt(4 / 45), 1e6)
+
+
+def test_attention_mask_spares_padding_and_scales_by_real_length() -> None:
+    """As in the authors' code: U(-1, 1) * mask * alpha / sqrt(real length * d), for the same draws."""
+    x = torch.randn(2, 6, 16)
+    torch.manual_seed(1)
+    found = neftune(x, 5.0, MASK)
+    torch.manual_seed(1)
+    u = 2 * torch.rand_like(x) - 1
+    scale = 5.0 / (MASK.sum(1) * 16).sqrt()
+    torch.testing.assert_close(found, x + u * MASK[..., None] * scale[:, None, None])
+    assert torch.equal(found[MASK == 0], x[MASK == 0])
+
+
+def test_a_sample_without_real_tokens_gets_no_noise() -> None:
+    x = torch.randn(2, 6, 16)
+    assert torch.equal(neftune(x, 5.0, torch.zeros(2, 6)), x)
+
+
+def test_gradient_is_that_of_the_identity() -> None:
+    x = torch.randn(2, 6, 16, requires_grad=True)
+    NEFTune(5)(x).backward(g := torch.randn(2, 6, 16))
+    assert torch.equal(x.grad, g)
+
+
+def test_a_hook_reads_the_attention_mask_of_the_call() -> None:
+    model = TokenModel()
+    inject(model, NEFTune(5, attention_mask=True), layers="embed")
+    before = model.embed.weight[IDS]
+    changed = (model(IDS, attention_mask=MASK) != before).any(-1)
+    assert torch.equal(changed, MASK == 1)
+    assert (model(IDS) != before).any(-1).all(), "a call without a mask has no padding"
+
+
+def test_an_attention_mask_of_another_shape_raises() -> None:
+    model = TokenModel()
+    inject(model, NEFTune(5, attention_mask=True), layers="embed")
+    with pytest.raises(ShapeError, match=r"mask must be \(N, L\), here \(2, 6\)(.|\n)*attention_mask=False"):
+        model(IDS, attention_mask=torch.ones(2, 1, 6, 6))
+
+
+def test_an_attention_mask_that_no_module_takes_raises() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4))
+    with pytest.raises(InjectionError, match="no module around it takes 'attention_mask'"):
+        inject(model, NEFTune(5, attention_mask=True), layers="0")
+    assert not model[0]._forward_hooks
+
+
+def test_remove_leaves_no_hook_around_the_embedding() -> None:
+    model = TokenModel()
+    inject(model, NEFTune(5, attention_mask=True), layers="embed").remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_schedule_drives_alpha_without_an_upper_bound() -> None:
+    model = TokenModel()
+    drop = inject(model, NEFTune(10), layers="embed", schedule="LinearSchedule(steps=4)")
+    drop.step(2)
+    assert drop.p == drop.sites[0].p == 5.0
+    assert drop.keep_prob is None
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 3, 4, 5)])
+def test_tensors_other_than_embeddings_raise(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match="embeddings"):
+        NEFTune(5)(torch.zeros(shape))
+
+
+def test_negative_alpha_raises() -> None:
+    with pytest.raises(ValueError, match=r"alpha must lie in \[0, inf\), got -1"):
+        NEFTune(-1)
+
+
+def test_callers_that_pass_inputs_embeds_are_warned() -> None:
+    model = nn.ModuleDict({"tokens": TokenModel(), "head": nn.Linear(16, 2)})
+    drop = inject(model, NEFTune(5), layers="tokens.embed")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    drop.follow(optimizer)
+
+    def train() -> None:
+        for _ in range(30):
+            model["head"](model["tokens"](inputs_embeds=torch.randn(2, 6, 16))).sum().backward()
+            optimizer.step()
+
+    with pytest.warns(HookdropWarning, match=r"'tokens.embed' never ran(.|\n)*inputs_embeds bypass the embedding"):
+        train()
