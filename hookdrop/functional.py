@@ -12,14 +12,17 @@ from hookdrop.regularizers.cutout import cutout
 from hookdrop.regularizers.drop_path import drop_path
 from hookdrop.regularizers.dropblock import drop_block
 from hookdrop.regularizers.dropout import dropout, dropout1d, dropout2d, dropout3d
+from hookdrop.regularizers.dsu import dsu
 from hookdrop.regularizers.gradients import (
     clamp_activation_grad,
     clip_activation_grad,
     noise_activation_grad,
     scale_activation_grad,
 )
+from hookdrop.regularizers.masksembles import masksembles
 from hookdrop.regularizers.mixstyle import mix_style
 from hookdrop.regularizers.noise import gaussian_dropout, gaussian_noise, uniform_noise
+from hookdrop.regularizers.shake_drop import shake_drop
 from hookdrop.regularizers.tokens import locked_dropout, token_dropout
 
 __all__ = [
@@ -33,13 +36,16 @@ __all__ = [
     "dropout1d",
     "dropout2d",
     "dropout3d",
+    "dsu",
     "feature_alpha_dropout",
     "gaussian_dropout",
     "gaussian_noise",
     "locked_dropout",
+    "masksembles",
     "mix_style",
     "noise_activation_grad",
     "scale_activation_grad",
+    "shake_drop",
     "token_dropout",
     "uniform_noise",
 ]

@@ -256,7 +256,9 @@ class Plan:
 def _make_hook(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> SiteHook:
     assert site.regularizer is not None
     # `resolve` checked that it can be pickled, and a deep copy takes ten times as long.
-    settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
+    regularizer = pickle.loads(pickle.dumps(site.regularizer))
+    regularizer.place_at(site.name)
+    settings = site.name, regularizer, site.p_scale, tensor, state
     if site.at == "skip":
         return SkipHook(*settings, site.branch)
     return InputHook(*settings) if site.at == "input" else SiteHook(*settings)

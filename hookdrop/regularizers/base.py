@@ -129,6 +129,9 @@ class Regularizer(nn.Module):
         """Return warnings about a shape that works but is probably not intended."""
         return []
 
+    def place_at(self, site: str) -> None:
+        """Called with the name of the layer before a hook is placed there, on the regularizer of that hook."""
+
     def settings(self) -> dict[str, Any]:
         """The arguments that recreate this object. Raises `AttributeError` if one is not stored as an attribute."""
         return {name: getattr(self, name) for name in _init_parameters(type(self))}

@@ -8,19 +8,23 @@ from hookdrop.regularizers.cutout import Cutout
 from hookdrop.regularizers.drop_path import DropPath
 from hookdrop.regularizers.dropblock import DropBlock
 from hookdrop.regularizers.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d
+from hookdrop.regularizers.dsu import DSU
 from hookdrop.regularizers.gradients import (
     ClampActivationGrad,
     ClipActivationGrad,
     NoiseActivationGrad,
     ScaleActivationGrad,
 )
+from hookdrop.regularizers.masksembles import Masksembles
 from hookdrop.regularizers.mixstyle import MixStyle
 from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, UniformNoise
+from hookdrop.regularizers.shake_drop import ShakeDrop
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
 from hookdrop.utils.call_syntax import CallSyntax, parse_call, signature_of
 
 # To add a regularizer, import it above and list it here, and export its function in `hookdrop.functional`.
 __all__ = [
+    "DSU",
     "AlphaDropout",
     "ClampActivationGrad",
     "ClipActivationGrad",
@@ -35,9 +39,11 @@ __all__ = [
     "GaussianDropout",
     "GaussianNoise",
     "LockedDropout",
+    "Masksembles",
     "MixStyle",
     "NoiseActivationGrad",
     "ScaleActivationGrad",
+    "ShakeDrop",
     "TokenDropout",
     "UniformNoise",
 ]

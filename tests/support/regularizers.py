@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hookdrop import (
+    DSU,
     ClampActivationGrad,
     ClipActivationGrad,
     Cutout,
@@ -20,10 +21,12 @@ from hookdrop import (
     Dropout3d,
     DropPath,
     LockedDropout,
+    Masksembles,
     MixStyle,
     NoiseActivationGrad,
     Regularizer,
     ScaleActivationGrad,
+    ShakeDrop,
     TokenDropout,
 )
 from hookdrop.regularizers import REGULARIZERS
@@ -49,6 +52,9 @@ class Case:
     shape: tuple[int, ...] = (4, 6, 8, 8)
     derives: bool = True
     """Whether the gradient is the derivative of the output; False if it is edited or treats parts as constants."""
+
+    draws: bool = True
+    """Whether it draws random numbers."""
 
     @property
     def in_backward(self) -> bool:
@@ -84,6 +90,9 @@ _CASES = {
     "TokenDropout": Case(TokenDropout(0.3), (4, 6, 8)),
     "LockedDropout": Case(LockedDropout(0.3), (4, 6, 8)),
     "MixStyle": Case(MixStyle(0.9), derives=False),
+    "DSU": Case(DSU(0.9)),
+    "ShakeDrop": Case(ShakeDrop(0.9), derives=False),
+    "Masksembles": Case(Masksembles(n=2), (4, 12, 8, 8), draws=False),
     "ClipActivationGrad": Case(ClipActivationGrad(max_norm=0.1), derives=False),
     "ClipActivationGrad (per sample)": Case(ClipActivationGrad(max_norm=0.1, per_sample=True), derives=False),
     "ClipActivationGrad (max_value)": Case(ClipActivationGrad(max_value=0.1), derives=False),
@@ -100,7 +109,12 @@ OWN = {name: case for name, case in EVERY.items() if isinstance(case.regularizer
 FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
 """The cases that change the forward output."""
 
-SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not isinstance(case.regularizer, MixStyle)}
+DRAWING = {name: case for name, case in FORWARD.items() if case.draws}
+"""The forward cases that draw random numbers."""
+
+SINGLE_SAMPLE = {
+    name: case for name, case in FORWARD.items() if not isinstance(case.regularizer, DSU | Masksembles | MixStyle)
+}
 """The forward cases that have an effect on a batch of one."""
 
 DERIVING = {name: case for name, case in EVERY.items() if case.derives}

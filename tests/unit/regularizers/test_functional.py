@@ -50,6 +50,7 @@ SHAPE_OF = {
     "dropout3d": (2, 3, 4, 4, 4),
     "token_dropout": (2, 3, 4),
     "locked_dropout": (2, 3, 4),
+    "masksembles": (2, 12),
 }
 
 
@@ -61,6 +62,7 @@ BAD = {
     "clip_activation_grad": ((-0.5,), "max_norm must be above 0, got -0.5"),
     "clamp_activation_grad": ((0.5, -0.5), "min must not be above max, got min=0.5 and max=-0.5"),
     "scale_activation_grad": ((math.inf,), "factor must be finite"),
+    "masksembles": ((2, 0.5), r"scale must lie in \[1, 6\], got 0.5"),
 }
 
 
@@ -73,6 +75,6 @@ def test_functions_validate_their_rate(name: str) -> None:
 
 @pytest.mark.parametrize("name", functional.__all__)
 def test_functions_return_the_input_when_not_training(name: str) -> None:
-    args = (3, 0.5) if name == "cutout" else (0.5,)
+    args = {"cutout": (3, 0.5), "masksembles": (2,)}.get(name, (0.5,))
     assert getattr(functional, name)(ONES[name], *args, training=False) is ONES[name]
     assert getattr(functional, name)(ONES[name], *args) is not ONES[name]
