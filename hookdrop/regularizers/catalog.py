@@ -48,7 +48,7 @@ __all__ = [
     "UniformNoise",
 ]
 
-REGULARIZERS: dict[str, type[Regularizer]] = {name: globals()[name] for name in __all__}
+REGULARIZERS: dict[str, type[Regularizer]] = {name: globals()[name] for name in sorted(__all__, key=str.lower)}
 _SYNTAX = CallSyntax("parse", "regularizer", REGULARIZERS, "DropBlock(p=0.1, block_size=7)")
 
 
