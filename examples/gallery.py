@@ -60,6 +60,9 @@ TOKENS = View(
     lambda x: unfold(x, PATCH, stride=PATCH).transpose(1, 2),
     lambda x: fold(x.transpose(1, 2), EDGE, PATCH, stride=PATCH),
 )
+PATCHES = View(
+    f"(N, C, L): the images as channels, each a patch of {PATCH}x{PATCH} pixels", TOKENS.to_tensor, TOKENS.to_images
+)
 ROWS = View(
     "(N, T, C): the images as sequences, with a row per time step",
     lambda x: x.permute(0, 2, 1, 3).flatten(2),
@@ -72,6 +75,7 @@ EXAMPLES: dict[str, tuple[str, View]] = {
     "DropBlock": ("DropBlock(p=0.2, block_size=9)", MAPS),
     "DropBlock, one mask for all channels": ("DropBlock(p=0.2, block_size=9, per_channel=False)", MAPS),
     "DropPath": ("DropPath(p=0.4)", MAPS),
+    "ShakeDrop": ("ShakeDrop(p=0.4)", MAPS),
     "AlphaDropout": ("AlphaDropout(p=0.2)", MAPS),
     "FeatureAlphaDropout": ("FeatureAlphaDropout(p=0.3)", MAPS),
     "GaussianDropout": ("GaussianDropout(p=0.2)", MAPS),
@@ -81,6 +85,8 @@ EXAMPLES: dict[str, tuple[str, View]] = {
     "TokenDropout": ("TokenDropout(p=0.3, prefix=1)", TOKENS),
     "LockedDropout": ("LockedDropout(p=0.2, time_dim=1)", ROWS),
     "MixStyle": ("MixStyle(p=1.0, alpha=0.5)", MAPS),
+    "DSU": ("DSU(p=1.0)", MAPS),
+    "Masksembles": ("Masksembles(n=4, scale=2.0, channel_dim=1)", PATCHES),
 }
 GRADIENTS = {
     "ClipActivationGrad": ("ClipActivationGrad(max_value=1.0)", "ClipActivationGrad(max_norm=20.0, per_sample=True)"),

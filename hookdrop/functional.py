@@ -12,6 +12,7 @@ from hookdrop.regularizers.cutout import cutout
 from hookdrop.regularizers.drop_path import drop_path
 from hookdrop.regularizers.dropblock import drop_block
 from hookdrop.regularizers.dropout import dropout, dropout1d, dropout2d, dropout3d
+from hookdrop.regularizers.dsu import dsu
 from hookdrop.regularizers.gradients import (
     clamp_activation_grad,
     clip_activation_grad,
@@ -20,9 +21,11 @@ from hookdrop.regularizers.gradients import (
 )
 from hookdrop.regularizers.head_dropout import head_dropout
 from hookdrop.regularizers.layer_drop import layer_drop
+from hookdrop.regularizers.masksembles import masksembles
 from hookdrop.regularizers.mixstyle import mix_style
 from hookdrop.regularizers.neftune import neftune
 from hookdrop.regularizers.noise import gaussian_dropout, gaussian_noise, uniform_noise
+from hookdrop.regularizers.shake_drop import shake_drop
 from hookdrop.regularizers.tokens import locked_dropout, token_dropout
 
 __all__ = [
@@ -36,16 +39,19 @@ __all__ = [
     "dropout1d",
     "dropout2d",
     "dropout3d",
+    "dsu",
     "feature_alpha_dropout",
     "gaussian_dropout",
     "gaussian_noise",
     "head_dropout",
     "layer_drop",
     "locked_dropout",
+    "masksembles",
     "mix_style",
     "neftune",
     "noise_activation_grad",
     "scale_activation_grad",
+    "shake_drop",
     "token_dropout",
     "uniform_noise",
 ]

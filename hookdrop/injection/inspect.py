@@ -11,7 +11,7 @@ from torch import nn
 from hookdrop.diagnostics.dry_run import LayerCalls, dry_run
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.injection.resolve import PlannedSite, Resolved
-from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, Regularizer
+from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, Regularizer, ShakeDrop
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import TensorKey
 
@@ -61,10 +61,11 @@ def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str,
         return
     several = f" (1 of {seen.tensor_count} tensors)" if seen.tensor_count else ""
     site.reading = _at_target(site, regularizer).reading(seen.shape) + several
-    if seen.resembles_input and isinstance(regularizer, DropPath):
+    if seen.resembles_input and isinstance(regularizer, DropPath | ShakeDrop):
+        does = "drops" if regularizer.drops else "perturbs"
         shape_warnings.setdefault("block", []).append(
-            f"{where}: the output includes the input (a whole residual block?), so DropPath also drops the skip "
-            "connection: hook the last layer of the branch, such as attn, mlp or bn3."
+            f"{where}: the output includes the input (a whole residual block?), so {regularizer.title} also {does} the "
+            "skip connection: hook the last layer of the branch, such as attn, mlp or bn3."
         )
     for shape in seen.shapes:
         for warning in _at_target(site, regularizer).shape_warnings(shape):

@@ -8,6 +8,7 @@ from hookdrop.regularizers.cutout import Cutout
 from hookdrop.regularizers.drop_path import DropPath
 from hookdrop.regularizers.dropblock import DropBlock
 from hookdrop.regularizers.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d
+from hookdrop.regularizers.dsu import DSU
 from hookdrop.regularizers.gradients import (
     ClampActivationGrad,
     ClipActivationGrad,
@@ -16,14 +17,17 @@ from hookdrop.regularizers.gradients import (
 )
 from hookdrop.regularizers.head_dropout import HeadDropout
 from hookdrop.regularizers.layer_drop import LayerDrop
+from hookdrop.regularizers.masksembles import Masksembles
 from hookdrop.regularizers.mixstyle import MixStyle
 from hookdrop.regularizers.neftune import NEFTune
 from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, UniformNoise
+from hookdrop.regularizers.shake_drop import ShakeDrop
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
 from hookdrop.utils.call_syntax import CallSyntax, parse_call, signature_of
 
 # To add a regularizer, import it above and list it here, and export its function in `hookdrop.functional`.
 __all__ = [
+    "DSU",
     "AlphaDropout",
     "ClampActivationGrad",
     "ClipActivationGrad",
@@ -40,15 +44,17 @@ __all__ = [
     "HeadDropout",
     "LayerDrop",
     "LockedDropout",
+    "Masksembles",
     "MixStyle",
     "NEFTune",
     "NoiseActivationGrad",
     "ScaleActivationGrad",
+    "ShakeDrop",
     "TokenDropout",
     "UniformNoise",
 ]
 
-REGULARIZERS: dict[str, type[Regularizer]] = {name: globals()[name] for name in __all__}
+REGULARIZERS: dict[str, type[Regularizer]] = {name: globals()[name] for name in sorted(__all__, key=str.lower)}
 _SYNTAX = CallSyntax("parse", "regularizer", REGULARIZERS, "DropBlock(p=0.1, block_size=7)")
 
 

@@ -18,6 +18,7 @@ from hookdrop.kernels.masking import apply_mask
 from hookdrop.kernels.seed_rate import GAMMA, gamma_for
 from hookdrop.kernels.subclasses import PLAIN_TYPES, on_plain_tensor, wraps_results
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
+from hookdrop.utils.axes import given_channel_axis
 from hookdrop.utils.torch_internals import dispatch_modes, is_tracing
 from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, one_of, rate_or_tensor
 
@@ -142,10 +143,7 @@ def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
                 "channel_dim=1) for (N, C, L), channel_dim=-1 for (N, L, C)."
             )
         return 1
-    channel_dim = count(channel_dim, "channel_dim", "DropBlock", -5)
-    if not -rank < channel_dim < rank or channel_dim == 0:
-        raise ShapeError(f"got {tuple(shape)}: channel_dim={channel_dim} is not one of its axes 1 to {rank - 1}.")
-    return channel_dim + rank if channel_dim < 0 else channel_dim
+    return given_channel_axis(shape, channel_dim, "DropBlock")
 
 
 def check_block_size(block_size: object) -> int | tuple[int, ...]:

@@ -16,8 +16,8 @@ from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
 from hookdrop.regularizers.cutout import check_map
 from hookdrop.utils.validation import floating, positive, rate_or_tensor
 
-_EPSILON = 1e-6
-"""The paper's code adds this to a variance."""
+EPSILON = 1e-6
+"""The papers' code adds this to a variance."""
 
 
 def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: bool = True) -> Tensor:
@@ -27,7 +27,7 @@ def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: 
 
 def _mix_style(x: Tensor, p: float | Tensor, alpha: float, training: bool = True) -> Tensor:
     floating(x, "mix_style")
-    check_style(x.shape, "mix_style")
+    check_style(x.shape, "mix_style", "mixes")
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
     n = x.shape[0]
@@ -35,13 +35,10 @@ def _mix_style(x: Tensor, p: float | Tensor, alpha: float, training: bool = True
     own_N111 = symmetric_beta(alpha, (n, 1, 1, 1), x.device)
     # Not `randperm`: a compiler pattern of PyTorch 2.13 for it fails here.
     partner_N = rand((n,), torch.float32, x.device).argsort()
-    mean, std = _style(x)
+    mean, std = style(x.detach())
     own = own_N111.to(mean.dtype)
-    # If not mixed, (x - 0) * 1 + 0 equals `x` bit for bit, without a synchronization on the value of `mixed`.
-    before = torch.where(mixed, mean, 0.0)
-    factor = torch.where(mixed, (own * std + (1.0 - own) * std[partner_N]) / std, 1.0)
-    after = torch.where(mixed, own * mean + (1.0 - own) * mean[partner_N], 0.0)
-    return ((x - before) * factor + after).to(x.dtype)
+    new_mean, new_std = (own * value + (1.0 - own) * value[partner_N] for value in (mean, std))
+    return restyle(x, mixed, mean, std, new_mean, new_std)
 
 
 def symmetric_beta(alpha: float, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -58,19 +55,26 @@ def symmetric_beta(alpha: float, shape: Sequence[int], device: torch.device) -> 
     return 0.5 + 0.5 * cosine.sign() * (1.0 + 1.0 / odds).rsqrt()
 
 
-def check_style(shape: Sequence[int], owner: str) -> None:
+def check_style(shape: Sequence[int], owner: str, does: str) -> None:
     """Raise `ShapeError` unless `shape` is (N, C, H, W) with more than one pixel."""
-    check_map(shape, owner, "mixes the styles of feature maps")
+    check_map(shape, owner, f"{does} the styles of feature maps")
     if shape[2] * shape[3] == 1:
-        raise ShapeError(
-            f"got {tuple(shape)}: a 1x1 map has no standard deviation to mix.\n  hook a layer with a larger map."
-        )
+        raise ShapeError(f"got {tuple(shape)}: a 1x1 map has no standard deviation.\n  hook a layer with a larger map.")
 
 
-def _style(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, (N, C, 1, 1), detached."""
-    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    return x.mean((2, 3), keepdim=True), (x.var((2, 3), keepdim=True) + _EPSILON).sqrt()
+def style(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel, (N, C, 1, 1), at least in float32."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.mean((2, 3), keepdim=True), (x.var((2, 3), keepdim=True) + EPSILON).sqrt()
+
+
+def restyle(x: Tensor, changed: Tensor, mean: Tensor, std: Tensor, new_mean: Tensor, new_std: Tensor) -> Tensor:
+    """Replace the style `mean`, `std` of `x` by the new one, where `changed`, a 0-d bool tensor."""
+    # If not changed, (x - 0) * 1 + 0 equals `x` bit for bit, without a synchronization on the value of `changed`.
+    before = torch.where(changed, mean, 0.0)
+    factor = torch.where(changed, new_std / std, 1.0)
+    after = torch.where(changed, new_mean, 0.0)
+    return ((x - before) * factor + after).to(x.dtype)
 
 
 class MixStyle(Regularizer):
@@ -101,7 +105,7 @@ class MixStyle(Regularizer):
         self.alpha = positive(alpha, "alpha", self.title)
 
     def check(self, shape: Sequence[int]) -> None:
-        check_style(shape, self.title)
+        check_style(shape, self.title, "mixes")
 
     def reading(self, shape: Sequence[int]) -> str:
         return f"N={shape[0]} {describe_map(shape, 1)}"

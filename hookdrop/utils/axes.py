@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from hookdrop.errors import ShapeError
+from hookdrop.utils.validation import count
 
 MAX_PREFIX_TOKENS = 8
 """Upper bound on class, distillation and register tokens combined."""
@@ -33,6 +34,14 @@ def channel_axis(shape: Sequence[int]) -> int:
     if len(shape) == 4 and shape[1] == shape[2] != shape[3]:
         return 3
     return len(shape) - 1 if len(shape) < 4 else 1
+
+
+def given_channel_axis(shape: Sequence[int], channel_dim: object, owner: str) -> int:
+    """Return `channel_dim`, which may count from the end, as an axis other than the first."""
+    rank, axis = len(shape), count(channel_dim, "channel_dim", owner, -5)
+    if not -rank < axis < rank or axis == 0:
+        raise ShapeError(f"got {tuple(shape)}: channel_dim={axis} is not one of its axes 1 to {rank - 1}.")
+    return axis % rank
 
 
 def channel_axis_of(module: nn.Module, shape: Sequence[int]) -> int | None:
@@ -74,10 +83,10 @@ def as_map(x: Tensor, image: Sequence[int], grid: Sequence[int] | None = None) -
 
 def _grid(tokens: int, image: Sequence[int]) -> tuple[int, int]:
     height, width = image
-    for count in range(tokens, max(0, tokens - MAX_PREFIX_TOKENS - 1), -1):
-        rows = round((count * height / width) ** 0.5)
-        if rows and count % rows == 0 and rows * width == count // rows * height:
-            return rows, count // rows
+    for kept in range(tokens, max(0, tokens - MAX_PREFIX_TOKENS - 1), -1):
+        rows = round((kept * height / width) ** 0.5)
+        if rows and kept % rows == 0 and rows * width == kept // rows * height:
+            return rows, kept // rows
     raise ShapeError(
         f"got {tokens} tokens, which do not form a grid with the aspect ratio {height} x {width}, with or without "
         f"up to {MAX_PREFIX_TOKENS} prefix tokens.\n  pass the grid: grid=(rows, columns)"

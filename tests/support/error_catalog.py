@@ -31,6 +31,7 @@ from hookdrop import (
     GaussianNoise,
     LambdaSchedule,
     LinearSchedule,
+    Masksembles,
     inject,
     observe,
     plan,
@@ -272,6 +273,11 @@ def _() -> None:
 @case("a block larger than the map")
 def _() -> None:
     inject(ResNet(), DropBlock(p=0.1, block_size=31), layers="layer1.*", example_input=IMAGES)
+
+
+@case("a batch that Masksembles cannot split")
+def _() -> None:
+    inject(nn.Sequential(nn.Linear(8, 16)), Masksembles(n=4), layers="0", example_input=torch.zeros(30, 8))
 
 
 @case("DropPath on whole residual blocks")

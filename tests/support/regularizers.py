@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hookdrop import (
+    DSU,
     ClampActivationGrad,
     ClipActivationGrad,
     Cutout,
@@ -22,11 +23,13 @@ from hookdrop import (
     HeadDropout,
     LayerDrop,
     LockedDropout,
+    Masksembles,
     MixStyle,
     NEFTune,
     NoiseActivationGrad,
     Regularizer,
     ScaleActivationGrad,
+    ShakeDrop,
     TokenDropout,
 )
 from hookdrop.regularizers import REGULARIZERS
@@ -54,6 +57,8 @@ class Case:
     """Whether the gradient is the derivative of the output; False if it is edited or treats parts as constants."""
     mixes: bool = False
     """Whether samples depend on one another, so that it does nothing to a batch of one."""
+    draws: bool = True
+    """Whether it draws random numbers."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the regularizer without a hook."""
@@ -109,6 +114,9 @@ _CASES = {
     "TokenDropout": Case(TokenDropout(0.3), (4, 6, 8)),
     "LockedDropout": Case(LockedDropout(0.3), (4, 6, 8)),
     "MixStyle": Case(MixStyle(0.9), derives=False, mixes=True),
+    "DSU": Case(DSU(0.9), mixes=True),
+    "ShakeDrop": Case(ShakeDrop(0.9), derives=False),
+    "Masksembles": Case(Masksembles(n=2), (4, 12, 8, 8), draws=False, mixes=True),
     "ClipActivationGrad": Case(ClipActivationGrad(max_norm=0.1), derives=False),
     "ClipActivationGrad (per sample)": Case(ClipActivationGrad(max_norm=0.1, per_sample=True), derives=False),
     "ClipActivationGrad (max_value)": Case(ClipActivationGrad(max_value=0.1), derives=False),
@@ -124,6 +132,9 @@ OWN = {name: case for name, case in EVERY.items() if isinstance(case.regularizer
 
 FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
 """The cases that change the forward output."""
+
+DRAWING = {name: case for name, case in FORWARD.items() if case.draws}
+"""The forward cases that draw random numbers."""
 
 SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not case.mixes}
 """The forward cases that have an effect on a batch of one."""

@@ -34,7 +34,7 @@ from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
 from hookdrop.hooks import checkpointing
 from hookdrop.hooks.checkpointing import is_recomputing
 from tests.support.checkpointing import MODES, Forward, non_reentrant, plain, reentrant, run
-from tests.support.regularizers import EVERY, FORWARD, SITES, Case
+from tests.support.regularizers import DRAWING, EVERY, SITES, Case
 from tests.support.tensors import all_equal
 
 
@@ -157,7 +157,7 @@ class TestRngStateNotPreserved:
     """`preserve_rng_state=False`: the recompute has another mask and the gradients are wrong; PyTorch does not warn."""
 
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("name", FORWARD)
+    @pytest.mark.parametrize("name", DRAWING)
     def test_warns_once(self, name: str, mode: Forward) -> None:
         model, x = EVERY[name].model(), EVERY[name].input()
         inject(model, EVERY[name].regularizer, layers=SITES)

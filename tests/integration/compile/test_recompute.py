@@ -24,6 +24,7 @@ from hookdrop import (
     LinearSchedule,
     MixStyle,
     Regularizer,
+    ShakeDrop,
     inject,
 )
 from hookdrop.functional import drop_path
@@ -42,7 +43,7 @@ replays = pytest.mark.skipif(torch.__version__ < (2, 11), reason="this PyTorch c
 
 ONE_OF_EACH = {type(case.regularizer): case for case in reversed(OWN.values())}
 CASES = {cls: case for cls, case in ONE_OF_EACH.items() if case.derives}
-"""The others: gradient edits draw in the backward pass only, MixStyle has its own test."""
+"""The others: gradient edits draw in the backward pass only, MixStyle and ShakeDrop have their own tests."""
 
 
 def low_budget(budget: float = 0.0) -> Any:
@@ -136,6 +137,19 @@ def test_mixstyle() -> None:
         (gradient,) = torch.autograd.grad(y.sum(), x)
     factor = (y[..., :1, :1] - y[..., 1:2, 1:2]) / (x[..., :1, :1] - x[..., 1:2, 1:2])
     torch.testing.assert_close(gradient, factor.detach().expand_as(x))
+
+
+@replays
+def test_shake_drop() -> None:
+    """The samples that are kept in the forward pass are kept in the backward pass."""
+    model = nn.Sequential(nn.Identity())
+    inject(model, ShakeDrop(0.5), layers="0")
+    with low_budget():
+        x = torch.ones(1000, 2, requires_grad=True)
+        y = torch.compile(model, backend=PARTITIONED, fullgraph=True)(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert 400 < (y[:, 0] == 2).sum() < 600
+    assert torch.equal(gradient == 2, y == 2)
 
 
 @replays

@@ -223,6 +223,7 @@ GRADS = ["ClipActivationGrad(max_norm=0.01)", "ClipActivationGrad(max_norm=0.01,
 
 REGULARIZED: list[tuple[str, Make, str]] = [
     *((text, resnet, "layer2") for text in ("UniformNoise(0.3)", "Cutout(2)", "MixStyle(1.0)", *GRADS)),
+    *((text, resnet, "layer2") for text in ("DSU(1.0)", "ShakeDrop(0.5)", "Masksembles(2)")),
     *((text, transformer, "blocks.0") for text in ("UniformNoise(0.3)", "TokenDropout(0.5)", "LockedDropout(0.5)", *GRADS)),
     *((text, recurrent, "lstm") for text in ("UniformNoise(0.3)", "TokenDropout(0.5, prefix=0)", "LockedDropout(0.5)", *GRADS)),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.ops import StochasticDepth
 
-from hookdrop import InjectionError, LayerError
+from hookdrop import InjectionError, LayerError, ShakeDrop
 from hookdrop.recipes import stochastic_depth
 from hookdrop.recipes.branches import branch_ends
 from tests.support.models import randomize_norms
@@ -104,6 +104,26 @@ def test_outputs_and_gradients_match_torchvisions_stochastic_depth_prob(name: st
     clean.load_state_dict(native.state_dict())
     stochastic_depth(clean, p=P, p_scale=p_scale, regularizer=lambda p: StochasticDepth(p, "row"))
     assert_same_training_step(native, clean, x, without)
+
+
+def test_shake_drop_at_the_rates_of_its_paper() -> None:
+    """P l / L for block l of L. Each sample's branch has one factor, and its gradient another one."""
+    model, x = torchvision.models.resnet18(num_classes=5), torch.randn(6, 3, 64, 64)
+    drop = stochastic_depth(model, p=0.5, p_scale="depth", regularizer=ShakeDrop)
+    assert [(site.name, site.p) for site in drop.sites][::3] == [
+        ("layer1.0.bn2", 0.0625),
+        ("layer2.1.bn2", 0.25),
+        ("layer4.0.bn2", 0.4375),
+    ]
+    end, branch = model.layer4[1].bn2, torch.randn(2000, 512, 1, 1, requires_grad=True)
+    with drop.disabled():
+        clean = end(branch)
+    y = end(branch)
+    ratio = (y / clean)[:, :, 0, 0].median(1).values
+    torch.testing.assert_close(y, clean * ratio[:, None, None, None], rtol=1e-3, atol=1e-3)
+    assert (ratio - 2).abs().lt(1e-3).double().mean().item() == pytest.approx(0.5, abs=4 * 0.5 / 2000**0.5)
+    assert not all_equal(train_step(model, x), train_step(model, x))
+    assert drop.probe(x).eval_identical
 
 
 class TestModelsWithoutStochasticDepth:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropBlock, Dropout, Injection, LinearSchedule, find, inject
+from hookdrop import DropBlock, Dropout, Injection, LinearSchedule, Masksembles, find, inject
 from tests.support.injections import half_ramped, injected
 from tests.support.models import Small
 from tests.support.programs import ROOT, run_code
@@ -49,6 +49,30 @@ def test_torch_save_and_load_in_a_fresh_process(model: Small, images: torch.Tens
     torch.save(images, paths["images"])
     run_code(FRESH.format(root=str(ROOT), **paths), "-W", "error::UserWarning")
     assert torch.equal(torch.load(paths["out"]), run(model, images))
+
+
+MASKS = """
+import torch
+from torch import nn
+from hookdrop import Masksembles, inject
+
+torch.manual_seed(3)
+layers = nn.Sequential(nn.Identity(), nn.Identity())
+inject(layers, Masksembles(n=4), layers="*")
+torch.save(layers(torch.ones(8, 40)), {out!r})
+"""
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1"])
+def test_masksembles_has_the_same_masks_in_another_process(
+    hash_seed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the ranks of a job, and a resumed run, have the same masks."""
+    layers, out = nn.Sequential(nn.Identity(), nn.Identity()), str(tmp_path / "out")
+    inject(layers, Masksembles(n=4), layers="*")
+    monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
+    run_code(MASKS.format(out=out))
+    assert torch.equal(torch.load(out), layers(torch.ones(8, 40)))
 
 
 WITHOUT_HOOKDROP = """

@@ -100,7 +100,8 @@ class TestForwardRegularizers:
 
     def test_p_1_gives_zero_gradients(self, case: Case) -> None:
         regularizer, x = case.regularizer, case.input().requires_grad_()
-        if not regularizer.drops or regularizer.open_end or isinstance(regularizer, Cutout | TokenDropout):
+        never = regularizer.open_end or isinstance(regularizer, Cutout | TokenDropout)
+        if not regularizer.drops or regularizer.rate is None or never:
             return  # these never drop everything
         before = regularizer.rate
         regularizer.set_rate(1.0)

@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 from hookdrop import DropBlock, Dropout, InjectionError, LinearSchedule, find, inject, plan
 from hookdrop.functional import drop_block, drop_path, dropout2d
 from hookdrop.regularizers import REGULARIZERS
-from tests.support.regularizers import DERIVING, EVERY, FORWARD, SINGLE_SAMPLE, SITES, WITH_A_RATE, Affine, Case
+from tests.support.regularizers import DERIVING, DRAWING, EVERY, SINGLE_SAMPLE, SITES, WITH_A_RATE, Affine, Case
 from tests.support.tensors import all_equal
 
 
@@ -115,7 +115,7 @@ def test_per_sample_gradients_raise_with_randomness_error(case: Case) -> None:
         per_sample(model, weights, x)
 
 
-@cases(FORWARD)
+@cases(DRAWING)
 @pytest.mark.parametrize("randomness", ["different", "same"])
 def test_ensemble_members_have_different_masks_for_a_shared_input(case: Case, randomness: str) -> None:
     """In a `vmap` over weights the input is not batched, but its masks must be."""
@@ -134,7 +134,7 @@ def test_ensemble_members_have_different_masks_for_a_shared_input(case: Case, ra
         assert max(differing) > 1
 
 
-@cases(FORWARD)
+@cases(DRAWING)
 def test_ensemble_raises_with_randomness_error(case: Case) -> None:
     base = nn.Sequential(Affine(case.shape[1:]))
     inject(base, case.regularizer, layers="0", at=case.places[-1])
@@ -167,7 +167,8 @@ def small(case: Case) -> Case:
     return Case(case.regularizer, tuple(min(size, 4) for size in case.shape))
 
 
-SMALL = cases({name: small(case) for name, case in DERIVING.items() if name != "Dropout (native)"})
+# "Dropout (native)" needs many elements, and Masksembles 10 channels.
+SMALL = cases({name: small(case) for name, case in DERIVING.items() if name not in ("Dropout (native)", "Masksembles")})
 
 
 @SMALL
@@ -328,7 +329,7 @@ def test_model_on_the_meta_device(case: Case) -> None:
         nn.init.normal_(p)
     x = case.input()
     assert all(gradient.isfinite().all() for gradient in trained(model, x))
-    assert case.in_backward or not all(torch.equal(model(x), model(x)) for _ in range(20))
+    assert case.in_backward or not case.draws or not all(torch.equal(model(x), model(x)) for _ in range(20))
 
 
 def test_measuring_on_the_meta_device_raises() -> None:

@@ -52,8 +52,14 @@ SHAPE_OF = {
     "locked_dropout": (2, 3, 4),
     "head_dropout": (8, 3, 4),
     "neftune": (2, 3, 4),
+    "masksembles": (2, 12),
 }
-ARGUMENTS = {"cutout": (3, 0.5), "head_dropout": (0.5, 2), "layer_drop": (torch.zeros(2, 3, 4, 4), 0.5)}
+ARGUMENTS = {
+    "cutout": (3, 0.5),
+    "head_dropout": (0.5, 2),
+    "layer_drop": (torch.zeros(2, 3, 4, 4), 0.5),
+    "masksembles": (2,),
+}
 """Those after the input; for the others, the rate."""
 
 
@@ -67,6 +73,7 @@ BAD = {
     "clip_activation_grad": ((-0.5,), "max_norm must be above 0, got -0.5"),
     "clamp_activation_grad": ((0.5, -0.5), "min must not be above max, got min=0.5 and max=-0.5"),
     "scale_activation_grad": ((math.inf,), "factor must be finite"),
+    "masksembles": ((2, 0.5), r"scale must lie in \[1, 6\], got 0.5"),
 }
 
 

@@ -1,0 +1,81 @@
+"""Sets of overlapping binary masks that are a function of their settings, on every machine and in every process."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hookdrop.utils.torch_internals import disable_dynamo
+
+
+def ones_per_mask(channels: int, count: int, scale: float) -> int:
+    """The number of ones of each of `count` masks that together cover `channels`.
+
+    `count` random masks with m ones among m * scale positions cover m * scale * (1 - (1 - 1 / scale)^count) positions
+    on average. This is solved for m and rounded down, as in the authors' code, but the masks can always cover all
+    channels.
+
+    Reference: Durasov et al. 2021, "Masksembles for uncertainty estimation", arXiv:2012.08334.
+    """
+    ones = int(channels / (scale * (1.0 - (1.0 - 1.0 / scale) ** count)))
+    return max(ones, -(-channels // count))
+
+
+def fixed_masks(channels: int, count: int, scale: float, seed: str, device: torch.device) -> Tensor:
+    """Return `count` bool masks (count, channels) with `ones_per_mask` ones each, such that some mask has each channel.
+
+    All such sets of masks are equally likely over the seeds. The global RNG is not used. In compiled code, this is one
+    operator.
+    """
+    masks: Tensor = _MASKS(channels, count, scale, seed, device=device)
+    return masks
+
+
+def draw_masks(channels: int, count: int, scale: float, seed: str) -> list[list[bool]]:
+    """`fixed_masks` as lists.
+
+    Masks are drawn among more positions than `channels`, and again until they cover that many, which then become the
+    channels.
+    """
+    # Python guarantees that `random()` returns the same numbers in all versions.
+    draw = random.Random(f"{seed} {channels} {count} {scale}").random
+    ones = ones_per_mask(channels, count, scale)
+
+    def expected_excess(positions: int) -> float:
+        return abs(positions * (1.0 - (1.0 - ones / positions) ** count) - channels)
+
+    positions = min(range(channels, 8 * channels), key=expected_excess)
+    while True:
+        masks = [_random_subset([draw() for _ in range(positions)], ones) for _ in range(count)]
+        covered = sorted(set().union(*masks))
+        if len(covered) == channels:
+            return [[position in mask for position in covered] for mask in masks]
+
+
+def _random_subset(keys: list[float], size: int) -> set[int]:
+    return set(sorted(range(len(keys)), key=keys.__getitem__)[:size])
+
+
+@lru_cache(maxsize=1024)
+def _cached(channels: int, count: int, scale: float, seed: str, device: torch.device) -> Tensor:
+    return torch.tensor(draw_masks(channels, count, scale, seed), device=device)
+
+
+def _masks(channels: int, count: int, scale: float, seed: str, *, device: torch.device) -> Tensor:
+    # Compiled code may reuse the memory of a result.
+    return _cached(channels, count, scale, seed, device).clone()
+
+
+def _masks_fake(channels: int, count: int, scale: float, seed: str, *, device: torch.device) -> Tensor:
+    return torch.empty((count, channels), dtype=torch.bool, device=device)
+
+
+_NAME = "hookdrop::fixed_masks"
+# PyTorch finds the device of an operator without tensors only in a keyword argument.
+torch.library.define(_NAME, "(SymInt channels, SymInt count, float scale, str seed, *, Device device) -> Tensor")
+torch.library.impl(_NAME, "default")(disable_dynamo(_masks))
+torch.library.register_fake(_NAME)(_masks_fake)
+_MASKS = torch.ops.hookdrop.fixed_masks.default

@@ -1,0 +1,114 @@
+"""Fixed masks against the algorithm of Masksembles, and their independence of random states."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from hookdrop.kernels.fixed_masks import draw_masks, fixed_masks, ones_per_mask
+
+CPU = torch.device("cpu")
+SETTINGS = [(2, 1.5), (4, 1.0), (4, 1.7), (4, 2.0), (4, 6.0), (8, 1.5), (30, 2.0), (30, 6.0)]
+
+
+def papers_masks(channels: int, count: int, scale: float) -> Tensor:
+    """The algorithm of the paper: random masks with m ones among m * scale positions, without the unused ones.
+
+    As in the authors' code, the number of positions is varied, and masks are drawn again, until `channels` are left.
+    """
+    ones = int(channels / (scale * (1 - (1 - 1 / scale) ** count)))
+    while True:
+        positions = int(ones * random.uniform(0.8 * scale, 1.2 * scale))
+        if positions < ones:
+            continue
+        masks = torch.zeros(count, positions, dtype=torch.bool)
+        for mask in masks:
+            mask[torch.randperm(positions)[:ones]] = True
+        masks = masks[:, masks.any(0)]
+        if masks.shape[1] == channels:
+            return masks
+
+
+def overlaps(masks: Tensor) -> tuple[int, ...]:
+    """The number of channels that each pair of masks shares, sorted."""
+    shared = masks.int() @ masks.int().T
+    return tuple(sorted(shared[i, j].item() for i in range(len(masks)) for j in range(i)))
+
+
+@pytest.mark.parametrize("channels", [10, 11, 16, 23, 64, 257])
+@pytest.mark.parametrize(("count", "scale"), SETTINGS)
+def test_masks_have_the_papers_number_of_ones_and_cover_all_channels(channels: int, count: int, scale: float) -> None:
+    masks = fixed_masks(channels, count, scale, "0", CPU)
+    assert masks.shape == (count, channels)
+    ones = ones_per_mask(channels, count, scale)
+    assert masks.sum(1).tolist() == [ones] * count
+    assert masks.any(0).all()
+    papers = int(channels / (scale * (1 - (1 - 1 / scale) ** count)))
+    assert ones == papers or (papers * count < channels <= ones * count)
+
+
+@pytest.mark.parametrize("channels", [10, 21])
+def test_scale_1_keeps_all_channels(channels: int) -> None:
+    assert fixed_masks(channels, 4, 1.0, "0", CPU).all()
+
+
+@pytest.mark.parametrize("scale", [1.3, 2.0, 3.0, 6.0])
+def test_two_masks_share_1_in_scale_of_their_channels(scale: float) -> None:
+    """The fraction that the paper's positions have on average, within 3 % for 2,000 channels."""
+    ones = ones_per_mask(2000, 4, scale)
+    found = overlaps(fixed_masks(2000, 4, scale, "0", CPU))
+    assert sum(found) / len(found) / ones == pytest.approx(1 / scale, rel=0.03)
+
+
+@pytest.mark.parametrize(("channels", "count", "scale"), [(12, 3, 2.0), (10, 4, 1.5), (14, 2, 3.0)])
+def test_overlaps_follow_the_papers_algorithm(channels: int, count: int, scale: float) -> None:
+    """A chi-squared test of 2,000 sets of masks each at 0.001, and of the channels in each mask."""
+    stats = pytest.importorskip("scipy.stats")
+    draws = 2000
+    random.seed(1)
+    torch.manual_seed(1)
+    theirs = [papers_masks(channels, count, scale) for _ in range(draws)]
+    ours = [torch.tensor(draw_masks(channels, count, scale, str(seed))) for seed in range(draws)]
+    counts = [Counter(map(overlaps, masks)) for masks in (ours, theirs)]
+    common = [key for key in {*counts[0], *counts[1]} if counts[0][key] + counts[1][key] >= 10]
+    if len(common) > 1:
+        assert stats.chi2_contingency([[c[key] for key in common] for c in counts]).pvalue > 0.001
+    assert sum(c[key] for c in counts for key in common) > 0.95 * 2 * draws
+    # Each channel is equally likely in each mask.
+    used = torch.stack(ours).double().mean(0)
+    expected = ones_per_mask(channels, count, scale) / channels
+    assert (used - expected).abs().max() < 5 * (expected * (1 - expected) / draws) ** 0.5
+
+
+class TestIndependenceOfRandomStates:
+    def test_global_generators_are_neither_used_nor_changed(self) -> None:
+        states = random.getstate(), torch.get_rng_state()
+        first = draw_masks(16, 4, 2.0, "7")
+        assert random.getstate() == states[0]
+        assert torch.equal(torch.get_rng_state(), states[1])
+        random.seed(3)
+        torch.manual_seed(3)
+        assert draw_masks(16, 4, 2.0, "7") == first
+
+    def test_each_setting_changes_the_masks(self) -> None:
+        settings = [(16, 4, 2.0, "0"), (16, 4, 2.0, "1"), (16, 4, 2.1, "0"), (17, 4, 2.0, "0"), (16, 5, 2.0, "0")]
+        assert len({str([row[:16] for row in draw_masks(*each)[:4]]) for each in settings}) == len(settings)
+
+    def test_a_caller_may_modify_the_masks(self) -> None:
+        first = fixed_masks(16, 4, 2.0, "8", CPU)
+        before = first.clone()
+        first.zero_()
+        assert torch.equal(fixed_masks(16, 4, 2.0, "8", CPU), before)
+
+    @pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.device("meta")])
+    def test_masks_made_in_a_context_work_outside(self, context: object) -> None:
+        seed = f"in {context}"
+        with context():
+            fixed_masks(16, 4, 2.0, seed, CPU)
+        x = torch.ones(4, 16, requires_grad=True)
+        (x * fixed_masks(16, 4, 2.0, seed, CPU)).sum().backward()
+        assert x.grad.sum() == 4 * ones_per_mask(16, 4, 2.0)

@@ -1,0 +1,164 @@
+"""Masksembles: which mask each sample has, at which sites, and predictions with all masks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookdrop import HookdropWarning, Masksembles, ShapeError, from_config, inject
+from hookdrop.functional import masksembles
+from hookdrop.kernels.fixed_masks import fixed_masks, ones_per_mask
+from hookdrop.regularizers.masksembles import mask_seed
+from tests.support.tensors import all_equal
+
+
+def papers_layer(x: Tensor, masks: Tensor) -> Tensor:
+    """The batch is split into one part for each mask, and the channels (axis 1) of a part are multiplied by its mask."""
+    parts = torch.split(x, len(x) // len(masks))
+    return torch.cat([part * mask.view(1, -1, *[1] * (x.dim() - 2)) for part, mask in zip(parts, masks, strict=True)])
+
+
+def masks_of(regularizer: Masksembles, channels: int = 16) -> Tensor:
+    """(n, channels): the masks that it applies."""
+    return regularizer(torch.ones(regularizer.n, channels)) != 0
+
+
+class TestMasks:
+    @pytest.mark.parametrize(
+        ("shape", "channel_dim"),
+        [((8, 16), None), ((8, 16, 5, 5), None), ((8, 16, 2, 3, 4), None), ((8, 7, 16), -1), ((8, 16, 7), 1),
+         ((8, 5, 5, 16), 3)],
+    )  # fmt: skip
+    @pytest.mark.parametrize("n", [2, 4, 8])
+    def test_matches_the_papers_layer(self, n: int, shape: tuple[int, ...], channel_dim: int | None) -> None:
+        """Up to the factor C / (ones per mask), which keeps the mean. Also the gradient."""
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        masks = fixed_masks(16, n, 2.0, mask_seed(5, ""), x.device)
+        factor = 16 / ones_per_mask(16, n, 2.0)
+        expected = factor * papers_layer(x.movedim(channel_dim or 1, 1), masks).movedim(1, channel_dim or 1)
+        found = Masksembles(n, seed=5, channel_dim=channel_dim)(x)
+        torch.testing.assert_close(found, expected)
+        assert torch.equal(found, masksembles(x, n, seed=5, channel_dim=channel_dim))
+        weight = torch.randn_like(x)
+        for ours, theirs in zip(*(torch.autograd.grad((y * weight).sum(), x) for y in (found, expected)), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+    def test_never_change(self) -> None:
+        x, layer = torch.randn(8, 16), Masksembles()
+        first = layer(x)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            assert torch.equal(layer(x), first)
+
+    def test_masking_draws_nothing(self) -> None:
+        state = torch.get_rng_state()
+        Masksembles(seed=91)(torch.ones(4, 16))
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_copies_and_pickles_have_the_same_masks(self) -> None:
+        layer = Masksembles(seed=3)
+        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), Masksembles(**layer.settings())):
+            assert torch.equal(masks_of(twin), masks_of(layer))
+
+    def test_seeds_differ(self) -> None:
+        assert not torch.equal(masks_of(Masksembles(seed=0)), masks_of(Masksembles(seed=1)))
+
+    def test_scale_1_warns(self) -> None:
+        model = nn.Sequential(nn.Identity())
+        inject(model, Masksembles(scale=1.0), layers="0")
+        with pytest.warns(HookdropWarning, match="with scale=1, each mask keeps all 16 channels: use a larger scale"):
+            y = model(x := torch.randn(4, 16))
+        assert torch.equal(y, x)
+
+
+class TestSites:
+    """Layers have different masks, which depend on the name of the layer only."""
+
+    def layers(self) -> nn.Sequential:
+        return nn.Sequential(nn.Identity(), nn.Identity())
+
+    def masks(self, model: nn.Sequential) -> list[Tensor]:
+        return [layer(torch.ones(4, 16)) != 0 for layer in model]
+
+    def test_masks_differ_between_layers(self) -> None:
+        model = self.layers()
+        inject(model, Masksembles(), layers="*")
+        first, second = self.masks(model)
+        assert not torch.equal(first, second)
+
+    def test_masks_are_restored_by_injecting_again_and_from_a_config(self) -> None:
+        model = self.layers()
+        drop = inject(model, Masksembles(seed=2), layers="*")
+        before = self.masks(model)
+        assert all_equal(self.masks(copy.deepcopy(model)), before)
+        assert all_equal(self.masks(pickle.loads(pickle.dumps(model))), before)
+        config = drop.config
+        drop.remove()
+        with inject(model, Masksembles(seed=2), layers=["1"]):
+            assert torch.equal(self.masks(model)[1], before[1])
+        from_config(model, config)
+        assert all_equal(self.masks(model), before)
+
+
+def test_sampling_predicts_with_each_mask() -> None:
+    """A batch repeated n times in eval mode: the k-th repetition has the k-th mask."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
+    drop, x = inject(model, Masksembles(n=4), layers="1"), torch.randn(5, 6)
+    clean = model(x)
+    with drop.sampling(), torch.no_grad():
+        samples = model(x.repeat(4, 1)).unflatten(0, (4, 5))
+    assert torch.equal(model(x), clean)
+    hidden = model[:2](x)
+    masks = fixed_masks(16, 4, 2.0, mask_seed(0, "1"), x.device)
+    for sample, mask in zip(samples, masks, strict=True):
+        torch.testing.assert_close(sample, model[2](hidden * mask * 16 / ones_per_mask(16, 4, 2.0)))
+    assert (samples.std(0) > 0).all()
+
+
+def test_measuring_reports_the_dropped_fraction() -> None:
+    model = nn.Sequential(nn.Identity())
+    drop = inject(model, Masksembles(n=4), layers="0")
+    assert drop.probe(torch.ones(8, 64)).dropped == pytest.approx(1 - ones_per_mask(64, 4, 2.0) / 64)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("shape", "says"),
+        [
+            ((30, 16), r"30 samples cannot be split into n=4 equal groups(.|\n)*use a batch of 28 or 32 samples"),
+            ((3, 16), r"use a batch of 4 samples; DataLoader\(..., drop_last=True\)"),
+            ((8, 3, 32, 32), "3 channels are too few for different masks; masksembles needs 10"),
+            ((8, 197, 384), r"may be axis 1 or 2.\n  write channel_dim=-1 for tokens"),
+            ((8,), r"masksembles masks channels of \(N, C, ...\)"),
+        ],
+    )
+    def test_unsupported_shapes_raise(self, shape: tuple[int, ...], says: str) -> None:
+        with pytest.raises(ShapeError, match=says):
+            Masksembles(n=4)(torch.ones(shape))
+
+    def test_an_unknown_channel_axis_raises(self) -> None:
+        with pytest.raises(ShapeError, match="channel_dim=2 is not one of its axes 1 to 1"):
+            Masksembles(n=4, channel_dim=2)(torch.ones(4, 16))
+
+    @pytest.mark.parametrize(
+        ("settings", "error", "says"),
+        [
+            ({"n": 1}, ValueError, "n must be at least 2, got 1"),
+            ({"n": 2.5}, TypeError, "n must be an integer"),
+            ({"scale": 0.5}, ValueError, r"scale must lie in \[1, 6\], got 0.5"),
+            ({"scale": 7}, ValueError, r"scale must lie in \[1, 6\], got 7"),
+            ({"scale": "2"}, TypeError, "scale must be a number"),
+            ({"seed": -1}, ValueError, "seed must be at least 0"),
+        ],
+    )
+    def test_invalid_settings_raise(self, settings: dict[str, object], error: type[Exception], says: str) -> None:
+        with pytest.raises(error, match=f"Masksembles: {says}"):
+            Masksembles(**settings)
+
+    def test_a_map_that_looks_like_nhwc_warns(self) -> None:
+        (warning,) = Masksembles().shape_warnings((8, 14, 14, 96))
+        assert "that looks like NHWC: it would mask rows of the map; write channel_dim=-1." in warning
