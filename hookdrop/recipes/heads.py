@@ -17,6 +17,7 @@ from hookdrop.recipes.source_analysis import dotted_path, reachable_methods
 from hookdrop.regularizers import HeadDropout
 from hookdrop.regularizers.head_dropout import heads_of
 from hookdrop.schedules import Schedule
+from hookdrop.utils.wrappers import unwrapped
 
 _PROJECTIONS = (
     *("o_proj", "out_proj", "proj", "c_proj", "o", "out_lin", "dense", "output.dense"),
@@ -90,7 +91,7 @@ def _projections(model: nn.Module) -> Iterator[Layer]:
             continue
         names = [f"{layer.name}.{end}" if layer.name else end for end in _PROJECTIONS]
         end = next((layers[name] for name in names if name in layers and _is_linear(layers[name].module)), None)
-        if end is not None and _is_called(end.name, layers) and (heads_of(model, end.name) or 1) > 1:
+        if end is not None and _is_called(end.name, layers) and (heads_of(unwrapped(model), end.name) or 1) > 1:
             yield end
 
 
