@@ -1,0 +1,104 @@
+"""Run by test_distributed.py on two ranks: NEFTune, LayerDrop, HeadDropout and DropPath on a subset, in DDP and FSDP2."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nets import run
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from hookdrop import DropPath, HeadDropout, LayerDrop, NEFTune, inject, seed_per_rank
+
+IDS = torch.arange(24).view(4, 6)
+MASK = torch.ones(4, 6, dtype=torch.long)
+MASK[0, 3:] = 0
+
+
+class Layer(nn.Module):
+    """Pre-norm attention without masks, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.norm, self.qkv, self.proj, self.mlp = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 48),
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.proj(attended)
+        return x + self.mlp(x).relu()
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(24, 16), nn.ModuleList([Layer(), Layer()]), nn.Linear(16, 24)
+
+    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def place(model: nn.Module) -> None:
+    inject(model, NEFTune(5, attention_mask=True), layers="embed")
+    inject(model, LayerDrop(0.5), layers="layers.*")
+    inject(model, HeadDropout(0.3), layers="layers.*.proj")
+    inject(model, DropPath(0.5, mode="subset"), layers="layers.*.mlp")
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(IDS, attention_mask=MASK).square().mean() * (1 + dist.get_rank())
+
+
+def trained(wrapped: nn.Module, inner: nn.Module, twin: nn.Module) -> dict[str, Any]:
+    """Eight backward passes, compared with the mean of the gradients of unwrapped models."""
+    seed_per_rank(3)
+    errors, skipped = [], []
+    for _ in range(8):
+        state = torch.get_rng_state()
+        inner.zero_grad()
+        loss_of(wrapped).backward()
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        twin.zero_grad()
+        loss_of(twin).backward()
+        assert torch.equal(torch.get_rng_state(), after), "the twin drew other random numbers"
+        skipped += [not layer.proj.weight.grad.any() for layer in twin.layers]
+        for got, wanted in zip(inner.parameters(), twin.parameters(), strict=True):
+            dist.all_reduce(wanted.grad)
+            grad = got.grad.full_tensor() if hasattr(got.grad, "full_tensor") else got.grad
+            errors.append((grad - wanted.grad / dist.get_world_size()).abs().max().item())
+    return {"error": max(errors), "skipped": skipped}
+
+
+def ddp() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = LanguageModel()
+    place(model)
+    return trained(DDP(model), model, copy.deepcopy(model))
+
+
+def fsdp() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = LanguageModel()
+    place(model)
+    twin = copy.deepcopy(model)
+    for module in (*model.layers, model):
+        fully_shard(module)
+    return trained(model, model, twin)
+
+
+if __name__ == "__main__":
+    run({"ddp": ddp, "fsdp": fsdp})
