@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from torch.optim import Optimizer
-
 from hookdrop.diagnostics.checks import discarded_text, find_problems
 from hookdrop.diagnostics.measurement import Measurement, measured_into
 from hookdrop.diagnostics.probe import empty_measurement, probe
@@ -17,11 +15,9 @@ from hookdrop.diagnostics.recording import Recording, recorded
 from hookdrop.errors import InjectionError
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.optimizer import Follower, innermost
 from hookdrop.hooks.state import Override
 from hookdrop.injection import config, state_dict
 from hookdrop.injection.controller import Controller, largest_target
-from hookdrop.schedules import Schedule
 from hookdrop.utils.context import requires_with
 from hookdrop.utils.tables import counted, html_table, text_table
 from hookdrop.utils.tensor_copies import CopyDevice
@@ -60,16 +56,6 @@ class Injection(Controller):
     def sites(self) -> tuple[Site, ...]:
         """The hooked layers in `named_modules()` order."""
         return tuple(Site(hook.site, hook.p, hook.p_scale, hook.called, hook.describe()) for hook in self._hooks)
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the rate; `ConstantSchedule()` if none was given."""
-        return self._state.schedule
-
-    @property
-    def step_count(self) -> int:
-        """Number of optimizer steps taken."""
-        return self._state.step_count
 
     # --- the rate
 
@@ -133,74 +119,7 @@ class Injection(Controller):
             return state.override.p
         return largest_target(hooks) * state.multiplier
 
-    def step(self, n: int = 1) -> None:
-        """Count `n` optimizer steps. Call it after each `optimizer.step()`, unless `follow` does.
-
-        Raises:
-            InjectionError: the injection follows an optimizer, so each step would be counted twice.
-        """
-        self._check_not_following()
-        self._advance(count(n, "n", "step"))
-
-    def _check_not_following(self) -> None:
-        if self._follower is not None:
-            raise InjectionError(
-                f"{self.name!r} follows an optimizer, which counts the steps: this call would count them twice.\n"
-                f"  remove drop.step(), or stop following with drop.follow(None). Still at step {self.step_count}."
-            )
-
-    def seek(self, step: int) -> None:
-        """Set the number of optimizer steps taken. Idempotent, for trainers and for resuming."""
-        self._check_not_removed("seek()")
-        step = count(step, "step", "seek", 0)
-        self._seek(step)
-
-    def follow(self, optimizer: Optimizer | None) -> Injection:
-        """Count the steps that `optimizer` takes; skipped steps do not count.
-
-        Args:
-            optimizer: any torch optimizer, also inside a wrapper of Accelerate, Lightning, Lookahead, or fastai.
-                Following the same optimizer again has no effect; None stops following.
-
-        Returns:
-            This handle.
-
-        Raises:
-            InjectionError: the injection follows another optimizer.
-        """
-        self._check_not_removed("follow()")
-        current = self._follower
-        if optimizer is None:
-            if current is not None:
-                current.detach()
-            self._state.live.follower, self._state.live.was_stepped = None, False
-            return self
-        inner = innermost(optimizer)
-        if current is not None and current.follows(inner):
-            return self
-        if current is not None:
-            raise InjectionError(
-                f"{self.name!r} already follows an optimizer ({current.title}); nothing changed.\n"
-                "  to switch: drop.follow(None), then drop.follow(optimizer)"
-            )
-        self._warn_about_other_model(inner)
-        self._state.live.follower = Follower(inner, self._advance, self._warn_about_restart)
-        return self
-
-    # --- enabling and disabling
-
-    def disable(self) -> None:
-        """Drop nothing until `enable`; the schedule continues."""
-        self._set_enabled(False)
-
-    def enable(self) -> None:
-        """Drop again after `disable`."""
-        self._set_enabled(True)
-
-    def _set_enabled(self, enabled: bool) -> None:
-        self._check_not_removed("enable()" if enabled else "disable()")
-        with self._changing():
-            self._state.set_enabled(enabled)
+    # --- disabling and sampling
 
     @contextmanager
     def disabled(self) -> Iterator[Injection]:
