@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hookdrop.diagnostics.checks import discarded_text, find_problems
 from hookdrop.diagnostics.measurement import Measurement, measured_into
 from hookdrop.diagnostics.probe import empty_measurement, probe
 from hookdrop.diagnostics.recording import Recording, recorded
+from hookdrop.diagnostics.uncertainty import Prediction
 from hookdrop.errors import InjectionError
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import Override
 from hookdrop.injection import config, state_dict
 from hookdrop.injection.controller import Controller, largest_target
+from hookdrop.injection.prediction import Settings, predict
 from hookdrop.utils.context import requires_with
 from hookdrop.utils.tables import counted, html_table, text_table
 from hookdrop.utils.tensor_copies import CopyDevice
@@ -153,6 +158,72 @@ class Injection(Controller):
             )
         with self._overriding(Override(sampling=True, p=p)):
             yield self
+
+    def predict(
+        self,
+        data: Any,
+        samples: int = 30,
+        *,
+        p: float | None = None,
+        activation: str | None = "softmax",
+        output: Callable[[Any], Tensor] | None = None,
+        rows: int | None = None,
+        device: int | str | torch.device | None = None,
+        progress: bool | None = None,
+    ) -> Prediction:
+        """Sample predictions inside `sampling()`, and return their mean, variance, entropy and mutual information.
+
+        The model runs in eval mode, without gradients, and its modes are restored, also after an error. Batch norm uses
+        its running statistics and does not update them. Of all hooks and dropout layers, only this injection drops. The
+        random numbers come from PyTorch's global RNG, as in the training.
+
+        To save time, the batch is repeated along axis 0, so that one forward draws several samples, if that does not
+        change their distribution. Each sample has its own forward if
+
+        * a regularizer draws once for the whole batch: `DropPath(mode="batch")`, `MixStyle`, `DropBlock` with its
+          default `normalize="batch"`, modules of other libraries, and classes that do not define
+          `independent_samples = True`;
+        * the output of a row depends on the others, which one comparison without dropout on a single row finds: a
+          recurrent network without `batch_first`, or a batch norm without running statistics;
+        * the arguments are not all tensors with the same number of rows (and plain numbers, strings or None).
+
+        Args:
+            data: a batch or a loader. A batch is a tensor, a tuple of arguments, or a mapping of keyword arguments. Any
+                other iterable is a loader of batches; of lists and tuples, the first element is the input, and may be a
+                mapping. The keys `labels` and `label` are only passed to a model whose forward has such an argument.
+            samples: number of samples, at least 2.
+            p: the rate, before `p_scale`; None uses the current rate.
+            activation: `"softmax"` over the class axis (axis 1 of a 4-D or 5-D output, otherwise the last),
+                `"sigmoid"` for binary and multi-label logits, None for regression.
+            output: picks the tensor from what the model returns; None takes a tensor, or the `logits` of transformers'
+                outputs. It can also move the class axis.
+            rows: the largest number of rows of a forward that draws several samples; None is 256, and on a CPU at most
+                262,144 input values, because larger batches are not faster there. 1 never repeats a batch.
+            device: where to move the batches; None is the device of the model's parameters.
+            progress: whether to show a progress bar, which needs tqdm (`pip install 'hookdrop[progress]'`); None shows
+                it for loaders, in terminals and notebooks, if tqdm is installed.
+
+        Returns:
+            A `Prediction`, whose tensors are concatenated over the batches, on the CPU.
+
+        Raises:
+            InjectionError: the rate has no effect, or the injection edits only gradients.
+            ValueError, TypeError, ShapeError: an argument, the input or the output is invalid, or the loader is empty.
+
+        Example:
+            >>> _ = torch.manual_seed(0)
+            >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+            >>> drop = inject(model, Dropout(p=0.2), layers="1")
+            >>> found = drop.predict(torch.randn(4, 8), samples=50)
+            >>> found.mean.shape, found.entropy.shape, bool((found.mutual_information <= found.entropy).all())
+            (torch.Size([4, 3]), torch.Size([4]), True)
+
+        Reference: Gal & Ghahramani 2016, "Dropout as a Bayesian approximation", arXiv:1506.02142; Houlsby et al. 2011,
+        "Bayesian active learning for classification and preference learning", arXiv:1112.5745 (mutual information).
+        """
+        self._check_not_removed("predict()")
+        settings = Settings(samples, activation, output, rows, device, progress)
+        return predict(self._require_model(), self._hooks, lambda: self.sampling(p), data, settings)
 
     # --- inspecting
 

@@ -54,5 +54,9 @@ class DropPath(Regularizer):
     def reading(self, shape: Sequence[int]) -> str:
         return f"N={shape[0]}"
 
+    @property
+    def independent_samples(self) -> bool:
+        return self.mode == "row"
+
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
         return _drop_path(x, rate, self.mode)

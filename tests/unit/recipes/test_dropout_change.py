@@ -363,7 +363,8 @@ class TestLifetime:
         del model
         gc.collect()
         assert gone() is None
-        train(kept, optimizer, 2)
+        train(kept, optimizer, 3)
+        assert change.step_count == 1  # then it stops counting
         with pytest.raises(InjectionError, match="the model that set_dropout changed was deleted"):
             change.follow(None).follow(sgd(kept))
         change.remove()
