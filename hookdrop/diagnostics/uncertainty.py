@@ -86,10 +86,11 @@ class Summary:
         return out.sigmoid() if self.activation == "sigmoid" else out
 
     def _entropy(self, probabilities: Tensor) -> Tensor:
-        entropy: Tensor = entr(probabilities)
-        if self.activation == "sigmoid":
-            return entropy + entr(1.0 - probabilities)
-        return entropy.sum(class_axis(probabilities))
+        terms: Tensor = entr(probabilities)
+        if self.activation == "softmax":
+            return terms.sum(class_axis(probabilities))
+        other: Tensor = entr(1.0 - probabilities)
+        return terms + other
 
 
 def _by_sample(x: Tensor, samples: int) -> Tensor:
