@@ -107,8 +107,9 @@ def _check_classes(out: Tensor) -> None:
     """Raise if the softmax over the class axis would be constant, and warn if the model has applied one."""
     axis = class_axis(out)
     if axis == 0 or out.shape[axis] == 1:
+        shape = ", ".join(["N", *map(str, out.shape[1:])])
         raise ValueError(
-            f"predict: the softmax needs two classes, but the output is {tuple(out.shape)}: axis {axis} "
+            f"predict: the softmax needs two classes, but the output is ({shape}): axis {axis} "
             f"{'is the batch' if axis == 0 else 'has one class, whose probability would always be 1'}.\n"
             '  binary or multi-label logits: activation="sigmoid"   regression: activation=None'
         )

@@ -113,34 +113,36 @@ class _Sharing:
         self.rows = settings.rows
         self.masks = math.lcm(*(regularizer.masks_per_batch or 1 for regularizer in regularizers))
         independent = all(each.independent_samples or each.masks_per_batch for each in regularizers)
-        wanted = independent and (self.masks > 1 or settings.rows != 1)
-        self.possible = wanted and first.size is not None and _rows_are_independent(model, first, settings)
-        if self.masks > 1:
-            self._check_masks()
+        wanted = self.masks > 1 or self._samples_that_fit(first) > 1
+        repeatable = independent and wanted and first.size is not None
+        self.possible = repeatable and _rows_are_independent(model, first, settings)
 
     def samples_per_forward(self, inputs: Inputs) -> list[int]:
         """Return how many samples each forward of a batch draws."""
         if self.masks > 1:
+            self._check_masks(inputs)
             return [self.masks] * (self.samples // self.masks)
-        size = inputs.size
-        most = max(1, self._rows_for(inputs) // max(1, size)) if self.possible and size is not None else 1
+        most = self._samples_that_fit(inputs) if self.possible else 1
         forwards = -(-self.samples // most)
         low, larger = divmod(self.samples, forwards)
         return [low + 1] * larger + [low] * (forwards - larger)
 
-    def _rows_for(self, inputs: Inputs) -> int:
-        if self.rows is not None or any(x.device.type != "cpu" for x in inputs.tensors):
-            return self.rows or _ROWS
-        values_per_row = sum(x.numel() // max(1, x.shape[0]) for x in inputs.tensors)
-        return min(_ROWS, _VALUES_ON_CPU // max(1, values_per_row))
+    def _samples_that_fit(self, inputs: Inputs) -> int:
+        """Return how many repetitions of a batch one forward may have, at least 1."""
+        if inputs.size is None:
+            return 1
+        rows = self.rows or _ROWS
+        if self.rows is None and all(x.device.type == "cpu" for x in inputs.tensors):
+            rows = min(rows, _VALUES_ON_CPU * inputs.size // max(1, sum(x.numel() for x in inputs.tensors)))
+        return max(1, rows // max(1, inputs.size))
 
-    def _check_masks(self) -> None:
+    def _check_masks(self, inputs: Inputs) -> None:
         if self.samples % self.masks:
             raise ValueError(
                 f"predict: the regularizer has {self.masks} fixed masks, so samples must be a multiple of it, got "
                 f"{self.samples}.\n  write: samples={self.masks}"
             )
-        if not self.possible:
+        if not self.possible or inputs.size is None:
             raise InjectionError(
                 f"predict: {self.masks} fixed masks need forwards on {self.masks} copies of each row, but a forward of "
                 "this model, its hooks or its arguments does not treat each row alone.\n"

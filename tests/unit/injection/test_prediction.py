@@ -491,13 +491,16 @@ class TestSharedForwards:
         found = drop.predict(X, rows=rows, output=lambda out: sizes.append(len(out)) or out)
         assert found.forwards == forwards
         assert max(sizes) <= max(rows or 256, 4)
-        assert sum(sizes) == 30 * 4 + (3 if rows != 1 else 0)  # with the comparison of rows
+        assert sum(sizes) == 30 * 4 + (3 if forwards < 30 else 0)  # with the comparison of rows
 
     def test_large_inputs_are_not_repeated_on_a_cpu(self) -> None:
         model = nn.Sequential(nn.Identity(), nn.Flatten(), nn.Linear(2**16, 2))
         drop = inject(model, Dropout(0.5), layers="0")
         forwards = [drop.predict(torch.randn(n, 2**16), samples=8).forwards for n in (1, 2, 4)]
         assert forwards == [2, 4, 8]  # at most 4 rows each
+        calls = []
+        drop.predict(torch.randn(4, 2**16), samples=8, output=lambda out: calls.append(len(out)) or out)
+        assert calls == [4] * 8  # without a comparison of rows, which would be of no use
         assert drop.predict(torch.randn(4, 2**16), samples=8, rows=32).forwards == 1
 
 
@@ -536,6 +539,8 @@ class TestFixedMasks:
         drop = inject(model, {"0": FixedMasks(), "1": DropPath(0.5, mode="batch")})
         with pytest.raises(InjectionError, match="4 fixed masks need forwards on 4 copies of each row"):
             drop.predict(X, samples=8)
+        with pytest.raises(InjectionError, match="4 fixed masks need forwards on 4 copies of each row"):
+            predict(Returns(halve), FixedMasks(), "drop", [X, (torch.tensor(1.0),)], samples=4)
 
 
 class TestGroup:
