@@ -463,6 +463,18 @@ class TestSharedForwards:
         found = inject(model, Dropout(0.5), layers="layers.0.linear1").predict(torch.randn(5, 2, 8), samples=6)
         assert found.forwards == 6
 
+    def test_model_that_draws_in_eval_mode_gets_one_forward_per_sample(self) -> None:
+        """The comparison of rows finds it, and leaves the RNG as it was."""
+        model = Returns(lambda x: x + torch.randn_like(x))
+        drop = inject(model, Dropout(0.5), layers="drop")
+        torch.manual_seed(0)
+        found = drop.predict(X, samples=6, activation=None)
+        torch.manual_seed(0)
+        with drop.sampling(), torch.no_grad():
+            samples = torch.stack([model.eval()(X) for _ in range(6)])
+        assert found.forwards == 6
+        assert torch.allclose(found.mean, samples.mean(0), atol=1e-6)
+
     def test_batch_norm_without_running_statistics_gets_one_forward_per_sample(self) -> None:
         model = nn.Sequential(nn.Identity(), nn.BatchNorm1d(8, track_running_stats=False))
         assert inject(model, Dropout(0.5), layers="0").predict(X, samples=6).forwards == 6
