@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hookdrop.diagnostics.rank_seeds import seed_per_rank
+from hookdrop.diagnostics.uncertainty import Prediction
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.injection.batch_norm import update_bn
 from hookdrop.injection.group import Injections
@@ -47,6 +48,7 @@ __all__ = [
     "LayerError",
     "LinearSchedule",
     "Plan",
+    "Prediction",
     "Regularizer",
     "Schedule",
     "ShapeError",

@@ -49,7 +49,7 @@ def find_problems(
             found |= shape_warnings(hook)
     if state.enabled and (requested or started) and (ranks := find_rank_with_same_seed(model)):
         found["equal masks"] = _equal_masks_text(state, *ranks)
-    return found | _not_advancing(state, trained)
+    return found | stalled_schedule(state, trained)
 
 
 def _has_begun(state: InjectionState) -> bool:
@@ -67,8 +67,13 @@ def schedule_problems(state: InjectionState) -> dict[str, str]:
     return {"not advancing": _not_advancing_text(state)} if counter.updates_since_step > UPDATES_BEFORE_WARNING else {}
 
 
-def _not_advancing(state: InjectionState, trained: bool) -> dict[str, str]:
-    """Like `schedule_problems`, but without waiting for many updates."""
+def stalled_schedule(state: InjectionState, trained: bool | None = None) -> dict[str, str]:
+    """Like `schedule_problems`, but without waiting for many updates.
+
+    Without `trained`, a model counts as trained once its weights were updated.
+    """
+    if trained is None:
+        trained = state.live.update_counter is not None and state.live.update_counter.updates > 0
     if state.live.follower is not None and not state.followed and schedule_can_advance(state):
         return {"optimizer gone": _optimizer_gone_text(state)}
     never_stepped = state.scheduled and not state.live.was_stepped and not state.followed

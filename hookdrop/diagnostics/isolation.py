@@ -53,6 +53,18 @@ def set_eval(model: nn.Module) -> None:
 
 
 @contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Set the training flags to eval mode inside, and restore them on exit."""
+    flags = [(module, module.training) for module in model.modules()]
+    set_eval(model)
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+@contextmanager
 def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
     tables = [(buffers_of(module), dict(buffers_of(module))) for module in model.modules()]
     copied = {

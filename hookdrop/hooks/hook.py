@@ -223,6 +223,10 @@ class SiteHook:
             # Modules of other libraries and classes that only define `regularize` read their rate from an attribute.
             self.regularizer.set_rate(rate.value)
 
+    def valid_target(self, value: object) -> float:
+        """Return `value` as a float, or raise if it is out of the regularizer's range."""
+        return self.regularizer.valid_rate(value)
+
     @property
     def p(self) -> float | None:
         """The current rate in training mode; the neutral rate while the hook is disabled."""

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from hookdrop.diagnostics import watchdog
 from hookdrop.diagnostics.checks import STEPS_BEFORE_WARNING, find_problems
 from hookdrop.diagnostics.first_call import warn_about_shape
-from hookdrop.errors import InjectionError, warn
-from hookdrop.hooks import compiling
+from hookdrop.errors import InjectionError
 from hookdrop.hooks.hook import NO_RATE, Rate, SiteHook
-from hookdrop.hooks.optimizer import Follower
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState, Override
-
-_rate_lock = threading.RLock()
-"""Held while rates change, so that a concurrent change cannot leave some hooks at old rates."""
+from hookdrop.injection.scheduled import ScheduledHandle, rate_lock
 
 
-class Controller:
+class Controller(ScheduledHandle):
     """Base class of handles. Holds the model weakly and the state strongly; hooks hold neither handle nor model."""
 
     def __init__(self, model: nn.Module, state: InjectionState, hooks: list[SiteHook] | None = None) -> None:
@@ -59,10 +52,6 @@ class Controller:
             self._cached_hooks = [hook for _, hook in hooks_of(self._require_model()) if hook.state is state]
         return self._cached_hooks if state.removed else [hook for hook in self._cached_hooks if hook.placed]
 
-    @property
-    def _follower(self) -> Follower | None:
-        return self._state.live.follower if self._state.followed else None
-
     def _require_model(self) -> nn.Module:
         model = self._model()
         if model is None:
@@ -75,11 +64,6 @@ class Controller:
             "  a handle does not keep its model alive: keep a reference to the model. For a copied model: find(copy).\n"
             "  if your trainer built a new model, inject into that one in a trainer callback."
         )
-
-    def _check_not_removed(self, what: str) -> None:
-        if self._state.removed:
-            raise InjectionError(f"{what}: {self._state.name!r} was removed from its model.\n  call inject() again.")
-        compiling.raise_if_tracing(what)
 
     # --- units: rates with the same unit can be compared and set together
 
@@ -118,18 +102,13 @@ class Controller:
 
     # --- changing rates
 
-    def _advance(self, n: int = 1) -> None:
-        if self._follower is not None and not any(hook.is_attached for hook in self._state.live.members):
-            # The hooked modules no longer exist, so the optimizer must stop counting. Check the hooks, not the model:
-            # a wrapper may be deleted before its parts.
-            self._follower.release()
-        self._check_not_removed("step()")
-        with _rate_lock:
-            self._seek(self._state.step_count + n)
+    def _is_attached(self) -> bool:
+        # Check the hooks, not the model: a wrapper may be deleted before its parts.
+        return any(hook.is_attached for hook in self._state.live.members)
 
     def _seek(self, step: int) -> None:
         state, live = self._state, self._state.live
-        with _rate_lock:
+        with rate_lock:
             before, state.step_count = state.step_count, step
             try:
                 self._check_and_update_rates(settings_changed=False)
@@ -147,7 +126,7 @@ class Controller:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Change settings inside the block; undo the change, with its rates, if a rate is out of range."""
-        with _rate_lock:
+        with rate_lock:
             state, members = self._state, list(self._state.live.members)
             before = state.step_count, state.enabled, list(state.live.overrides)
             targets = [hook.target for hook in members]
@@ -167,7 +146,7 @@ class Controller:
         self._check_not_removed("contexts")
         with ExitStack() as stack:
             # Enter and exit under the lock, so that no other thread sees the override without its rates.
-            with _rate_lock:
+            with rate_lock:
                 stack.enter_context(self._updating_rates_after(self._state.overriding(override)))
                 self._check_and_update_rates()
             yield
@@ -178,7 +157,7 @@ class Controller:
         try:
             yield
         finally:
-            with _rate_lock:
+            with rate_lock:
                 context.__exit__(None, None, None)
                 self._update_rates()
 
@@ -244,18 +223,6 @@ class Controller:
         for kind, text in found.items():
             self._state.warn_once(kind, text)
 
-    def _warn_about_restart(self, steps: int) -> None:
-        """Warn if the first step counted is the optimizer's `steps`-th, later than the schedule expects."""
-        state = self._state
-        if state.scheduled and not state.live.was_stepped and steps > state.step_count + 1:
-            state.warn_once(
-                "restarted",
-                f"{state.name!r} is at step {state.step_count} of {state.schedule}, but the optimizer that it follows "
-                f"has already taken {steps - 1} steps (resumed training?): the schedule is starting over.\n"
-                f"  to resume: drop.seek({steps - 1}) or drop.load_state_dict(...) before training; to restart on "
-                f"purpose: drop.seek({state.step_count})",
-            )
-
     def _detach(self) -> None:
         """Remove the hooks without emitting warnings; a handle on part of a model removes only that part's."""
         model = self._model()
@@ -265,23 +232,11 @@ class Controller:
         remaining = {hook.site for hook in live.members if hook.placed}
         state.sites = tuple(site for site in state.sites if site in remaining)
         if not remaining:
-            if live.follower is not None:
-                live.follower.detach()
-            live.follower = None
-            state.removed = True
-            watchdog.unwatch(state)
+            self._stop()
         for hook in removed:
             hook.train_rate = hook.eval_rate = None
             if remaining:  # the removed targets no longer count
                 live.members.discard(hook)
-
-    def _warn_about_other_model(self, optimizer: Optimizer) -> None:
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in trained for parameter in self._require_model().parameters()):
-            warn(
-                f"{self._state.name!r} follows an optimizer that trains no parameter of this model: "
-                "does it belong to another model?"
-            )
 
 
 def _require_valid(hook: SiteHook, target: float, multiplier: float, when: str) -> None:

@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 
 from hookdrop.diagnostics.measurement import Measurement
 from hookdrop.diagnostics.recording import Recording
+from hookdrop.diagnostics.uncertainty import Prediction
 from hookdrop.errors import InjectionError, StateError
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.handle import Injection
+from hookdrop.injection.prediction import Settings, predict
 from hookdrop.utils.tables import html_table
 from hookdrop.utils.tensor_copies import CopyDevice
 
@@ -126,6 +128,22 @@ class Injections(tuple[Injection, ...]):
     def sampling(self, p: float | None = None) -> AbstractContextManager[Injections]:
         """Drop in all injections inside the `with` block, in eval mode too."""
         return self._enter_all(lambda injection: injection.sampling(p))
+
+    def predict(self, data: Any, samples: int = 30, *, p: float | None = None, **settings: Any) -> Prediction:
+        """Sample predictions while all injections drop; the arguments are those of `Injection.predict`.
+
+        Raises:
+            InjectionError: there is no injection here, or they are on several models.
+        """
+        models = {id(injection._require_model()): injection._require_model() for injection in self}
+        if len(models) != 1:
+            raise InjectionError(
+                f"predict: these injections are on {len(models)} models.\n"
+                f"  {'call inject first' if not models else 'for each model: find(model).predict(...)'}"
+            )
+        hooks = [hook for injection in self for hook in injection._hooks]
+        model = next(iter(models.values()))
+        return predict(model, hooks, lambda: self.sampling(p), data, Settings(samples, **settings))
 
     @contextmanager
     def _enter_all(self, context: Callable[[Injection], AbstractContextManager[Any]]) -> Iterator[Injections]:

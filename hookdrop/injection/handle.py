@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from torch.optim import Optimizer
+import torch
+from torch import Tensor
 
 from hookdrop.diagnostics.checks import discarded_text, find_problems
 from hookdrop.diagnostics.measurement import Measurement, measured_into
 from hookdrop.diagnostics.probe import empty_measurement, probe
 from hookdrop.diagnostics.recording import Recording, recorded
+from hookdrop.diagnostics.uncertainty import Prediction
 from hookdrop.errors import InjectionError
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.optimizer import Follower, innermost
 from hookdrop.hooks.state import Override
 from hookdrop.injection import config, state_dict
 from hookdrop.injection.controller import Controller, largest_target
-from hookdrop.schedules import Schedule
+from hookdrop.injection.prediction import Settings, predict
 from hookdrop.utils.context import requires_with
 from hookdrop.utils.tables import counted, html_table, text_table
 from hookdrop.utils.tensor_copies import CopyDevice
@@ -60,16 +61,6 @@ class Injection(Controller):
     def sites(self) -> tuple[Site, ...]:
         """The hooked layers in `named_modules()` order."""
         return tuple(Site(hook.site, hook.p, hook.p_scale, hook.called, hook.describe()) for hook in self._hooks)
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the rate; `ConstantSchedule()` if none was given."""
-        return self._state.schedule
-
-    @property
-    def step_count(self) -> int:
-        """Number of optimizer steps taken."""
-        return self._state.step_count
 
     # --- the rate
 
@@ -133,74 +124,7 @@ class Injection(Controller):
             return state.override.p
         return largest_target(hooks) * state.multiplier
 
-    def step(self, n: int = 1) -> None:
-        """Count `n` optimizer steps. Call it after each `optimizer.step()`, unless `follow` does.
-
-        Raises:
-            InjectionError: the injection follows an optimizer, so each step would be counted twice.
-        """
-        self._check_not_following()
-        self._advance(count(n, "n", "step"))
-
-    def _check_not_following(self) -> None:
-        if self._follower is not None:
-            raise InjectionError(
-                f"{self.name!r} follows an optimizer, which counts the steps: this call would count them twice.\n"
-                f"  remove drop.step(), or stop following with drop.follow(None). Still at step {self.step_count}."
-            )
-
-    def seek(self, step: int) -> None:
-        """Set the number of optimizer steps taken. Idempotent, for trainers and for resuming."""
-        self._check_not_removed("seek()")
-        step = count(step, "step", "seek", 0)
-        self._seek(step)
-
-    def follow(self, optimizer: Optimizer | None) -> Injection:
-        """Count the steps that `optimizer` takes; skipped steps do not count.
-
-        Args:
-            optimizer: any torch optimizer, also inside a wrapper of Accelerate, Lightning, Lookahead, or fastai.
-                Following the same optimizer again has no effect; None stops following.
-
-        Returns:
-            This handle.
-
-        Raises:
-            InjectionError: the injection follows another optimizer.
-        """
-        self._check_not_removed("follow()")
-        current = self._follower
-        if optimizer is None:
-            if current is not None:
-                current.detach()
-            self._state.live.follower, self._state.live.was_stepped = None, False
-            return self
-        inner = innermost(optimizer)
-        if current is not None and current.follows(inner):
-            return self
-        if current is not None:
-            raise InjectionError(
-                f"{self.name!r} already follows an optimizer ({current.title}); nothing changed.\n"
-                "  to switch: drop.follow(None), then drop.follow(optimizer)"
-            )
-        self._warn_about_other_model(inner)
-        self._state.live.follower = Follower(inner, self._advance, self._warn_about_restart)
-        return self
-
-    # --- enabling and disabling
-
-    def disable(self) -> None:
-        """Drop nothing until `enable`; the schedule continues."""
-        self._set_enabled(False)
-
-    def enable(self) -> None:
-        """Drop again after `disable`."""
-        self._set_enabled(True)
-
-    def _set_enabled(self, enabled: bool) -> None:
-        self._check_not_removed("enable()" if enabled else "disable()")
-        with self._changing():
-            self._state.set_enabled(enabled)
+    # --- disabling and sampling
 
     @contextmanager
     def disabled(self) -> Iterator[Injection]:
@@ -234,6 +158,72 @@ class Injection(Controller):
             )
         with self._overriding(Override(sampling=True, p=p)):
             yield self
+
+    def predict(
+        self,
+        data: Any,
+        samples: int = 30,
+        *,
+        p: float | None = None,
+        activation: str | None = "softmax",
+        output: Callable[[Any], Tensor] | None = None,
+        rows: int | None = None,
+        device: int | str | torch.device | None = None,
+        progress: bool | None = None,
+    ) -> Prediction:
+        """Sample predictions inside `sampling()`, and return their mean, variance, entropy and mutual information.
+
+        The model runs in eval mode, without gradients, and its modes are restored, also after an error. Batch norm uses
+        its running statistics and does not update them. Of all hooks and dropout layers, only this injection drops. The
+        random numbers come from PyTorch's global RNG, as in the training.
+
+        To save time, the batch is repeated along axis 0, so that one forward draws several samples, if that does not
+        change their distribution. Each sample has its own forward if
+
+        * a regularizer draws once for the whole batch: `DropPath(mode="batch")`, `MixStyle`, `DropBlock` with its
+          default `normalize="batch"`, modules of other libraries, and classes that do not define
+          `independent_samples = True`;
+        * the output of a row depends on the others, which one comparison without dropout on a single row finds: a
+          recurrent network without `batch_first`, or a batch norm without running statistics;
+        * the arguments are not all tensors with the same number of rows (and plain numbers, strings or None).
+
+        Args:
+            data: a batch or a loader. A batch is a tensor, a tuple of arguments, or a mapping of keyword arguments. Any
+                other iterable is a loader of batches; of lists and tuples, the first element is the input, and may be a
+                mapping. The keys `labels` and `label` are only passed to a model whose forward has such an argument.
+            samples: number of samples, at least 2.
+            p: the rate, before `p_scale`; None uses the current rate.
+            activation: `"softmax"` over the class axis (axis 1 of a 4-D or 5-D output, otherwise the last),
+                `"sigmoid"` for binary and multi-label logits, None for regression.
+            output: picks the tensor from what the model returns; None takes a tensor, or the `logits` of transformers'
+                outputs. It can also move the class axis.
+            rows: the largest number of rows of a forward that draws several samples; None is 256, and on a CPU at most
+                262,144 input values, because larger batches are not faster there. 1 never repeats a batch.
+            device: where to move the batches; None is the device of the model's parameters.
+            progress: whether to show a progress bar, which needs tqdm (`pip install 'hookdrop[progress]'`); None shows
+                it for loaders, in terminals and notebooks, if tqdm is installed.
+
+        Returns:
+            A `Prediction`, whose tensors are concatenated over the batches, on the CPU.
+
+        Raises:
+            InjectionError: the rate has no effect, or the injection edits only gradients.
+            ValueError, TypeError, ShapeError: an argument, the input or the output is invalid, or the loader is empty.
+
+        Example:
+            >>> _ = torch.manual_seed(0)
+            >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+            >>> drop = inject(model, Dropout(p=0.2), layers="1")
+            >>> found = drop.predict(torch.randn(4, 8), samples=50)
+            >>> found.mean.shape, found.entropy.shape, bool((found.mutual_information <= found.entropy).all())
+            (torch.Size([4, 3]), torch.Size([4]), True)
+
+        Reference: Gal & Ghahramani 2016, "Dropout as a Bayesian approximation", arXiv:1506.02142; Houlsby et al. 2011,
+        "Bayesian active learning for classification and preference learning", arXiv:1112.5745 (mutual information).
+        """
+        self._check_not_removed("predict()")
+        settings = Settings(samples, activation, output, rows, device, progress)
+        return predict(self._require_model(), self._hooks, lambda: self.sampling(p), data, settings)
 
     # --- inspecting
 

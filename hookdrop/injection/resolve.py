@@ -17,7 +17,7 @@ from hookdrop.injection.select import Entries, Layer, Selection, as_entries, ent
 from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable, parse
 from hookdrop.schedules import Schedule
 from hookdrop.schedules.base import in_steps
-from hookdrop.schedules.parse import parse_schedule
+from hookdrop.schedules.parse import as_schedule
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.validation import number
 
@@ -81,11 +81,8 @@ def resolve(
     total_steps: int | None = None,
 ) -> Resolved:
     """Select the layers and assign their regularizers, without placing anything."""
-    if isinstance(schedule, str):
-        schedule = parse_schedule(schedule)
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise _not_a_schedule(schedule)
-    requested, schedule = schedule, None if schedule is None else in_steps(schedule, total_steps)
+    requested = None if schedule is None else as_schedule(schedule, "inject")
+    schedule = None if requested is None else in_steps(requested, total_steps)
     regularizers, layers = _regularizers_and_layers(regularizer, layers)
     source = "a key of the mapping" if isinstance(regularizer, Mapping) else "`layers`"
     selection = select(model, layers, exclude, source)
@@ -275,12 +272,3 @@ def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
     except ValueError as error:
         times = f" x schedule {rate / (target * site.p_scale):g}" if math.isfinite(rate) and rate else ""
         raise ValueError(f"{error}\n  at {site.name!r}: p {target:g} x p_scale {site.p_scale:g}{times}.") from None
-
-
-def _not_a_schedule(given: object) -> TypeError:
-    name = getattr(given, "__name__", "fn")
-    if isinstance(given, type):
-        write = f"{name}(steps=N)"
-    else:
-        write = f"LambdaSchedule({name})" if callable(given) else "LinearSchedule(steps=N)"
-    return TypeError(f"inject: schedule must be a hookdrop schedule, got {given!r}.\n  write: schedule={write}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from hookdrop.errors import StateError, warn
 from hookdrop.hooks.hook import SiteHook
@@ -16,7 +16,18 @@ VERSION = 1
 _KEYS = ("version", "name", "sites", "step_count", "target_p", "declared_p", "enabled", "schedule")
 
 
-def save(state: InjectionState, hooks: Sequence[SiteHook]) -> dict[str, Any]:
+class Rated(Protocol):
+    """A hook, or an attribute that `set_dropout` changes."""
+
+    site: str
+    target: float | None
+    initial_target: float | None
+
+    def valid_target(self, value: object) -> float:
+        """Return `value` as a float, or raise if it is out of range."""
+
+
+def save(state: InjectionState, hooks: Sequence[Rated]) -> dict[str, Any]:
     """Return plain numbers, strings, and lists, for `torch.load(weights_only=True)` and JSON.
 
     `declared_p` and `schedule` record the settings in the code: loading compares them, and does not restore them.
@@ -35,7 +46,7 @@ def save(state: InjectionState, hooks: Sequence[SiteHook]) -> dict[str, Any]:
 
 def load(
     state: InjectionState,
-    hooks: Sequence[SiteHook],
+    hooks: Sequence[Rated],
     saved: Mapping[str, Any],
     strict: bool,
     changing: Callable[[], AbstractContextManager[None]],
@@ -84,7 +95,7 @@ def _validated(saved: Mapping[str, Any]) -> tuple[int, bool]:
         raise StateError(f"{error} Nothing was loaded.") from None
 
 
-def _check_same_sites(state: InjectionState, hooks: Sequence[SiteHook], saved: Mapping[str, Any]) -> None:
+def _check_same_sites(state: InjectionState, hooks: Sequence[Rated], saved: Mapping[str, Any]) -> None:
     here, there = [hook.site for hook in hooks], list(saved["sites"])
     if saved["name"] == state.name and here == there:
         return
@@ -100,19 +111,19 @@ def _check_same_sites(state: InjectionState, hooks: Sequence[SiteHook], saved: M
     raise StateError("\n".join(lines))
 
 
-def _valid_target(hook: SiteHook, target: Any) -> float | None:
+def _valid_target(hook: Rated, target: Any) -> float | None:
     if hook.target is None and target is None:
         return None
     if hook.target is None:
         raise StateError(f"the state has a rate of {target} for {hook.site!r}, which has none. Nothing was loaded.")
     try:
-        return hook.regularizer.valid_rate(target)
+        return hook.valid_target(target)
     except (TypeError, ValueError) as error:
         raise StateError(f"the state's target_p of {hook.site!r}: {error} Nothing was loaded.") from None
 
 
 def _warn_about_differences(
-    state: InjectionState, hooks: Sequence[SiteHook], saved: Mapping[str, Any], known: Sequence[SiteHook]
+    state: InjectionState, hooks: Sequence[Rated], saved: Mapping[str, Any], known: Sequence[Rated]
 ) -> None:
     if saved["schedule"] != repr(state.schedule):
         warn(
@@ -122,10 +133,12 @@ def _warn_about_differences(
     declared = dict(zip(saved["sites"], saved["declared_p"], strict=True))
     changed = [hook for hook in known if declared[hook.site] != hook.initial_target]
     if changed:
+        first = changed[0]
+        settable = isinstance(first, SiteHook)
+        instead = f"drop.target_p = {first.initial_target}" if settable else f"drop.seek({saved['step_count']}) instead"
         warn(
-            f"{state.name!r} uses the target rates of the state; at {changed[0].site!r} the rate in the code changed "
-            f"from {declared[changed[0].site]} to {changed[0].initial_target}.\n"
-            f"  to use the code's rate: drop.target_p = {changed[0].initial_target}"
+            f"{state.name!r} uses the target rates of the state; at {first.site!r} the rate in the code changed "
+            f"from {declared[first.site]} to {first.initial_target}.\n  to use the code's rate: {instead}"
         )
     only_here, only_saved = len(hooks) - len(known), len(saved["sites"]) - len(known)
     if only_here or only_saved:

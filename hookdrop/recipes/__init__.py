@@ -5,10 +5,11 @@
 
 from hookdrop.recipes.depth import stochastic_depth
 from hookdrop.recipes.dropblock import dropblock_resnet, timm_dropblock
+from hookdrop.recipes.dropout_change import DropoutChange
 from hookdrop.recipes.embeddings import neftune
 from hookdrop.recipes.heads import head_dropout
 from hookdrop.recipes.layers import layer_drop
-from hookdrop.recipes.model_dropout import DropoutChange, DropoutReport, report_dropout, set_dropout
+from hookdrop.recipes.model_dropout import DropoutReport, report_dropout, set_dropout
 from hookdrop.recipes.patches import patch_dropout
 from hookdrop.recipes.recipe import Recipe
 from hookdrop.recipes.residual import residual_dropout

@@ -10,10 +10,10 @@ from torch import nn
 
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.resolve import PScale, rate_factors
+from hookdrop.injection.resolve import PScale
 from hookdrop.injection.select import named_layers
 from hookdrop.recipes.branches import blocks, skipped_layers
-from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
+from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
 from hookdrop.regularizers import DropPath
 from hookdrop.schedules import Schedule
 
@@ -67,7 +67,7 @@ def stochastic_depth(
     require_sites("stochastic_depth", model, list(ends), "residual blocks with a known structure")
     _check_no_stochastic_depth(model, ends)
     _check_no_shared_ends(ends)
-    scales = [1.0] * len(found) if p_scale is None else rate_factors([block for block, _ in found], p_scale)
+    scales = layer_factors([block for block, _ in found], p_scale)
     sites = [
         RecipeSite(f"{block.name}.{end}", {"p": p}, scale)
         for (block, ends), scale in zip(found, scales, strict=True)

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
-from hookdrop.errors import LayerError, nearest, nothing_placed, warn
+from hookdrop.errors import LayerError, nearest, nothing_placed
+from hookdrop.hooks import compiling
+from hookdrop.recipes.dropout_change import DropoutChange
 from hookdrop.recipes.dropout_rates import Rate, find_out_of_reach, find_rates
+from hookdrop.schedules import ConstantSchedule, Schedule
+from hookdrop.schedules.base import in_steps
+from hookdrop.schedules.parse import as_schedule
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted, html_table, some, text_table
 from hookdrop.utils.validation import rate as valid_rate
+from hookdrop.utils.wrappers import unwrapped
 
 Rates: TypeAlias = float | Callable[[str, float], float]
 _HEADER = ("name", "type", "rate")
 
 
-def set_dropout(model: nn.Module, p: Rates | Mapping[str | re.Pattern[str], Rates]) -> DropoutChange:
-    """Change the rates of a model's built-in dropout until the handle is removed.
+def set_dropout(
+    model: nn.Module,
+    p: Rates | Mapping[str | re.Pattern[str], Rates],
+    schedule: Schedule | str | None = None,
+    total_steps: int | None = None,
+) -> DropoutChange:
+    """Change the rates of a model's built-in dropout until the handle is removed, at once or by a schedule.
 
     This covers the dropout modules of PyTorch, timm (`drop`, `attn_drop`, `drop_path`) and torchvision
     (`StochasticDepth`), and rates that a forward reads at each call: `attention_dropout` of transformers, `dropout` of
@@ -32,13 +42,19 @@ def set_dropout(model: nn.Module, p: Rates | Mapping[str | re.Pattern[str], Rate
         model: any module, wrapped or not.
         p: one rate in [0, 1] for all, a function from (name, rate) to a rate, or a mapping from names, globs and
             compiled regular expressions to either. Rates that no pattern matches do not change.
+        schedule: how the rates change with optimizer steps, as in `inject`; None sets them once. The rate at a step is
+            `p` times the schedule's multiplier: the old rate plays no role until `remove()`.
+        total_steps: the length of the training in optimizer steps, for a schedule with fractions of it.
 
     Returns:
-        A handle: `remove()`, or leaving the `with` block, restores the old rates.
+        A handle: `remove()`, or leaving the `with` block, restores the old rates. With a schedule, call
+        `follow(optimizer)`, `step()` or `seek(step)`, as for an injection.
 
     Raises:
         LayerError: the model has no rate to change, a pattern matches nothing, or two patterns match the same name.
-        ValueError: a rate is out of range. After any error all rates are unchanged.
+        InjectionError: the schedule has fractions of the training, and `total_steps` is missing.
+        ValueError, TypeError: a rate is out of range, now or at the peak of the schedule, or an argument is invalid.
+            After any error all rates are unchanged.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
@@ -48,17 +64,25 @@ def set_dropout(model: nn.Module, p: Rates | Mapping[str | re.Pattern[str], Rate
         >>> model[1].p
         0.1
         >>> halved = set_dropout(model, {"1": lambda name, rate: rate / 2})
+        >>> drop = set_dropout(model, 0.4, schedule=LinearSchedule(steps=10))
+        >>> drop.step(5)
+        >>> drop
+        <1 rate changed: '1' 0.05 -> 0.2; step 5 of LinearSchedule(steps=10)>
     """
     with nothing_placed():
+        compiling.raise_if_tracing("set_dropout()")
+        timing = ConstantSchedule() if schedule is None else in_steps(as_schedule(schedule, "set_dropout"), total_steps)
         found = find_rates(model)
         if not found:
             raise LayerError(
                 f"set_dropout found no rate that it can change in {type(model).__name__}.\n"
                 "  list all dropout: report_dropout(model)   add dropout: inject(model, Dropout(p=...), layers=...)"
             )
-        values = _new_values(found, p)
-    changes = zip(found, values, strict=True)
-    return DropoutChange([(rate, value) for rate, value in changes if value is not None and value != rate.value])
+        values = zip(found, _new_values(found, p), strict=True)
+        wanted = [(rate, value) for rate, value in values if value is not None]
+        if schedule is None:
+            wanted = [(rate, value) for rate, value in wanted if value != rate.value]
+        return DropoutChange(unwrapped(model), wanted, timing)
 
 
 def report_dropout(model: nn.Module) -> DropoutReport:
@@ -103,52 +127,6 @@ class DropoutReport:
 
     def _title(self) -> str:
         return f"{counted(len(self.rates), 'dropout rate')} in {self.model}"
-
-
-class DropoutChange:
-    """The handle of `set_dropout`, which stores the old rates. Copies of the model keep the new rates."""
-
-    def __init__(self, wanted: Sequence[tuple[Rate, float]]) -> None:
-        self._before = [(rate, getattr(rate.module, rate.attribute), value) for rate, value in wanted]
-        self.rates = {rate.name: (float(before), value) for rate, before, value in self._before}
-        """(old rate, new rate) by name."""
-        with nothing_placed():
-            for rate, value in wanted:
-                try:
-                    setattr(rate.module, rate.attribute, value)
-                except Exception as error:
-                    for other, before, _ in self._before:
-                        with suppress(Exception):
-                            setattr(other.module, other.attribute, before)
-                    raise LayerError(
-                        f"set_dropout: cannot set {rate.name!r} to {value:g}: {type(rate.module).__name__} raised "
-                        f"{type(error).__name__}: {error}.\n  All rates are unchanged. To skip this one, name the "
-                        "others: set_dropout(model, {name: p, ...})"
-                    ) from error
-
-    def remove(self) -> None:
-        """Restore the old rates; a second call does nothing."""
-        touched = [rate.name for rate, _, value in self._before if rate.value != value]
-        for rate, before, value in self._before:
-            if rate.value == value:
-                setattr(rate.module, rate.attribute, before)
-        self._before = []
-        if touched:
-            warn(
-                f"set_dropout did not restore {counted(len(touched), 'rate')} that changed again since: "
-                f"{some(touched)}.\n  remove changes in reverse order."
-            )
-
-    def __enter__(self) -> DropoutChange:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.remove()
-
-    def __repr__(self) -> str:
-        changes = [f"{name!r} {before:g} -> {after:g}" for name, (before, after) in self.rates.items()]
-        more = f", and {len(changes) - 4} more" if len(changes) > 4 else ""
-        return f"<{counted(len(changes), 'rate')} changed: {', '.join(changes[:4])}{more}>"
 
 
 def _new_values(found: Sequence[Rate], p: Rates | Mapping[str | re.Pattern[str], Rates]) -> list[float | None]:

@@ -15,8 +15,8 @@ from hookdrop.errors import InjectionError, LayerError, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan, make_plan
-from hookdrop.injection.resolve import resolve
-from hookdrop.injection.select import named_layers
+from hookdrop.injection.resolve import PScale, rate_factors, resolve
+from hookdrop.injection.select import Layer, named_layers
 from hookdrop.schedules import Schedule
 
 P = ParamSpec("P")
@@ -106,6 +106,11 @@ def _make_regularizer(factory: Factory, settings: Mapping[str, Any]) -> Any:
             f"  write: regularizer=lambda {names}: {called}(...)"
         ) from None
     return factory(**settings)
+
+
+def layer_factors(layers: list[Layer], p_scale: PScale | None) -> list[float]:
+    """Return the factor of each layer or block, which all its sites share."""
+    return [1.0] * len(layers) if p_scale is None else rate_factors(layers, p_scale)
 
 
 def require_sites(recipe: str, model: nn.Module, names: Sequence[str], wanted: str) -> None:

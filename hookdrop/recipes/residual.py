@@ -9,10 +9,11 @@ from torch import nn
 
 from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
+from hookdrop.injection.resolve import PScale
 from hookdrop.injection.select import Layer, named_layers
 from hookdrop.recipes.branches import decoder_ends, skipped_layers
 from hookdrop.recipes.dropout_rates import find_rates
-from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
+from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
 from hookdrop.regularizers import Dropout
 from hookdrop.schedules import Schedule
 
@@ -24,6 +25,7 @@ _ATTENTION_DROPOUT = ("attn_drop", "attn_dropout", "attn_pdrop", "attention_drop
 def residual_dropout(
     model: nn.Module,
     p: float = 0.1,
+    p_scale: PScale | None = None,
     regularizer: Factory = Dropout,
     *,
     schedule: Schedule | str | None = None,
@@ -43,6 +45,9 @@ def residual_dropout(
         model: LLaMA, Mistral, Mixtral, Qwen, Gemma, OLMo 2, Phi, GPT-2, GPT-NeoX or a similar model of transformers,
             or a model that contains one (a PEFT model).
         p: probability to zero an element.
+        p_scale: scales `p` by layer, as in `inject`: `"depth_from_zero"` for 0 in the first layer to `p` in the last,
+            as in LIMA (Zhou et al. 2023, arXiv:2305.11206, section 3); None for `p` in every layer. Both branches of
+            a layer have the same rate.
         regularizer: called with `p=` for each site instead of `Dropout`.
         schedule, total_steps, name, on_existing, portable, example_input: as in `inject`.
 
@@ -59,7 +64,12 @@ def residual_dropout(
         ['model.layers.0.self_attn', 'model.layers.0.mlp']
     """
     found = [(layer, ends) for layer in named_layers(model) if (ends := decoder_ends(layer.module)) is not None]
-    sites = [RecipeSite(f"{layer.name}.{end}", {"p": p}) for layer, ends in found for end in ends]
+    scales = layer_factors([layer for layer, _ in found], p_scale)
+    sites = [
+        RecipeSite(f"{layer.name}.{end}", {"p": p}, scale)
+        for (layer, ends), scale in zip(found, scales, strict=True)
+        for end in ends
+    ]
     wanted = "decoder layers with input_layernorm, self_attn and mlp, or similar"
     require_sites("residual_dropout", model, [site.name for site in sites], wanted)
     for layer, _ in found:

@@ -53,6 +53,10 @@ class ForeignModule(Regularizer):
         return self.module(x)  # type: ignore[no-any-return]
 
     @property
+    def independent_samples(self) -> bool:
+        return type(self.module).__module__ == "torch.nn.modules.dropout"
+
+    @property
     def graph_break(self) -> str:
         if self.rate is None:
             return ""

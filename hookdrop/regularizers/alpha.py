@@ -66,12 +66,16 @@ class AlphaDropout(Dropout):
     Reference: Klambauer et al. 2017, "Self-normalizing neural networks", arXiv:1706.02515, "New Dropout Technique".
     """
 
+    independent_samples = True
+
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
         return _alpha_dropout(x, rate)
 
 
 class FeatureAlphaDropout(Dropout):
     """`AlphaDropout` of whole channels of (N, C, ...)."""
+
+    independent_samples = True
 
     def check(self, shape: Sequence[int]) -> None:
         check_channels(shape, self.title)

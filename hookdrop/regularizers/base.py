@@ -66,6 +66,8 @@ class Regularizer(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _check_reserved_names(cls)
+        if {"regularize", "regularize_at"} & vars(cls).keys() and "independent_samples" not in vars(cls):
+            cls.independent_samples = False  # type: ignore[assignment, method-assign]
         nearest = next(vars(one) for one in cls.__mro__ if {"regularize", "regularize_at"} & vars(one).keys())
         if "regularize_at" not in nearest:
             # A class that overrides only `regularize` must not inherit an unrelated `regularize_at`.
@@ -120,6 +122,24 @@ class Regularizer(nn.Module):
             LayerError: it does not support the layer.
         """
         return self
+
+    @property
+    def independent_samples(self) -> bool:
+        """Whether each sample of a batch (axis 0) is regularized as if it were alone in the batch.
+
+        `Injection.predict` then repeats its input and draws several samples in one forward. False is always correct. A
+        subclass may define it as `independent_samples = True`, in the class that defines how to regularize.
+        """
+        return False
+
+    @property
+    def masks_per_batch(self) -> int | None:
+        """For fixed masks, of which each applies to one of so many equal groups of consecutive rows: their number.
+
+        `Injection.predict` then runs each batch repeated so often, [all rows, all rows, ...], so that each row gets
+        each mask.
+        """
+        return None
 
     @property
     def rate(self) -> float | None:

@@ -90,6 +90,7 @@ class Cutout(Regularizer):
     """
 
     probability: ClassVar[bool] = False
+    independent_samples = True
 
     def __init__(self, size: int | tuple[int, int], p: float = 1.0) -> None:
         super().__init__()

@@ -122,6 +122,10 @@ class DropPath(Regularizer):
         kept = _kept(shape[0], self.p)
         return f"N={shape[0]}, runs on {kept} (p={1 - kept / max(shape[0], 1):.3g})"
 
+    @property
+    def independent_samples(self) -> bool:
+        return self.mode == "row"
+
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
         if self.mode == "subset" and 0.0 < self.p < 1.0 and _kept(shape[0], self.p) == shape[0]:
             return [f"p={self.p:g} drops no sample of a batch of {shape[0]}, so mode='subset' does nothing."]

@@ -229,5 +229,9 @@ class DropBlock(Regularizer):
             )
         return found
 
+    @property
+    def independent_samples(self) -> bool:
+        return self.normalize != "batch"
+
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
         return _drop_block(x, rate, self.block_size, self.channel_dim, self.per_channel, self.gamma, self.normalize)

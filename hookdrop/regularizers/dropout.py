@@ -62,6 +62,8 @@ class Dropout(Regularizer):
     Reference: Srivastava et al. 2014, "Dropout: A simple way to prevent neural networks from overfitting".
     """
 
+    independent_samples = True
+
     def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
         super().__init__()
         self.p = drop_rate(p, keep_prob, self.title)
@@ -112,6 +114,7 @@ def check_channels(shape: Sequence[int], owner: str, rank: int | None = None) ->
 
 class _ChannelDropout(Dropout):
     rank: ClassVar[int]
+    independent_samples = True
 
     def check(self, shape: Sequence[int]) -> None:
         check_channels(shape, self.title, self.rank)

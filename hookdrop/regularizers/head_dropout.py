@@ -92,6 +92,7 @@ class HeadDropout(Regularizer):
 
     open_end: ClassVar[bool] = True
     only_at: ClassVar[str | None] = "input"
+    independent_samples = True
 
     def __init__(self, p: float | None = None, heads: int | None = None, *, keep_prob: float | None = None) -> None:
         super().__init__()

@@ -134,6 +134,10 @@ class Masksembles(Regularizer):
         placed.site = name
         return placed
 
+    @property
+    def masks_per_batch(self) -> int:
+        return self.n
+
     def check(self, shape: Sequence[int]) -> None:
         check_groups(shape, self.n, self.channel_dim, self.title)
 

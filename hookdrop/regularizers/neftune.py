@@ -96,6 +96,7 @@ class NEFTune(Regularizer):
     probability: ClassVar[bool] = False
     drops: ClassVar[bool] = False
     only_at: ClassVar[str | None] = "output"
+    independent_samples = True
 
     def __init__(self, alpha: float = 5.0, *, attention_mask: bool = False) -> None:
         super().__init__()

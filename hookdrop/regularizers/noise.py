@@ -71,6 +71,7 @@ class GaussianDropout(Regularizer):
 
     open_end: ClassVar[bool] = True
     drops: ClassVar[bool] = False
+    independent_samples = True
 
     def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
         super().__init__()
@@ -100,6 +101,7 @@ class GaussianNoise(Regularizer):
     max_rate: ClassVar[float] = math.inf
     probability: ClassVar[bool] = False
     drops: ClassVar[bool] = False
+    independent_samples = True
 
     def __init__(self, std: float = 0.1) -> None:
         super().__init__()
@@ -133,6 +135,7 @@ class UniformNoise(Regularizer):
     rate_name: ClassVar[str | None] = "beta"
     probability: ClassVar[bool] = False
     drops: ClassVar[bool] = False
+    independent_samples = True
 
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__()

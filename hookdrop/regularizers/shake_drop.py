@@ -105,6 +105,7 @@ class ShakeDrop(Regularizer):
     open_end: ClassVar[bool] = True
     probability: ClassVar[bool] = False
     drops: ClassVar[bool] = False
+    independent_samples = True
 
     def __init__(self, p: float = 0.5, alpha: Range = (-1.0, 1.0), beta: Range = (0.0, 1.0)) -> None:
         super().__init__()

@@ -135,6 +135,8 @@ class TokenDropout(Regularizer):
     arXiv:2208.07220.
     """
 
+    independent_samples = True
+
     def __init__(
         self, p: float | None = None, prefix: int = 1, *, remove: bool = False, keep_prob: float | None = None
     ) -> None:
@@ -218,6 +220,10 @@ class LockedDropout(Regularizer):
         if len(shape) == 4:
             return [f"reads {tuple(shape)} as {self.reading(shape)}; for a map use Dropout2d, which drops channels."]
         return []
+
+    @property
+    def independent_samples(self) -> bool:
+        return self.time_dim > 0
 
     def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
         return _locked_dropout(x, rate, self.time_dim)

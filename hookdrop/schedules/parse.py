@@ -39,6 +39,25 @@ def parse_schedule(text: str) -> Schedule:
     return _build(parse_call(text, _SYNTAX))
 
 
+def as_schedule(given: object, owner: str) -> Schedule:
+    """Return a schedule as it is, and create one from a string.
+
+    Raises:
+        TypeError: `given` is neither.
+        ValueError: the string is invalid.
+    """
+    if isinstance(given, str):
+        return parse_schedule(given)
+    if isinstance(given, Schedule):
+        return given
+    name = getattr(given, "__name__", "fn")
+    if isinstance(given, type):
+        write = f"{name}(steps=N)"
+    else:
+        write = f"LambdaSchedule({name})" if callable(given) else "LinearSchedule(steps=N)"
+    raise TypeError(f"{owner}: schedule must be a hookdrop schedule, got {given!r}.\n  write: schedule={write}")
+
+
 def _build(call: Call) -> Schedule:
     args, kwargs = [_built(arg) for arg in call.args], {name: _built(value) for name, value in call.kwargs}
     try:

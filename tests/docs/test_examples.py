@@ -373,10 +373,10 @@ def test_sampling_is_random_and_leaves_the_model_unchanged() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     probabilities = mc_dropout.predict(model, x)
 
-    samples = mc_dropout.sample(model, drop, x, 3)
+    sampled = mc_dropout.sample(drop, x, 3)
 
-    assert samples.shape == (3, 8, 10)
-    assert not torch.equal(samples[0], samples[1])
+    assert (sampled.samples, sampled.mean.shape) == (3, (8, 10))
+    assert sampled.variance.min() > 0
     assert before["bn1.running_mean"].abs().max() > 0
     assert differences(before, dict(model.state_dict())) == []
     assert torch.equal(mc_dropout.predict(model, x), probabilities)
@@ -385,12 +385,13 @@ def test_sampling_is_random_and_leaves_the_model_unchanged() -> None:
 def test_mc_dropout_reports_changed_batch_norm_statistics(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def in_train_mode(model: torch.nn.Module, drop: object, x: torch.Tensor, samples: int) -> torch.Tensor:
-        model.train()
+    def in_train_mode(drop: hookdrop.Injection, x: torch.Tensor, samples: int) -> hookdrop.Prediction:
+        model = drop._require_model().train()
         try:
-            return mc_dropout.predict(model, x)[None]
+            mc_dropout.predict(model, x)
         finally:
             model.eval()
+        return drop.predict([x], samples)
 
     monkeypatch.setattr(mc_dropout, "sample", in_train_mode)
     result = mc_dropout.main(FAST)
@@ -399,8 +400,13 @@ def test_mc_dropout_reports_changed_batch_norm_statistics(
     assert "statistics unchanged: False" in capsys.readouterr().out
 
 
+def test_mc_dropout_compares_the_speed_of_shared_forwards(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(mc_dropout.main([*FAST, "--speed"])) == {1, 8, 32}
+    assert re.search(r"\n +8 images: [\d.]+ times as fast", capsys.readouterr().out)
+
+
 def test_mc_dropout_loads_finetuned_weights(whole: Path) -> None:
-    settings = ["--checkpoint", str(whole / "model.pt"), "--samples", "1", "--device", "cpu"]
+    settings = ["--checkpoint", str(whole / "model.pt"), "--samples", "2", "--device", "cpu"]
     result = mc_dropout.main(settings)
     assert result["accuracy"] == pytest.approx(saved(whole)["history"][-1]["model accuracy"], abs=0.0021)
 
@@ -418,11 +424,11 @@ def test_both_examples_preprocess_images_identically() -> None:
 
 
 def test_uncertainty_of_known_probabilities() -> None:
-    split = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]])  # (samples, images, classes)
-    found = mc_dropout.uncertainty(split[0], split)
+    sampled = hookdrop.Prediction(*torch.zeros(2, 2, 2), torch.tensor([0.6, 0.7]), torch.tensor([0.5, 0.0]), 2, 1)
+    found = mc_dropout.uncertainty(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), sampled)
     assert found["softmax entropy"] == pytest.approx([0, math.log(2)])
-    assert found["MC entropy"] == pytest.approx([math.log(2), math.log(2)])
-    assert found["MC mutual information"] == pytest.approx([math.log(2), 0])
+    assert found["MC entropy"] == pytest.approx([0.6, 0.7])
+    assert found["MC mutual information"] == pytest.approx([0.5, 0])
 
 
 def test_verdict_depends_on_the_interval() -> None:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import (
+    ClipActivationGrad,
     DropBlock,
     Dropout,
     Dropout2d,
@@ -75,6 +76,17 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.layer2(self.layer1(self.conv1(x))).mean((2, 3)))
+
+
+class OutputDict(nn.Module):
+    """Returns a dict, and has a layer that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.unused = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"out": self.fc(x)}
 
 
 class ViT(nn.Module):
@@ -640,6 +652,54 @@ def _() -> None:
     drop.sampling().__enter__()
 
 
+@case("one Monte Carlo sample")
+def _() -> None:
+    _model, drop = injected()
+    drop.predict(IMAGES, samples=1)
+
+
+@case("predicting an empty loader")
+def _() -> None:
+    _model, drop = injected()
+    drop.predict(iter([]))
+
+
+@case("predicting an array")
+def _() -> None:
+    _model, drop = injected()
+    drop.predict(IMAGES.numpy())
+
+
+@case("predicting with a model that returns a dict")
+def _() -> None:
+    model = OutputDict()
+    inject(model, Dropout(p=0.5), layers="fc").predict(torch.ones(2, 8))
+
+
+@case("the softmax of one class")
+def _() -> None:
+    model = nn.Sequential(nn.Linear(8, 1))
+    inject(model, Dropout(p=0.5), layers="0").predict(torch.ones(2, 8))
+
+
+@case("the softmax of probabilities")
+def _() -> None:
+    model = nn.Sequential(nn.Linear(8, 3), nn.Softmax(-1))
+    inject(model, Dropout(p=0.5), layers="0").predict(torch.ones(2, 8))
+
+
+@case("equal Monte Carlo samples")
+def _() -> None:
+    model = OutputDict()
+    inject(model, Dropout(p=0.5), layers="unused").predict(torch.ones(2, 8), output=lambda out: out["out"])
+
+
+@case("predicting with hooks that only edit gradients")
+def _() -> None:
+    model = nn.Sequential(nn.Linear(8, 3))
+    inject(model, ClipActivationGrad(max_norm=1.0), layers="0").predict(torch.ones(2, 8))
+
+
 # --- saving
 
 
@@ -740,6 +800,19 @@ def _() -> None:
 @case("set_dropout with a pattern that matches nothing")
 def _() -> None:
     recipes.set_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), {"drop": 0.2})
+
+
+@case("set_dropout with a schedule beyond 1")
+def _() -> None:
+    recipes.set_dropout(nn.Sequential(nn.Dropout(0.1)), 0.6, schedule=LinearSchedule(steps=10, end=2.0))
+
+
+@case("a schedule of rates that changed again")
+def _() -> None:
+    model = nn.Sequential(nn.Dropout(0.1))
+    first = recipes.set_dropout(model, 0.2, schedule=LinearSchedule(steps=10))
+    _second = recipes.set_dropout(model, 0.3)
+    first.step()
 
 
 @case("set_dropout removed in the wrong order")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookdrop import (
     DropBlock,
     Dropout,
+    EarlySchedule,
     HookdropWarning,
     InjectionError,
     LinearSchedule,
@@ -23,6 +24,7 @@ from hookdrop import (
 )
 from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
 from hookdrop.recipes import set_dropout
+from tests.support.compiling import graphs
 from tests.support.leaks import no_leaks
 from tests.support.models import without_zeros
 from tests.support.programs import run_code
@@ -294,6 +296,71 @@ def test_set_dropout_changes_the_rate_of_compiled_code() -> None:
     with set_dropout(model, 0.0):
         assert zeroed(fast) == 0
     assert zeroed(fast) == pytest.approx(0.5, abs=0.02)
+
+
+class Attention(nn.Module):
+    """Reads its rate at each call, as the attention of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_dropout = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.attention_dropout, self.training)
+
+
+@pytest.mark.parametrize("layer", [Attention, lambda: nn.Dropout(0.0)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_scheduled_set_dropout_never_keeps_an_old_rate(layer: Callable[[], nn.Module], backend: str) -> None:
+    """Each rate is compiled anew; beyond PyTorch's limit of recompilations, the code runs uncompiled."""
+    model = nn.Sequential(layer()).train()
+    change = set_dropout(model, 0.6, LinearSchedule(torch._dynamo.config.recompile_limit + 4))
+    fast = torch.compile(model, backend=backend)
+    while change.step_count < change.schedule.settles_at:
+        change.step()
+        expected = 0.6 * change.step_count / change.schedule.settles_at
+        assert zeroed(fast) == pytest.approx(expected, abs=0.018)  # 5 standard errors
+    assert graphs() == torch._dynamo.config.recompile_limit
+
+
+def test_scheduled_attention_dropout_of_compiled_llama() -> None:
+    """Bit-equal to the uncompiled model at each step, also beyond PyTorch's limit of recompilations."""
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.LlamaConfig(**size, num_key_value_heads=2, vocab_size=50)
+    model, tokens = transformers.LlamaModel(config).train(), torch.arange(8)[None]
+    change = set_dropout(model, 0.6, LinearSchedule(torch._dynamo.config.recompile_limit + 2))
+    fast = torch.compile(model, backend="eager")
+    found = []
+    for step in range(change.schedule.settles_at + 1):
+        change.seek(step)
+        for call in (fast, model):
+            torch.manual_seed(0)
+            found.append(call(input_ids=tokens).last_hidden_state)
+        assert torch.equal(*found[-2:])
+        assert step == 0 or not torch.equal(*found[-3:-1])
+
+
+def test_switching_set_dropout_compiles_two_graphs() -> None:
+    model = nn.Sequential(nn.Dropout(0.5)).train()
+    change = set_dropout(model, 0.5, EarlySchedule(3))
+    fast = torch.compile(model, backend="eager", fullgraph=True)
+    for step in range(12):
+        assert (zeroed(fast) > 0.4) == (step < 3)
+        change.step()
+    assert graphs() == 2
+
+
+def test_set_dropout_inside_compiled_code_raises() -> None:
+    model = nn.Sequential(nn.Dropout(0.5))
+    change = set_dropout(model, 0.1)
+
+    def forward(x: Tensor) -> Tensor:
+        change.step()
+        return model(x)
+
+    with pytest.raises(Exception, match=r"step\(\)"):
+        torch.compile(forward, backend="eager", fullgraph=True)(X)
 
 
 @pytest.mark.filterwarnings("ignore:code compiled:hookdrop.HookdropWarning")

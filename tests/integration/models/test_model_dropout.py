@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hookdrop
-from hookdrop import InjectionError, LayerError
+from hookdrop import InjectionError, LayerError, LinearSchedule
 from hookdrop.recipes import report_dropout, residual_dropout, set_dropout
 from tests.support.models import DropoutInMethod, SubmoduleRate, TwoDropouts, TwoRates
 from tests.support.tensors import all_equal
@@ -77,7 +77,7 @@ def bert() -> nn.Module:
 
 
 def llama(**settings: Any) -> nn.Module:
-    return transformers.LlamaModel(transformers.LlamaConfig(**SIZE, num_key_value_heads=2, vocab_size=50, **settings))
+    return transformers.LlamaModel(transformers.LlamaConfig(**SIZE | settings, num_key_value_heads=2, vocab_size=50))
 
 
 def gpt2(**settings: Any) -> nn.Module:
@@ -224,6 +224,32 @@ class TestSourceAnalysis:
 
 
 class TestSetDropout:
+    @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    def test_schedule_drives_the_attention_dropout(self, name: str, attention: str) -> None:
+        """At each step as in a model that was built with that rate, bit for bit, with the same random numbers."""
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")
+        settings = {**SIZE, "num_key_value_heads": 2, "vocab_size": 50, "pad_token_id": 0, "head_dim": 8}
+        built = {
+            rate: getattr(transformers, f"{name}Model")(
+                config(**settings, attention_dropout=rate, attn_implementation=attention)
+            )
+            for rate in (0.0, 0.2, 0.4)
+        }
+        model = built[0.0]
+        clean = outputs(model, TOKENS, 0)
+        change = set_dropout(model, 0.4, LinearSchedule(2))
+        assert {name.rpartition(".")[2] for name in change.rates} == {"attention_dropout"}
+        assert len(change.rates) == 2
+        for rate, twin in built.items():
+            twin.load_state_dict(model.state_dict())
+            assert change.rates.popitem()[1][1] == rate
+            assert all_equal(outputs(model, TOKENS, 1), outputs(twin, TOKENS, 1) if rate else clean)
+            change.step()
+        change.remove()
+        assert all_equal(outputs(model, TOKENS, 1), clean)
+
     def test_state_dict_and_config_do_not_change(self) -> None:
         model = llama(attention_dropout=0.3)
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -258,6 +284,23 @@ class TestResidualDropout:
         drop.remove()
         states = model(**TOKENS, output_hidden_states=True).hidden_states
         assert not torch.equal(states[1], states[0])
+
+    def test_depth_from_zero_raises_the_rate_linearly_with_the_layer(self) -> None:
+        """LIMA: from 0 at the first layer to p at the last, the same for both branches of a layer."""
+        model = llama(num_hidden_layers=4)
+        drop = residual_dropout(model, p=0.3, p_scale="depth_from_zero")
+        assert [site.p for site in drop.sites] == pytest.approx([0.0, 0.0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3])
+        measured = drop.probe(torch.randint(0, 50, (8, 64)))
+        dropped = [measured.sites[f"layers.{layer}.self_attn"].dropped for layer in range(4)]
+        assert dropped == pytest.approx([0.0, 0.1, 0.2, 0.3], abs=0.02)  # of 24,576 elements: 7 standard errors
+
+    def test_factors_by_function_apply_to_layers(self) -> None:
+        drop = residual_dropout(llama(), p=0.4, p_scale=lambda name, index, count: (index + 1) / count)
+        assert [site.p for site in drop.sites] == [0.2, 0.2, 0.4, 0.4]
+
+    def test_one_layer_has_no_depth(self) -> None:
+        with pytest.raises(ValueError, match="gives the only site the factor 0"):
+            residual_dropout(llama(num_hidden_layers=1), p_scale="depth_from_zero")
 
     def test_measured_rate_is_p(self) -> None:
         model = llama().train()

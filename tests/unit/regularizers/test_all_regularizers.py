@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -276,3 +277,32 @@ def test_a_block_over_the_whole_map_warns(sizes: tuple[int, ...], same: str) -> 
     assert f"blocks of {'x'.join(map(str, sizes))} there, which is {same}." in warning
     (warning,) = DropBlock(0.1, 7, channel_dim=1, per_channel=False).shape_warnings((2, 4, *sizes))
     assert "which is DropPath." in warning
+
+
+INDEPENDENT = {
+    name: case
+    for name, case in FORWARD.items()
+    if isinstance(case.regularizer, Regularizer) and case.regularizer.independent_samples
+}
+
+
+def shared_variance(regularizer: Any, shape: tuple[int, ...]) -> float:
+    """The variance of the mean of 8 equal rows, times 8 / the variance of a row: 1 if rows are independent."""
+    torch.manual_seed(0)
+    row, weights = torch.randn(1, *shape[1:]), torch.randn(1, *shape[1:])
+    rows = row.expand(8, *shape[1:]).contiguous()
+    values = torch.stack([(regularizer.regularize(rows) * weights).flatten(1).sum(1) for _ in range(400)])
+    return float(values.mean(1).var() * 8 / values.var())
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_rows_of_regularizers_with_independent_samples_are_independent(name: str) -> None:
+    case = INDEPENDENT[name]
+    assert shared_variance(case.regularizer, case.shape) == pytest.approx(1.0, abs=5 * (2 / 400) ** 0.5)
+
+
+def test_regularizers_without_independent_samples() -> None:
+    """They draw once for the batch, mix its samples, or scale by what is kept of the whole batch."""
+    own = {name: case.regularizer for name, case in FORWARD.items() if isinstance(case.regularizer, Regularizer)}
+    assert {"DropPath (batch)", "MixStyle", "DropBlock (sparse)"} <= own.keys() - INDEPENDENT.keys()
+    assert shared_variance(own["DropPath (batch)"], (4, 6, 8)) > 6

@@ -1,0 +1,133 @@
+"""Statistics of Monte Carlo samples: mean, variance, entropy and mutual information."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.special import entr
+
+from hookdrop.errors import ShapeError, warn
+
+Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Mean, variance, entropy and mutual information."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction:
+    """The result of `Injection.predict`: statistics over the samples, on the CPU.
+
+    "Probabilities" are the model's outputs after the activation; with `activation=None`, the outputs themselves. The
+    tensors have the floating-point type of the outputs, but at least float32.
+    """
+
+    mean: Tensor
+    """The mean of the probabilities, with the shape of the output: (N, C), (N, C, H, W), ..."""
+    variance: Tensor
+    """The variance of the probabilities over the samples (the sum of squares / (samples - 1)), with the same shape."""
+    entropy: Tensor | None
+    """The entropy of the mean, in nats: the total uncertainty. The shape lacks the class axis: (N,), (N, H, W), ... For
+    a sigmoid it is the entropy of each label, with the shape of the output. None without an activation."""
+    mutual_information: Tensor | None
+    """The entropy of the mean minus the mean entropy of the samples, in nats, at least 0: the uncertainty that comes
+    from the model (BALD). It has the shape of `entropy`."""
+    samples: int
+    """The number of samples."""
+    forwards: int
+    """The number of forwards that drew them, in all batches."""
+
+    def __repr__(self) -> str:
+        averages = {"std": self.variance.sqrt(), "entropy": self.entropy, "mutual information": self.mutual_information}
+        known = [f"{name} {values.mean():.3g}" for name, values in averages.items() if values is not None]
+        return f"<Prediction {tuple(self.mean.shape)} from {self.samples} samples; on average: {', '.join(known)}>"
+
+
+class Summary:
+    """Running statistics of the samples of one batch. It stores no sample."""
+
+    def __init__(self, activation: str | None) -> None:
+        self.activation = activation
+        self.count = 0
+        self.mean = self.squares = self.entropies = torch.zeros(())
+        """The mean, the sum of squared deviations from it, and the sum of the entropies of the samples."""
+
+    def add(self, out: Tensor, samples: int) -> None:
+        """Add the output (samples * N, ...) of one forward."""
+        out = out.to(torch.promote_types(out.dtype, torch.float32))
+        if self.count == 0 and self.activation == "softmax":
+            _check_classes(out)
+        values = self._activated(out)
+        if self.activation is not None:
+            self.entropies = self.entropies + _by_sample(self._entropy(values), samples).sum(0)
+        values = _by_sample(values, samples)
+        # Merge the means and squares of two groups of samples (Chan, Golub & LeVeque 1983, equations 2.1).
+        mean = values.mean(0)
+        difference, total = mean - self.mean, self.count + samples
+        between = difference.square() * (self.count * samples / total)
+        self.squares = self.squares + (values - mean).square().sum(0) + between
+        self.mean = self.mean + difference * (samples / total)
+        self.count = total
+
+    def statistics(self) -> Statistics:
+        """Return mean, variance, entropy and mutual information, on the CPU."""
+        mean, variance = self.mean.cpu(), (self.squares / (self.count - 1)).cpu()
+        if self.activation is None:
+            return mean, variance, None, None
+        entropy = self._entropy(self.mean)
+        information = (entropy - self.entropies / self.count).clamp_min(0.0)  # rounding may give -1e-8
+        return mean, variance, entropy.cpu(), information.cpu()
+
+    def _activated(self, out: Tensor) -> Tensor:
+        if self.activation == "softmax":
+            return torch.softmax(out, class_axis(out))
+        return out.sigmoid() if self.activation == "sigmoid" else out
+
+    def _entropy(self, probabilities: Tensor) -> Tensor:
+        terms: Tensor = entr(probabilities)
+        if self.activation == "softmax":
+            return terms.sum(class_axis(probabilities))
+        other: Tensor = entr(1.0 - probabilities)
+        return terms + other
+
+
+def _by_sample(x: Tensor, samples: int) -> Tensor:
+    """(samples * N, ...) -> (samples, N, ...)."""
+    return x.reshape(samples, x.shape[0] // samples, *x.shape[1:])
+
+
+def class_axis(out: Tensor) -> int:
+    """Return 1 for maps and volumes, (N, C, H, W) and (N, C, D, H, W), otherwise the last axis."""
+    return 1 if out.dim() in (4, 5) else out.dim() - 1
+
+
+def _check_classes(out: Tensor) -> None:
+    """Raise if the softmax over the class axis would be constant, and warn if the model has applied one."""
+    axis = class_axis(out)
+    if axis == 0 or out.shape[axis] == 1:
+        shape = ", ".join(["N", *map(str, out.shape[1:])])
+        raise ValueError(
+            f"predict: the softmax needs two classes, but the output is ({shape}): axis {axis} "
+            f"{'is the batch' if axis == 0 else 'has one class, whose probability would always be 1'}.\n"
+            '  binary or multi-label logits: activation="sigmoid"   regression: activation=None'
+        )
+    if out.numel() and bool((out >= 0).all()) and bool(((out.sum(axis) - 1).abs() < 1e-3).all()):
+        warn(
+            "predict: the outputs of the model sum to 1, as probabilities do, and predict applies a softmax to them.\n"
+            "  return logits, or pass the logarithms: output=lambda out: out.log()"
+        )
+
+
+def concatenated(parts: Sequence[Statistics]) -> Statistics:
+    """Concatenate the statistics of batches along axis 0."""
+    shapes = sorted({tuple(mean.shape[1:]) for mean, *_ in parts})
+    if len(shapes) > 1:
+        raise ShapeError(
+            f"predict: the outputs of the batches differ in shape, {shapes[0]} and {shapes[1]} after axis 0.\n"
+            "  pad all batches to one size, or call predict for each batch"
+        )
+    means, variances, entropies, information = zip(*parts, strict=True)
+    both = torch.cat(means), torch.cat(variances)
+    return (*both, None, None) if entropies[0] is None else (*both, torch.cat(entropies), torch.cat(information))

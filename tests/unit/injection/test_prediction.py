@@ -1,0 +1,627 @@
+"""`predict`: Monte Carlo statistics of a model with active hooks, for a batch or a loader."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.special import entr
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from hookdrop import (
+    ClampActivationGrad,
+    DropBlock,
+    Dropout,
+    DropPath,
+    HookdropError,
+    HookdropWarning,
+    Injection,
+    InjectionError,
+    LinearSchedule,
+    MixStyle,
+    Prediction,
+    Regularizer,
+    ShapeError,
+    find,
+    inject,
+)
+from tests.support.injections import halve
+from tests.support.models import Small
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def classifier(p: float = 0.4) -> tuple[nn.Sequential, Injection]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
+    return model, inject(model, Dropout(p), layers="1")
+
+
+def predict(model: nn.Module, regularizer: Any, layers: Any, data: Any = X, **settings: Any) -> Prediction:
+    return inject(model, regularizer, layers=layers).predict(data, **settings)
+
+
+def scaled(found: Tensor, expected: Tensor, standard_error: Tensor) -> float:
+    """The largest difference, in standard errors."""
+    return float(((found - expected).abs() / standard_error).max())
+
+
+class TestStatistics:
+    @pytest.mark.parametrize("activation", ["softmax", "sigmoid", None])
+    def test_one_forward_per_sample_equals_a_loop_over_sampling(self, activation: str | None) -> None:
+        """The same random numbers give the same samples, whose statistics are computed at once here."""
+        model, drop = classifier()
+        torch.manual_seed(1)
+        found = drop.predict(X, samples=12, activation=activation, rows=1)
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        with drop.sampling(), torch.no_grad():
+            out = torch.stack([model(X) for _ in range(12)]).double()
+        assert torch.equal(torch.get_rng_state(), state)
+        samples = {"softmax": out.softmax(-1), "sigmoid": out.sigmoid(), None: out}[activation]
+
+        def entropy(p: Tensor) -> Tensor:
+            return entr(p).sum(-1) if activation == "softmax" else entr(p) + entr(1 - p)
+
+        assert (found.samples, found.forwards) == (12, 12)
+        assert torch.allclose(found.mean.double(), samples.mean(0), atol=1e-6)
+        assert torch.allclose(found.variance.double(), samples.var(0), atol=1e-6)
+        if activation is None:
+            assert (found.entropy, found.mutual_information) == (None, None)
+        else:
+            assert torch.allclose(found.entropy.double(), entropy(samples.mean(0)), atol=1e-6)
+            information = entropy(samples.mean(0)) - entropy(samples).mean(0)
+            assert torch.allclose(found.mutual_information.double(), information, atol=1e-6)
+            assert information.max() > 1e-3
+
+    def test_one_forward_for_several_samples_repeats_the_batch_sample_by_sample(self) -> None:
+        """Rows of a forward: all rows, then all rows again. The comparison of rows leaves the RNG as it was."""
+        model, drop = classifier()
+        torch.manual_seed(1)
+        found = drop.predict(X, samples=5, rows=8, activation=None)
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        with drop.sampling(), torch.no_grad():
+            samples = torch.cat([model(X.repeat(times, 1)).view(times, 4, 3) for times in (2, 2, 1)])
+        assert found.forwards == 3
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.allclose(found.mean, samples.mean(0), atol=1e-6)
+        assert torch.allclose(found.variance, samples.var(0), atol=1e-6)
+
+    @pytest.mark.parametrize("rows", [1, 256])
+    def test_mean_and_variance_of_a_linear_model(self, rows: int) -> None:
+        """With dropout of the inputs, the output has mean w x and variance p / (1 - p) * sum (w x)^2."""
+        torch.manual_seed(0)
+        model, p, samples = nn.Sequential(nn.Identity(), nn.Linear(8, 3)), 0.3, 4000
+        drop = inject(model, Dropout(p), layers="0")
+        found = drop.predict(X, samples=samples, activation=None, rows=rows)
+        terms = model[1].weight * X[:, None]
+        variance = p / (1 - p) * terms.square().sum(-1).detach()
+        assert scaled(found.mean, model[1](X).detach(), (variance / samples).sqrt()) < 5
+        # The fourth moment of a sum of independent terms is at most that of its largest term: for p = 0.3, 3 + 0.76.
+        assert scaled(found.variance, variance, variance * math.sqrt((3.76 - 1) / samples)) < 5
+
+    def test_entropy_and_mutual_information_of_two_equally_likely_predictions(self) -> None:
+        """One logit is 2 or 0, each with probability 1/2: both measures follow from the two distributions."""
+        model, samples = nn.Sequential(nn.Identity(), nn.ConstantPad1d((0, 1), 0.0)), 6000
+        drop = inject(model, Dropout(0.5), layers="0")
+        torch.manual_seed(0)
+        found = drop.predict(torch.tensor([[1.0]]), samples=samples)
+        both = torch.tensor([[2.0, 0.0], [0.0, 0.0]]).softmax(-1)
+        total, expected = float(entr(both.mean(0)).sum()), float(entr(both).sum(-1).mean())
+        error = 5 * 0.5 / math.sqrt(samples)  # of the fraction of samples with logit 2
+        assert found.entropy is not None
+        assert found.mutual_information is not None
+        assert abs(float(found.entropy) - total) < error
+        assert abs(float(found.mutual_information) - (total - expected)) < error
+        assert total - expected > 0.05
+
+    def test_batched_samples_have_the_same_distribution(self) -> None:
+        _, drop = classifier()
+        torch.manual_seed(0)
+        one, several = (drop.predict(X, samples=4000, rows=rows) for rows in (1, 256))
+        assert (one.forwards, several.forwards) == (4000, 63)
+        assert scaled(one.mean, several.mean, (2 * one.variance / 4000).sqrt()) < 5
+        assert torch.allclose(one.variance, several.variance, rtol=0.2)
+        assert torch.allclose(one.mutual_information, several.mutual_information, rtol=0.2)
+
+    def test_low_precision_outputs_are_summarized_in_float32(self) -> None:
+        model, drop = classifier()
+        model.bfloat16()
+        found = drop.predict(X.bfloat16(), samples=20, rows=80)
+        assert (found.mean.dtype, found.forwards) == (torch.float32, 1)
+        assert found.mean.sum(-1) == pytest.approx(1.0, abs=1e-6)
+        assert drop.predict(X.bfloat16(), samples=20, output=Tensor.double).variance.dtype == torch.float64
+
+    @pytest.mark.parametrize(
+        ("shape", "axis"), [((2, 5), -1), ((2, 7, 5), -1), ((2, 5, 6, 4), 1), ((2, 5, 3, 6, 4), 1)]
+    )
+    def test_class_axis(self, shape: tuple[int, ...], axis: int) -> None:
+        model = nn.Sequential(nn.Identity())
+        found = predict(model, Dropout(0.5), "0", torch.randn(shape), samples=8)
+        assert torch.allclose(found.mean.sum(axis), torch.ones(()), atol=1e-5)
+        assert found.entropy.shape == found.mutual_information.shape == found.mean.sum(axis).shape
+
+
+class TestModel:
+    def test_batch_norm_modes_and_weights_are_unchanged(self, model: Small, images: Tensor) -> None:
+        drop = inject(model, DropBlock(0.4, 3), layers="layer1.*")
+        model.train()
+        frozen = model.layer2[0].eval()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        modes = [module.training for module in model.modules()]
+        found = drop.predict(images, samples=3)
+        assert found.variance.max() > 0
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert [module.training for module in model.modules()] == modes
+        assert not frozen.training
+        assert not found.mean.requires_grad
+        assert all(weight.grad is None for weight in model.parameters())
+
+    def test_batch_norm_uses_its_running_statistics(self, model: Small, images: Tensor) -> None:
+        """An input has the same prediction alone and in a batch, from the same random numbers."""
+        drop = inject(model.train(), DropPath(0.5), layers="layer2.1")
+        torch.manual_seed(0)
+        together = drop.predict(images, samples=4, rows=1, activation=None).mean[:1]
+        model.eval()
+        with drop.sampling(), torch.no_grad():
+            torch.manual_seed(0)
+            samples = torch.stack([model(images)[:1] for _ in range(4)])
+        assert torch.allclose(together, samples.mean(0), atol=1e-6)
+
+    def test_only_this_injection_drops(self) -> None:
+        model = nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Identity()).train()
+        inject(model, Dropout(0.5), layers="1", name="other")
+        drop = inject(model, Dropout(0.5), layers="2")
+        values = []
+        drop.predict(torch.ones(4, 8), samples=8, output=lambda out: values.append(out.unique()) or out)
+        assert torch.cat(values).unique().tolist() == [0.0, 1.0, 2.0]  # both others would give 4 or 8
+
+    def test_error_restores_modes_and_rates(self) -> None:
+        model, drop = classifier()
+        model.train()
+        with pytest.raises(RuntimeError) as excinfo:
+            drop.predict(torch.ones(4, 9))
+        assert "predict called the model with tuple((4, 9) float32)" in "".join(excinfo.value.__notes__)
+        assert model.training
+        model.eval()
+        assert torch.equal(model(X), model(X))
+
+    def test_rate_without_effect_raises_before_the_loader_is_read(self) -> None:
+        model, read = nn.Sequential(nn.Identity()), []
+        drop = inject(model, Dropout(0.4), layers="0", schedule=LinearSchedule(10))
+        with pytest.raises(InjectionError, match=r"sampling at rate 0(.|\n)*sampling\(p=0.4\)"):
+            drop.predict(read.append(x) or x for x in [X])
+        assert read == []
+        assert drop.predict(X, p=0.4).variance.max() > 0
+        with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got 1.5"):
+            drop.predict(X, p=1.5)
+
+    def test_injection_that_only_edits_gradients_raises(self) -> None:
+        model = nn.Sequential(nn.Identity())
+        with pytest.raises(InjectionError, match="edits gradients only, so all samples would be equal"):
+            predict(model, ClampActivationGrad(max=0.1), "0")
+
+    def test_equal_samples_warn(self) -> None:
+        """For example, a site that the forward does not reach."""
+
+        class Branches(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.used, self.unused = nn.Linear(8, 3), nn.Linear(8, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.used(x)
+
+        with pytest.warns(HookdropWarning, match="all 30 samples are equal up to rounding: no hook changed the output"):
+            predict(Branches(), Dropout(0.5), "unused")
+
+    def test_removed_injection_raises(self) -> None:
+        _, drop = classifier()
+        drop.remove()
+        with pytest.raises(InjectionError, match=r"predict\(\): 'dropout' was removed"):
+            drop.predict(X)
+
+
+class Keywords(nn.Module):
+    """Takes keyword arguments and returns an object with logits, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 3)
+        self.seen: list[set[str]] = []
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Any:
+        self.seen.append({"input_ids", *others})
+        x = self.embedding(input_ids)
+        if attention_mask is not None:
+            x = x * attention_mask[..., None]
+        return dataclasses.make_dataclass("Output", ["loss", "logits"])(None, self.head(x.mean(1)))
+
+
+class Labeled(Keywords):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        return super().forward(input_ids)
+
+
+class TestInput:
+    def test_loader_gives_the_rows_of_its_batches(self) -> None:
+        _, drop = classifier()
+        batches = [[X, torch.zeros(4)], (X[:3],), X[:1]]
+        torch.manual_seed(0)
+        found = drop.predict(batches, samples=9, rows=1)
+        torch.manual_seed(0)
+        parts = [drop.predict(x, samples=9, rows=1) for x in (X, X[:3], X[:1])]
+        for name in ("mean", "variance", "entropy", "mutual_information"):
+            assert torch.equal(getattr(found, name), torch.cat([getattr(part, name) for part in parts]))
+        assert (len(found.mean), found.forwards) == (8, 27)
+
+    def test_data_loaders_and_generators(self) -> None:
+        class Stream(IterableDataset[Tensor]):
+            def __iter__(self) -> Iterator[Tensor]:
+                return iter(X)
+
+        _, drop = classifier()
+        for loader in (
+            DataLoader(TensorDataset(X, torch.zeros(4)), batch_size=3),
+            DataLoader(Stream(), batch_size=3),
+            (x for x in X.split(3)),
+        ):
+            assert drop.predict(loader, samples=2).mean.shape == (4, 3)
+
+    def test_mapping_is_passed_as_keyword_arguments(self) -> None:
+        model = Keywords()
+        drop = inject(model, Dropout(0.5), layers="embedding")
+        batch = {"input_ids": torch.randint(10, (4, 6)), "attention_mask": torch.ones(4, 6), "labels": torch.ones(4)}
+        found = drop.predict(batch, samples=10)
+        assert (found.mean.shape, found.forwards) == ((4, 3), 1)
+        assert drop.predict([batch, (batch, 0)], samples=2).mean.shape == (8, 3)
+        assert set().union(*model.seen) == {"input_ids"}
+
+    def test_labels_are_passed_if_the_forward_names_them(self) -> None:
+        batch = {"input_ids": torch.randint(10, (4, 6)), "labels": torch.ones(4)}
+        assert predict(Labeled(), Dropout(0.5), "embedding", batch, samples=2).mean.shape == (4, 3)
+
+    def test_tuple_is_passed_as_arguments(self) -> None:
+        model = nn.Bilinear(8, 8, 3)
+        found = inject(model, Dropout(0.5), layers=model).predict((X, X), samples=5)
+        assert (found.mean.shape, found.forwards) == ((4, 3), 1)
+
+    def test_device_moves_the_batches(self) -> None:
+        model = nn.Linear(8, 3, device="meta")
+        drop = inject(model, Dropout(0.5), layers=model)
+        seen = []
+        with pytest.raises((NotImplementedError, RuntimeError)):  # a meta tensor has no values
+            drop.predict(X, device="meta", output=lambda out: seen.append(out.device.type) or out)
+        assert seen[0] == "meta"
+
+    @pytest.mark.parametrize("loader", [[], iter([]), DataLoader([])])
+    def test_empty_loader_raises(self, loader: Any) -> None:
+        _, drop = classifier()
+        with pytest.raises(ValueError, match=r"yields no batch.\n  a generator can be read only once"):
+            drop.predict(loader)
+
+    def test_empty_batch_gives_no_rows(self) -> None:
+        _, drop = classifier()
+        assert drop.predict(X[:0]).mean.shape == (0, 3)
+        with pytest.raises(ValueError, match="an empty batch"):
+            drop.predict([[]])
+
+    @pytest.mark.parametrize("data", ["images", 3, None, X.numpy()])
+    def test_other_data_raises(self, data: Any) -> None:
+        _, drop = classifier()
+        with pytest.raises(TypeError, match="expected a tensor, a tuple of arguments, a mapping"):
+            drop.predict(data)
+
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"samples": 0}, "samples must be at least 1, got 0"),
+            ({"samples": 1}, "samples must be at least 2, got 1: one sample has no variance"),
+            ({"samples": 2.5}, "samples must be an integer"),
+            ({"rows": 0}, "rows must be at least 1"),
+            ({"activation": "tanh"}, "activation must be one of 'softmax', 'sigmoid', None"),
+            ({"output": "logits"}, r"write: output=lambda out: out\['logits'\]"),
+            ({"progress": 1}, "progress must be one of True, False, None"),
+        ],
+    )
+    def test_invalid_setting_raises(self, settings: Any, text: str) -> None:
+        _, drop = classifier()
+        with pytest.raises((TypeError, ValueError), match=text):
+            drop.predict(X, **settings)
+
+
+class Returns(nn.Module):
+    """Returns what a function makes of its input."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.drop, self.function = nn.Identity(), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.drop(x))
+
+
+class TestOutput:
+    def predict(self, function: Any, **settings: Any) -> Prediction:
+        return predict(Returns(function), Dropout(0.5), "drop", samples=4, **settings)
+
+    def test_output_picks_the_tensor(self) -> None:
+        assert self.predict(lambda x: {"out": x}, output=lambda out: out["out"]).mean.shape == (4, 8)
+        assert self.predict(lambda x: x[:, :, None], output=lambda out: out.mT).entropy.shape == (4, 1)
+
+    def test_other_outputs_raise_and_name_what_the_model_returns(self) -> None:
+        with pytest.raises(TypeError, match=r"the model returns .*out.*\n.*output=lambda out: out"):
+            self.predict(lambda x: {"out": x})
+        with pytest.raises(TypeError, match="no tensor was picked from"):
+            self.predict(lambda x: {"out": x}, output=lambda out: out)
+
+    @pytest.mark.parametrize("function", [Tensor.sum, lambda x: x.argmax(-1)])
+    def test_output_without_rows_or_floating_point_numbers_raises(self, function: Any) -> None:
+        with pytest.raises(ShapeError, match="a floating-point tensor with one row per input"):
+            self.predict(function)
+
+    @pytest.mark.parametrize("function", [lambda x: x[:, :1], lambda x: x[:, 0]])
+    def test_softmax_of_one_class_raises(self, function: Any) -> None:
+        with pytest.raises(ValueError, match='the softmax needs two classes(.|\n)*activation="sigmoid"'):
+            self.predict(function)
+        assert self.predict(function, activation="sigmoid").entropy is not None
+
+    def test_softmax_of_probabilities_warns(self) -> None:
+        with pytest.warns(HookdropWarning, match="the outputs of the model sum to 1"):
+            self.predict(lambda x: x.softmax(-1))
+        fixed = self.predict(lambda x: x.softmax(-1), output=Tensor.log)
+        assert torch.allclose(fixed.mean.sum(-1), torch.ones(4))
+
+    def test_batches_with_different_outputs_raise(self) -> None:
+        with pytest.raises(ShapeError, match=r"differ in shape, \(6,\) and \(8,\)(.|\n)*pad all batches"):
+            predict(Returns(halve), Dropout(0.5), "drop", [X, X[:, :6]])
+
+    def test_prediction_prints_its_averages(self) -> None:
+        text = (
+            r"<Prediction \(4, 8\) from 4 samples; on average: std [\d.]+, entropy [\d.]+, mutual information [\d.]+>"
+        )
+        assert re.fullmatch(text, repr(self.predict(halve)))
+        assert "entropy" not in repr(self.predict(halve, activation=None))
+
+
+class DrawsOnce(Regularizer):
+    """Unknown to hookdrop: one draw for the whole batch."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.p = p
+
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return x * (torch.rand(()) < 0.5)
+
+
+class DrawsOnceAfterAll(Dropout):
+    """Redefines how to regularize, so that what the base class says about samples no longer holds."""
+
+    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+        return x * (torch.rand(()) < 0.5)
+
+
+class Recurrent(nn.Module):
+    """Reads axis 0 or axis 1 as time."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(8, 3, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+class TestSharedForwards:
+    @pytest.mark.parametrize(
+        "regularizer",
+        [DropPath(0.5, mode="batch"), MixStyle(0.9), DropBlock(0.3, 3), halve, DrawsOnce(), DrawsOnceAfterAll(0.5)],
+        ids=repr,
+    )
+    @pytest.mark.filterwarnings("ignore:predict. all:hookdrop.HookdropWarning")
+    def test_regularizers_that_draw_for_the_whole_batch_get_one_forward_per_sample(self, regularizer: Any) -> None:
+        model = nn.Sequential(nn.Identity())
+        found = predict(model, regularizer, "0", torch.randn(2, 3, 8, 8), samples=6)
+        assert found.forwards == 6
+
+    def test_one_such_regularizer_suffices(self) -> None:
+        model = nn.Sequential(nn.Identity(), nn.Identity())
+        drop = inject(model, {"0": Dropout(0.5), "1": DropPath(0.5, mode="batch")})
+        assert drop.predict(X, samples=6).forwards == 6
+
+    def test_the_hooks_of_an_outer_sampling_count_too(self) -> None:
+        model = nn.Sequential(nn.Identity(), nn.Identity())
+        drop = inject(model, Dropout(0.5), layers="0")
+        other = inject(model, DropPath(0.5, mode="batch"), layers="1", name="other")
+        assert drop.predict(X, samples=6).forwards == 1
+        with other.sampling():
+            assert drop.predict(X, samples=6).forwards == 6
+
+    @pytest.mark.parametrize(("batch_first", "forwards"), [(True, 1), (False, 6)])
+    def test_recurrent_network_without_batch_first_gets_one_forward_per_sample(
+        self, batch_first: bool, forwards: int
+    ) -> None:
+        """Its axis 0 is time: a repeated input would be a longer sequence."""
+        torch.manual_seed(0)
+        model = Recurrent(batch_first)
+        found = inject(model, Dropout(0.5), layers=model).predict(torch.randn(5, 4, 8), samples=6)
+        assert (found.forwards, found.mean.shape) == (forwards, (5, 4, 3))
+
+    @pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:TransformerEncoderLayer leaves")
+    def test_attention_over_axis_0_gets_one_forward_per_sample(self) -> None:
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), 1)
+        found = inject(model, Dropout(0.5), layers="layers.0.linear1").predict(torch.randn(5, 2, 8), samples=6)
+        assert found.forwards == 6
+
+    def test_model_that_draws_in_eval_mode_gets_one_forward_per_sample(self) -> None:
+        """The comparison of rows finds it, and leaves the RNG as it was."""
+        model = Returns(lambda x: x + torch.randn_like(x))
+        drop = inject(model, Dropout(0.5), layers="drop")
+        torch.manual_seed(0)
+        found = drop.predict(X, samples=6, activation=None)
+        torch.manual_seed(0)
+        with drop.sampling(), torch.no_grad():
+            samples = torch.stack([model.eval()(X) for _ in range(6)])
+        assert found.forwards == 6
+        assert torch.allclose(found.mean, samples.mean(0), atol=1e-6)
+
+    def test_batch_norm_without_running_statistics_gets_one_forward_per_sample(self) -> None:
+        model = nn.Sequential(nn.Identity(), nn.BatchNorm1d(8, track_running_stats=False))
+        assert inject(model, Dropout(0.5), layers="0").predict(X, samples=6).forwards == 6
+
+    @pytest.mark.parametrize("arguments", [(X, X[:1]), (X, [1.0] * 4), (X, torch.tensor(2.0))])
+    def test_arguments_that_cannot_be_repeated_get_one_forward_per_sample(self, arguments: Any) -> None:
+        class Two(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(8, 3)
+
+            def forward(self, x: Tensor, other: Any) -> Tensor:
+                return self.first(x)
+
+        model = Two()
+        drop = inject(model, Dropout(0.5), layers="first")
+        assert drop.predict(arguments, samples=6).forwards == 6
+        assert drop.predict((X, None), samples=6).forwards == 1
+
+    @pytest.mark.parametrize(
+        ("rows", "forwards"), [(1, 30), (7, 30), (8, 15), (12, 10), (24, 5), (30, 5), (256, 1), (None, 1)]
+    )
+    def test_rows_bounds_the_rows_of_a_forward(self, rows: int | None, forwards: int) -> None:
+        _, drop = classifier()
+        sizes = []
+        found = drop.predict(X, rows=rows, output=lambda out: sizes.append(len(out)) or out)
+        assert found.forwards == forwards
+        assert max(sizes) <= max(rows or 256, 4)
+        assert sum(sizes) == 30 * 4 + (3 if forwards < 30 else 0)  # with the comparison of rows
+
+    def test_large_inputs_are_not_repeated_on_a_cpu(self) -> None:
+        model = nn.Sequential(nn.Identity(), nn.Flatten(), nn.Linear(2**16, 2))
+        drop = inject(model, Dropout(0.5), layers="0")
+        forwards = [drop.predict(torch.randn(n, 2**16), samples=8).forwards for n in (1, 2, 4)]
+        assert forwards == [2, 4, 8]  # at most 4 rows each
+        calls = []
+        drop.predict(torch.randn(4, 2**16), samples=8, output=lambda out: calls.append(len(out)) or out)
+        assert calls == [4] * 8  # without a comparison of rows, which would be of no use
+        assert drop.predict(torch.randn(4, 2**16), samples=8, rows=32).forwards == 1
+
+
+class FixedMasks(Regularizer):
+    """Masksembles: group i of n rows gets mask i."""
+
+    rate_name = None
+
+    def __init__(self, n: int = 4) -> None:
+        super().__init__()
+        self.n = n
+
+    @property
+    def masks_per_batch(self) -> int:
+        return self.n
+
+    def regularize(self, x: Tensor) -> Tensor:
+        factors = torch.arange(self.n, dtype=x.dtype).repeat_interleave(x.shape[0] // self.n)
+        return x * factors[:, None]
+
+
+class TestFixedMasks:
+    def test_each_row_gets_each_mask(self) -> None:
+        found = predict(nn.Sequential(nn.Identity()), FixedMasks(), "0", samples=8, rows=4, activation=None)
+        assert found.forwards == 2
+        assert torch.allclose(found.mean, X * 1.5)
+        assert torch.allclose(found.variance, X**2 * torch.arange(4.0).repeat(2).var())
+
+    def test_samples_that_are_no_multiple_of_the_masks_raise(self) -> None:
+        text = r"4 fixed masks, so samples must be a multiple of it, got 30.\n.*samples=4"
+        with pytest.raises(ValueError, match=text):
+            predict(nn.Sequential(nn.Identity()), FixedMasks(), "0")
+
+    def test_rows_that_cannot_be_repeated_raise(self) -> None:
+        model = nn.Sequential(nn.Identity(), nn.Identity())
+        drop = inject(model, {"0": FixedMasks(), "1": DropPath(0.5, mode="batch")})
+        with pytest.raises(InjectionError, match="4 fixed masks need forwards on 4 copies of each row"):
+            drop.predict(X, samples=8)
+        with pytest.raises(InjectionError, match="4 fixed masks need forwards on 4 copies of each row"):
+            predict(Returns(halve), FixedMasks(), "drop", [X, (torch.tensor(1.0),)], samples=4)
+
+
+class TestGroup:
+    def test_all_injections_drop(self) -> None:
+        model = nn.Sequential(nn.Identity(), nn.Identity())
+        inject(model, Dropout(0.5), layers="0")
+        inject(model, DropPath(0.5, mode="batch"), layers="1", name="path")
+        values = []
+        found = find(model).predict(
+            torch.ones(4, 8), samples=20, output=lambda out: values.append(out.unique()) or out, activation=None
+        )
+        assert torch.cat(values).unique().tolist() == [0.0, 4.0]
+        assert found.forwards == 20
+
+    def test_injections_of_no_model_or_of_several_raise(self) -> None:
+        with pytest.raises(InjectionError, match=r"on 0 models.\n  call inject first"):
+            find(nn.Linear(2, 2)).predict(X)
+        models = [classifier()[0] for _ in range(2)]
+        with pytest.raises(InjectionError, match=r"on 2 models.\n  for each model"):
+            (find(models[0]) + find(models[1])).predict(X)
+
+
+class TestProgress:
+    @pytest.fixture
+    def shown(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        pytest.importorskip("tqdm")
+        bars: list[Any] = []
+
+        class Bar:
+            def __init__(self, total: int | None, unit: str) -> None:
+                self.total, self.n = total, 0
+                bars.append(self)
+
+            def __enter__(self) -> Bar:
+                return self
+
+            def __exit__(self, *error: object) -> None:
+                pass
+
+            def update(self, n: int) -> None:
+                self.n += n
+
+        monkeypatch.setattr("tqdm.auto.tqdm", Bar)
+        return bars
+
+    def test_bar_counts_samples(self, shown: list[Any]) -> None:
+        _, drop = classifier()
+        drop.predict([X, X], samples=10, progress=True)
+        drop.predict((x for x in [X]), samples=10, progress=True)
+        drop.predict(X, samples=10, progress=True)
+        assert [(bar.total, bar.n) for bar in shown] == [(20, 20), (None, 10), (10, 10)]
+
+    def test_none_shows_it_for_loaders_in_a_terminal(self, shown: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        _, drop = classifier()
+        monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+        drop.predict([X], samples=2)
+        assert not shown
+        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+        drop.predict(X, samples=2)
+        drop.predict([X], samples=2, progress=False)
+        assert not shown
+        drop.predict([X], samples=2)
+        assert len(shown) == 1
+
+    def test_without_tqdm_only_true_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, drop = classifier()
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+        monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+        drop.predict([X], samples=2)
+        with pytest.raises(HookdropError, match=r"pip install 'hookdrop\[progress\]'"):
+            drop.predict([X], samples=2, progress=True)
