@@ -74,7 +74,7 @@ class DropPath(Regularizer):
     Shape: (N, ...).
 
     Raises:
-        LayerError: in `inject` with `mode="subset"`, if the branch has batch norm.
+        LayerError: in `inject` with `mode="subset"`, if the branch has batch norm, or no parameters.
         ShapeError, InjectionError: in forward with `mode="subset"`, if the rows of an argument cannot be selected.
 
     Example:
@@ -105,6 +105,11 @@ class DropPath(Regularizer):
     def for_layer(self, model: nn.Module, name: str) -> DropPath:
         if self.mode == "subset":
             branch = model.get_submodule(name)
+            if not any(True for _ in branch.parameters()):
+                raise LayerError(
+                    f"DropPath(mode='subset') at {name!r}: this {type(branch).__name__} computes nothing that could be "
+                    'saved.\n  hook the modules that are whole branches, such as attn and mlp; or use mode="row"'
+                )
             norms = [part for part, module in branch.named_modules() if isinstance(module, BatchNorm)]
             if norms:
                 raise LayerError(

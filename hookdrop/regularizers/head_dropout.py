@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -100,11 +101,14 @@ class HeadDropout(Regularizer):
         self.heads = None if heads is None else count(heads, "heads", self.title, 2)
 
     def for_layer(self, model: nn.Module, name: str) -> HeadDropout:
-        heads = heads_of(model, name) if self.heads is None else self.heads
+        heads = self.heads
+        if heads is None:
+            _check_is_output_projection(model, name)
+            heads = heads_of(model, name)
         if heads is None:
             raise LayerError(
                 f"HeadDropout at {name!r}: the modules around it do not say how many heads there are.\n"
-                "  if it is an output projection of attention, pass the number: HeadDropout(p=..., heads=12)"
+                "  pass the number: HeadDropout(p=..., heads=12)"
             )
         width = getattr(model.get_submodule(name), "in_features", None)
         try:
@@ -125,6 +129,24 @@ class HeadDropout(Regularizer):
         if self.heads is None:
             raise ShapeError("HeadDropout: heads is missing, and there is no model to read it from: pass heads=...")
         return _head_dropout(x, rate, self.heads)
+
+
+_ATTENTION = re.compile("att(entio)?n", re.IGNORECASE)
+_INPUT_PROJECTION = re.compile(r"(to_|w)?(q|k|v|qk|kv|qkv|query|key|value|query_key_value|c_attn|in)(_proj|_lin)?")
+
+
+def _check_is_output_projection(model: nn.Module, name: str) -> None:
+    """Raise `LayerError` unless a layer is in attention and may be its output projection."""
+    path = name.split(".")
+    parents = [".".join(path[:end]) for end in range(len(path) - 1, max(len(path) - 4, -1), -1)]
+    kinds = [type(model.get_submodule(parent)).__name__ for parent in parents]
+    if any(map(_ATTENTION.search, (*path[-4:-1], *kinds))) and not _INPUT_PROJECTION.fullmatch(path[-1]):
+        return
+    raise LayerError(
+        f"HeadDropout at {name!r}: this is not an output projection of attention, so its input has no heads.\n"
+        '  find the projections: hookdrop.recipes.head_dropout(model, p)   or name them: layers="**.o_proj"\n'
+        "  if its input is (N, L, H d) all the same, pass H: HeadDropout(p=..., heads=12)"
+    )
 
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "encoder_attention_heads")

@@ -74,6 +74,16 @@ class TestNumberOfHeads:
         model = self.model(num_heads=3)
         assert "heads=4" in inject(model, HeadDropout(0.2, heads=4), layers="attn.o_proj").sites[0].regularizer
 
+    @pytest.mark.parametrize("name", ["attn.q_proj", "mlp.down_proj", "attn.qkv"])
+    def test_other_layers_raise_because_their_input_has_no_heads(self, name: str) -> None:
+        parent, _, attribute = name.partition(".")
+        model = self.model(num_heads=3)
+        model[parent] = model["attn"] if parent == "attn" else nn.ModuleDict()
+        model[parent][attribute] = nn.Linear(12, 12)
+        with pytest.raises(LayerError, match=rf"'{name}': this is not an output projection(.|\n)*o_proj"):
+            inject(model, HeadDropout(0.2), layers=name)
+        inject(model, HeadDropout(0.2, heads=3), layers=name)
+
     def test_unknown_raises_and_asks_for_it(self) -> None:
         with pytest.raises(LayerError, match=r"do not say how many heads there are(.|\n)*heads=12"):
             inject(self.model(), HeadDropout(0.2), layers="attn.o_proj")
