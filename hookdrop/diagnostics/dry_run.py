@@ -29,9 +29,7 @@ class LayerCalls:
     tensor_count: int = 0
     """The number of tensors in the output that could be regularized; 0 if there is only one."""
     resembles_input: bool = False
-    """Whether the output of a composite layer is similar to its input, as for a whole residual block."""
-    differs_from_input: bool = False
-    """Whether a composite layer has an output of the input's shape that is not similar to the input."""
+    """Whether the output is similar to the input, as for a whole residual block."""
     feeds_norm: bool = False
     """Whether the output is the input of a batch norm."""
 
@@ -101,9 +99,7 @@ class _Recorder:
         seen = self._record(module, lambda look: map_tensor(output, self.tensor, look))
         several = sum(map(fits, tensors(output)))
         seen.tensor_count = several if several > 1 and self.tensor is None else 0
-        similar = _resembles_input(module, args, output)
-        seen.resembles_input |= similar is True
-        seen.differs_from_input |= similar is False
+        seen.resembles_input |= _resembles_input(module, args, output)
         if isinstance(output, Tensor):
             # Kept alive until the end, so that no other tensor gets its id.
             self.outputs[id(output)] = (output, seen)
@@ -124,16 +120,16 @@ class _Recorder:
         return seen
 
 
-def _resembles_input(module: nn.Module, args: Any, output: Any) -> bool | None:
-    """Whether the output of a composite module is close to its input: a branch added to a shortcut. None: unknown."""
+def _resembles_input(module: nn.Module, args: Any, output: Any) -> bool:
+    """Whether the output of a composite module is close to its input: a branch added to a shortcut."""
     # The output of a norm is similar to its input too; fused norm and activation layers have children without weights.
     has_parts = any(True for child in module.children() for _ in child.parameters())
     output = next((tensor for tensor in tensors(output) if fits(tensor)), None)
     if not has_parts or not args or not fits(args[0]) or output is None:
-        return None
+        return False
     x = args[0]
     if x.shape != output.shape or x.is_meta or x.numel() == 0:
-        return None
+        return False
     return bool(torch.cosine_similarity(x.flatten().float(), output.flatten().float(), dim=0) > _MIN_SIMILARITY)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from hookdrop.diagnostics.dry_run import LayerCalls, dry_run
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.injection.resolve import PlannedSite, Resolved
-from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, LayerDrop, Regularizer, ShakeDrop
+from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, Regularizer, ShakeDrop
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import TensorKey
 
@@ -66,11 +66,6 @@ def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str,
         shape_warnings.setdefault("block", []).append(
             f"{where}: the output includes the input (a whole residual block?), so {regularizer.title} also {does} the "
             "skip connection: hook the last layer of the branch, such as attn, mlp or bn3."
-        )
-    if seen.differs_from_input and isinstance(regularizer, LayerDrop):
-        shape_warnings.setdefault("branch", []).append(
-            f"{where}: the output does not include the input (a residual branch?), so a skipped layer would add its "
-            "input to the residual stream: hook whole layers, or use DropPath."
         )
     for shape in seen.shapes:
         for warning in _at_target(site, regularizer).shape_warnings(shape):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hookdrop.errors import InjectionError, ShapeError
+from hookdrop.errors import InjectionError, LayerError, ShapeError
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import Regularizer, check_batch_axis
 from hookdrop.utils.validation import drop_rate, floating, rate_or_tensor
@@ -33,6 +33,20 @@ def _layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool
     return torch.where(dropped, input.to(output.dtype), output)
 
 
+_BRANCHES = (
+    "attn",
+    "attention",
+    "self_attn",
+    "self_attention",
+    "cross_attn",
+    "mlp",
+    "ffn",
+    "feed_forward",
+    "fc1",
+    "fc2",
+)
+
+
 class LayerDrop(Regularizer):
     """Skip a layer with probability `p`: it returns its input. One draw per layer and forward, without rescaling.
 
@@ -47,6 +61,7 @@ class LayerDrop(Regularizer):
     Shape: any; the layer's output has the shape of its input.
 
     Raises:
+        LayerError: in `inject`, if the layer is a branch of a layer by its name, such as `mlp`.
         ShapeError: in forward, if the layer changes the shape.
         InjectionError: in forward, if the layer fills a KV cache.
 
@@ -66,6 +81,16 @@ class LayerDrop(Regularizer):
     def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
         super().__init__()
         self.p = self.valid_rate(drop_rate(p, keep_prob, self.title))
+
+    def for_layer(self, model: nn.Module, name: str) -> LayerDrop:
+        path = name.split(".")
+        if path[-1] in _BRANCHES:
+            whole = ".".join(path[:-1])
+            raise LayerError(
+                f"LayerDrop at {name!r}: this is a branch of a layer. Skipped, it would add its input to the residual "
+                f"stream.\n  hook the whole layer{f': layers={whole!r}' if whole else ''}; for branches use DropPath(p=...)"
+            )
+        return self
 
     def forward(self, output: Tensor, input: Tensor | None = None) -> Tensor:
         """Return `input` with probability `p` in training mode, otherwise `output`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import HookdropWarning, InjectionError, LayerDrop, ShapeError, inject
+from hookdrop import InjectionError, LayerDrop, LayerError, ShapeError, inject
 from hookdrop.functional import layer_drop
 
 
@@ -106,21 +105,13 @@ def test_a_kv_cache_in_training_raises_with_the_fix(positional: bool) -> None:
     model[0](x, past_key_values=cache)
 
 
-def test_a_residual_branch_instead_of_a_layer_warns() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.mlp(x)
-
-    x = torch.randn(8, 64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        inject(nn.Sequential(Block()), LayerDrop(0.5), layers="0", example_input=x)
-    with pytest.warns(HookdropWarning, match=r"'0.mlp': the output does not include the input(.|\n)*DropPath"):
-        inject(nn.Sequential(Block()), LayerDrop(0.5), layers="0.mlp", example_input=x)
+@pytest.mark.parametrize("branch", ["mlp", "self_attn"])
+def test_a_branch_of_a_layer_raises_and_names_the_layer(branch: str) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({branch: nn.Linear(4, 4)})])})
+    with pytest.raises(
+        LayerError, match=rf"'layers.0.{branch}': this is a branch(.|\n)*layers='layers.0'(.|\n)*DropPath"
+    ):
+        inject(model, LayerDrop(0.5), layers=f"**.{branch}")
 
 
 def test_the_input_of_a_layer_is_refused() -> None:
