@@ -38,6 +38,7 @@ from hookdrop import (
     LinearSchedule,
     Regularizer,
     Schedule,
+    TokenDropout,
     parse,
     recipes,
 )
@@ -59,6 +60,16 @@ TOKENS = View(
     f"(N, L, C): the images as tokens of {PATCH}x{PATCH} pixels, the first as class token",
     lambda x: unfold(x, PATCH, stride=PATCH).transpose(1, 2),
     lambda x: fold(x.transpose(1, 2), EDGE, PATCH, stride=PATCH),
+)
+EMBEDDINGS = View(
+    f"(N, L, d): the images as embeddings of L = {(EDGE // PATCH) ** 2} tokens, each {PATCH}x{PATCH} pixels",
+    TOKENS.to_tensor,
+    TOKENS.to_images,
+)
+HEADS = View(
+    "(N, L, H d): the images as tokens of three heads, which are red, green and blue",
+    TOKENS.to_tensor,
+    TOKENS.to_images,
 )
 PATCHES = View(
     f"(N, C, L): the images as channels, each a patch of {PATCH}x{PATCH} pixels", TOKENS.to_tensor, TOKENS.to_images
@@ -84,6 +95,8 @@ EXAMPLES: dict[str, tuple[str, View]] = {
     "Cutout": ("Cutout(size=24)", MAPS),
     "TokenDropout": ("TokenDropout(p=0.3, prefix=1)", TOKENS),
     "LockedDropout": ("LockedDropout(p=0.2, time_dim=1)", ROWS),
+    "NEFTune": ("NEFTune(alpha=15)", EMBEDDINGS),
+    "HeadDropout": ("HeadDropout(p=0.5, heads=3)", HEADS),
     "MixStyle": ("MixStyle(p=1.0, alpha=0.5)", MAPS),
     "DSU": ("DSU(p=1.0)", MAPS),
     "Masksembles": ("Masksembles(n=4, scale=2.0, channel_dim=1)", PATCHES),
@@ -94,6 +107,7 @@ GRADIENTS = {
     "ScaleActivationGrad": ("ScaleActivationGrad(factor=-1.0)", "ScaleActivationGrad(factor=0.0)"),
     "NoiseActivationGrad": ("NoiseActivationGrad(std=0.5)",),
 }
+LAYER_DROP = "LayerDrop(p=0.5)"
 SAME_FIGURE = {"Dropout1d": "Dropout2d", "Dropout3d": "Dropout2d"}
 """Regularizers that differ from another one only in the number of axes."""
 SCHEDULES: tuple[Schedule, ...] = (
@@ -150,6 +164,8 @@ def sections(folder: Path) -> Iterator[tuple[str, str, Figure | None]]:
         head = f"{title}### {', '.join([name, *others])}\n\n{summary(text)}\n\n`{text}` on {view.note}.{same}"
         yield slug(name), head, before_and_after(parse(text), images, view)
         title = ""
+    head = f"### LayerDrop\n\n{summary(LAYER_DROP)}\n\n`{LAYER_DROP}` on a layer that inverts colors: two forwards."
+    yield "layerdrop", head, draw_layer_drop(images)
     title = (
         "## Gradient regularizers\n\nThe forward pass is unchanged. These modify the gradient in the backward pass.\n\n"
     )
@@ -198,6 +214,14 @@ def before_and_after(regularizer: Regularizer, images: Tensor, view: View) -> Fi
     torch.manual_seed(2)
     after = view.to_images(regularizer.train()(view.to_tensor(images)))
     return draw_rows({"before": images, "after": after.clamp(0, 1)})
+
+
+def draw_layer_drop(images: Tensor) -> Figure:
+    """Draw the input and the output of a layer, and two forwards of which one skips it."""
+    torch.manual_seed(2)
+    layer_drop, output = parse(LAYER_DROP).train(), 1 - images
+    forwards = {f"step {step}": layer_drop(output, images) for step in (1, 2)}
+    return draw_rows({"input": images, "output": output, **forwards})
 
 
 def draw_overview(image: Tensor) -> Figure:
@@ -274,6 +298,7 @@ def recipe_sections(images: Tensor) -> Iterator[tuple[str, str, Figure]]:
         model.train()(x)
     yield "dropblock-resnet", DROPBLOCK, recorded.plot_masks(["layer3.1", "layer3.1.bn2", "layer4.0.bn1"], channels=8)
     yield "stochastic-depth", DEPTH, draw_rates_by_depth()
+    yield "patch-dropout", PATCH_DROPOUT, draw_patch_dropout(images)
 
 
 DROPBLOCK = """## Recipes
@@ -285,6 +310,21 @@ a convolution of group 3, and after a convolution of group 4."""
 DEPTH = """### stochastic_depth
 
 `recipes.stochastic_depth(model, p=0.2)`: the rate of each residual branch."""
+
+PATCH_DROPOUT = f"""### patch_dropout
+
+`recipes.patch_dropout(model, p=0.5)`: the patches of {PATCH}x{PATCH} pixels that the transformer sees, at their places. The gray
+ones are removed, so they cost no time."""
+
+
+def draw_patch_dropout(images: Tensor) -> Figure:
+    tokens = TOKENS.to_tensor(images)
+    remove, after = TokenDropout(p=0.5, prefix=0, remove=True), torch.full_like(tokens, 0.5)
+    positions = torch.arange(tokens.shape[1], dtype=torch.float32).expand(len(tokens), -1).unsqueeze(-1)
+    torch.manual_seed(2)
+    kept = remove(positions).long().expand(-1, -1, tokens.shape[2])
+    torch.manual_seed(2)
+    return draw_rows({"before": images, "after": TOKENS.to_images(after.scatter(1, kept, remove(tokens)))})
 
 
 def draw_rates_by_depth() -> Figure:
