@@ -85,10 +85,10 @@ class LayerDrop(Regularizer):
     def for_layer(self, model: nn.Module, name: str) -> LayerDrop:
         path = name.split(".")
         if path[-1] in _BRANCHES:
-            whole = ".".join(path[:-1])
+            layer = ".".join(path[:-1])
             raise LayerError(
                 f"LayerDrop at {name!r}: this is a branch of a layer. Skipped, it would add its input to the residual "
-                f"stream.\n  hook the whole layer{f': layers={whole!r}' if whole else ''}; for branches use DropPath(p=...)"
+                f"stream.\n  hook the whole layer, layers={layer!r}, or drop the branch: DropPath(p=...)"
             )
         return self
 
