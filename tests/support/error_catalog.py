@@ -30,9 +30,13 @@ from hookdrop import (
     Dropout2d,
     DropPath,
     GaussianNoise,
+    HeadDropout,
     LambdaSchedule,
+    LayerDrop,
     LinearSchedule,
     Masksembles,
+    NEFTune,
+    TokenDropout,
     inject,
     observe,
     plan,
@@ -121,6 +125,26 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(x + self.self_attn(self.input_layernorm(x)))
+
+
+class LanguageModel(nn.Module):
+    """Called with embeddings, so that its own embedding never runs, and with a KV cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.layer, self.head = nn.Embedding(8, 16), CachedLayer(), nn.Linear(16, 2)
+
+    def forward(self, inputs_embeds: Tensor) -> Tensor:
+        return self.head(self.layer(inputs_embeds, past_key_values=[]))
+
+
+class CachedLayer(nn.Module):
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Tensor:
+        return x
+
+
+class WindowAttention(nn.Linear):
+    """A stand-in for the attention of Swin."""
 
 
 class Argmax(nn.Module):
@@ -290,6 +314,38 @@ def _() -> None:
 @case("a batch that Masksembles cannot split")
 def _() -> None:
     inject(nn.Sequential(nn.Linear(8, 16)), Masksembles(n=4), layers="0", example_input=torch.zeros(30, 8))
+
+
+@case("heads that no module knows")
+def _() -> None:
+    inject(ResNet(), HeadDropout(p=0.1), layers="fc")
+
+
+@case("heads that do not divide the features")
+def _() -> None:
+    inject(ResNet(), HeadDropout(p=0.1, heads=3), layers="fc")
+
+
+@case("tokens removed before windows")
+def _() -> None:
+    (model := ViT()).blocks[0] = WindowAttention(8, 8)
+    inject(model, TokenDropout(p=0.5, prefix=0, remove=True), layers="patch_embed")
+
+
+@case("a batch norm in a branch that runs on part of the batch")
+def _() -> None:
+    inject(ResNet(), DropPath(p=0.1, mode="subset"), layers="layer1.*")
+
+
+@case("an attention mask that no module takes")
+def _() -> None:
+    inject(nn.Sequential(nn.Embedding(8, 8)), NEFTune(alpha=5, attention_mask=True), layers="0")
+
+
+@case("a KV cache in training")
+def _() -> None:
+    inject(model := LanguageModel(), LayerDrop(p=0.1), layers="layer")
+    model(torch.zeros(2, 4, 16))
 
 
 @case("DropPath on whole residual blocks")
@@ -525,6 +581,12 @@ def _() -> None:
 @case("a layer that training never calls")
 def _() -> None:
     inject(model := ViT(), Dropout(p=0.1), layers=["blocks.0", "unused"])
+    train(model)
+
+
+@case("a language model that is trained on embeddings")
+def _() -> None:
+    inject(model := LanguageModel(), NEFTune(alpha=5), layers="embed_tokens")
     train(model)
 
 
@@ -780,6 +842,18 @@ def _() -> None:
 @case("residual_dropout of a model that has dropout")
 def _() -> None:
     recipes.residual_dropout(nn.Sequential(Decoder()))
+
+
+@case("neftune of a model with the NEFTune of transformers")
+def _() -> None:
+    (model := LanguageModel()).embed_tokens.neftune_noise_alpha = 5
+    recipes.neftune(model, embedding="embed_tokens")
+
+
+@case("patch_dropout of a model with windows")
+def _() -> None:
+    (model := ViT()).blocks[0] = WindowAttention(8, 8)
+    recipes.patch_dropout(model, p=0.5)
 
 
 @case("a recipe for a model that torch.fx has traced")
