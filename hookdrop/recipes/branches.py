@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from torch import nn
 
 from hookdrop.injection.select import Layer, named_layers
+from hookdrop.recipes.transformer_layers import transformer_ends
 from hookdrop.utils.tables import some
 
 Ends = tuple[str, ...]
@@ -35,7 +36,7 @@ def branch_ends(module: nn.Module) -> Ends | None:
 
 def decoder_ends(module: nn.Module) -> Ends | None:
     """Like `branch_ends`, for the layers of decoder-only transformers."""
-    return next((ends for rule in _DECODERS if (ends := rule(module)) is not None), None)
+    return transformer_ends(module)
 
 
 def skipped_layers(model: nn.Module, known: Collection[str]) -> list[str]:
@@ -99,7 +100,7 @@ def _timm(block: nn.Module) -> Ends | None:
     children = [name for name, _ in block.named_children()]
     unset = [name for name, value in vars(block).items() if value is None]
     names = [name for name in (*children, *unset) if re.fullmatch(r"(\w+_)?drop_path\d*", name)]
-    if not names:
+    if not names or any(name in children for name in _UNDROPPED):
         return None
     if not _timm_has_skip(block):
         return ()
@@ -108,6 +109,8 @@ def _timm(block: nn.Module) -> Ends | None:
     return tuple(name for name in names if has_submodules(block, name))
 
 
+_UNDROPPED = ("temporal_attention", "message_attn")
+"""Branches that `drop_path` does not end, in TimeSformer and X-CLIP of transformers."""
 _TIMM_ENDS = ("conv_pwl", "se", "bn3", "bn2", "conv3", "conv2", "stack", "attn", "conv_concat")
 """Candidates for the last layer of a branch whose `drop_path` is None (ReXNet, ResNet, SKNet, Xception, VoVNet)."""
 
@@ -136,41 +139,10 @@ _GATES = ("se", "cbam", "attention", "attn", "eca")
 """Attention modules between the last norm of a branch and the addition."""
 
 
-def _bart(block: nn.Module) -> Ends | None:
-    """Whisper, BART, and encoder-decoders with the same structure."""
-    if not has_submodules(block, "self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"):
-        return None
-    # Pegasus-X calls fc2 for two branches. In OPT, the packed audio of Qwen2.5-Omni, Mask2Former and FSMT the first
-    # axis is not the batch.
-    other = any(hasattr(block, name) for name in ("stagger_blocks_this_layer", "do_layer_norm_before", "cross_attn"))
-    packed = "cu_seqlens" in inspect.signature(block.forward).parameters
-    if other or packed or hasattr(block.self_attn, "encoder_decoder_attention"):
-        return None
-    ends = ("self_attn", "encoder_attn_text", "encoder_attn", "fc2")
-    return tuple(end for end in ends if has_submodules(block, end))
-
-
 def _first(block: nn.Module, *names: str) -> Ends | None:
     return next(((name,) for name in names if has_submodules(block, name)), None)
 
 
-_DECODERS: tuple[Rule, ...] = (
-    # Gemma 2, OLMo 2: a norm ends the branch. Gemma 3n (`altup`) does not add plain residual branches.
-    *(
-        _made_of(f"self_attn mlp {ends}", ends, unless="altup")
-        for ends in (
-            "post_attention_layernorm post_feedforward_layernorm",
-            "post_self_attn_layernorm post_mlp_layernorm",
-        )
-    ),
-    # LLaMA, Mistral, Qwen, Phi, ...
-    *(
-        _made_of(f"{mixer} mlp input_layernorm", f"{mixer} mlp", unless="altup")
-        for mixer in ("self_attn", "linear_attn", "cross_attn")
-    ),
-    _made_of("attn mlp ln_1", "attn crossattention mlp"),  # GPT-2, GPT-Neo
-    _made_of("attention mlp input_layernorm", "attention crossattention mlp"),  # GPT-NeoX
-)
 # The first match wins: a library's own stochastic depth attributes come before the structure of its blocks.
 _RULES: tuple[Rule, ...] = (
     _transformers_swin,
@@ -185,10 +157,24 @@ _RULES: tuple[Rule, ...] = (
     ),
     # ViT of transformers: one dropout module ends both branches. InternVL (`lambda_1`) calls it for one of them only.
     _made_of("layernorm_before attention layernorm_after mlp dropout", "dropout", unless="lambda_1"),
-    _made_of("layer_norm1 self_attn layer_norm2 mlp", "self_attn mlp"),  # CLIP
-    _bart,
     # Wav2Vec2, HuBERT, WavLM. In MMS, `adapter_layer` is another branch.
     _made_of("attention layer_norm feed_forward final_layer_norm", "attention feed_forward adapter_layer"),
-    *(_made_of(f"{part} dropout", "dropout") for part in ("SelfAttention", "EncDecAttention", "DenseReluDense")),  # T5
-    *_DECODERS,
+    # The parts of the layer add the branches, or there is one more branch.
+    _made_of("attention.output.dropout output.dense LayerNorm", "attention.output.dropout output.dense"),  # XLM-R XL
+    _made_of("attention.attn attention.dropout output.dropout", "attention.dropout output.dropout"),  # MPNet
+    _made_of("attention.output_dropout ffn_output", "attention.output_dropout ffn_output"),  # ALBERT
+    _made_of("attention post_attention.dropout output.dropout", "post_attention.dropout output.dropout"),  # SqueezeBERT
+    _made_of("fourier.self output.dropout", "fourier.self output.dropout"),  # FNet
+    _made_of("attention.hidden_dropout ffn.dropout ffn.layer_norm", "attention.hidden_dropout ffn.dropout"),  # Funnel
+    _made_of("self_attention.dense mlp.dense_4h_to_h", "self_attention.dense mlp.dense_4h_to_h"),  # BLOOM, Falcon
+    _made_of("norm_1 norm_2 resid_attn_dropout ffn.down_proj", "resid_attn_dropout ffn.down_proj"),  # MPT
+    _made_of("self_attn cross_attn mlp.fc2 layer_norm", "self_attn cross_attn mlp.fc2"),  # RF-DETR
+    _made_of("norm q k v proj_out", "proj_out"),  # the attention of VQ-GANs
+    _made_of("norm mlp gating_block", "gating_block"),  # PatchTSMixer
+    _made_of(
+        "per_layer_input_gate post_attention_layernorm post_feedforward_layernorm post_per_layer_input_norm",
+        "post_attention_layernorm post_feedforward_layernorm post_per_layer_input_norm",  # Gemma 4
+        unless="altup",
+    ),
+    transformer_ends,
 )

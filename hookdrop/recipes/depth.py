@@ -13,6 +13,7 @@ from hookdrop.injection.plan import Plan
 from hookdrop.injection.resolve import PScale, rate_factors
 from hookdrop.injection.select import named_layers
 from hookdrop.recipes.branches import blocks, skipped_layers
+from hookdrop.recipes.transformer_layers import rows_are_samples
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.regularizers import DropPath
 from hookdrop.schedules import Schedule
@@ -62,7 +63,8 @@ def stochastic_depth(
     """
     if regularizer is not None and mode != "row":
         raise ValueError(f"stochastic_depth: mode={mode!r} only applies to DropPath; pass it to your regularizer.")
-    found = list(blocks(model))
+    every = list(blocks(model))
+    found = [(block, ends) for block, ends in every if mode == "batch" or rows_are_samples(block.module)]
     ends = {f"{block.name}.{end}": block.module.get_submodule(end) for block, ends in found for end in ends}
     require_sites("stochastic_depth", model, list(ends), "residual blocks with a known structure")
     _check_no_stochastic_depth(model, ends)
