@@ -1,1 +1,1 @@
-"""Checks of the recipes on every family of transformers; the command is `families.py`... """
+"""Checks of a recipe in every family of transformers; the command is `transformers_zoo.py`."""

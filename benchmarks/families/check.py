@@ -1,89 +1,103 @@
-"""The checks of one recipe in one model."""
+"""The checks that every recipe has to pass in a model: only hooks are added, and `remove` restores every bit."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hookdrop
-from families.inputs import BATCH
-from families.layers import Run
-from hookdrop.recipes import RECIPES
-from hookdrop.utils.tensor_tree import map_tensor, tensors as all_tensors
-from models.check import CheckFailed, require, short_traceback
+from families.layers import Run, watching
+from hookdrop.recipes.recipe import Recipe
+from hookdrop.utils.tensor_tree import tensors
+from models.check import NotRunnable, require
 from models.footprint import bit_equal, differences, fingerprint, footprint
-
-class Unsupported(Exception):
-    """The recipe raised an error: it does not support the model."""
 
 
 class RecipeCheck:
-    def __init__(self, model: nn.Module, runs: Sequence[Run], recipe: str, settings: dict[str, Any]) -> None:
-        self.model, self.runs, self.settings = model, runs, settings
-        self.recipe = getattr(hookdrop.recipes, recipe)
-        self.before, self.checksums = footprint(model), fingerprint(model)
-        self.outputs = self.evaluate()
-        self.gradients = self.train()
-        self.model.zero_grad(set_to_none=True)
-        self.before, self.checksums = footprint(model), fingerprint(model)
-        self.outputs = self.evaluate()
+    """A model with its behavior without hooks."""
 
-    def plan(self) -> hookdrop.Plan:
+    def __init__(self, model: nn.Module, runs: Sequence[Run]) -> None:
+        """Train for one step and evaluate without hooks.
+
+        Raises:
+            NotRunnable: the model does not train.
+        """
+        self.model, self.runs = model, runs
         try:
-            plan = self.recipe.plan(self.model, **self.settings)
-        except hookdrop.HookdropError as error:
-            raise Unsupported(str(error).splitlines()[0]) from error
-        self.require_unchanged("plan")
-        return plan
+            self.gradients = self._train()
+        except TimeoutError:
+            raise
+        except Exception as error:
+            raise NotRunnable(f"without hooks: {type(error).__name__}: {str(error).splitlines()[:1]}") from error
+        self.outputs = self._evaluate()
+        self.before, self.checksums = footprint(model), fingerprint(model)
 
-    def run(self) -> dict[str, Any]:
-        plan = self.plan()
-        record = {"sites": len(plan.sites), "warnings": list(plan.warnings)}
+    def run(self, recipe: Recipe[...], settings: dict[str, Any]) -> hookdrop.Plan:
+        """Inject, evaluate, run one training step, and remove; return the plan.
+
+        Raises:
+            LayerError, InjectionError: the recipe refuses the model.
+            CheckFailed: a guarantee is broken.
+        """
+        plan = recipe.plan(self.model, **settings)
+        self._require_unchanged("plan")
         drop = plan.apply()
         changed = [part for part in differences(self.before, footprint(self.model)) if part != "hooks"]
         require(not changed, f"inject changed {', '.join(changed)}")
-        require(bit_equal(self.evaluate(), self.outputs), "eval output differs with hooks")
+        require(bit_equal(self._evaluate(), self.outputs), "eval output differs with hooks")
         silent = [site.name for site in drop.sites if not site.fired]
-        require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
-        gradients = self.train()
-        changed = sorted(gradients ^ self.gradients)[:3]
+        if silent:  # the inputs may not call a cross-attention
+            silent = [name for name in silent if name in self._called()]
+            require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
+        changed = sorted(self._train() ^ self.gradients)[:3]
         require(not changed, f"different parameters have gradients: {changed}")
-        self.model.zero_grad(set_to_none=True)
         drop.remove()
-        self.require_unchanged("remove")
+        self._require_unchanged("remove")
         require(fingerprint(self.model) == self.checksums, "a parameter or buffer changed")
-        require(bit_equal(self.evaluate(), self.outputs), "eval output differs after remove")
-        require(not hookdrop.find(self.model), "an injection is left after remove")
-        return record
+        require(bit_equal(self._evaluate(), self.outputs), "eval output differs after remove")
+        require(not hookdrop.find(self.model), "hookdrop.find still finds an injection after remove")
+        return plan
 
-    def require_unchanged(self, verb):
+    def _require_unchanged(self, verb: str) -> None:
         changed = differences(self.before, footprint(self.model))
         require(not changed, f"{verb} changed {', '.join(changed)}")
 
     @torch.no_grad()
-    def evaluate(self) -> list[Tensor]:
+    def _evaluate(self) -> list[Tensor]:
         self.model.eval()
         torch.manual_seed(0)
         return [x for run in self.runs for x in float_tensors(run())]
 
-    def train(self) -> set[str]:
+    def _called(self) -> set[str]:
+        """Return the names of the modules that the runs call."""
+        called: set[int] = set()
+        with watching(self.model, called):
+            self._evaluate()
+        return {name for name, module in self.model.named_modules() if id(module) in called}
+
+    def _train(self) -> set[str]:
+        """Run a forward and a backward; return the names of the parameters with a gradient."""
+        buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         self.model.train()
         torch.manual_seed(0)
         losses = [x.float().mean() for run in self.runs for x in float_tensors(run()) if x.requires_grad]
         require(bool(losses), "no output has a gradient")
         loss = torch.stack(losses).sum()
         loss.backward()
-        grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        require(bool(loss.isfinite()), "the loss is not finite")
-        require(all(bool(g.isfinite().all()) for g in grads.values()), "a gradient is not finite")
-        return set(grads)
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        require(bool(loss.isfinite()) and finite, "the loss or a gradient is not finite")
+        self.model.zero_grad(set_to_none=True)
+        self.model.eval()
+        for name, buffer in self.model.named_buffers():
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffer.copy_(buffers[name])
+        return set(gradients)
 
 
 def float_tensors(value: Any) -> list[Tensor]:
-    return [x for x in all_tensors(value) if x.is_floating_point()]
+    """Return the floating-point tensors in a value."""
+    return [x for x in tensors(value) if x.is_floating_point()]

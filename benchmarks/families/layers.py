@@ -1,9 +1,9 @@
-"""The layers of a model and its runs, found without the recipes."""
+"""The layers of a model and forwards that call all of them, found without the recipes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,12 @@ from families.inputs import Inputs, attempts
 _MIXERS = re.compile("attention|attn|mixer|mamba|ssm|recurrent|rwkv|lstm|deltanet|retention|fourier", re.IGNORECASE)
 _LISTS = (nn.ModuleList, nn.Sequential)
 
+Layers = list[tuple[str, nn.Module]]
+
 
 @dataclass
 class Run:
-    """A forward of a part of a model, or of the whole model (name "")."""
+    """A forward of the model, or of the part of this name."""
 
     name: str
     module: nn.Module
@@ -31,82 +33,73 @@ class Run:
         return self.module(**self.inputs)
 
 
-def mixes_tokens(module: nn.Module) -> bool:
-    """Whether the class name of the module or of one inside it says that it mixes tokens."""
-    return any(_MIXERS.search(type(part).__name__) for part in module.modules())
-
-
-def stacks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
-    """Yield the outermost lists of layers that mix tokens, each with its layers by full name."""
+def stacks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Layers]]:
+    """Yield the outermost lists of layers by name, each with its layers by full name."""
     for name, module in model.named_children():
         full = f"{prefix}{name}"
-        if isinstance(module, _LISTS):
-            layers = [(f"{full}.{index}", child) for index, child in module.named_children() if is_layer(child)]
-            if layers:
-                yield full, layers
-                continue
-        yield from stacks(module, f"{full}.")
+        children = module.named_children() if isinstance(module, _LISTS) else ()
+        layers = [(f"{full}.{index}", child) for index, child in children if is_layer(child)]
+        if layers:
+            yield full, layers
+        else:
+            yield from stacks(module, f"{full}.")
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module has parts, of which one mixes tokens. A single attention is not a layer."""
-    children = list(module.children())
-    return bool(children) and mixes_tokens(module) and any(isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d) or "Conv1D" in type(part).__name__ for part in module.modules())
+    """Whether a module has weights and one part that mixes tokens, by class name; an attention alone is no layer."""
+    parts = [type(part).__name__ for part in module.modules() if part is not module]
+    return any(_MIXERS.search(part) for part in parts) and any(p.dim() > 1 for p in module.parameters())
 
 
 def find_runs(model: PreTrainedModel) -> tuple[list[Run], list[str], str]:
-    """Return runs that call as many layers as possible, the stacks with layers that no run calls, and an error."""
-    waiting = {name: [module for _, module in layers] for name, layers in stacks(model)}
+    """Run the model, and each part that is a model itself and has layers that no run has called.
+
+    Returns:
+        The runs, the names of the stacks with layers that none of them calls, and the first error of an attempt.
+    """
+    waiting = dict(stacks(model))
     runs: list[Run] = []
     error = ""
-    parts = [(name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)]
-    for name, part in parts:
-        mine = [stack for stack in waiting if f"{stack}.".startswith(f"{name}." if name else "")]
-        if not mine and (runs or waiting):
+    for name, part in model.named_modules():
+        prefix = f"{name}." if name else ""
+        mine = [stack for stack in waiting if f"{stack}.".startswith(prefix)]
+        if not isinstance(part, PreTrainedModel) or not mine:
             continue
-        found, reason = first_run(name, part)
+        run, called, reason = _first_run(name, part)
         error = error or reason
-        if found is None:
-            continue
-        run, called = found
-        before = len(waiting)
-        for stack in mine:
-            if all(any(layer is one or contains(layer, one) for one in called) for layer in waiting[stack]):
-                del waiting[stack]
-        if len(waiting) < before or not runs:
+        done = [stack for stack in mine if all(_called(layer, called) for _, layer in waiting[stack])]
+        if run is not None and done:
             runs.append(run)
-        if not waiting:
-            break
+            waiting = {stack: layers for stack, layers in waiting.items() if stack not in done}
     return runs, list(waiting), error
 
 
-def contains(outer: nn.Module, inner: nn.Module) -> bool:
-    return any(part is inner for part in outer.modules())
+def _called(layer: nn.Module, called: set[int]) -> bool:
+    return any(id(part) in called for part in layer.modules())
 
 
-def first_run(name: str, part: PreTrainedModel) -> tuple[tuple[Run, list[nn.Module]] | None, str]:
-    """Return the first run of a part that raises no error, with the modules that it calls, and the first error."""
+def _first_run(name: str, part: PreTrainedModel) -> tuple[Run | None, set[int], str]:
+    """Return the first run without an error, the ids of the modules that it calls, and the first error."""
     reason = ""
     torch.manual_seed(0)
-    best: tuple[Run, list[nn.Module]] | None = None
-    for count, inputs in enumerate(attempts(part)):
-        run = Run(name, part.eval(), inputs)
-        called: list[nn.Module] = []
+    for inputs in attempts(part):
+        run, called = Run(name, part.eval(), inputs), set[int]()
         with torch.no_grad(), watching(part, called):
             try:
                 run()
-            except Exception as error:
-                reason = reason or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+            except TimeoutError:
+                raise
+            except Exception as error:  # models reject inputs with any kind of error
+                reason = reason or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
                 continue
-        return (run, called), reason
-    return None, reason or "no inputs"
+        return run, called, reason
+    return None, set(), reason or f"no value for an argument of {type(part).__name__}.forward"
 
 
 @contextmanager
-def watching(model: nn.Module, called: list[nn.Module]) -> Iterator[None]:
-    """Append every module that is called to `called`."""
+def watching(model: nn.Module, called: set[int]) -> Iterator[None]:
+    """Add the id of every module that is called to `called`."""
     with ExitStack() as stack:
         for module in model.modules():
-            handle = module.register_forward_hook(lambda module, args, output: called.append(module))
-            stack.callback(handle.remove)
+            stack.callback(module.register_forward_hook(lambda module, args, output: called.add(id(module))).remove)
         yield

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from torch import nn
 
 from hookdrop.injection.select import Layer, named_layers
-from hookdrop.recipes.transformer_layers import transformer_ends
+from hookdrop.recipes.transformer_layers import count_calls, is_decoder, transformer_ends
 from hookdrop.utils.tables import some
 
 Ends = tuple[str, ...]
@@ -36,16 +36,14 @@ def branch_ends(module: nn.Module) -> Ends | None:
 
 def decoder_ends(module: nn.Module) -> Ends | None:
     """Like `branch_ends`, for the layers of decoder-only transformers."""
-    return transformer_ends(module)
+    return transformer_ends(module) if is_decoder(module) else None
 
 
 def skipped_layers(model: nn.Module, known: Collection[str]) -> list[str]:
     """Return a warning for each `ModuleList` in which the recipe recognizes only some of the layers."""
     found = []
     for layer in named_layers(model):
-        if not isinstance(layer.module, nn.ModuleList):
-            continue
-        names = {f"{layer.name}.{name}": child for name, child in layer.module.named_children()}
+        names = _layers_of(layer)
         others = [name for name, child in names.items() if name not in known and any(child.children())]
         if others and any(name in known for name in names):
             found.append(
@@ -53,6 +51,41 @@ def skipped_layers(model: nn.Module, known: Collection[str]) -> list[str]:
                 f"{some(others)}."
             )
     return found
+
+
+def skipped_stacks(model: nn.Module, known: Collection[str], not_samples: Collection[str]) -> list[str]:
+    """Return a warning for each `ModuleList` of attention layers in which the recipe hooks none.
+
+    Args:
+        model: the model.
+        known: the names of the blocks with sites.
+        not_samples: the names of the recognized blocks in which the first axis is not the batch.
+    """
+    found: list[str] = []
+    inside = tuple(f"{name}." for name in (*known, *not_samples))
+    for layer in named_layers(model):
+        names = [name for name, child in _layers_of(layer).items() if _mixes_tokens(child)]
+        if not names or layer.name.startswith(inside):
+            continue
+        if any(f"{one}.".startswith(tuple(f"{name}." for name in names)) for one in known):
+            continue
+        reason = "the recipe does not recognize them."
+        if any(one.startswith(tuple(names)) for one in not_samples):
+            reason = "the first axis of their branches is not the batch. `mode=\"batch\"` includes them."
+        found.append(f"skipped all {len(names)} layers in {layer.name!r}: {reason}")
+        inside += tuple(f"{name}." for name in names)
+    return found
+
+
+def _layers_of(layer: Layer) -> dict[str, nn.Module]:
+    children = layer.module.named_children() if isinstance(layer.module, nn.ModuleList) else ()
+    return {f"{layer.name}.{name}": child for name, child in children}
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    """Whether the module has an attention or another mixer inside, by class name."""
+    parts = [type(part).__name__ for name, part in module.named_modules() if name]
+    return any(re.search("Attention|Mixer|Mamba", part) for part in parts)
 
 
 def has_submodules(module: nn.Module, *names: str) -> bool:
@@ -82,9 +115,11 @@ def _made_of(parts: str, ends: str, unless: str = "") -> Rule:
 
 
 def _transformers_swin(block: nn.Module) -> Ends | None:
-    """Swin of transformers: `drop_path` ends the attention branch, `output` the MLP branch."""
-    parts = ("drop_path", "intermediate", "output", "layernorm_after")
-    return ("drop_path", "output") if hasattr(block, "shift_size") and has_submodules(block, *parts) else None
+    """Swin of transformers: `drop_path` ends the attention branch only. In Swin v2 it ends both."""
+    if not hasattr(block, "shift_size") or not has_submodules(block, "drop_path", "layernorm_after"):
+        return None
+    mlp = _first(block, "mlp", "output")
+    return ("drop_path", *mlp) if mlp and count_calls(type(block), "drop_path") == 1 else None
 
 
 def _torchvision(block: nn.Module) -> Ends | None:
@@ -150,6 +185,10 @@ _RULES: tuple[Rule, ...] = (
     _timm,
     _resnet,
     _made_of("ln_1 self_attention dropout ln_2 mlp", "dropout mlp"),  # torchvision's ViT
+    _made_of(
+        "attention.output.dropout output_query.dropout",  # the query transformers of BLIP-2 and InstructBLIP
+        "attention.output.dropout crossattention.output.dropout output.dropout output_query.dropout",
+    ),
     # BERT, RoBERTa, ELECTRA, and ViTs with the same structure.
     _made_of(
         "attention.output.dropout output.dropout",

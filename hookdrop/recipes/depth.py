@@ -12,7 +12,7 @@ from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.resolve import PScale, rate_factors
 from hookdrop.injection.select import named_layers
-from hookdrop.recipes.branches import blocks, skipped_layers
+from hookdrop.recipes.branches import blocks, skipped_layers, skipped_stacks
 from hookdrop.recipes.transformer_layers import rows_are_samples
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.regularizers import DropPath
@@ -66,7 +66,10 @@ def stochastic_depth(
     every = list(blocks(model))
     found = [(block, ends) for block, ends in every if mode == "batch" or rows_are_samples(block.module)]
     ends = {f"{block.name}.{end}": block.module.get_submodule(end) for block, ends in found for end in ends}
-    require_sites("stochastic_depth", model, list(ends), "residual blocks with a known structure")
+    wanted = "residual blocks with a known structure"
+    if not ends and any(found for _, found in every):
+        wanted += ", with the batch on the first axis (`mode=\"batch\"` also accepts packed sequences and other layouts)"
+    require_sites("stochastic_depth", model, list(ends), wanted)
     _check_no_stochastic_depth(model, ends)
     _check_no_shared_ends(ends)
     scales = [1.0] * len(found) if p_scale is None else rate_factors([block for block, _ in found], p_scale)
@@ -76,7 +79,9 @@ def stochastic_depth(
         for end in ends
     ]
     make = partial(DropPath, mode=mode) if regularizer is None else regularizer
-    skipped = skipped_layers(model, {block.name for block, _ in found})
+    known = {block.name for block, _ in found}
+    others = {block.name for block, _ in every} - known
+    skipped = skipped_layers(model, known | others) + skipped_stacks(model, known, others)
     return plan_sites(
         model,
         sites,

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from hookdrop.recipes.source_analysis import reachable_methods
+from hookdrop.recipes.source_analysis import dotted_path, reachable_methods
 
 _MIXER = re.compile(
     r"(self_|linear_|temporal_)?(attn|attention|att)|(encoder|cross)_?(attn|attention)|encoder_attn_text|"
@@ -24,9 +24,9 @@ _MIXER = re.compile(
 )
 _MLP = re.compile("mlp|(feed_forward|ffn|ff)[12]?|block_sparse_moe|moe|DenseReluDense|fc2")
 _NORM = re.compile(r"(ln|norm|(rms|layer)_?norm)(_.*|\d)?|.*(norm|ln)\d?")
-_SCALE = re.compile(r".*layer_?scale\d?|ls_?\d")
-"""Factors of a branch, one for each channel. The site is before them."""
-_SKIP_NORMS = {"norm_out", "final_layer_norm", "pre_ln", "ada_rms_norm"}
+_INERT = re.compile(r".*layer_?scale\d?|ls_?\d|act(ivation)?(_fn)?")
+"""Activations in a branch, and factors of a branch for each channel, which follow the site."""
+_SKIP_NORMS = {"norm_out", "pre_ln", "ada_rms_norm"}
 """Norms besides one for each branch: before the first or after the last, on the skip, or in a branch."""
 
 
@@ -36,13 +36,21 @@ def transformer_ends(layer: nn.Module) -> tuple[str, ...] | None:
     ends = [name for name in children if _MIXER.fullmatch(name) or _MLP.fullmatch(name)]
     norms = [name for name in children if name not in ends and _NORM.fullmatch(name)]
     inert = {"fc1"} if "fc2" in ends else set()
-    inert |= {name for name, child in children.items() if _SCALE.fullmatch(name) or not list(child.parameters())}
+    inert |= {name for name, child in children.items() if _INERT.fullmatch(name) or not list(child.parameters())}
     if set(children) - {*ends, *norms, *inert} or any(isinstance(children[end], _CONTAINERS) for end in ends):
         return None
     if len(ends) > 1 and not any(_MIXER.fullmatch(name) for name in ends):
         return None
     found = _after_norms(ends, norms)
     return found if found and _additions(type(layer)) >= len(found) else None
+
+
+def is_decoder(layer: nn.Module) -> bool:
+    """Whether a layer that `transformer_ends` recognizes belongs to a decoder-only transformer."""
+    children = dict(layer.named_children())
+    recurrent = children.keys() & {"linear_attn", "mamba", "mixer"}
+    causal = any(getattr(child, "is_causal", False) for child in children.values())
+    return (causal or bool(recurrent)) and not children.keys() & {"encoder_attn", "cross_attn_layer_norm"}
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -57,8 +65,16 @@ def _after_norms(ends: Sequence[str], norms: Sequence[str]) -> tuple[str, ...] |
         if len(after) > len(ends):  # GLM 4: the name that LLaMA gives to the norm before the MLP
             after.remove("post_attention_layernorm")
         return tuple(after) if len(after) == len(ends) else None
-    fits = len(norms) in (1, len(ends), len(ends) + bool(_SKIP_NORMS & set(norms)))
+    parallel = {"mamba", "self_attn"} <= set(ends)  # Falcon-H1
+    fits = len(norms) in (1, len(ends) - parallel, len(ends), len(ends) + bool(_SKIP_NORMS & set(norms)))
     return tuple(ends) if norms and fits else None
+
+
+@lru_cache(maxsize=1024)
+def count_calls(cls: type, child: str) -> int:
+    """Return the number of calls of a child in the source of a forward."""
+    nodes = [node for method in reachable_methods(cls)[0] for node in method.nodes]
+    return sum(isinstance(node, ast.Call) and dotted_path(node.func) == ("self", child) for node in nodes)
 
 
 @lru_cache(maxsize=1024)
