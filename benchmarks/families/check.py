@@ -28,12 +28,17 @@ class RecipeCheck:
         self.model, self.runs = model, runs
         try:
             self.gradients = self._train()
+            self.outputs = self._evaluate()
+            require(not any(bool(x.isnan().any()) for x in self.outputs), "the output contains NaN")
         except TimeoutError:
             raise
         except Exception as error:
             raise NotRunnable(f"without hooks: {type(error).__name__}: {str(error).splitlines()[:1]}") from error
-        self.outputs = self._evaluate()
         self.before, self.checksums = footprint(model), fingerprint(model)
+        self._train()
+        self._evaluate()
+        # I-BERT replaces its buffers in each forward.
+        self.before = {key: value for key, value in footprint(model).items() if value == self.before[key]}
 
     def run(self, recipe: Recipe[...], settings: dict[str, Any]) -> hookdrop.Plan:
         """Inject, evaluate, run one training step, and remove; return the plan.

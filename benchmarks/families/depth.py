@@ -177,8 +177,8 @@ def record(model: nn.Module, runs: Sequence[Run], names: Sequence[str]) -> dict[
         return hook
 
     def norm(module: nn.Module, args: Any, output: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-            pair = (args[0].clone(), output.clone())
+        if args and isinstance(args[0], Tensor) and (results := float_tensors(output)):
+            pair = (args[0].clone(), results[0].clone())
             for name in active:
                 calls[name].norms.append(pair)
 
@@ -188,7 +188,7 @@ def record(model: nn.Module, runs: Sequence[Run], names: Sequence[str]) -> dict[
             stack.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(after(name)).remove)
         for module in model.modules():
-            if _NORM.search(type(module).__name__) and not any(True for _ in module.children()):
+            if _NORM.search(type(module).__name__) and not any(list(child.parameters()) for child in module.children()):
                 stack.callback(module.register_forward_hook(norm).remove)
         torch.manual_seed(0)
         with torch.no_grad():

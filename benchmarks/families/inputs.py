@@ -102,7 +102,10 @@ def _images(name: str, config: PreTrainedConfig) -> Iterator[Any]:
     yield from (torch.randn(BATCH, channels, side, side) for side in (64, 128, 224, 256) if side > height)
     yield clip
     yield image[:, None]
-    yield torch.randn(BATCH, 16, channels * _get(config, 8, "patch_size") ** 2)
+    patch = channels * _get(config, 8, "patch_size") ** 2
+    yield torch.randn(BATCH, 16, patch)
+    for frames in {1, _get(config, 1, "temporal_patch_size")}:  # packed
+        yield torch.randn(BATCH * 16, frames * patch)
 
 
 def _features(config: PreTrainedConfig) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from families.inputs import Inputs, attempts
 
-_MIXERS = re.compile("attention|attn|mixer|mamba|ssm|recurrent|rwkv|lstm|deltanet|retention|fourier", re.IGNORECASE)
+_MIXERS = re.compile("attention|attn|mla$|mixer|mamba|ssm|recurrent|rwkv|deltanet|retention|fourier", re.IGNORECASE)
 _LISTS = (nn.ModuleList, nn.Sequential)
 
 Layers = list[tuple[str, nn.Module]]

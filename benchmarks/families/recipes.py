@@ -80,4 +80,3 @@ CASES = {
         check_depth,
     ),
 }
-

@@ -63,9 +63,10 @@ def summary(results: dict[str, Any]) -> str:
     covered, counted = coverage(results["totals"])
     share = covered / max(counted, 1)
     outside = sum(results["totals"].values()) - counted
+    version = results["versions"]["transformers"]
     return (
-        f"{results['recipe']} covers {covered} of {counted} families of transformers {results['versions']['transformers']} "
-        f"({share:.1%}) that have layers with attention or another mixer and run without hooks; {outside} others."
+        f"{results['recipe']} covers {covered} of {counted} families of transformers {version} ({share:.1%}) that have "
+        f"layers with attention or another mixer and run without hooks. {outside} families are not counted."
     )
 
 

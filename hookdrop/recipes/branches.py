@@ -7,9 +7,9 @@ residual branch (an EfficientNet block that changes the resolution), and None if
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -71,7 +71,7 @@ def skipped_stacks(model: nn.Module, known: Collection[str], not_samples: Collec
             continue
         reason = "the recipe does not recognize them."
         if any(one.startswith(tuple(names)) for one in not_samples):
-            reason = "the first axis of their branches is not the batch. `mode=\"batch\"` includes them."
+            reason = 'the first axis of their branches is not the batch. mode="batch" includes them.'
         found.append(f"skipped all {len(names)} layers in {layer.name!r}: {reason}")
         inside += tuple(f"{name}." for name in names)
     return found
@@ -118,8 +118,9 @@ def _transformers_swin(block: nn.Module) -> Ends | None:
     """Swin of transformers: `drop_path` ends the attention branch only. In Swin v2 it ends both."""
     if not hasattr(block, "shift_size") or not has_submodules(block, "drop_path", "layernorm_after"):
         return None
+    cls: Any = type(block)
     mlp = _first(block, "mlp", "output")
-    return ("drop_path", *mlp) if mlp and count_calls(type(block), "drop_path") == 1 else None
+    return ("drop_path", *mlp) if mlp and count_calls(cls, "drop_path") == 1 else None
 
 
 def _torchvision(block: nn.Module) -> Ends | None:
@@ -174,6 +175,11 @@ _GATES = ("se", "cbam", "attention", "attn", "eca")
 """Attention modules between the last norm of a branch and the addition."""
 
 
+def _levit(block: nn.Module) -> Ends | None:
+    """LeViT: a block for each branch."""
+    return ("module",) if hasattr(block, "drop_rate") and list(dict(block.named_children())) == ["module"] else None
+
+
 def _first(block: nn.Module, *names: str) -> Ends | None:
     return next(((name,) for name in names if has_submodules(block, name)), None)
 
@@ -215,5 +221,14 @@ _RULES: tuple[Rule, ...] = (
         "post_attention_layernorm post_feedforward_layernorm post_per_layer_input_norm",  # Gemma 4
         unless="altup",
     ),
+    _made_of(
+        "post_attention_layernorm post_feedforward_layernorm ple_block.post_per_layer_input_norm",  # EmbeddingGemma 2
+        "post_attention_layernorm post_feedforward_layernorm ple_block.post_per_layer_input_norm",
+    ),
+    _made_of("self_attn mlp attn_sconv mlp_sconv", "attn_sconv mlp_sconv"),  # Inkling
+    *(  # DAB-DETR
+        _made_of(f"{name}_query_content_proj {name} {name}_layer_norm", name) for name in ("self_attn", "cross_attn")
+    ),
+    _levit,
     transformer_ends,
 )

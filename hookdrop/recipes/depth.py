@@ -13,8 +13,8 @@ from hookdrop.injection.plan import Plan
 from hookdrop.injection.resolve import PScale, rate_factors
 from hookdrop.injection.select import named_layers
 from hookdrop.recipes.branches import blocks, skipped_layers, skipped_stacks
-from hookdrop.recipes.transformer_layers import rows_are_samples
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
+from hookdrop.recipes.transformer_layers import rows_are_samples
 from hookdrop.regularizers import DropPath
 from hookdrop.schedules import Schedule
 
@@ -68,7 +68,7 @@ def stochastic_depth(
     ends = {f"{block.name}.{end}": block.module.get_submodule(end) for block, ends in found for end in ends}
     wanted = "residual blocks with a known structure"
     if not ends and any(found for _, found in every):
-        wanted += ", with the batch on the first axis (`mode=\"batch\"` also accepts packed sequences and other layouts)"
+        wanted += ', with the batch on the first axis (`mode="batch"` also accepts packed sequences and other layouts)'
     require_sites("stochastic_depth", model, list(ends), wanted)
     _check_no_stochastic_depth(model, ends)
     _check_no_shared_ends(ends)

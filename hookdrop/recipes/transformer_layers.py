@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from torch import nn
 
@@ -22,12 +23,13 @@ _MIXER = re.compile(
     r"SelfAttention|LocalSelfAttention|TransientGlobalSelfAttention|EncDecAttention|multi_head_attention|"
     r"mixer|mamba|conv|conv_module"
 )
-_MLP = re.compile("mlp|(feed_forward|ffn|ff)[12]?|block_sparse_moe|moe|DenseReluDense|fc2")
+_MLP = re.compile("mlp|(feed_forward|ffn|ff)[12]?|block_sparse_moe|shared_mlp|moe|DenseReluDense|fc2")
 _NORM = re.compile(r"(ln|norm|(rms|layer)_?norm)(_.*|\d)?|.*(norm|ln)\d?")
 _INERT = re.compile(r".*layer_?scale\d?|ls_?\d|act(ivation)?(_fn)?")
 """Activations in a branch, and factors of a branch for each channel, which follow the site."""
 _SKIP_NORMS = {"norm_out", "pre_ln", "ada_rms_norm"}
 """Norms besides one for each branch: before the first or after the last, on the skip, or in a branch."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def transformer_ends(layer: nn.Module) -> tuple[str, ...] | None:
@@ -42,7 +44,8 @@ def transformer_ends(layer: nn.Module) -> tuple[str, ...] | None:
     if len(ends) > 1 and not any(_MIXER.fullmatch(name) for name in ends):
         return None
     found = _after_norms(ends, norms)
-    return found if found and _additions(type(layer)) >= len(found) else None
+    cls: Any = type(layer)
+    return found if found and _additions(cls) >= len(found) else None
 
 
 def is_decoder(layer: nn.Module) -> bool:
@@ -51,9 +54,6 @@ def is_decoder(layer: nn.Module) -> bool:
     recurrent = children.keys() & {"linear_attn", "mamba", "mixer"}
     causal = any(getattr(child, "is_causal", False) for child in children.values())
     return (causal or bool(recurrent)) and not children.keys() & {"encoder_attn", "cross_attn_layer_norm"}
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def _after_norms(ends: Sequence[str], norms: Sequence[str]) -> tuple[str, ...] | None:
@@ -65,27 +65,30 @@ def _after_norms(ends: Sequence[str], norms: Sequence[str]) -> tuple[str, ...] |
         if len(after) > len(ends):  # GLM 4: the name that LLaMA gives to the norm before the MLP
             after.remove("post_attention_layernorm")
         return tuple(after) if len(after) == len(ends) else None
-    parallel = {"mamba", "self_attn"} <= set(ends)  # Falcon-H1
+    pairs = ({"mamba", "self_attn"}, {"block_sparse_moe", "shared_mlp"})  # with one norm: Falcon-H1, Granite MoE hybrid
+    parallel = sum(pair <= set(ends) for pair in pairs)
     fits = len(norms) in (1, len(ends) - parallel, len(ends), len(ends) + bool(_SKIP_NORMS & set(norms)))
     return tuple(ends) if norms and fits else None
 
 
 @lru_cache(maxsize=1024)
-def count_calls(cls: type, child: str) -> int:
+def count_calls(cls: Any, child: str) -> int:
     """Return the number of calls of a child in the source of a forward."""
     nodes = [node for method in reachable_methods(cls)[0] for node in method.nodes]
     return sum(isinstance(node, ast.Call) and dotted_path(node.func) == ("self", child) for node in nodes)
 
 
 @lru_cache(maxsize=1024)
-def _additions(cls: type) -> float:
+def _additions(cls: Any) -> float:
     """Return the number of additions in the methods that a forward runs, or infinity if their source is missing."""
     methods, _ = reachable_methods(cls)
     return sum(_adds(node) for method in methods for node in method.nodes) if methods else float("inf")
 
 
 def _adds(node: ast.AST) -> bool:
-    """Whether a node adds two values, neither of which is a tuple or a constant."""
+    """Whether a node adds two values, neither of which is a tuple or a constant, or calls `..._residual_add`."""
+    if isinstance(node, ast.Call):
+        return (dotted_path(node.func) or ("",))[-1].endswith("residual_add")
     if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(node.op, ast.Add):
         return False
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
@@ -99,10 +102,21 @@ def rows_are_samples(layer: nn.Module) -> bool:
     batch and tokens, or has the tokens first.
     """
     names = {name for name, _ in layer.named_children()}
-    packed = "cu_seqlens" in inspect.signature(layer.forward).parameters
+    classes: set[Any] = {type(part) for part in layer.modules()}
+    packed = any(_needs_lengths(cls) for cls in classes)
     pixtral = names == {"attention_norm", "feed_forward", "attention", "ffn_norm"}
     windows = bool(getattr(layer, "window_size", 0)) and {"layer_norm1", "layer_norm2"} <= names  # SAM
     merged = hasattr(layer, "do_layer_norm_before") or getattr(layer, "is_moe_layer", False)  # OPT, Llama 4
     attention = getattr(layer, "self_attn", None)
     tokens_first = hasattr(attention, "encoder_decoder_attention")  # FSMT
     return not (packed or pixtral or windows or merged or tokens_first)
+
+
+@lru_cache(maxsize=1024)
+def _needs_lengths(cls: Any) -> bool:
+    """Whether the forward requires the lengths or the grids of packed sequences."""
+    parameters = inspect.signature(cls.forward).parameters
+    return any(parameters[name].default is inspect.Parameter.empty for name in _LENGTHS & parameters.keys())
+
+
+_LENGTHS = {"cu_seqlens", "grid_thw"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -250,6 +250,128 @@ class TestModelsWithoutStochasticDepth:
         layer = getattr(library, name)(config=config, **extra)
         assert {"self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"} <= set(layer._modules)
         assert branch_ends(layer) is None or not rows_are_samples(layer)
+
+
+class TestFamiliesOfTransformers:
+    """One family for each structure; `benchmarks/transformers_zoo.py` checks all families in the same way."""
+
+    STATUSES: ClassVar[dict[str, str]] = {
+        "albert": "passed",
+        "bloom": "passed",
+        "doge": "passed",
+        "falcon_h1": "passed",
+        "fnet": "passed",
+        "gemma2": "passed",
+        "gemma4_text": "passed",
+        "glm4": "passed",
+        "levit": "passed",
+        "mamba": "passed",
+        "moonshine": "passed",
+        "mpnet": "passed",
+        "mpt": "passed",
+        "olmo2": "passed",
+        "opt": "batch",
+        "parakeet_encoder": "passed",
+        "pixtral": "batch",
+        "rf_detr": "passed",
+        "swin": "passed",
+        "swinv2": "passed",
+    }
+
+    @staticmethod
+    def check(name: str) -> dict[str, Any]:
+        pytest.importorskip("transformers")
+        from families import tiny
+        from families.check import RecipeCheck
+        from families.layers import find_runs
+        from families.recipes import CASES, run_case
+
+        for model in tiny.models(name):
+            runs, missing, _ = find_runs(model)
+            if not missing:
+                return run_case(CASES["stochastic_depth"], RecipeCheck(model, runs))
+        raise AssertionError
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("name", STATUSES)
+    def test_every_branch_of_every_layer_has_a_site_at_its_end(self, name: str) -> None:
+        record = self.check(name)
+        assert record["status"] == self.STATUSES[name], record
+        assert record["sites"]
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("name", ["muse_spark_text", "deepseek_v4"])
+    def test_layers_with_gates_or_several_streams_raise(self, name: str) -> None:
+        assert self.check(name)["status"] == "refused"
+
+    def test_packed_images_need_mode_batch(self) -> None:
+        pytest.importorskip("transformers")
+        from families import tiny
+
+        model = next(tiny.models("qwen3_vl"))
+        plan = stochastic_depth.plan(model)
+        assert [site.name for site in plan.sites if "visual" in site.name] == []
+        assert plan.warnings == [
+            "skipped all 2 layers in 'visual.blocks': the first axis of their branches is not the batch. "
+            'mode="batch" includes them.'
+        ]
+        plan = stochastic_depth.plan(model, mode="batch")
+        assert sum("visual" in site.name for site in plan.sites) == 4
+        assert plan.warnings == []
+        with pytest.raises(LayerError, match=r"on the first axis \(mode=\"batch\" accepts other layouts"):
+            stochastic_depth(model.visual)
+
+
+class Attention(nn.Linear):
+    is_causal = True
+
+
+class TestRolesOfChildren:
+    """A layer is recognized only if the recipe knows what each of its children is for."""
+
+    class Layer(nn.Module):
+        def __init__(self, **extra: nn.Module) -> None:
+            super().__init__()
+            self.input_layernorm, self.post_attention_layernorm = nn.LayerNorm(4), nn.LayerNorm(4)
+            self.self_attn, self.mlp = Attention(4, 4), nn.Linear(4, 4)
+            for name, module in extra.items():
+                self.add_module(name, module)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.self_attn(self.input_layernorm(x))
+            return x + self.mlp(self.post_attention_layernorm(x))
+
+    class OneAddition(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.self_attn(self.input_layernorm(x))
+            return x + self.mlp(self.post_attention_layernorm(x))
+
+    def test_pre_norm_layer(self) -> None:
+        assert branch_ends(self.Layer()) == ("self_attn", "mlp")
+
+    @pytest.mark.parametrize("name", ["act_fn", "self_attn_layer_scale", "rotary_emb", "dropout"])
+    def test_activations_scales_and_modules_without_parameters_do_not_matter(self, name: str) -> None:
+        module = nn.Dropout() if name in ("rotary_emb", "dropout") else nn.PReLU()
+        assert branch_ends(self.Layer(**{name: module})) == ("self_attn", "mlp")
+
+    @pytest.mark.parametrize("name", ["adapter", "residual_gate", "attn_conv", "third_norm"])
+    def test_unknown_child_is_not_recognized(self, name: str) -> None:
+        assert branch_ends(self.Layer(**{name: nn.Linear(4, 4)})) is None
+
+    def test_branch_without_an_addition_is_not_recognized(self) -> None:
+        assert branch_ends(self.OneAddition()) is None
+
+    def test_norms_after_the_branches_are_the_sites(self) -> None:
+        """A norm would undo the scale of the remaining samples."""
+        layer = self.Layer(pre_feedforward_layernorm=nn.LayerNorm(4), post_feedforward_layernorm=nn.LayerNorm(4))
+        assert branch_ends(layer) == ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def test_list_of_unrecognized_layers_warns(self) -> None:
+        known, unknown = ([self.Layer(**extra) for _ in range(2)] for extra in ({}, {"gate": nn.Linear(4, 4)}))
+        model = nn.ModuleDict({"layers": nn.ModuleList(known), "tower": nn.ModuleList(unknown)})
+        assert stochastic_depth.plan(model).warnings == [
+            "skipped all 2 layers in 'tower': the recipe does not recognize them."
+        ]
 
 
 def norm_parameters(block: Any) -> tuple[Tensor, Tensor]:
