@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -160,21 +161,18 @@ def record(model: nn.Module, runs: Sequence[Run], names: Sequence[str]) -> dict[
     calls: dict[str, Call] = {}
     active: list[str] = []
 
-    def before(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if name not in calls:
-                calls[name] = Call([x.clone() for x in float_tensors((args, kwargs))])
-                active.append(name)
+    def recorded(name: str, forward: Any) -> Any:
+        def run_forward(*args: Any, **kwargs: Any) -> Any:
+            if name in calls:
+                return forward(*args, **kwargs)
+            calls[name] = Call([x.clone() for x in float_tensors((args, kwargs))])
+            active.append(name)
+            output = forward(*args, **kwargs)
+            calls[name].outputs = [x.clone() for x in float_tensors(output)]
+            active.remove(name)
+            return output
 
-        return hook
-
-    def after(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if name in active:
-                calls[name].outputs = [x.clone() for x in float_tensors(output)]
-                active.remove(name)
-
-        return hook
+        return run_forward
 
     def norm(module: nn.Module, args: Any, output: Any) -> None:
         if args and isinstance(args[0], Tensor) and (results := float_tensors(output)):
@@ -185,8 +183,8 @@ def record(model: nn.Module, runs: Sequence[Run], names: Sequence[str]) -> dict[
     with ExitStack() as stack:
         for name in dict.fromkeys(names):
             module = model.get_submodule(name)
-            stack.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(after(name)).remove)
+            # Not hooks: SqueezeBERT calls the forward of its layers.
+            stack.enter_context(patch.object(module, "forward", recorded(name, module.forward)))
         for module in model.modules():
             if _NORM.search(type(module).__name__) and not any(list(child.parameters()) for child in module.children()):
                 stack.callback(module.register_forward_hook(norm).remove)

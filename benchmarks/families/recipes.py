@@ -11,6 +11,7 @@ from families.check import RecipeCheck
 from families.depth import check_sites
 from hookdrop import recipes
 from hookdrop.errors import InjectionError, LayerError
+from hookdrop.recipes.branches import blocks
 from hookdrop.recipes.recipe import Recipe
 from models.check import require
 
@@ -53,10 +54,13 @@ def check_depth(check: RecipeCheck, plan: hookdrop.Plan) -> Record:
     """
     names = [site.name for site in plan.sites]
     found = check_sites(check.model, check.runs, names, rows="mode='batch'" not in repr(plan.sites[0].regularizer))
+    recognized = {
+        block.name for block, ends in blocks(check.model) if {f"{block.name}.{end}" for end in ends} & {*names}
+    }
     silent = {
         name: problem
         for name, problem in found.problems.items()
-        if any(site.startswith(f"{name}.") for site in names) or not _is_warned(name, plan.warnings)
+        if name in recognized or not _is_warned(name, plan.warnings)
     }
     require(not silent, "; ".join(f"{name}: {problem}" for name, problem in [*silent.items()][:2]))
     record: Record = {"layers": found.layers, "reduces": sorted(set(found.kinds.values()))}

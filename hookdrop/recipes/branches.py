@@ -68,6 +68,9 @@ def skipped_stacks(model: nn.Module, known: Collection[str], not_samples: Collec
         if not names or layer.name.startswith(inside):
             continue
         if any(f"{one}.".startswith(tuple(f"{name}." for name in names)) for one in known):
+            parts = [part for name in names for part in _branches_of(name, model, known)]
+            if parts:
+                found.append(f"skipped parts of layers in {layer.name!r}: the recipe does not recognize {some(parts)}.")
             continue
         reason = "the recipe does not recognize them."
         if any(one.startswith(tuple(names)) for one in not_samples):
@@ -75,6 +78,18 @@ def skipped_stacks(model: nn.Module, known: Collection[str], not_samples: Collec
         found.append(f"skipped all {len(names)} layers in {layer.name!r}: {reason}")
         inside += tuple(f"{name}." for name in names)
     return found
+
+
+def _branches_of(name: str, model: nn.Module, known: Collection[str]) -> list[str]:
+    """Return the children of a layer that are a branch by their class name, and that contain no known block."""
+    if name in known:
+        return []
+    parts = {f"{name}.{child}": module for child, module in model.get_submodule(name).named_children()}
+    branches = [part for part, module in parts.items() if _BRANCH.search(type(module).__name__)]
+    return [part for part in branches if not any(f"{one}.".startswith(f"{part}.") for one in known)]
+
+
+_BRANCH = re.compile("Attention|Mixer|Mamba|MLP|FeedForward|FFN")
 
 
 def _layers_of(layer: Layer) -> dict[str, nn.Module]:
@@ -199,6 +214,7 @@ _RULES: tuple[Rule, ...] = (
     _made_of(
         "attention.output.dropout output.dropout",
         "attention.output.dropout crossattention.output.dropout output.dropout",
+        unless="temporal_attention",
     ),
     # ViT of transformers: one dropout module ends both branches. InternVL (`lambda_1`) calls it for one of them only.
     _made_of("layernorm_before attention layernorm_after mlp dropout", "dropout", unless="lambda_1"),
@@ -214,6 +230,7 @@ _RULES: tuple[Rule, ...] = (
     _made_of("self_attention.dense mlp.dense_4h_to_h", "self_attention.dense mlp.dense_4h_to_h"),  # BLOOM, Falcon
     _made_of("norm_1 norm_2 resid_attn_dropout ffn.down_proj", "resid_attn_dropout ffn.down_proj"),  # MPT
     _made_of("self_attn cross_attn mlp.fc2 layer_norm", "self_attn cross_attn mlp.fc2"),  # RF-DETR
+    _made_of("self_attn input_layernorm mlp.layer_norm mlp.down_proj", "self_attn mlp.down_proj"),  # TimesFM
     _made_of("norm q k v proj_out", "proj_out"),  # the attention of VQ-GANs
     _made_of("norm mlp gating_block", "gating_block"),  # PatchTSMixer
     _made_of(

@@ -68,7 +68,7 @@ def stochastic_depth(
     ends = {f"{block.name}.{end}": block.module.get_submodule(end) for block, ends in found for end in ends}
     wanted = "residual blocks with a known structure"
     if not ends and any(found for _, found in every):
-        wanted += ', with the batch on the first axis (`mode="batch"` also accepts packed sequences and other layouts)'
+        wanted += ' with the batch on the first axis (mode="batch" accepts other layouts, such as packed sequences)'
     require_sites("stochastic_depth", model, list(ends), wanted)
     _check_no_stochastic_depth(model, ends)
     _check_no_shared_ends(ends)

@@ -20,10 +20,10 @@ from hookdrop.recipes.source_analysis import dotted_path, reachable_methods
 
 _MIXER = re.compile(
     r"(self_|linear_|temporal_)?(attn|attention|att)|(encoder|cross)_?(attn|attention)|encoder_attn_text|"
-    r"SelfAttention|LocalSelfAttention|TransientGlobalSelfAttention|EncDecAttention|multi_head_attention|"
+    r"SelfAttention|LocalSelfAttention|TransientGlobalSelfAttention|EncDecAttention|multi_head_attention|temporal_block|"
     r"mixer|mamba|conv|conv_module"
 )
-_MLP = re.compile("mlp|(feed_forward|ffn|ff)[12]?|block_sparse_moe|shared_mlp|moe|DenseReluDense|fc2")
+_MLP = re.compile("mlp|mlp_block|(feed_forward|ffn|ff)[12]?|block_sparse_moe|shared_mlp|moe|DenseReluDense|fc2")
 _NORM = re.compile(r"(ln|norm|(rms|layer)_?norm)(_.*|\d)?|.*(norm|ln)\d?")
 _INERT = re.compile(r".*layer_?scale\d?|ls_?\d|act(ivation)?(_fn)?")
 """Activations in a branch, and factors of a branch for each channel, which follow the site."""
