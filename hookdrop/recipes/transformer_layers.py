@@ -80,9 +80,20 @@ def count_calls(cls: Any, child: str) -> int:
 
 @lru_cache(maxsize=1024)
 def _additions(cls: Any) -> float:
-    """Return the number of additions in the methods that a forward runs, or infinity if their source is missing."""
-    methods, _ = reachable_methods(cls)
-    return sum(_adds(node) for method in methods for node in method.nodes) if methods else float("inf")
+    """Return the number of additions in the methods that a forward runs, or infinity if their source is missing.
+
+    It is 0 if the forward subtracts one part from another, as in RepMixer, where x + mixer(x) - norm(x) has one branch.
+    """
+    nodes = [node for method in reachable_methods(cls)[0] for node in method.nodes]
+    if any(_subtracts_parts(node) for node in nodes):
+        return 0
+    return sum(_adds(node) for node in nodes) if nodes else float("inf")
+
+
+def _subtracts_parts(node: ast.AST) -> bool:
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
+        return False
+    return isinstance(node.left, ast.Call) and isinstance(node.right, ast.Call)
 
 
 def _adds(node: ast.AST) -> bool:
