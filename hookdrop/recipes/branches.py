@@ -7,13 +7,14 @@ residual branch (an EfficientNet block that changes the resolution), and None if
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from torch import nn
 
 from hookdrop.injection.select import Layer, named_layers
+from hookdrop.recipes.transformer_layers import count_calls, is_decoder, transformer_ends
 from hookdrop.utils.tables import some
 
 Ends = tuple[str, ...]
@@ -35,16 +36,14 @@ def branch_ends(module: nn.Module) -> Ends | None:
 
 def decoder_ends(module: nn.Module) -> Ends | None:
     """Like `branch_ends`, for the layers of decoder-only transformers."""
-    return next((ends for rule in _DECODERS if (ends := rule(module)) is not None), None)
+    return transformer_ends(module) if is_decoder(module) else None
 
 
 def skipped_layers(model: nn.Module, known: Collection[str]) -> list[str]:
     """Return a warning for each `ModuleList` in which the recipe recognizes only some of the layers."""
     found = []
     for layer in named_layers(model):
-        if not isinstance(layer.module, nn.ModuleList):
-            continue
-        names = {f"{layer.name}.{name}": child for name, child in layer.module.named_children()}
+        names = _layers_of(layer)
         others = [name for name, child in names.items() if name not in known and any(child.children())]
         if others and any(name in known for name in names):
             found.append(
@@ -52,6 +51,56 @@ def skipped_layers(model: nn.Module, known: Collection[str]) -> list[str]:
                 f"{some(others)}."
             )
     return found
+
+
+def skipped_stacks(model: nn.Module, known: Collection[str], not_samples: Collection[str]) -> list[str]:
+    """Return a warning for each `ModuleList` of attention layers in which the recipe hooks none.
+
+    Args:
+        model: the model.
+        known: the names of the blocks with sites.
+        not_samples: the names of the recognized blocks in which the first axis is not the batch.
+    """
+    found: list[str] = []
+    inside = tuple(f"{name}." for name in (*known, *not_samples))
+    for layer in named_layers(model):
+        names = [name for name, child in _layers_of(layer).items() if _mixes_tokens(child)]
+        if not names or layer.name.startswith(inside):
+            continue
+        if any(f"{one}.".startswith(tuple(f"{name}." for name in names)) for one in known):
+            parts = [part for name in names for part in _branches_of(name, model, known)]
+            if parts:
+                found.append(f"skipped parts of layers in {layer.name!r}: the recipe does not recognize {some(parts)}.")
+            continue
+        reason = "the recipe does not recognize them."
+        if any(one.startswith(tuple(names)) for one in not_samples):
+            reason = 'the first axis of their branches is not the batch. mode="batch" includes them.'
+        found.append(f"skipped all {len(names)} layers in {layer.name!r}: {reason}")
+        inside += tuple(f"{name}." for name in names)
+    return found
+
+
+def _branches_of(name: str, model: nn.Module, known: Collection[str]) -> list[str]:
+    """Return the children of a layer that are a branch by their class name, and that contain no known block."""
+    if name in known:
+        return []
+    parts = {f"{name}.{child}": module for child, module in model.get_submodule(name).named_children()}
+    branches = [part for part, module in parts.items() if _BRANCH.search(type(module).__name__)]
+    return [part for part in branches if not any(f"{one}.".startswith(f"{part}.") for one in known)]
+
+
+_BRANCH = re.compile("Attention|Mixer|Mamba|MLP|FeedForward|FFN")
+
+
+def _layers_of(layer: Layer) -> dict[str, nn.Module]:
+    children = layer.module.named_children() if isinstance(layer.module, nn.ModuleList) else ()
+    return {f"{layer.name}.{name}": child for name, child in children}
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    """Whether the module has an attention or another mixer inside, by class name."""
+    parts = [type(part).__name__ for name, part in module.named_modules() if name]
+    return any(re.search("Attention|Mixer|Mamba", part) for part in parts)
 
 
 def has_submodules(module: nn.Module, *names: str) -> bool:
@@ -81,9 +130,12 @@ def _made_of(parts: str, ends: str, unless: str = "") -> Rule:
 
 
 def _transformers_swin(block: nn.Module) -> Ends | None:
-    """Swin of transformers: `drop_path` ends the attention branch, `output` the MLP branch."""
-    parts = ("drop_path", "intermediate", "output", "layernorm_after")
-    return ("drop_path", "output") if hasattr(block, "shift_size") and has_submodules(block, *parts) else None
+    """Swin of transformers: `drop_path` ends the attention branch only. In Swin v2 it ends both."""
+    if not hasattr(block, "shift_size") or not has_submodules(block, "drop_path", "layernorm_after"):
+        return None
+    cls: Any = type(block)
+    mlp = _first(block, "mlp", "output")
+    return ("drop_path", *mlp) if mlp and count_calls(cls, "drop_path") == 1 else None
 
 
 def _torchvision(block: nn.Module) -> Ends | None:
@@ -99,7 +151,7 @@ def _timm(block: nn.Module) -> Ends | None:
     children = [name for name, _ in block.named_children()]
     unset = [name for name, value in vars(block).items() if value is None]
     names = [name for name in (*children, *unset) if re.fullmatch(r"(\w+_)?drop_path\d*", name)]
-    if not names:
+    if not names or any(name in children for name in _UNDROPPED):
         return None
     if not _timm_has_skip(block):
         return ()
@@ -108,6 +160,8 @@ def _timm(block: nn.Module) -> Ends | None:
     return tuple(name for name in names if has_submodules(block, name))
 
 
+_UNDROPPED = ("temporal_attention", "message_attn")
+"""Branches that `drop_path` does not end, in TimeSformer and X-CLIP of transformers."""
 _TIMM_ENDS = ("conv_pwl", "se", "bn3", "bn2", "conv3", "conv2", "stack", "attn", "conv_concat")
 """Candidates for the last layer of a branch whose `drop_path` is None (ReXNet, ResNet, SKNet, Xception, VoVNet)."""
 
@@ -136,41 +190,15 @@ _GATES = ("se", "cbam", "attention", "attn", "eca")
 """Attention modules between the last norm of a branch and the addition."""
 
 
-def _bart(block: nn.Module) -> Ends | None:
-    """Whisper, BART, and encoder-decoders with the same structure."""
-    if not has_submodules(block, "self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"):
-        return None
-    # Pegasus-X calls fc2 for two branches. In OPT, the packed audio of Qwen2.5-Omni, Mask2Former and FSMT the first
-    # axis is not the batch.
-    other = any(hasattr(block, name) for name in ("stagger_blocks_this_layer", "do_layer_norm_before", "cross_attn"))
-    packed = "cu_seqlens" in inspect.signature(block.forward).parameters
-    if other or packed or hasattr(block.self_attn, "encoder_decoder_attention"):
-        return None
-    ends = ("self_attn", "encoder_attn_text", "encoder_attn", "fc2")
-    return tuple(end for end in ends if has_submodules(block, end))
+def _levit(block: nn.Module) -> Ends | None:
+    """LeViT: a block for each branch."""
+    return ("module",) if hasattr(block, "drop_rate") and list(dict(block.named_children())) == ["module"] else None
 
 
 def _first(block: nn.Module, *names: str) -> Ends | None:
     return next(((name,) for name in names if has_submodules(block, name)), None)
 
 
-_DECODERS: tuple[Rule, ...] = (
-    # Gemma 2, OLMo 2: a norm ends the branch. Gemma 3n (`altup`) does not add plain residual branches.
-    *(
-        _made_of(f"self_attn mlp {ends}", ends, unless="altup")
-        for ends in (
-            "post_attention_layernorm post_feedforward_layernorm",
-            "post_self_attn_layernorm post_mlp_layernorm",
-        )
-    ),
-    # LLaMA, Mistral, Qwen, Phi, ...
-    *(
-        _made_of(f"{mixer} mlp input_layernorm", f"{mixer} mlp", unless="altup")
-        for mixer in ("self_attn", "linear_attn", "cross_attn")
-    ),
-    _made_of("attn mlp ln_1", "attn crossattention mlp"),  # GPT-2, GPT-Neo
-    _made_of("attention mlp input_layernorm", "attention crossattention mlp"),  # GPT-NeoX
-)
 # The first match wins: a library's own stochastic depth attributes come before the structure of its blocks.
 _RULES: tuple[Rule, ...] = (
     _transformers_swin,
@@ -178,17 +206,46 @@ _RULES: tuple[Rule, ...] = (
     _timm,
     _resnet,
     _made_of("ln_1 self_attention dropout ln_2 mlp", "dropout mlp"),  # torchvision's ViT
+    _made_of(
+        "attention.output.dropout output_query.dropout",  # the query transformers of BLIP-2 and InstructBLIP
+        "attention.output.dropout crossattention.output.dropout output.dropout output_query.dropout",
+    ),
     # BERT, RoBERTa, ELECTRA, and ViTs with the same structure.
     _made_of(
         "attention.output.dropout output.dropout",
         "attention.output.dropout crossattention.output.dropout output.dropout",
+        unless="temporal_attention",
     ),
     # ViT of transformers: one dropout module ends both branches. InternVL (`lambda_1`) calls it for one of them only.
     _made_of("layernorm_before attention layernorm_after mlp dropout", "dropout", unless="lambda_1"),
-    _made_of("layer_norm1 self_attn layer_norm2 mlp", "self_attn mlp"),  # CLIP
-    _bart,
     # Wav2Vec2, HuBERT, WavLM. In MMS, `adapter_layer` is another branch.
     _made_of("attention layer_norm feed_forward final_layer_norm", "attention feed_forward adapter_layer"),
-    *(_made_of(f"{part} dropout", "dropout") for part in ("SelfAttention", "EncDecAttention", "DenseReluDense")),  # T5
-    *_DECODERS,
+    # The parts of the layer add the branches, or there is one more branch.
+    _made_of("attention.output.dropout output.dense LayerNorm", "attention.output.dropout output.dense"),  # XLM-R XL
+    _made_of("attention.attn attention.dropout output.dropout", "attention.dropout output.dropout"),  # MPNet
+    _made_of("attention.output_dropout ffn_output", "attention.output_dropout ffn_output"),  # ALBERT
+    _made_of("attention post_attention.dropout output.dropout", "post_attention.dropout output.dropout"),  # SqueezeBERT
+    _made_of("fourier.self output.dropout", "fourier.self output.dropout"),  # FNet
+    _made_of("attention.hidden_dropout ffn.dropout ffn.layer_norm", "attention.hidden_dropout ffn.dropout"),  # Funnel
+    _made_of("self_attention.dense mlp.dense_4h_to_h", "self_attention.dense mlp.dense_4h_to_h"),  # BLOOM, Falcon
+    _made_of("norm_1 norm_2 resid_attn_dropout ffn.down_proj", "resid_attn_dropout ffn.down_proj"),  # MPT
+    _made_of("self_attn cross_attn mlp.fc2 layer_norm", "self_attn cross_attn mlp.fc2"),  # RF-DETR
+    _made_of("self_attn input_layernorm mlp.layer_norm mlp.down_proj", "self_attn mlp.down_proj"),  # TimesFM
+    _made_of("norm q k v proj_out", "proj_out"),  # the attention of VQ-GANs
+    _made_of("norm mlp gating_block", "gating_block"),  # PatchTSMixer
+    _made_of(
+        "per_layer_input_gate post_attention_layernorm post_feedforward_layernorm post_per_layer_input_norm",
+        "post_attention_layernorm post_feedforward_layernorm post_per_layer_input_norm",  # Gemma 4
+        unless="altup",
+    ),
+    _made_of(
+        "post_attention_layernorm post_feedforward_layernorm ple_block.post_per_layer_input_norm",  # EmbeddingGemma 2
+        "post_attention_layernorm post_feedforward_layernorm ple_block.post_per_layer_input_norm",
+    ),
+    _made_of("self_attn mlp attn_sconv mlp_sconv", "attn_sconv mlp_sconv"),  # Inkling
+    *(  # DAB-DETR
+        _made_of(f"{name}_query_content_proj {name} {name}_layer_norm", name) for name in ("self_attn", "cross_attn")
+    ),
+    _levit,
+    transformer_ends,
 )

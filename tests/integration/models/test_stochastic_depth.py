@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torchvision.ops import StochasticDepth
 from hookdrop import InjectionError, LayerError, ShakeDrop
 from hookdrop.recipes import stochastic_depth
 from hookdrop.recipes.branches import branch_ends
+from hookdrop.recipes.transformer_layers import rows_are_samples
 from tests.support.models import randomize_norms
 from tests.support.tensors import all_equal
 from tests.support.training import train_step
@@ -250,8 +251,8 @@ class TestModelsWithoutStochasticDepth:
             "models.qwen2_5_omni.modeling_qwen2_5_omni.Qwen2_5OmniAudioEncoderLayer",
         ],
     )
-    def test_layers_without_a_leading_batch_axis_are_not_recognized(self, kind: str) -> None:
-        """DropPath would drop whole tokens or time steps instead of samples."""
+    def test_layers_without_a_leading_batch_axis_are_not_hooked(self, kind: str) -> None:
+        """DropPath would drop whole tokens or time steps instead of samples. Pegasus-X calls `fc2` for two branches."""
         pytest.importorskip("transformers")
         module, _, name = kind.rpartition(".")
         library = pytest.importorskip(f"transformers.{module}")
@@ -268,7 +269,129 @@ class TestModelsWithoutStochasticDepth:
         extra = {"stagger_blocks_this_layer": False} if name.startswith("Pegasus") else {}
         layer = getattr(library, name)(config=config, **extra)
         assert {"self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"} <= set(layer._modules)
-        assert branch_ends(layer) is None
+        assert branch_ends(layer) is None or not rows_are_samples(layer)
+
+
+class TestFamiliesOfTransformers:
+    """One family for each structure; `benchmarks/transformers_zoo.py` checks all families in the same way."""
+
+    STATUSES: ClassVar[dict[str, str]] = {
+        "albert": "passed",
+        "bloom": "passed",
+        "doge": "passed",
+        "falcon_h1": "passed",
+        "fnet": "passed",
+        "gemma2": "passed",
+        "gemma4_text": "passed",
+        "glm4": "passed",
+        "levit": "passed",
+        "mamba": "passed",
+        "moonshine": "passed",
+        "mpnet": "passed",
+        "mpt": "passed",
+        "olmo2": "passed",
+        "opt": "batch",
+        "parakeet_encoder": "passed",
+        "pixtral": "batch",
+        "rf_detr": "passed",
+        "swin": "passed",
+        "swinv2": "passed",
+    }
+
+    @staticmethod
+    def check(name: str) -> dict[str, Any]:
+        pytest.importorskip("transformers")
+        from families import tiny
+        from families.check import RecipeCheck
+        from families.layers import find_runs
+        from families.recipes import CASES, run_case
+
+        for model in tiny.models(name):
+            runs, missing, _ = find_runs(model)
+            if not missing:
+                return run_case(CASES["stochastic_depth"], RecipeCheck(model, runs))
+        raise AssertionError
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("name", STATUSES)
+    def test_every_branch_of_every_layer_has_a_site_at_its_end(self, name: str) -> None:
+        record = self.check(name)
+        assert record["status"] == self.STATUSES[name], record
+        assert record["sites"]
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("name", ["muse_spark_text", "deepseek_v4"])
+    def test_layers_with_gates_or_several_streams_raise(self, name: str) -> None:
+        assert self.check(name)["status"] == "refused"
+
+    def test_packed_images_need_mode_batch(self) -> None:
+        pytest.importorskip("transformers")
+        from families import tiny
+
+        model = next(tiny.models("qwen3_vl"))
+        plan = stochastic_depth.plan(model)
+        assert [site.name for site in plan.sites if "visual" in site.name] == []
+        assert plan.warnings == [
+            "skipped all 2 layers in 'visual.blocks': the first axis of their branches is not the batch. "
+            'mode="batch" includes them.'
+        ]
+        plan = stochastic_depth.plan(model, mode="batch")
+        assert sum("visual" in site.name for site in plan.sites) == 4
+        assert plan.warnings == []
+        with pytest.raises(LayerError, match=r"on the first axis \(mode=\"batch\" accepts other layouts"):
+            stochastic_depth(model.visual)
+
+
+class Attention(nn.Linear):
+    is_causal = True
+
+
+class TestRolesOfChildren:
+    """A layer is recognized only if the recipe knows what each of its children is for."""
+
+    class Layer(nn.Module):
+        def __init__(self, **extra: nn.Module) -> None:
+            super().__init__()
+            self.input_layernorm, self.post_attention_layernorm = nn.LayerNorm(4), nn.LayerNorm(4)
+            self.self_attn, self.mlp = Attention(4, 4), nn.Linear(4, 4)
+            for name, module in extra.items():
+                self.add_module(name, module)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.self_attn(self.input_layernorm(x))
+            return x + self.mlp(self.post_attention_layernorm(x))
+
+    class OneAddition(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.self_attn(self.input_layernorm(x))
+            return x + self.mlp(self.post_attention_layernorm(x))
+
+    def test_pre_norm_layer(self) -> None:
+        assert branch_ends(self.Layer()) == ("self_attn", "mlp")
+
+    @pytest.mark.parametrize("name", ["act_fn", "self_attn_layer_scale", "rotary_emb", "dropout"])
+    def test_activations_scales_and_modules_without_parameters_do_not_matter(self, name: str) -> None:
+        module = nn.Dropout() if name in ("rotary_emb", "dropout") else nn.PReLU()
+        assert branch_ends(self.Layer(**{name: module})) == ("self_attn", "mlp")
+
+    @pytest.mark.parametrize("name", ["adapter", "residual_gate", "attn_conv", "third_norm"])
+    def test_unknown_child_is_not_recognized(self, name: str) -> None:
+        assert branch_ends(self.Layer(**{name: nn.Linear(4, 4)})) is None
+
+    def test_branch_without_an_addition_is_not_recognized(self) -> None:
+        assert branch_ends(self.OneAddition()) is None
+
+    def test_norms_after_the_branches_are_the_sites(self) -> None:
+        """A norm would undo the scale of the remaining samples."""
+        layer = self.Layer(pre_feedforward_layernorm=nn.LayerNorm(4), post_feedforward_layernorm=nn.LayerNorm(4))
+        assert branch_ends(layer) == ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def test_list_of_unrecognized_layers_warns(self) -> None:
+        known, unknown = ([self.Layer(**extra) for _ in range(2)] for extra in ({}, {"gate": nn.Linear(4, 4)}))
+        model = nn.ModuleDict({"layers": nn.ModuleList(known), "tower": nn.ModuleList(unknown)})
+        assert stochastic_depth.plan(model).warnings == [
+            "skipped all 2 layers in 'tower': the recipe does not recognize them."
+        ]
 
 
 def norm_parameters(block: Any) -> tuple[Tensor, Tensor]:
@@ -428,3 +551,61 @@ class TestCustomBlocks:
             names = [site.name for site in stochastic_depth.plan(transformers.GPT2Model(config)).sites]
         assert len(names) == 6
         assert sum("crossattention" in name for name in names) == 2
+
+
+# --- on a subset of the batch
+
+SUBSETS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "timm": (lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, num_classes=5), ["attn", "mlp"]),
+    "timm, layer scale": (
+        lambda: timm.create_model("vit_small_patch14_dinov2", depth=2, img_size=28, num_classes=5),
+        ["attn", "mlp"],
+    ),
+    "LLaMA": (lambda: tiny_llama(), ["self_attn", "mlp"]),
+}
+
+
+def tiny_llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**size, num_key_value_heads=2, vocab_size=9, use_cache=False)
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("name", SUBSETS)
+def test_subset_drops_the_branches_that_row_mode_drops(name: str) -> None:
+    """If all but one sample are dropped in all blocks, they leave the blocks unchanged, in both modes."""
+    make, branches = SUBSETS[name]
+    model = make()
+    drop = stochastic_depth(model, p=1.0, mode="subset", p_scale=None)
+    assert [site.name.rpartition(".")[2] for site in drop.sites] == branches * 2
+    image = 28 if "scale" in name else 32
+    x = torch.randint(9, (6, 4)) if name == "LLaMA" else torch.randn(6, 3, image, image)
+    inner = [
+        module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) == 2
+    ]
+    blocks = next(module for module in inner if branches[0] in dict(module[0].named_children()))
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    blocks[0].register_forward_pre_hook(lambda module, args: before.append(args[0]))
+    blocks[1].register_forward_hook(lambda module, args, y: after.append(y if isinstance(y, Tensor) else y[0]))
+    out = model(x)
+    unchanged = (before[0] == after[0]).flatten(1).all(1)
+    assert int(unchanged.sum()) >= 6 - 4  # one sample for each of the four branches
+    (out if isinstance(out, Tensor) else out.logits).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: timm.create_model("swin_tiny_patch4_window7_224"),
+        lambda: timm.create_model("resnet18"),
+        lambda: timm.create_model("vit_relpos_base_patch32_plus_rpn_256"),
+    ],
+    ids=["windows", "cnn", "norm after the branch"],
+)
+def test_subset_raises_if_branches_are_not_modules(make: Callable[[], nn.Module]) -> None:
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(LayerError, match=r"mode='subset' needs branches that are modules(.|\n)*mode=\"row\""):
+        stochastic_depth(model, mode="subset")

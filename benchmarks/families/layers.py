@@ -1,0 +1,105 @@
+"""The layers of a model and forwards that call all of them, found without the recipes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from families.inputs import Inputs, attempts
+
+_MIXERS = re.compile("attention|attn|mla$|mixer|mamba|ssm|recurrent|rwkv|deltanet|retention|fourier", re.IGNORECASE)
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+Layers = list[tuple[str, nn.Module]]
+
+
+@dataclass
+class Run:
+    """A forward of the model, or of the part of this name."""
+
+    name: str
+    module: nn.Module
+    inputs: Inputs
+
+    def __call__(self) -> Any:
+        """Run the part."""
+        return self.module(**self.inputs)
+
+
+def stacks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Layers]]:
+    """Yield the outermost lists of layers by name, each with its layers by full name."""
+    for name, module in model.named_children():
+        full = f"{prefix}{name}"
+        children = module.named_children() if isinstance(module, _LISTS) else ()
+        layers = [(f"{full}.{index}", child) for index, child in children if is_layer(child)]
+        if layers:
+            yield full, layers
+        else:
+            yield from stacks(module, f"{full}.")
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module has weights and one part that mixes tokens, by class name; an attention alone is no layer."""
+    parts = [type(part).__name__ for part in module.modules() if part is not module]
+    return any(_MIXERS.search(part) for part in parts) and any(p.dim() > 1 for p in module.parameters())
+
+
+def find_runs(model: PreTrainedModel) -> tuple[list[Run], list[str], str]:
+    """Run the model, and each part that is a model itself and has layers that no run has called.
+
+    Returns:
+        The runs, the names of the stacks with layers that none of them calls, and the first error of an attempt.
+    """
+    waiting = dict(stacks(model))
+    runs: list[Run] = []
+    error = ""
+    for name, part in model.named_modules():
+        prefix = f"{name}." if name else ""
+        mine = [stack for stack in waiting if f"{stack}.".startswith(prefix)]
+        if not isinstance(part, PreTrainedModel) or not mine:
+            continue
+        run, called, reason = _first_run(name, part)
+        error = error or reason
+        done = [stack for stack in mine if all(_called(layer, called) for _, layer in waiting[stack])]
+        if run is not None and done:
+            runs.append(run)
+            waiting = {stack: layers for stack, layers in waiting.items() if stack not in done}
+    return runs, list(waiting), error
+
+
+def _called(layer: nn.Module, called: set[int]) -> bool:
+    return any(id(part) in called for part in layer.modules())
+
+
+def _first_run(name: str, part: PreTrainedModel) -> tuple[Run | None, set[int], str]:
+    """Return the first run without an error, the ids of the modules that it calls, and the first error."""
+    reason = ""
+    torch.manual_seed(0)
+    for inputs in attempts(part):
+        run, called = Run(name, part.eval(), inputs), set[int]()
+        with torch.no_grad(), watching(part, called):
+            try:
+                run()
+            except TimeoutError:
+                raise
+            except Exception as error:  # models reject inputs with any kind of error
+                reason = reason or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
+                continue
+        return run, called, reason
+    return None, set(), reason or f"no value for an argument of {type(part).__name__}.forward"
+
+
+@contextmanager
+def watching(model: nn.Module, called: set[int]) -> Iterator[None]:
+    """Add the id of every module that is called to `called`."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_hook(lambda module, args, output: called.add(id(module))).remove)
+        yield

@@ -1,0 +1,184 @@
+"""Tiny models of every family of transformers, with random weights; nothing is downloaded.
+
+A family is a `model_type` with a base model (`AutoModel`). Its default config is made smaller by the names of its
+attributes, its sub-configs too. `OVERRIDES` has the families whose sizes depend on each other in another way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+VOCABULARY = 128
+WIDTH, HEADS, HEAD = 64, 4, 16
+LARGEST = 100e6  # parameters
+# The first pattern that matches the whole name of an attribute limits its value, or each value of a list.
+COUNTS: tuple[tuple[str, int], ...] = (
+    (r"(.*_)?vocab_size(_.*)?|n_vocab|num_embeddings", VOCABULARY),
+    (r"(.*_)?(num_hidden_layers|num_layers|n_layers?|layers|depth|num_blocks|num_(de|en)coder_layers)", 2),
+    (r"depths|num_hidden_groups|.*blocks_per_stage|stage_num_blocks", 2),
+)
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"(.*_)?(num_key_value_heads|num_kv_heads|num_key_heads|n_kv_heads|multi_query_group_num)", HEADS // 2),
+    (r"(.*_)?(attention_heads|num_heads|n_heads?|heads|attention_heads_per_stage|num_value_heads|n_v_heads)", HEADS),
+    (r"(.*_)?rope_head_dim", HEAD // 2),
+    (r"(.*_)?(nope_head_dim|v_head_dim|head_dim|d_kv|d_head|dim_head|kv_channels|head_size)", HEAD),
+    (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|d_inner|mlp_dim|n_inner|feedforward_dim)", 2 * WIDTH),
+    (r"(.*_)?(linear_units|inner_dim|intermediate_dim)", 2 * WIDTH),
+    (r"(.*_)?(hidden_sizes?|d_model|n_embd|embed_dims?|embedding_size|hidden_dim|emb_dim|projection_dim)", WIDTH),
+    (r"(.*_)?(lora_rank|embed_proj_dim)", WIDTH),
+    (
+        r"(.*_)?max_position_embeddings|n_positions|max_seq_len|n_ctx|max_(sequence_length|(source|target)_positions)",
+        128,
+    ),
+    (r".*(experts_per_tok(en)?|_top_k|moe_k|top_k_experts|moe_topk)|topk", 2),
+    (r"n_group|topk_group|num_expert_groups?", 1),
+    (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
+    (r"num_queries|num_groups|num_conv_pos_embedding_groups|rotary_dim", 8),
+    (r".*upsample_groups", WIDTH),
+    (r"window_size", 4),
+    (r"image_size|input_size|pretrain_image_size|img_size", 32),
+    (r"patch_size", 8),
+)
+OFF = r"drop_path(_rate)?|fusion_droppath|.*layerdrop|mask_(time|feature)_prob"
+"""Stochastic depth of the model, and masks that need long sequences."""
+TOKEN_ID = r".*_(token_ids?|token_index|id)"
+MULTIMODAL_ROPE = r".*(vl|4v|ocr|image|omni|compass|cosmos|qwen|glm4|hunyuan|v46).*"
+
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "autoformer": {"prediction_length": 8},
+    "bamba": _MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "emu3": {"vocabulary_map": {"<image>": 5}},
+    "emu3_text_model": {"pad_token_id": 0},
+    "esm": {"vocab_size": 33, "pad_token_id": 1},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},
+    "gemma3n_text": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "intermediate_size": [128, 128],
+        "activation_sparsity_pattern": [0.0, 0.0],
+        "num_kv_shared_layers": 0,
+    },
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+    "informer": {"prediction_length": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 2},
+    "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
+    "longcat_flash": {"head_dim": HEAD // 2},
+    "lilt": {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 96},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
+    "nemotron": {"num_key_value_heads": 2},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {
+        "axial_pos_embds_dim": [32, 32],
+        "axial_pos_shape": [8, 16],
+        "attn_layers": ["local", "lsh"],
+        "num_hidden_layers": 2,
+    },
+    "time_series_transformer": {"prediction_length": 8},
+    "timm_backbone": {"backbone": "resnet18"},
+    "xmod": {"default_language": "en_XX"},
+}
+
+
+def names() -> list[str]:
+    """Return all families."""
+    return list(MODEL_MAPPING_NAMES)
+
+
+def models(name: str) -> Iterator[PreTrainedModel]:
+    """Yield models of a family: a tiny one, then one with two layers of the default width if it is not too large.
+
+    Raises:
+        ValueError: the first has more than `LARGEST` parameters.
+        Exception: whatever the config or the model raises.
+    """
+    entry = MODEL_MAPPING_NAMES[name]
+    kind = getattr(transformers, entry if isinstance(entry, str) else entry[0])
+    for all_sizes in (True, False):
+        config = tiny_config(CONFIG_MAPPING[name], all_sizes)
+        with torch.device("meta"):
+            count = sum(p.numel() for p in kind(config).parameters())
+        if count > LARGEST and not all_sizes:
+            return
+        if count > LARGEST:
+            raise ValueError(f"the smallest model has {count / 1e6:,.0f} million parameters")
+        torch.manual_seed(0)
+        yield kind(tiny_config(CONFIG_MAPPING[name], all_sizes))
+
+
+def tiny_config(kind: type[PreTrainedConfig], all_sizes: bool = True) -> PreTrainedConfig:
+    """Return a config with small sizes. Without `all_sizes`, only the layers and the vocabulary are small."""
+    default = kind()
+    values, own = vars(default), OVERRIDES.get(kind.model_type, {})
+    settings: dict[str, Any] = {}
+    free_ids = iter(range(100, VOCABULARY))
+    for field in fields(kind):
+        value = values.get(field.name)
+        if isinstance(value, PreTrainedConfig):
+            timm = "timm" in value.model_type
+            settings[field.name] = _small_timm(value) if timm else tiny_config(type(value), all_sizes)
+        elif re.fullmatch(TOKEN_ID, field.name) and isinstance(value, int) and value >= VOCABULARY:
+            settings[field.name] = next(free_ids)
+        elif field.default is not None and (small := _shrunk(field.name, value, all_sizes)) is not None:
+            settings[field.name] = small
+    if values.get("layer_types") and "num_hidden_layers" in settings:
+        kinds = list(dict.fromkeys(values["layer_types"]))
+        settings["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
+        settings["num_hidden_layers"] = len(settings["layer_types"])
+    if all_sizes:
+        settings |= _head_settings(kind, values, settings)
+    return kind(**settings | own)
+
+
+def _head_settings(kind: type[PreTrainedConfig], values: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes that have to fit the heads."""
+    found: dict[str, Any] = {}
+    if "head_dim" in values and not {"head_dim", "qk_rope_head_dim"} & set(settings) and _HEADS in settings:
+        found["head_dim"] = HEAD
+    if settings.keys() >= {_HEADS, _KV_HEADS} and values.get(_HEADS) == values.get(_KV_HEADS):
+        found[_KV_HEADS] = settings[_HEADS]
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_type" in rope and re.fullmatch(MULTIMODAL_ROPE, kind.model_type):
+        half = int(HEAD // 2 * rope.get("partial_rotary_factor", 1.0))
+        found["rope_parameters"] = rope | {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
+    return found
+
+
+_HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
+
+
+def _small_timm(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a config of timm's ResNet-18 instead of its default network."""
+    indices = getattr(config, "out_indices", None)
+    settings = {"out_indices": indices} if indices else {}
+    if config.model_type == "timm_wrapper":
+        return type(config)(architecture="resnet18", **settings)
+    return type(config)(backbone="resnet18", use_pretrained_backbone=False, **settings)
+
+
+def _shrunk(name: str, value: Any, all_sizes: bool) -> Any:
+    """Return the small value of an attribute, or None to keep the default."""
+    if re.fullmatch(OFF, name) and value:
+        return type(value)([0.0] * len(value)) if isinstance(value, list | tuple) else type(value)(0)
+    rows = COUNTS + SIZES if all_sizes else COUNTS
+    limit = next((size for pattern, size in rows if re.fullmatch(pattern, name)), None)
+    if limit is None or isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return None if name == "window_size" and value > 32 else min(value, limit)  # larger ones are in pixels
+    if isinstance(value, list | tuple) and value and all(isinstance(item, int) for item in value):
+        limit = 2 if "heads" in name else limit  # of stages, whose widths are multiples of 16
+        return type(value)(min(item, limit) for item in value)
+    return None

@@ -1,0 +1,159 @@
+"""`benchmarks/transformers_zoo.py`: the committed results, and sites that the check has to reject."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("timm")
+pytest.importorskip("rich")
+pytest.importorskip("resource")
+
+import transformers_zoo
+from families import report
+from families.depth import check_sites
+from families.layers import Run, stacks
+from tests.support.programs import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results" / "transformers"
+FOUND: dict[str, Any] = json.loads((RESULTS / "stochastic_depth.json").read_text())
+
+
+class TestCommittedResults:
+    def test_stochastic_depth_covers_95_percent_and_fails_nowhere(self) -> None:
+        covered, counted = report.coverage(FOUND["totals"])
+        assert covered / counted >= 0.95
+        assert FOUND["totals"]["failed"] == FOUND["totals"]["crashed"] == 0
+
+    def test_totals_count_the_families(self) -> None:
+        names = [record["name"] for record in FOUND["families"]]
+        assert len(names) == len(set(names)) == sum(FOUND["totals"].values())
+        for status, count in FOUND["totals"].items():
+            assert sum(record["status"] == status for record in FOUND["families"]) == count
+
+    def test_each_exception_has_a_reason(self) -> None:
+        others = [r for r in FOUND["families"] if r["status"] not in ("passed", "batch", "no layers")]
+        assert [record["name"] for record in others if not record.get("error")] == []
+
+    def test_report_is_made_from_the_records(self) -> None:
+        assert (RESULTS / "stochastic_depth.md").read_text() == report.markdown(FOUND)
+
+    def test_documented_numbers_match(self) -> None:
+        page = (ROOT / "docs" / "methods" / "stochastic_depth.md").read_text()
+        covered, counted = report.coverage(FOUND["totals"])
+        assert f"{covered} of {counted} families" in page.replace("\n", " ")
+        for record in FOUND["families"]:
+            if record["status"] in ("refused", "partial"):
+                assert f"`{record['name']}`" in page
+
+
+class SelfAttention(nn.Linear):
+    """Mixes nothing; the check only reads its name."""
+
+
+class PreNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = (
+            nn.LayerNorm(4),
+            SelfAttention(4, 4),
+            nn.LayerNorm(4),
+            nn.Linear(4, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class PostNorm(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.attn(x))
+        return self.norm2(x + self.mlp(x))
+
+
+class Sandwich(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.norm1(self.attn(x))
+        return x + self.norm2(self.mlp(x))
+
+
+class TestCheckOfSites:
+    @staticmethod
+    def problems(
+        kind: type[nn.Module], ends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, **run: Any
+    ) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"layers": nn.ModuleList([kind(), kind()])})
+        steps = nn.Sequential(*model["layers"])
+        if run.get("transposed"):
+            steps.forward = lambda input: nn.Sequential.forward(steps, input.transpose(0, 1))  # type: ignore[method-assign]
+        monkeypatch.setattr("families.depth.blocks", lambda model: [])
+        monkeypatch.setattr(
+            "families.depth.blocks",
+            lambda model: [(type("L", (), {"name": f"layers.{i}"}), ends) for i in range(2)],
+        )
+        sites = [f"layers.{i}.{end}" for i in range(2) for end in ends]
+        found = check_sites(model, [Run("", steps, {"input": torch.randn(3, 5, 4)})], sites, rows=True)
+        return sorted(set(found.problems.values()))
+
+    @pytest.mark.parametrize("kind", [PreNorm, PostNorm])
+    def test_ends_of_all_branches_pass(self, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.problems(kind, ("attn", "mlp"), monkeypatch) == []
+
+    def test_norms_that_end_the_branches_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.problems(Sandwich, ("norm1", "norm2"), monkeypatch) == []
+
+    def test_missing_branch_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.problems(PreNorm, ("attn",), monkeypatch) == ["PreNorm does not reduce to its skip"]
+
+    def test_site_before_a_norm_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The bias of a norm, or the scale that the norm undoes."""
+        assert self.problems(Sandwich, ("attn", "mlp"), monkeypatch) != []
+
+    def test_site_on_the_stream_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.problems(PostNorm, ("attn", "norm2"), monkeypatch) != []
+
+    def test_tokens_on_the_first_axis_are_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = self.problems(PreNorm, ("attn", "mlp"), monkeypatch, transposed=True)
+        assert [text for text in found if "is not the batch" in text]
+
+    def test_layers_are_found_by_what_they_contain(self) -> None:
+        model = nn.ModuleDict({"layers": nn.ModuleList([PreNorm()]), "head": nn.ModuleList([nn.Linear(2, 2)])})
+        assert [name for name, _ in stacks(model)] == ["layers"]
+
+
+class TestCommand:
+    @pytest.mark.filterwarnings("ignore")
+    def test_family_is_checked_once_and_reported(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        arguments = [
+            "--only",
+            "^(bert|mpnet|resnet)$",
+            "--out",
+            str(tmp_path),
+            "--memory",
+            "0",
+            "--hardware",
+            "a machine",
+        ]
+        assert transformers_zoo.main(arguments) == 0
+        found = json.loads((tmp_path / "stochastic_depth.json").read_text())
+        statuses = {record["name"]: record["status"] for record in found["families"]}
+        assert statuses == {"bert": "passed", "mpnet": "passed", "resnet": "no layers"}
+        assert "covers 2 of 2 families" in (tmp_path / "stochastic_depth.md").read_text()
+        capsys.readouterr()
+        transformers_zoo.main(arguments)
+        assert "3 families in this shard, 3 done" in capsys.readouterr().out
+
+    def test_crash_is_recorded(self, tmp_path: Path) -> None:
+        journal = transformers_zoo.FamilyJournal(tmp_path, (1, 1))
+        journal.write({"started": "bert"})
+        journal.record_crash()
+        assert journal.done() == {"bert"}
+        assert report.merge(transformers_zoo.records([tmp_path]), "stochastic_depth")["totals"]["crashed"] == 1
