@@ -40,7 +40,7 @@ def find_problems(
     started = trained or was_updated(state) or state.live.moves >= STEPS_BEFORE_WARNING
     silent = [hook.site for hook in live if not hook.called]
     if silent and (started or len(silent) < len(live) or (requested and _has_begun(state))):
-        found["never called"] = _never_called_text(model, state, silent)
+        found["never called"] = _never_called_text(state, silent)
     idle = [hook.site for hook in live if hook.called and not hook.trained]
     if idle and started and state.enabled:
         found["always in eval"] = always_in_eval_text(state, idle)
@@ -149,8 +149,9 @@ def _copied_text(state: InjectionState, copies: Sequence[str]) -> str:
     )
 
 
-def _never_called_text(model: nn.Module, state: InjectionState, silent: Sequence[str]) -> str:
-    modules = dict(model.named_modules())
+def _never_called_text(state: InjectionState, silent: Sequence[str]) -> str:
+    root = None if state.live.root is None else state.live.root()
+    modules = {} if root is None else dict(root.named_modules())
     if all(isinstance(modules.get(name), nn.Embedding) for name in silent):
         return (
             f"{state.name!r}: {some(silent)} never ran, so it is not regularized.\n"

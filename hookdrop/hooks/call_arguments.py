@@ -24,5 +24,5 @@ def refuse_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         if bound.get(name) is not None:
             raise InjectionError(
                 f"{where}: the layer fills a KV cache ({name}), which would hold keys of dropped layers or lack rows.\n"
-                "  model.config.use_cache = False   or pass use_cache=False to the model"
+                "  model.config.use_cache = False   or pass use_cache=False to the model, or to TrainingArguments"
             )

@@ -52,7 +52,8 @@ def is_decoder(layer: nn.Module) -> bool:
     """Whether a layer that `transformer_ends` recognizes belongs to a decoder-only transformer."""
     children = dict(layer.named_children())
     recurrent = children.keys() & {"linear_attn", "mamba", "mixer"}
-    causal = any(getattr(child, "is_causal", False) for child in children.values())
+    flags = [child.is_causal for child in children.values() if hasattr(child, "is_causal")]
+    causal = any(flags) if flags else "input_layernorm" in children  # LLaMA's name, in models of other libraries
     return (causal or bool(recurrent)) and not children.keys() & {"encoder_attn", "cross_attn_layer_norm"}
 
 

@@ -113,8 +113,10 @@ class HeadDropout(Regularizer):
         width = getattr(model.get_submodule(name), "in_features", None)
         try:
             count(heads, "heads", f"HeadDropout at {name!r}", 2)
-            check_heads((1, 1, width or heads), heads, f"HeadDropout at {name!r}")
-        except (ShapeError, ValueError) as error:
+            check_heads((1, 1, width or heads), heads, self.title)
+        except ShapeError as error:
+            raise LayerError(f"HeadDropout at {name!r} {error}") from None
+        except ValueError as error:
             raise LayerError(str(error)) from None
         return HeadDropout(self.p, heads)
 

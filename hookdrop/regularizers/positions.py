@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-_BIAS = re.compile(r"rel(ative)?_(pos|attention_bias)")
+_BIAS = re.compile("relative_pos|rel_pos|relative_attention_bias")
 _BIAS_TEXT = "adds a bias for each pair of positions"
 _REASONS = {
     "RelPos": _BIAS_TEXT,

@@ -316,7 +316,7 @@ def _() -> None:
     inject(nn.Sequential(nn.Linear(8, 16)), Masksembles(n=4), layers="0", example_input=torch.zeros(30, 8))
 
 
-@case("heads that no module knows")
+@case("heads at another layer")
 def _() -> None:
     inject(ResNet(), HeadDropout(p=0.1), layers="fc")
 
