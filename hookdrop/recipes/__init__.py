@@ -4,13 +4,17 @@
 """
 
 from hookdrop.recipes.depth import stochastic_depth
+from hookdrop.recipes.detection import dropblock_detector
 from hookdrop.recipes.dropblock import dropblock_resnet, timm_dropblock
 from hookdrop.recipes.model_dropout import DropoutChange, DropoutReport, report_dropout, set_dropout
 from hookdrop.recipes.recipe import Recipe
 from hookdrop.recipes.residual import residual_dropout
+from hookdrop.recipes.segmentation import dropblock_unet
 
 RECIPES: dict[str, Recipe[...]] = {
+    "dropblock_detector": dropblock_detector,
     "dropblock_resnet": dropblock_resnet,
+    "dropblock_unet": dropblock_unet,
     "residual_dropout": residual_dropout,
     "stochastic_depth": stochastic_depth,
     "timm_dropblock": timm_dropblock,
@@ -21,7 +25,9 @@ __all__ = [
     "DropoutChange",
     "DropoutReport",
     "Recipe",
+    "dropblock_detector",
     "dropblock_resnet",
+    "dropblock_unet",
     "report_dropout",
     "residual_dropout",
     "set_dropout",

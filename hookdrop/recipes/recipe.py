@@ -107,8 +107,15 @@ def _make_regularizer(factory: Factory, settings: Mapping[str, Any]) -> Any:
     return factory(**settings)
 
 
-def require_sites(recipe: str, model: nn.Module, names: Sequence[str], wanted: str) -> None:
-    """Raise if the recipe found no site, or if torch.fx traced the part of the model that contains the sites."""
+def require_sites(
+    recipe: str, model: nn.Module, names: Sequence[str], wanted: str, example: str = "inject(model, ..., layers=...)"
+) -> None:
+    """Raise if the recipe found no site, or if torch.fx traced the part of the model that contains the sites.
+
+    Args:
+        wanted: what the recipe looks for.
+        example: a call that chooses the layers of this model instead.
+    """
     for layer in named_layers(model):
         if isinstance(layer.module, GraphModule):
             prefix = f"{layer.name}." if layer.name else ""
@@ -122,6 +129,6 @@ def require_sites(recipe: str, model: nn.Module, names: Sequence[str], wanted: s
     if not names:
         raise LayerError(
             f"{recipe} found no matching layer in {type(model).__name__}: it looks for {wanted}.\n"
-            "  choose the layers yourself: inject(model, ..., layers=...)\n"
+            f"  choose the layers yourself: {example}\n"
             '  see all:                    print(hookdrop.plan(model, layers="**"))'
         )
