@@ -59,10 +59,9 @@ def dropblock_detector(
     Example:
         >>> import torchvision
         >>> model = torchvision.models.detection.retinanet_resnet50_fpn(weights=None, weights_backbone=None)
-        >>> len(dropblock_detector(model, p=0.1).sites)
-        36
-        >>> drop = dropblock_detector(model, p=0.1, parts="fpn", on_existing="replace")
-        >>> [site.name for site in drop.sites][0]
+        >>> dropblock_detector(model, p=0.1, block_size=5)
+        <Injection 'dropblock_detector': 36 sites, p=0.1 of 0.1, step 0 of ConstantSchedule()>
+        >>> [site.name for site in dropblock_detector.plan(model, parts="fpn").sites][0]
         'backbone.fpn.layer_blocks.0'
     """
     one_of(parts, "parts", "dropblock_detector", _PARTS)

@@ -40,10 +40,12 @@ def dropblock_resnet(
 
     The sites are the norm of every convolution (before or after the ReLU gives the same result), the norm of a
     projection, and identity skips. An identity skip has no module: there the block computes f(x) + D(x). Group 3 uses a
-    quarter of the rate. Ghiasi et al. 2018, arXiv:1810.12890, section 4.1.
+    quarter of the rate. In other CNNs, the last two resolutions are groups 3 and 4. Ghiasi et al. 2018,
+    arXiv:1810.12890, section 4.1.
 
     Args:
-        model: a ResNet of torchvision or timm (basic or bottleneck blocks, any depth), or a model that contains one.
+        model: a ResNet of torchvision, timm or transformers, another CNN of residual blocks (ResNetV2, RegNet, Res2Net,
+            EfficientNet, MobileNet, ReXNet, timm's byobnet), or a model that contains one.
         p: drop probability in group 4; group 3 uses a quarter of it. The paper uses 0.1 (keep_prob 0.9).
         block_size: edge of the dropped squares, in pixels of the feature map; 7 in the paper.
         steps: optimizer steps over which keep_prob falls linearly from 1 to 1 - p, or a fraction of the training; None
@@ -52,7 +54,7 @@ def dropblock_resnet(
         total_steps, name, on_existing, portable, example_input: as in `inject`.
 
     Raises:
-        LayerError: the model contains no such ResNet.
+        LayerError: the model contains no such CNN, or its last two stages also have blocks of another kind.
         InjectionError: torch.fx traced the ResNet.
 
     Example:

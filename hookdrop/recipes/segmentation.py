@@ -37,7 +37,7 @@ def dropblock_unet(
     """Inject DropBlock into a segmentation network: after every convolution, before its norm, as in SA-UNet.
 
     The sites are the convolutions with a norm or an activation in the encoder and in the decoder. The output layer,
-    upsampling and projections without a norm, global pooling and attention gates are not regularized. Guo et al. 2021,
+    upsampling and projections without a norm, global pooling and attention gates are not regularized. Guo et al. 2020,
     "SA-UNet", arXiv:2004.03696, and, for models with a backbone, Ghiasi et al. 2018, arXiv:1810.12890, section 4.3.
 
     Args:

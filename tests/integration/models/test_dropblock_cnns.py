@@ -184,6 +184,33 @@ def test_gates_and_skips_have_no_other_site(name: str) -> None:
             assert "norm" in type(site.module).__name__.lower()
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "count", "config"),
+    [
+        ("ResNet", 16, {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 2]}),
+        (
+            "RegNet",
+            16,
+            {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 2], "groups_width": 8},
+        ),
+        ("Bit", 16, {"embedding_size": 32, "hidden_sizes": [128, 128, 256, 256], "depths": [1, 1, 2, 2]}),
+        ("MobileNetV2", 40, {"depth_multiplier": 0.5}),
+    ],
+)
+def test_cnns_of_transformers_train_and_remove(name: str, count: int, config: dict[str, Any]) -> None:
+    """The checks of `benchmarks/zoo.py`: eval output, measured rate, gradients, and removal, bit for bit."""
+    from models.catalog import Example
+    from models.check import Check
+
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**config))
+    x = torch.randn(2, 3, 64, 64)
+    record = Check(model, Example((x,), (x,)), recipe=dropblock_resnet).run()
+    assert record["status"] == "passed", record
+    assert record["sites"] == {"DropBlock": count}
+
+
 class TestOtherModelsRaise:
     @pytest.mark.parametrize(
         ("name", "pattern"),

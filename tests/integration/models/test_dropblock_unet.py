@@ -184,12 +184,10 @@ class TestFamilies:
     @pytest.mark.filterwarnings("ignore")
     @pytest.mark.parametrize("name", FAMILIES)
     def test_output_layer_has_no_site(self, name: str) -> None:
-        """At rate 1, every site is zero, and the output of the last convolution is its bias."""
+        """The last convolution of the model is not inside a site."""
         model = FAMILIES[name][0]()
         last = [conv for conv in model.modules() if isinstance(conv, _ConvNd)][-1]
-        sites = dropblock_unet.plan(model, p=1.0).sites
-        assert not any(last in site.module.modules() for site in sites)
-        assert all(site.p == 1.0 for site in sites)
+        assert not any(last in site.module.modules() for site in dropblock_unet.plan(model).sites)
 
 
 class TestWhatHasNoSite:
