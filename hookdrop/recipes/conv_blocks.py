@@ -31,22 +31,30 @@ class ConvBlock:
 def conv_blocks(model: nn.Module) -> Iterator[ConvBlock]:
     """Yield the convolutions that a norm or an activation follows.
 
-    A layer of a global pooling branch is left out: its map has one element, or a few.
+    The layers after a global pooling in a `Sequential` are left out: their maps have one element, or a few.
     """
     pooled: list[str] = []
     for layer in named_layers(model):
         prefix = f"{layer.name}." if layer.name else ""
-        if not prefix.startswith(tuple(pooled)):
-            yield from _blocks_in(children_of(layer.module), prefix, pooled)
+        if prefix.startswith(tuple(pooled)):
+            continue
+        children = children_of(layer.module)
+        after = _names_after_pooling(layer.module)
+        pooled += [f"{prefix}{name}." for name in after]
+        yield from _blocks_in({name: part for name, part in children.items() if name not in after}, prefix)
 
 
-def _blocks_in(children: Mapping[str, nn.Module | None], prefix: str, pooled: list[str]) -> Iterator[ConvBlock]:
+def _names_after_pooling(module: nn.Module) -> list[str]:
+    """Return the names of the layers after a global pooling; only in a `Sequential` is the order that of the calls."""
+    parts = list(module.named_children()) if isinstance(module, nn.Sequential) else []
+    first = next((index for index, (_, part) in enumerate(parts) if isinstance(part, _POOLS)), len(parts))
+    return [name for name, _ in parts[first:]]
+
+
+def _blocks_in(children: Mapping[str, nn.Module | None], prefix: str) -> Iterator[ConvBlock]:
     parts = [(name, part) for name, part in children.items() if part is not None and not _is_transparent(part)]
     parts = [(name, part) for name, part in parts if type(part) not in (nn.ModuleList, nn.ModuleDict)]
     for index, (name, part) in enumerate(parts):
-        if isinstance(part, _POOLS):
-            pooled += [f"{prefix}{later}." for later, _ in parts[index:]]
-            return
         convs = convs_in(part)
         if not convs:
             continue

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from hookdrop.errors import LayerError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import named_layers
+from hookdrop.injection.select import layers_by_name, named_layers
 from hookdrop.recipes.branches import has_submodules
 from hookdrop.recipes.conv_blocks import conv_blocks
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
@@ -83,15 +83,18 @@ def dropblock_unet(
 
 def _convolutions(model: nn.Module) -> list[str]:
     """Return the convolutions to regularize. A gate or a projection of the skip is pointwise, without an activation."""
-    found = [block.conv for block in conv_blocks(model) if not block.pointwise or (block.norm and block.activated)]
-    # The last block of MONAI's residual UNet already has one channel for each class, and a skip to the output.
-    return found[:-1] if found and _channels(model) == _channels(model.get_submodule(found[-1])) else found
+    layers = layers_by_name(model)
+    blocks = [block for block in conv_blocks(model) if not block.pointwise or (block.norm and block.activated)]
+    found = list({id(layers[block.conv]): layers[block.conv] for block in blocks}.values())  # a shared one once
+    # In MONAI's residual UNet, the last upsampling returns one channel for each class, and has a skip to the output.
+    last = found[-1].module if found else None
+    if isinstance(last, _ConvTransposeNd) and last.out_channels == _output_channels(model):
+        found.pop()
+    return [layer.name for layer in found]
 
 
-def _channels(module: nn.Module) -> int | None:
-    """Return the number of channels of the last convolution."""
-    convs = [part for part in module.modules() if isinstance(part, _ConvNd)]
-    return convs[-1].out_channels if convs else None
+def _output_channels(model: nn.Module) -> int:
+    return [part for part in model.modules() if isinstance(part, _ConvNd)][-1].out_channels
 
 
 def _backbones(model: nn.Module) -> Iterator[str]:

@@ -198,6 +198,15 @@ class TestWhatHasNoSite:
         assert "classifier.0.convs.3.0" in self.names("torchvision: DeepLabV3")
         assert "classifier.0.convs.4.1" not in self.names("torchvision: DeepLabV3")
 
+    def test_pooling_that_is_only_registered_first_changes_nothing(self) -> None:
+        model = UNet()
+        model._modules = {"pool": nn.AdaptiveAvgPool2d(1), **model._modules}
+        assert len(dropblock_unet.plan(model).sites) == 10
+
+    def test_layers_before_a_pooling_have_sites(self) -> None:
+        model = nn.Sequential(*double_conv(3, 4, True), nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 4, 1), nn.ReLU())
+        assert [site.name for site in dropblock_unet.plan(model).sites] == ["0", "3"]
+
     def test_attention_gates(self) -> None:
         assert not any(".attention." in name for name in self.names("MONAI 2d: AttentionUnet"))
 
@@ -260,3 +269,9 @@ def test_shared_block_has_one_site() -> None:
         warnings.simplefilter("error")
         plan = dropblock_unet.plan(nn.Sequential(block, block, nn.Conv2d(4, 2, 1)))
     assert [site.name for site in plan.sites] == ["0.0", "0.3"]
+
+
+def test_shared_convolution_has_one_site() -> None:
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    blocks = [nn.Sequential(conv, nn.BatchNorm2d(4), nn.ReLU()) for _ in range(2)]
+    assert [site.name for site in dropblock_unet.plan(nn.Sequential(*blocks, nn.Conv2d(4, 2, 1))).sites] == ["0.0"]
