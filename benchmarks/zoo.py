@@ -5,6 +5,8 @@ Dropout, depending on the rank) at its normalization layers, run one training st
 models/check.py compares states and outputs bit for bit. Models that do not fit in memory are planned and hooked on the
 meta device, and counted separately.
 
+With `--recipe NAME`, the sites are those of a DropBlock recipe. Models that it refuses are counted separately.
+
 A full run takes an hour on two cores with two shards, `--shard 1/2` and `--shard 2/2`, each in its own process. A
 journal records when each model starts and ends. To resume an interrupted run, start it again with the same `--out`: it
 continues with the next model. Each shard writes zoo.json and zoo.md when it ends.
@@ -26,6 +28,8 @@ from models import catalog, report
 from models.catalog import Name
 from models.sweep import GIB, Journal, check_model
 from terminal import make_console, say
+
+_RECIPES = ("dropblock_resnet", "dropblock_unet", "dropblock_detector")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +69,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         help="regular expression to search in names such as timm:resnet18",
     )
     parser.add_argument("--library", choices=("timm", "torchvision"))
+    parser.add_argument("--recipe", choices=_RECIPES, default="", help="check this recipe instead of all norms")
     parser.add_argument("--limit", type=int, help="maximum number of models, before sharding")
     parser.add_argument("--memory", type=float, help="limit of all shards in GiB (default: 3/4 of free memory)")
     parser.add_argument("--timeout", type=int, default=900, help="seconds per model (default: 900)")
@@ -130,7 +135,7 @@ def one_line(record: dict[str, Any]) -> str:
 
 def write_report(console: Console, options: argparse.Namespace, folders: Sequence[Path]) -> int:
     """Write the results of all shards so far and print a summary; return 1 if there is a failure."""
-    results = report.merge(folders, catalog.names(), options.hardware)
+    results = report.merge(folders, catalog.names(), options.hardware, options.recipe)
     report.write(options.out, results)
     say(console, report.summary(results))
     say(console, f"Full report: {options.out / 'zoo.md'} and zoo.json")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hookdrop
+from hookdrop.recipes import Recipe
 from models.catalog import Example
 from models.footprint import bit_equal, differences, fingerprint, footprint, tensors
 from models.sites import BLOCK, P, SiteChooser, choose_regularizers, label
@@ -33,8 +34,14 @@ class NotRunnable(Exception):
 class Check:
     """The steps of the check, in order; `record` holds the results, even if a step fails."""
 
-    def __init__(self, model: nn.Module, example: Example, choose: SiteChooser = choose_regularizers) -> None:
-        self.model, self.example, self.choose = model, example, choose
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example,
+        choose: SiteChooser = choose_regularizers,
+        recipe: Recipe[...] | None = None,
+    ) -> None:
+        self.model, self.example, self.choose, self.recipe = model, example, choose, recipe
         self.record: dict[str, Any] = {}
         self.warning_kinds: Counter[str] = Counter()
 
@@ -104,16 +111,23 @@ class Check:
 
     def _plan(self) -> None:
         rng_state = torch.get_rng_state()
-        args = self.example.eval
-        listed = hookdrop.plan(self.model, layers="**", example_input=args)
-        self.chosen = self.choose(listed)
-        self.record["modules"] = len(listed.sites)
+        if self.recipe is None:
+            self._plan_chosen_layers()
+        else:
+            self.plan = self.recipe.plan(self.model, p=P, block_size=BLOCK, example_input=self.example.eval)
+        self.chosen = {site.name: site.regularizer for site in self.plan.sites}
         self.record["sites"] = dict(Counter(label(regularizer) for regularizer in self.chosen.values()))
-        self.plan = hookdrop.plan(self.model, self.chosen, example_input=args)
         str(self.plan)
         self._require_unchanged("plan", torch.equal(rng_state, torch.get_rng_state()))
+
+    def _plan_chosen_layers(self) -> None:
+        args = self.example.eval
+        listed = hookdrop.plan(self.model, layers="**", example_input=args)
+        self.record["modules"] = len(listed.sites)
+        self.plan = hookdrop.plan(self.model, self.choose(listed), example_input=args)
         planned = [(site.name, site.shape, site.calls) for site in self.plan.sites]
-        expected = [(site.name, site.shape, site.calls) for site in listed.sites if site.name in self.chosen]
+        chosen = {site.name for site in self.plan.sites}
+        expected = [(site.name, site.shape, site.calls) for site in listed.sites if site.name in chosen]
         require(planned == expected, "the plan of the chosen layers differs from the plan of all layers")
 
     def _require_unchanged(self, verb: str, same_rng: bool) -> None:
@@ -158,25 +172,29 @@ class Check:
         self.model.zero_grad(set_to_none=True)
 
     def _check_rates(self, measured: Any) -> None:
-        """Compare the measured drop rate of each kind of regularizer with `P`."""
+        """Compare the measured drop rate of each kind of regularizer with the rates of its sites."""
         self.record["elements"] = sum(site.elements for site in measured.sites.values())
         self.record |= {"asked": round(measured.asked, 6), "dropped": round(measured.dropped, 6)}
         shapes = {site.name: site.shape for site in self.plan.sites}
-        kinds: dict[str, list[tuple[Any, int]]] = {}
+        rates = {site.name: site.p for site in self.plan.sites}
+        kinds: dict[str, list[tuple[Any, int, float]]] = {}
         for name, site in measured.sites.items():
             if site.elements:
                 block = isinstance(self.chosen[name], hookdrop.DropBlock)
                 area = BLOCK ** (len(shapes[name] or ()) - 2) if block else 1
-                kinds.setdefault(label(self.chosen[name]), []).append((site, area))
+                kinds.setdefault(label(self.chosen[name]), []).append((site, area, rates[name]))
         require(bool(kinds), "no element was regularized in training")
         for kind, sites in kinds.items():
-            total = sum(site.elements for site, _ in sites)
-            dropped = sum(site.zeroed for site, _ in sites) / total
+            total = sum(site.elements for site, _, _ in sites)
+            dropped = sum(site.zeroed for site, _, _ in sites) / total
+            asked = sum(p * site.elements for site, _, p in sites) / total
             # The elements of a block are dropped together, and the number of a few blocks is not normally distributed.
-            error = sum(P * (1 - P) * area * site.elements for site, area in sites) ** 0.5 / total
-            bound = STANDARD_ERRORS * (error + max(area for _, area in sites) / total)
-            self.record["deviation"] = max(self.record.get("deviation", 0.0), round(abs(dropped - P) / error, 2))
-            require(abs(dropped - P) <= bound, f"{kind} dropped {dropped:.5f} of {total} elements, expected {P}")
+            error = sum(p * (1 - p) * area * site.elements for site, area, p in sites) ** 0.5 / total
+            bound = STANDARD_ERRORS * (error + max(area for _, area, _ in sites) / total)
+            self.record["deviation"] = max(self.record.get("deviation", 0.0), round(abs(dropped - asked) / error, 2))
+            require(
+                abs(dropped - asked) <= bound, f"{kind} dropped {dropped:.5f} of {total} elements, expected {asked:.3g}"
+            )
 
     def _remove(self) -> None:
         hooked = self._evaluate()

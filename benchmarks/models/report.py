@@ -12,12 +12,13 @@ from typing import Any
 import peers
 from models.catalog import Name
 
-STATUSES = ("passed", "failed", "crashed", "clean", "meta")
+STATUSES = ("passed", "failed", "crashed", "refused", "clean", "meta")
 FAILURES = ("failed", "crashed")
 _LABELS = {
     "passed": "passed",
     "failed": "failed",
     "crashed": "crashed",
+    "refused": "refused by the recipe",
     "clean": "not runnable",
     "meta": "checked on the meta device only",
     "pending": "not yet checked",
@@ -44,12 +45,13 @@ def records(folders: Sequence[Path]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def merge(folders: Sequence[Path], names: Sequence[Name], hardware: str = "") -> dict[str, Any]:
+def merge(folders: Sequence[Path], names: Sequence[Name], hardware: str = "", recipe: str = "") -> dict[str, Any]:
     """Merge all records in the order of `names`, and add totals, hardware and versions."""
     order = {str(name): index for index, name in enumerate(names)}
     found = sorted(records(folders), key=lambda record: order.get(record["name"], len(order)))
     machine = peers.machine_info()
     return {
+        **({"recipe": recipe} if recipe else {}),
         "hardware": hardware or machine["cpu"],
         "versions": {"python": platform.python_version()} | machine["versions"],
         "kernel": machine["kernel"],
@@ -115,16 +117,19 @@ def _rows(results: dict[str, Any], library: str) -> dict[str, dict[str, int]]:
 def markdown(results: dict[str, Any]) -> str:
     """Format the full report as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    recipe = results.get("recipe")
+    command = "python benchmarks/zoo.py" + (f" --recipe {recipe}" if recipe else "")
     parts = [
-        "# Every timm and torchvision model",
-        f"Output of `python benchmarks/zoo.py` on {results['hardware']}; {versions}.",
+        f"# {recipe} in timm and torchvision" if recipe else "# Every timm and torchvision model",
+        f"Output of `{command}` on {results['hardware']}; {versions}.",
         summary(results).replace("\n", "\n\n"),
         "The full check runs each model on real values at its smallest valid input. `plan` and `inject` add hooks and "
         "change nothing else; eval output is bit-identical with hooks; every site fires; a training step drops the "
         "requested fraction within five standard errors plus five blocks, and the same parameters have gradients as "
         "without hooks; `remove` leaves no hook and changes no bit of parameters, buffers or eval output.",
         _statistics(results["models"]),
-        *(_list_models(results["models"], status) for status in STATUSES[1:]),
+        # A recipe refuses all transformers: the tables count them by family, and zoo.json has the reasons.
+        *(_list_models(results["models"], status) for status in STATUSES[1:] if status != "refused"),
         *(f"## Families of {library}\n\n{_table(_rows(results, library))}" for library in results["totals"]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

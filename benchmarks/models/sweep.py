@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+import hookdrop
+from hookdrop.recipes import RECIPES, Recipe
 from models import catalog, report
 from models.catalog import Name, Trial
 from models.check import Check, NotRunnable, short_traceback
@@ -81,15 +83,21 @@ def check_model(name: Name, options: argparse.Namespace) -> dict[str, Any]:
 def _check_model(name: Name, options: argparse.Namespace, record: dict[str, Any]) -> dict[str, Any]:
     skeleton = catalog.skeleton_of(name)
     record["parameters"] = sum(p.numel() for p in skeleton.parameters())
+    recipe = RECIPES[options.recipe] if options.recipe else None
+    if recipe is not None:
+        try:
+            recipe.plan(skeleton)
+        except hookdrop.LayerError as error:
+            return {"status": "refused", "error": str(error).splitlines()[0]}
     trials = (trial for trial in catalog.trials(name, skeleton) if catalog.accepted(trial, skeleton))
     need, (exclusive, shared) = training_bytes(skeleton), limits(options)
     if need > exclusive:
-        found = check_first_runnable(trials, "meta")
+        found = check_first_runnable(trials, "meta", recipe)
         reason = f"needs about {need / GIB:.1f} GiB, the limit is {exclusive / GIB:.1f} GiB"
         return found | ({"status": "meta", "error": reason} if found["status"] == "passed" else {})
     lock = file_lock(options.out / "large.lock") if need > shared else nullcontext()
     with lock, time_limit(options.timeout):
-        return check_first_runnable(trials, "cpu")
+        return check_first_runnable(trials, "cpu", recipe)
 
 
 def training_bytes(model: nn.Module) -> float:
@@ -105,11 +113,11 @@ def limits(options: argparse.Namespace) -> tuple[float, float]:
     return memory - (count - 1) * shared, shared
 
 
-def check_first_runnable(trials: Iterator[Trial], device: str) -> dict[str, Any]:
+def check_first_runnable(trials: Iterator[Trial], device: str, recipe: Recipe[...] | None = None) -> dict[str, Any]:
     """Check the first trial that runs without hookdrop."""
     reason = "the model accepts no input size that was tried"
     for trial in trials:
-        check = Check(trial.build(device), trial.example(device))
+        check = Check(trial.build(device), trial.example(device), recipe=recipe)
         try:
             return trial.about() | (check.run() if device == "cpu" else check.run_on_meta())
         except NotRunnable as error:

@@ -4,6 +4,7 @@
 """
 
 from hookdrop.recipes.depth import stochastic_depth
+from hookdrop.recipes.detection import dropblock_detector
 from hookdrop.recipes.dropblock import dropblock_resnet, timm_dropblock
 from hookdrop.recipes.dropout_change import DropoutChange
 from hookdrop.recipes.embeddings import neftune
@@ -13,9 +14,12 @@ from hookdrop.recipes.model_dropout import DropoutReport, report_dropout, set_dr
 from hookdrop.recipes.patches import patch_dropout
 from hookdrop.recipes.recipe import Recipe
 from hookdrop.recipes.residual import residual_dropout
+from hookdrop.recipes.segmentation import dropblock_unet
 
 RECIPES: dict[str, Recipe[...]] = {
+    "dropblock_detector": dropblock_detector,
     "dropblock_resnet": dropblock_resnet,
+    "dropblock_unet": dropblock_unet,
     "head_dropout": head_dropout,
     "layer_drop": layer_drop,
     "neftune": neftune,
@@ -30,7 +34,9 @@ __all__ = [
     "DropoutChange",
     "DropoutReport",
     "Recipe",
+    "dropblock_detector",
     "dropblock_resnet",
+    "dropblock_unet",
     "head_dropout",
     "layer_drop",
     "neftune",

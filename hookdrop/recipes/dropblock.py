@@ -9,16 +9,16 @@ from torch import nn
 
 from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import Layer, named_layers
-from hookdrop.recipes.branches import has_submodules, norms_follow_convs
+from hookdrop.injection.select import named_layers
+from hookdrop.recipes.branches import has_submodules
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
+from hookdrop.recipes.residual_stages import example_call, last_stages
 from hookdrop.regularizers import DropBlock
 from hookdrop.schedules import LinearSchedule, Schedule
 
-_GROUPS = {"layer3": 0.25, "layer4": 1.0}
-"""The groups of a ResNet that the paper regularizes, and the fraction of the rate in each."""
 _TIMM = {-2: (5, 0.25), -1: (3, 1.0)}
 """timm's block size and gamma scale for the last two stages of a ResNet."""
+RESIDUAL_CNN = "a ResNet, or another CNN whose last two stages have residual blocks with a known structure"
 _MULTI_KERNEL_CONVS = ("SplitAttn", "SelectiveKernel")
 
 
@@ -40,10 +40,12 @@ def dropblock_resnet(
 
     The sites are the norm of every convolution (before or after the ReLU gives the same result), the norm of a
     projection, and identity skips. An identity skip has no module: there the block computes f(x) + D(x). Group 3 uses a
-    quarter of the rate. Ghiasi et al. 2018, arXiv:1810.12890, section 4.1.
+    quarter of the rate. In other CNNs, the last two resolutions are groups 3 and 4. Ghiasi et al. 2018,
+    arXiv:1810.12890, section 4.1.
 
     Args:
-        model: a ResNet of torchvision or timm (basic or bottleneck blocks, any depth), or a model that contains one.
+        model: a ResNet of torchvision, timm or transformers, another CNN of residual blocks (ResNetV2, RegNet, Res2Net,
+            EfficientNet, MobileNet, ReXNet, timm's byobnet), or a model that contains one.
         p: drop probability in group 4; group 3 uses a quarter of it. The paper uses 0.1 (keep_prob 0.9).
         block_size: edge of the dropped squares, in pixels of the feature map; 7 in the paper.
         steps: optimizer steps over which keep_prob falls linearly from 1 to 1 - p, or a fraction of the training; None
@@ -52,7 +54,7 @@ def dropblock_resnet(
         total_steps, name, on_existing, portable, example_input: as in `inject`.
 
     Raises:
-        LayerError: the model contains no such ResNet.
+        LayerError: the model contains no such CNN, or its last two stages also have blocks of another kind.
         InjectionError: torch.fx traced the ResNet.
 
     Example:
@@ -64,13 +66,8 @@ def dropblock_resnet(
         >>> [site.name for site in drop.sites if site.name.startswith("layer4")]
         ['layer4.0.bn1', 'layer4.0.bn2', 'layer4.0.downsample', 'layer4.1', 'layer4.1.bn1', 'layer4.1.bn2']
     """
-    sites = [
-        RecipeSite(f"{block.name}{part}", {"p": p, "block_size": block_size}, _GROUPS[group], at, branch)
-        for block, group in _resnet_blocks(model)
-        for part, at, branch in _paper_sites_in_block(block.module)
-    ]
-    wanted = "a ResNet whose layer3 and layer4 have blocks with conv1, bn1, conv2 and bn2"
-    require_sites("dropblock_resnet", model, [site.name for site in sites], wanted)
+    sites = paper_sites(model, p, block_size)
+    require_sites("dropblock_resnet", model, [site.name for site in sites], RESIDUAL_CNN, example_call(model))
     schedule = None if steps is None else LinearSchedule(steps=steps)
     return plan_sites(
         model,
@@ -83,6 +80,18 @@ def dropblock_resnet(
         portable=portable,
         example_input=example_input,
     )
+
+
+def paper_sites(model: nn.Module, p: float, block_size: int) -> list[RecipeSite]:
+    """Return the sites of the paper: in the last two stages, after each convolution and on the skip of each block."""
+    settings = {"p": p, "block_size": block_size}
+    sites = []
+    for layer, block, scale in last_stages(model):
+        if block.skip == "":
+            sites.append(RecipeSite(layer.name, settings, scale, "skip", block.branch))
+        names = (block.skip, *block.convs) if block.skip else block.convs
+        sites += [RecipeSite(f"{layer.name}.{name}", settings, scale) for name in names]
+    return sites
 
 
 @Recipe
@@ -182,25 +191,3 @@ def _timm_sites_in_block(block: nn.Module) -> Iterator[str]:
     if not kernels and not has_submodules(block, "transformer"):  # MobileViT's outer convolutions have no site
         places = ("drop_block", "conv2_kxk.bn.drop", "conv1_kxk.bn.drop", "conv_kxk.bn.drop")
         yield from [place for place in places if has_submodules(block, place)][:1]
-
-
-def _paper_sites_in_block(block: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """Yield (suffix of the block's name, at, branch) for the skip and for each convolution's norm."""
-    if block.downsample is None:
-        yield "", "skip", "conv1"
-    else:
-        yield ".downsample", "", ""
-    for index in (1, 2, 3):
-        if getattr(block, f"bn{index}", None) is not None:
-            yield f".bn{index}", "", ""
-
-
-def _resnet_blocks(model: nn.Module) -> Iterator[tuple[Layer, str]]:
-    """Yield the residual blocks of every ResNet in the model, with the name of their group."""
-    for layer in named_layers(model):
-        group, dot, index = layer.name.rpartition(".")
-        stage = group.rpartition(".")[2]
-        if not (dot and index.isdigit() and stage in _GROUPS and hasattr(layer.module, "downsample")):
-            continue
-        if has_submodules(layer.module, "conv1", "bn1", "conv2", "bn2") and norms_follow_convs(layer.module):
-            yield layer, stage

@@ -113,8 +113,15 @@ def layer_factors(layers: list[Layer], p_scale: PScale | None) -> list[float]:
     return [1.0] * len(layers) if p_scale is None else rate_factors(layers, p_scale)
 
 
-def require_sites(recipe: str, model: nn.Module, names: Sequence[str], wanted: str) -> None:
-    """Raise if the recipe found no site, or if torch.fx traced the part of the model that contains the sites."""
+def require_sites(
+    recipe: str, model: nn.Module, names: Sequence[str], wanted: str, example: str = "inject(model, ..., layers=...)"
+) -> None:
+    """Raise if the recipe found no site, or if torch.fx traced the part of the model that contains the sites.
+
+    Args:
+        wanted: what the recipe looks for.
+        example: a call that chooses the layers of this model instead.
+    """
     for layer in named_layers(model):
         if isinstance(layer.module, GraphModule):
             prefix = f"{layer.name}." if layer.name else ""
@@ -128,6 +135,6 @@ def require_sites(recipe: str, model: nn.Module, names: Sequence[str], wanted: s
     if not names:
         raise LayerError(
             f"{recipe} found no matching layer in {type(model).__name__}: it looks for {wanted}.\n"
-            "  choose the layers yourself: inject(model, ..., layers=...)\n"
+            f"  choose the layers yourself: {example}\n"
             '  see all:                    print(hookdrop.plan(model, layers="**"))'
         )

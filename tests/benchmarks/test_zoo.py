@@ -210,6 +210,35 @@ class TestFamilies:
         assert record["finite"]
 
 
+class TestRecipes:
+    def test_models_pass_or_are_refused(self, tmp_path: Path) -> None:
+        only = "^timm:(test_resnet|test_efficientnet|test_vit)$"
+        assert run(tmp_path, "--recipe", "dropblock_resnet", "--only", only) == 0
+        found = {record["name"]: record for record in results(tmp_path)["models"]}
+        assert {name: record["status"] for name, record in found.items()} == {
+            "timm:test_efficientnet": "passed",
+            "timm:test_resnet": "passed",
+            "timm:test_vit": "refused",
+        }
+        assert "it looks for a ResNet" in found["timm:test_vit"]["error"]
+        assert found["timm:test_resnet"]["asked"] < 0.1  # a quarter of it in the last stage but one
+        text = (tmp_path / "zoo.md").read_text()
+        assert text.startswith("# dropblock_resnet in timm and torchvision")
+        assert "python benchmarks/zoo.py --recipe dropblock_resnet" in text
+
+    def test_wrong_rate_of_a_site_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        trial = Trial(Name("timm", "test_resnet"), (3, 64, 64))
+        monkeypatch.setattr(
+            hookdrop.DropBlock,
+            "regularize_at",
+            lambda self, x, rate: hookdrop.functional.drop_block(x, 0.1, self.block_size),
+        )
+        record = Check(trial.build(), trial.example(), recipe=hookdrop.recipes.dropblock_resnet).run()
+        step, error = failure(record)
+        assert step == "train"
+        assert error.startswith("DropBlock dropped")
+
+
 class TestDetection:
     """Each test breaks hookdrop in one way, and the check reports it."""
 
@@ -479,7 +508,7 @@ class TestRuns:
                     return False
             return True
 
-        def check(trials: object, device: str) -> dict[str, Any]:
+        def check(trials: object, device: str, recipe: object) -> dict[str, Any]:
             return {"status": "passed", "unlocked": is_unlocked()}
 
         monkeypatch.setattr(sweep, "check_first_runnable", check)
@@ -496,7 +525,7 @@ class TestRuns:
         assert record["error"].endswith("[2x3x0x0]")
 
     def test_timeout_is_recorded_as_failure(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def times_out(trials: object, device: str) -> dict[str, Any]:
+        def times_out(trials: object, device: str, recipe: object) -> dict[str, Any]:
             signal.raise_signal(signal.SIGALRM)
             raise AssertionError
 
@@ -546,7 +575,7 @@ class TestReport:
         assert zoo.main(arguments) == 1
         found = results(tmp_path)
         assert found["hardware"] == "a machine"
-        totals = {"passed": 2, "failed": 1, "crashed": 0, "clean": 0, "meta": 1}
+        totals = {"passed": 2, "failed": 1, "crashed": 0, "refused": 0, "clean": 0, "meta": 1}
         size = sum(name.family == "resnet" for name in catalog.names("timm"))
         assert found["families"]["resnet"] == {"names": size, **totals, "meta": 0}
         assert found["totals"]["timm"] == totals

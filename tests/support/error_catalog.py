@@ -832,6 +832,22 @@ def _() -> None:
     recipes.dropblock_resnet(mlp(), p=0.1)
 
 
+@case("dropblock_resnet of a CNN with attention blocks")
+def _() -> None:
+    import timm
+
+    with torch.device("meta"):
+        model = timm.create_model("mobilenetv5_base")
+    recipes.dropblock_resnet(model)
+
+
+@case("dropblock_unet of a classifier")
+def _() -> None:
+    import torchvision
+
+    recipes.dropblock_unet(torchvision.models.resnet18())
+
+
 @case("stochastic_depth of a model that has it")
 def _() -> None:
     import timm

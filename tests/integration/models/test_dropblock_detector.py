@@ -1,0 +1,133 @@
+"""`dropblock_detector` on torchvision's detectors, whose inputs are lists of images and targets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookdrop import HookdropWarning, LayerError
+from hookdrop.recipes import dropblock_detector, dropblock_resnet
+
+torchvision = pytest.importorskip("torchvision")
+
+detection = torchvision.models.detection
+utils = detection.backbone_utils
+FrozenBatchNorm2d = torchvision.ops.FrozenBatchNorm2d
+
+SIDE = 64
+
+
+def small(name: str, kind: str = "resnet", trainable_layers: int = 3) -> nn.Module:
+    """A detector with a small backbone whose norms are frozen, as after loading pretrained weights."""
+    if kind == "resnet":
+        backbone = utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None, trainable_layers=trainable_layers)
+    else:
+        backbone = utils.mobilenet_backbone("mobilenet_v3_small", weights=None, fpn=True, norm_layer=FrozenBatchNorm2d)
+    few = {"min_size": SIDE, "max_size": SIDE, "num_classes": 3}
+    if "RCNN" in name:
+        few |= {"box_detections_per_img": 4, "box_batch_size_per_image": 8, "rpn_post_nms_top_n_test": 8}
+    else:
+        few |= {"detections_per_img": 4}
+    if kind != "resnet":  # the pyramid has three levels
+        sizes = tuple((size,) for size in (16, 32, 64))
+        few["rpn_anchor_generator"] = detection.anchor_utils.AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * 3)
+    return getattr(detection, name)(backbone, **few)
+
+
+DETECTORS: dict[str, Callable[[], nn.Module]] = {
+    name: lambda name=name: small(name) for name in ("FasterRCNN", "MaskRCNN", "KeypointRCNN", "RetinaNet", "FCOS")
+}
+DETECTORS["FasterRCNN with MobileNet"] = lambda: small("FasterRCNN", "mobilenet")
+
+
+def batch() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    box = torch.tensor([[8.0, 8.0, 40.0, 40.0]])
+    target = {"boxes": box, "labels": torch.ones(1, dtype=torch.int64), "masks": torch.ones(1, SIDE, SIDE).byte()}
+    target["keypoints"] = torch.tensor([[[20.0, 20.0, 1.0]] * 17])
+    return [torch.rand(3, SIDE, SIDE) for _ in range(2)], [target, target]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "parts"), [("RetinaNet", "backbone"), ("RetinaNet", "fpn"), *((name, "both") for name in DETECTORS)]
+)
+def test_inject_train_and_remove(name: str, parts: str) -> None:
+    """The checks of `benchmarks/zoo.py`: eval output, measured rate, gradients, and removal, bit for bit."""
+    from models.catalog import Example
+    from models.check import Check
+
+    class Recipe:
+        plan = staticmethod(lambda *args, **settings: dropblock_detector.plan(*args, parts=parts, **settings))
+
+    model, (images, targets) = DETECTORS[name](), batch()
+    record = Check(model, Example((images,), (images, targets)), recipe=Recipe).run()
+    assert record["status"] == "passed", record
+    assert record["elements"]
+
+
+def test_backbone_has_the_sites_of_dropblock_resnet() -> None:
+    """Ghiasi et al. 2018, section 4.2: DropBlock is applied to ResNet in ResNet-FPN."""
+    model = small("RetinaNet")
+    expected = [(site.name, site.p, site.at) for site in dropblock_resnet.plan(model, p=0.2).sites]
+    assert [(site.name, site.p, site.at) for site in dropblock_detector.plan(model, p=0.2).sites] == expected
+    assert {name.split(".")[2] for name, _, _ in expected} == {"layer3", "layer4"}
+    norms = [site.module for site in dropblock_detector.plan(model).sites if ".bn" in site.name]
+    assert norms
+    assert all(isinstance(norm, FrozenBatchNorm2d) for norm in norms)
+
+
+def test_feature_pyramid_has_one_site_for_each_level() -> None:
+    sites = dropblock_detector(small("FCOS"), p=0.1, parts="fpn").sites
+    assert [(site.name, site.p) for site in sites] == [(f"backbone.fpn.layer_blocks.{i}", 0.1) for i in range(4)]
+
+
+def test_both_parts() -> None:
+    model = small("FCOS")
+    counts = {parts: len(dropblock_detector.plan(model, parts=parts).sites) for parts in ("backbone", "fpn", "both")}
+    assert counts["both"] == counts["backbone"] + counts["fpn"]
+
+
+def test_frozen_layers_are_regularized_without_gradients() -> None:
+    """With one trainable layer, layer3 has no gradients, but what layer4 receives from it has dropped blocks."""
+    model = small("FasterRCNN", trainable_layers=1).train()
+    images, targets = batch()
+    drop = dropblock_detector(model, p=0.2, block_size=1)
+    with drop.measuring() as measured:
+        sum(model(images, targets).values()).backward()
+    assert all(site.elements for site in measured.sites.values())
+    gradients = {name for name, p in model.named_parameters() if p.grad is not None and "body" in name}
+    assert gradients
+    assert all("layer4" in name for name in gradients)
+
+
+def test_rate_increases_linearly_over_steps() -> None:
+    drop = dropblock_detector(small("RetinaNet"), p=0.1, steps=10)
+    drop.step(5)
+    assert drop.p == pytest.approx(0.05)
+
+
+def test_block_larger_than_the_map_warns() -> None:
+    with pytest.warns(HookdropWarning, match="block_size=7 covers the whole 4x4 map"):
+        dropblock_detector(small("RetinaNet"), example_input=(batch()[0],))
+
+
+@pytest.mark.parametrize("parts", ["backbone", "fpn", "both"])
+@pytest.mark.parametrize("name", ["ssd300_vgg16", "ssdlite320_mobilenet_v3_large"])
+def test_detectors_without_residual_stages_or_a_pyramid_raise(name: str, parts: str) -> None:
+    with torch.device("meta"):
+        model = getattr(detection, name)(weights=None, weights_backbone=None)
+    with pytest.raises(LayerError, match="found no matching layer|recognizes only some blocks") as excinfo:
+        dropblock_detector(model, parts=parts)
+    suggested = re.search(r'layers=\["(.*)"\]', str(excinfo.value))[1]
+    assert suggested.startswith("backbone.")
+
+
+@pytest.mark.parametrize("parts", ["neck", None, True])
+def test_other_parts_raise(parts: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="parts must be one of 'backbone', 'fpn', 'both'"):
+        dropblock_detector(small("RetinaNet"), parts=parts)

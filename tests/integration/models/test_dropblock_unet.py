@@ -1,0 +1,277 @@
+"""`dropblock_unet`, validated against SA-UNet and SD-UNet written out, and checked on the U-Nets of other libraries."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from hookdrop import HookdropWarning, InjectionError, LayerError, functional
+from hookdrop.recipes import dropblock_resnet, dropblock_unet
+from tests.support.models import from_torchvision
+from tests.support.tensors import all_equal
+from tests.support.training import train_step
+
+torchvision = pytest.importorskip("torchvision")
+
+Factory = Callable[[], nn.Module]
+
+
+def double_conv(channels: int, width: int, norm: bool) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size in (channels, width):
+        layers += [nn.Conv2d(size, width, 3, padding=1), *([nn.BatchNorm2d(width)] if norm else []), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+class UNet(nn.Module):
+    """The U-Net of SA-UNet (with norms) or of SD-UNet (without), with two levels."""
+
+    def __init__(self, norm: bool = True) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList([double_conv(3, 8, norm), double_conv(8, 16, norm)])
+        self.bottom = double_conv(16, 32, norm)
+        self.up = nn.ModuleList([nn.ConvTranspose2d(32, 16, 2, 2), nn.ConvTranspose2d(16, 8, 2, 2)])
+        self.decoder = nn.ModuleList([double_conv(32, 16, norm), double_conv(16, 8, norm)])
+        self.head = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.encoder:
+            x = block(x)
+            skips.append(x)
+            x = nn.functional.max_pool2d(x, 2)
+        x = self.bottom(x)
+        for up, block in zip(self.up, self.decoder, strict=True):
+            x = block(torch.cat([up(x), skips.pop()], 1))
+        return self.head(x)
+
+
+class WithDropBlock(nn.Module):
+    """A convolution, followed by DropBlock."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.drop_block(self.conv(x), 0.18, 3)
+
+
+class TestThePapers:
+    @pytest.mark.parametrize("norm", [True, False], ids=["SA-UNet", "SD-UNet"])
+    def test_outputs_and_gradients_match_the_written_out_model(self, norm: bool) -> None:
+        model, x = UNet(norm), torch.randn(2, 3, 32, 32)
+        twin, plain = copy.deepcopy(model), train_step(copy.deepcopy(model), x)[0]
+        for block in (*twin.encoder, twin.bottom, *twin.decoder):
+            for index, layer in enumerate(block):
+                if isinstance(layer, nn.Conv2d):
+                    block[index] = WithDropBlock(layer)
+        drop = dropblock_unet(model, p=0.18, block_size=3)
+        assert len(drop.sites) == 10
+        theirs = train_step(twin, x)
+        assert all_equal(train_step(model, x), theirs)
+        assert not torch.equal(theirs[0], plain)
+
+    def test_measured_fraction_is_p(self) -> None:
+        model = UNet()
+        drop = dropblock_unet(model, p=0.18, block_size=3)
+        # 1.7 million elements in blocks of 9: 5.7 standard errors
+        assert drop.probe(torch.randn(8, 3, 64, 64)).dropped == pytest.approx(0.18, abs=0.005)
+
+    def test_block_larger_than_the_map_warns_and_drops_p(self) -> None:
+        model, x = UNet(), torch.randn(64, 3, 16, 16)
+        with pytest.warns(HookdropWarning, match="covers the whole 4x4 map"):
+            drop = dropblock_unet(model, p=0.2, block_size=7, example_input=x)
+        # 64 * 32 channels: 5.6 standard errors
+        assert drop.probe(x).sites["bottom.0"].dropped == pytest.approx(0.2, abs=0.05)
+
+
+def torchvision_segmentation(name: str, **settings: Any) -> Factory:
+    return from_torchvision(name, weights_backbone=None, num_classes=3, **settings)
+
+
+def monai(name: str, *arguments: Any, **settings: Any) -> Factory:
+    return lambda: getattr(pytest.importorskip("monai.networks.nets"), name)(*arguments, **settings)
+
+
+def smp(name: str) -> Factory:
+    def make() -> nn.Module:
+        library = pytest.importorskip("segmentation_models_pytorch")
+        return getattr(library, name)("resnet18", encoder_weights=None, classes=3)
+
+    return make
+
+
+class Diffusion(nn.Module):
+    """A U-Net of diffusers at time step 1, on images of any number of channels."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        library = pytest.importorskip("diffusers")
+        self.name, size = name, {"sample_size": 32, "block_out_channels": (32, 64), "layers_per_block": 1}
+        if name == "UNet2DModel":
+            down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+        else:
+            down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+            size |= {"cross_attention_dim": 8, "attention_head_dim": 8}
+        size |= {"in_channels": 3, "out_channels": 3, "down_block_types": down, "up_block_types": up}
+        self.unet = getattr(library, name)(**size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = () if self.name == "UNet2DModel" else (torch.ones(len(x), 4, 8),)
+        return self.unet(x, 1, *context).sample
+
+
+FAMILIES: dict[str, tuple[Factory, int, tuple[int, ...]]] = {
+    "hand-written": (UNet, 10, (3, 64, 64)),
+    "torchvision: FCN": (torchvision_segmentation("fcn_resnet50", aux_loss=True), 2, (3, 64, 64)),
+    "torchvision: DeepLabV3": (torchvision_segmentation("deeplabv3_mobilenet_v3_large"), 6, (3, 64, 64)),
+    "torchvision: LR-ASPP": (torchvision_segmentation("lraspp_mobilenet_v3_large"), 1, (3, 64, 64)),
+    "diffusers: UNet2DModel": (lambda: Diffusion("UNet2DModel"), 16, (3, 32, 32)),
+    "diffusers: UNet2DConditionModel": (lambda: Diffusion("UNet2DConditionModel"), 16, (3, 32, 32)),
+}
+"""A model, its number of sites, and the shape of a sample."""
+for _name, _count in {
+    "Unet": 10,
+    "UnetPlusPlus": 22,
+    "FPN": 7,
+    "DeepLabV3": 6,
+    "DeepLabV3Plus": 8,
+    "MAnet": 18,
+    "Linknet": 15,
+    "PSPNet": 1,
+    "PAN": 9,
+    "UPerNet": 8,
+}.items():
+    FAMILIES[f"smp: {_name}"] = (smp(_name), _count, (3, 128, 128) if _name == "PAN" else (3, 64, 64))
+for _axes in (2, 3):
+    _shape = (1,) + (32,) * _axes
+    _levels = (_axes, 1, 3, (8, 16, 16), (2, 2))
+    _dynamic = (_axes, 1, 3, [3] * 3, [1, 2, 2], [2, 2])
+    for _title, _make, _count in (
+        ("UNet", monai("UNet", *_levels), 4),
+        ("UNet, residual", monai("UNet", *_levels, num_res_units=2), 8),
+        ("BasicUNet", monai("BasicUNet", _axes, 1, 3, (8, 8, 8, 16, 16, 8)), 18),
+        ("DynUNet", monai("DynUNet", *_dynamic, filters=[8, 8, 16]), 10),
+        ("DynUNet, residual", monai("DynUNet", *_dynamic, filters=[8, 8, 16], res_block=True), 10),
+        ("SegResNet", monai("SegResNet", _axes, 8, 1, 3, blocks_down=(1, 1, 1), blocks_up=(1, 1)), 10),
+        ("AttentionUnet", monai("AttentionUnet", _axes, 1, 3, (8, 16, 16), (2, 2)), 10),
+    ):
+        FAMILIES[f"MONAI {_axes}d: {_title}"] = (_make, _count, _shape)
+
+
+class TestFamilies:
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_inject_train_and_remove(self, name: str) -> None:
+        """The checks of `benchmarks/zoo.py`: eval output, measured rate, gradients, and removal, bit for bit."""
+        from models.catalog import Example
+        from models.check import Check
+
+        make, count, shape = FAMILIES[name]
+        model, x = make(), torch.randn(2, *shape)
+        record = Check(model, Example((x,), (x,)), recipe=dropblock_unet).run()
+        assert record["status"] == "passed", record
+        assert record["sites"] == {"DropBlock": count}
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_output_layer_has_no_site(self, name: str) -> None:
+        """The last convolution of the model is not inside a site."""
+        model = FAMILIES[name][0]()
+        last = [conv for conv in model.modules() if isinstance(conv, _ConvNd)][-1]
+        assert not any(last in site.module.modules() for site in dropblock_unet.plan(model).sites)
+
+
+class TestWhatHasNoSite:
+    def names(self, name: str) -> set[str]:
+        return {site.name for site in dropblock_unet.plan(FAMILIES[name][0]()).sites}
+
+    def test_global_pooling(self) -> None:
+        assert "classifier.0.convs.3.0" in self.names("torchvision: DeepLabV3")
+        assert "classifier.0.convs.4.1" not in self.names("torchvision: DeepLabV3")
+
+    def test_pooling_that_is_only_registered_first_changes_nothing(self) -> None:
+        model = UNet()
+        model._modules = {"pool": nn.AdaptiveAvgPool2d(1), **model._modules}
+        assert len(dropblock_unet.plan(model).sites) == 10
+
+    def test_layers_before_a_pooling_have_sites(self) -> None:
+        model = nn.Sequential(*double_conv(3, 4, True), nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 4, 1), nn.ReLU())
+        assert [site.name for site in dropblock_unet.plan(model).sites] == ["0", "3"]
+
+    def test_attention_gates(self) -> None:
+        assert not any(".attention." in name for name in self.names("MONAI 2d: AttentionUnet"))
+
+    def test_projections_of_skips(self) -> None:
+        assert not any("conv3" in name for name in self.names("MONAI 2d: DynUNet, residual"))
+
+    def test_upsampling_without_a_norm(self) -> None:
+        assert not any(name.startswith("up.") for name in self.names("hand-written"))
+        assert not any("transp_conv" in name for name in self.names("MONAI 2d: DynUNet"))
+
+    def test_last_block_with_one_channel_per_class_and_a_skip_to_the_output(self) -> None:
+        assert not any(name.startswith("model.2.") for name in self.names("MONAI 2d: UNet, residual"))
+
+
+class TestBackbone:
+    def test_backbone_is_left_out_by_default(self) -> None:
+        model = FAMILIES["torchvision: DeepLabV3"][0]()
+        assert all(site.name.startswith("classifier.") for site in dropblock_unet(model).sites)
+
+    def test_backbone_is_included_on_request(self) -> None:
+        model = FAMILIES["torchvision: DeepLabV3"][0]()
+        sites = [site.name for site in dropblock_unet(model, backbone=True).sites]
+        assert any(name.startswith("backbone.") for name in sites)
+        assert any(name.startswith("classifier.") for name in sites)
+
+    def test_encoder_of_your_own_unet_is_not_a_backbone(self) -> None:
+        assert "encoder.0.0" in {site.name for site in dropblock_unet(UNet()).sites}
+
+    def test_can_be_combined_with_dropblock_resnet(self) -> None:
+        model = FAMILIES["torchvision: FCN"][0]()
+        names = [{site.name for site in recipe(model).sites} for recipe in (dropblock_unet, dropblock_resnet)]
+        assert not names[0] & names[1]
+
+    def test_model_with_sites_only_in_the_backbone_raises(self) -> None:
+        backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        model = nn.Sequential(nn.ModuleDict({"backbone": backbone}), nn.Conv2d(4, 2, 1))
+        with pytest.raises(LayerError, match="outside the backbone") as excinfo:
+            dropblock_unet(model)
+        assert "dropblock_unet(model, backbone=True)" in str(excinfo.value)
+
+    def test_other_values_raise(self) -> None:
+        with pytest.raises(TypeError, match="backbone must be True or False, got 'encoder'"):
+            dropblock_unet(UNet(), backbone="encoder")
+
+
+def test_classifier_raises() -> None:
+    with pytest.raises(LayerError, match="ends with the linear layer 'fc', so it is not a") as excinfo:
+        dropblock_unet(torchvision.models.resnet18())
+    assert "dropblock_resnet(model)" in str(excinfo.value)
+
+
+def test_traced_model_raises() -> None:
+    with pytest.raises(InjectionError, match="the model is an fx GraphModule"):
+        dropblock_unet(torch.fx.symbolic_trace(UNet()))
+
+
+def test_shared_block_has_one_site() -> None:
+    block = double_conv(4, 4, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = dropblock_unet.plan(nn.Sequential(block, block, nn.Conv2d(4, 2, 1)))
+    assert [site.name for site in plan.sites] == ["0.0", "0.3"]
+
+
+def test_shared_convolution_has_one_site() -> None:
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    blocks = [nn.Sequential(conv, nn.BatchNorm2d(4), nn.ReLU()) for _ in range(2)]
+    assert [site.name for site in dropblock_unet.plan(nn.Sequential(*blocks, nn.Conv2d(4, 2, 1))).sites] == ["0.0"]
