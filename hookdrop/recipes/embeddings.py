@@ -93,7 +93,8 @@ def _input_embedding(model: nn.Module) -> Layer:
         if id(embedding) in names:
             return names[id(embedding)]
     raise LayerError(
-        f"neftune: {type(model).__name__} has no get_input_embeddings() that returns an embedding of tokens.\n"
+        f"neftune found no matching layer in {type(model).__name__}: it looks for a token embedding, from "
+        "get_input_embeddings().\n"
         '  name the embedding: neftune(model, alpha, embedding="tok_embeddings")\n'
         "  find its name:      print(hookdrop.plan(model, layers=torch.nn.Embedding))"
     )
