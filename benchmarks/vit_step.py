@@ -17,7 +17,6 @@ import timm
 import torch
 from torch import nn
 
-import hookdrop
 import peers
 from hookdrop.recipes import patch_dropout, stochastic_depth
 from terminal import make_console, say
@@ -45,10 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = make_console()
     machine = peers.machine_info(options.device)
     say(console, peers.format_machine(machine) + "\n")
-    results: dict[str, Any] = {
-        "machine": machine,
-        "versions": {"hookdrop": hookdrop.__version__, "timm": timm.__version__},
-    }
+    results: dict[str, Any] = {"machine": machine, "settings": vars(options)}
     table = new_table("A training step: time / time without dropping", "variant", *options.models)
     columns = {}
     for model in options.models:
@@ -74,7 +70,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--models", nargs="+", default=models, help=f"ViTs of timm (default: {' '.join(models)})")
     parser.add_argument("--batch", type=int, default=20, help="images (default: 20)")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds (default: 15)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds; slow steps run in every third (default: 15)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="PyTorch threads on a CPU")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser.parse_args(argv)
