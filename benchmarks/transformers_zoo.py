@@ -28,7 +28,7 @@ import transformers
 
 from families import report, tiny
 from families.check import RecipeCheck
-from families.layers import find_runs, stacks
+from families.layers import attentions, find_runs, stacks
 from families.recipes import CASES, run_case
 from models.check import CheckFailed, NotRunnable
 from models.report import lines, records
@@ -124,6 +124,8 @@ def _check_family(name: str, recipe: str, record: dict[str, Any]) -> dict[str, A
     for model in tiny.models(name):
         record["parameters"] = sum(p.numel() for p in model.parameters())
         if not list(stacks(model)):
+            if classes := attentions(model):  # XLM: one list of attentions, one of norms, one of MLPs
+                return {"status": "refused", "error": f"{', '.join(sorted(classes))}: no module is a whole layer"}
             return {"status": "no layers"}
         runs, missing, error = find_runs(model)
         if not missing:

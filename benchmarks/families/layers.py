@@ -51,6 +51,13 @@ def is_layer(module: nn.Module) -> bool:
     return any(_MIXERS.search(part) for part in parts) and any(p.dim() > 1 for p in module.parameters())
 
 
+def attentions(model: nn.Module) -> set[str]:
+    """Return the class names of the modules that mix tokens."""
+    return {
+        type(part).__name__ for part in model.modules() if part is not model and _MIXERS.search(type(part).__name__)
+    }
+
+
 def find_runs(model: PreTrainedModel) -> tuple[list[Run], list[str], str]:
     """Run the model, and each part that is a model itself and has layers that no run has called.
 

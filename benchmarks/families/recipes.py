@@ -9,6 +9,7 @@ from typing import Any
 import hookdrop
 from families.check import RecipeCheck
 from families.depth import check_sites
+from families.layers import stacks
 from hookdrop import recipes
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes.branches import blocks
@@ -37,7 +38,8 @@ def run_case(case: Case, check: RecipeCheck) -> Record:
         try:
             plan = check.run(case.recipe, settings)
         except (LayerError, InjectionError) as error:
-            tried.append({"status": "refused", "error": str(error).splitlines()[0]})
+            classes = sorted({type(layer).__name__ for _, layers in stacks(check.model) for _, layer in layers})
+            tried.append({"status": "refused", "error": f"{', '.join(classes)}: {str(error).splitlines()[0]}"})
             continue
         record = {"status": status, "sites": len(plan.sites), **case.check(check, plan)}
         if "error" not in record:

@@ -8,14 +8,13 @@ residual branch (an EfficientNet block that changes the resolution), and None if
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from hookdrop.injection.select import Layer, named_layers
 from hookdrop.recipes.transformer_layers import count_calls, is_decoder, transformer_ends
-from hookdrop.utils.tables import some
 
 Ends = tuple[str, ...]
 Rule = Callable[[nn.Module], Ends | None]
@@ -37,70 +36,6 @@ def branch_ends(module: nn.Module) -> Ends | None:
 def decoder_ends(module: nn.Module) -> Ends | None:
     """Like `branch_ends`, for the layers of decoder-only transformers."""
     return transformer_ends(module) if is_decoder(module) else None
-
-
-def skipped_layers(model: nn.Module, known: Collection[str]) -> list[str]:
-    """Return a warning for each `ModuleList` in which the recipe recognizes only some of the layers."""
-    found = []
-    for layer in named_layers(model):
-        names = _layers_of(layer)
-        others = [name for name, child in names.items() if name not in known and any(child.children())]
-        if others and any(name in known for name in names):
-            found.append(
-                f"skipped {len(others)} of {len(names)} layers in {layer.name!r}: the recipe does not recognize "
-                f"{some(others)}."
-            )
-    return found
-
-
-def skipped_stacks(model: nn.Module, known: Collection[str], not_samples: Collection[str]) -> list[str]:
-    """Return a warning for each `ModuleList` of attention layers in which the recipe hooks none.
-
-    Args:
-        model: the model.
-        known: the names of the blocks with sites.
-        not_samples: the names of the recognized blocks in which the first axis is not the batch.
-    """
-    found: list[str] = []
-    inside = tuple(f"{name}." for name in (*known, *not_samples))
-    for layer in named_layers(model):
-        names = [name for name, child in _layers_of(layer).items() if _mixes_tokens(child)]
-        if not names or layer.name.startswith(inside):
-            continue
-        if any(f"{one}.".startswith(tuple(f"{name}." for name in names)) for one in known):
-            parts = [part for name in names for part in _branches_of(name, model, known)]
-            if parts:
-                found.append(f"skipped parts of layers in {layer.name!r}: the recipe does not recognize {some(parts)}.")
-            continue
-        reason = "the recipe does not recognize them."
-        if any(one.startswith(tuple(names)) for one in not_samples):
-            reason = 'the first axis of their branches is not the batch. mode="batch" includes them.'
-        found.append(f"skipped all {len(names)} layers in {layer.name!r}: {reason}")
-        inside += tuple(f"{name}." for name in names)
-    return found
-
-
-def _branches_of(name: str, model: nn.Module, known: Collection[str]) -> list[str]:
-    """Return the children of a layer that are a branch by their class name, and that contain no known block."""
-    if name in known:
-        return []
-    parts = {f"{name}.{child}": module for child, module in model.get_submodule(name).named_children()}
-    branches = [part for part, module in parts.items() if _BRANCH.search(type(module).__name__)]
-    return [part for part in branches if not any(f"{one}.".startswith(f"{part}.") for one in known)]
-
-
-_BRANCH = re.compile("Attention|Mixer|Mamba|MLP|FeedForward|FFN")
-
-
-def _layers_of(layer: Layer) -> dict[str, nn.Module]:
-    children = layer.module.named_children() if isinstance(layer.module, nn.ModuleList) else ()
-    return {f"{layer.name}.{name}": child for name, child in children}
-
-
-def _mixes_tokens(module: nn.Module) -> bool:
-    """Whether the module has an attention or another mixer inside, by class name."""
-    parts = [type(part).__name__ for name, part in module.named_modules() if name]
-    return any(re.search("Attention|Mixer|Mamba", part) for part in parts)
 
 
 def has_submodules(module: nn.Module, *names: str) -> bool:
@@ -199,53 +134,61 @@ def _first(block: nn.Module, *names: str) -> Ends | None:
     return next(((name,) for name in names if has_submodules(block, name)), None)
 
 
+# One row for each structure: an example, the parts of the block, the last layers of its branches (the parts themselves
+# if empty), and an attribute of blocks to which the row does not apply.
+_STRUCTURES: tuple[tuple[str, str, str, str], ...] = (
+    ("torchvision's ViT", "ln_1 self_attention dropout ln_2 mlp", "dropout mlp", ""),
+    (
+        "query transformers of BLIP-2",
+        "attention.output.dropout output_query.dropout",
+        "attention.output.dropout crossattention.output.dropout output.dropout output_query.dropout",
+        "",
+    ),
+    (
+        "BERT, RoBERTa, ELECTRA",
+        "attention.output.dropout output.dropout",
+        "attention.output.dropout crossattention.output.dropout output.dropout",
+        "temporal_attention",  # TimeSformer
+    ),
+    # One dropout module ends both branches. InternVL calls it for one of them only.
+    ("ViT of transformers", "layernorm_before attention layernorm_after mlp dropout", "dropout", "lambda_1"),
+    # In MMS, `adapter_layer` is another branch.
+    ("Wav2Vec2", "attention layer_norm feed_forward final_layer_norm", "attention feed_forward adapter_layer", ""),
+    ("XLM-RoBERTa XL", "attention.output.dropout output.dense LayerNorm", "attention.output.dropout output.dense", ""),
+    ("MPNet", "attention.attn attention.dropout output.dropout", "attention.dropout output.dropout", ""),
+    ("ALBERT", "attention.output_dropout ffn_output", "", ""),
+    ("SqueezeBERT", "attention post_attention.dropout output.dropout", "post_attention.dropout output.dropout", ""),
+    ("FNet", "fourier.self output.dropout", "", ""),
+    ("Funnel", "attention.hidden_dropout ffn.dropout ffn.layer_norm", "attention.hidden_dropout ffn.dropout", ""),
+    ("BLOOM, Falcon", "self_attention.dense mlp.dense_4h_to_h", "", ""),
+    ("MPT", "norm_1 norm_2 resid_attn_dropout ffn.down_proj", "resid_attn_dropout ffn.down_proj", ""),
+    ("RF-DETR", "self_attn cross_attn mlp.fc2 layer_norm", "self_attn cross_attn mlp.fc2", ""),
+    ("TimesFM", "self_attn input_layernorm mlp.layer_norm mlp.down_proj", "self_attn mlp.down_proj", ""),
+    ("attention of VQ-GANs", "norm q k v proj_out", "proj_out", ""),
+    ("PatchTSMixer", "norm mlp gating_block", "gating_block", ""),
+    (
+        "Gemma 4",
+        "per_layer_input_gate post_attention_layernorm post_feedforward_layernorm post_per_layer_input_norm",
+        "post_attention_layernorm post_feedforward_layernorm post_per_layer_input_norm",
+        "altup",  # Gemma 3n does not add plain residual branches
+    ),
+    (
+        "EmbeddingGemma 2",
+        "post_attention_layernorm post_feedforward_layernorm ple_block.post_per_layer_input_norm",
+        "",
+        "",
+    ),
+    ("Inkling", "self_attn mlp attn_sconv mlp_sconv", "attn_sconv mlp_sconv", ""),
+    ("DAB-DETR", "self_attn_query_content_proj self_attn self_attn_layer_norm", "self_attn", ""),
+    ("DAB-DETR", "cross_attn_query_content_proj cross_attn cross_attn_layer_norm", "cross_attn", ""),
+)
 # The first match wins: a library's own stochastic depth attributes come before the structure of its blocks.
 _RULES: tuple[Rule, ...] = (
     _transformers_swin,
     _torchvision,
     _timm,
     _resnet,
-    _made_of("ln_1 self_attention dropout ln_2 mlp", "dropout mlp"),  # torchvision's ViT
-    _made_of(
-        "attention.output.dropout output_query.dropout",  # the query transformers of BLIP-2 and InstructBLIP
-        "attention.output.dropout crossattention.output.dropout output.dropout output_query.dropout",
-    ),
-    # BERT, RoBERTa, ELECTRA, and ViTs with the same structure.
-    _made_of(
-        "attention.output.dropout output.dropout",
-        "attention.output.dropout crossattention.output.dropout output.dropout",
-        unless="temporal_attention",
-    ),
-    # ViT of transformers: one dropout module ends both branches. InternVL (`lambda_1`) calls it for one of them only.
-    _made_of("layernorm_before attention layernorm_after mlp dropout", "dropout", unless="lambda_1"),
-    # Wav2Vec2, HuBERT, WavLM. In MMS, `adapter_layer` is another branch.
-    _made_of("attention layer_norm feed_forward final_layer_norm", "attention feed_forward adapter_layer"),
-    # The parts of the layer add the branches, or there is one more branch.
-    _made_of("attention.output.dropout output.dense LayerNorm", "attention.output.dropout output.dense"),  # XLM-R XL
-    _made_of("attention.attn attention.dropout output.dropout", "attention.dropout output.dropout"),  # MPNet
-    _made_of("attention.output_dropout ffn_output", "attention.output_dropout ffn_output"),  # ALBERT
-    _made_of("attention post_attention.dropout output.dropout", "post_attention.dropout output.dropout"),  # SqueezeBERT
-    _made_of("fourier.self output.dropout", "fourier.self output.dropout"),  # FNet
-    _made_of("attention.hidden_dropout ffn.dropout ffn.layer_norm", "attention.hidden_dropout ffn.dropout"),  # Funnel
-    _made_of("self_attention.dense mlp.dense_4h_to_h", "self_attention.dense mlp.dense_4h_to_h"),  # BLOOM, Falcon
-    _made_of("norm_1 norm_2 resid_attn_dropout ffn.down_proj", "resid_attn_dropout ffn.down_proj"),  # MPT
-    _made_of("self_attn cross_attn mlp.fc2 layer_norm", "self_attn cross_attn mlp.fc2"),  # RF-DETR
-    _made_of("self_attn input_layernorm mlp.layer_norm mlp.down_proj", "self_attn mlp.down_proj"),  # TimesFM
-    _made_of("norm q k v proj_out", "proj_out"),  # the attention of VQ-GANs
-    _made_of("norm mlp gating_block", "gating_block"),  # PatchTSMixer
-    _made_of(
-        "per_layer_input_gate post_attention_layernorm post_feedforward_layernorm post_per_layer_input_norm",
-        "post_attention_layernorm post_feedforward_layernorm post_per_layer_input_norm",  # Gemma 4
-        unless="altup",
-    ),
-    _made_of(
-        "post_attention_layernorm post_feedforward_layernorm ple_block.post_per_layer_input_norm",  # EmbeddingGemma 2
-        "post_attention_layernorm post_feedforward_layernorm ple_block.post_per_layer_input_norm",
-    ),
-    _made_of("self_attn mlp attn_sconv mlp_sconv", "attn_sconv mlp_sconv"),  # Inkling
-    *(  # DAB-DETR
-        _made_of(f"{name}_query_content_proj {name} {name}_layer_norm", name) for name in ("self_attn", "cross_attn")
-    ),
+    *(_made_of(parts, ends or parts, unless) for _, parts, ends, unless in _STRUCTURES),
     _levit,
     transformer_ends,
 )

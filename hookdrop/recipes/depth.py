@@ -12,8 +12,9 @@ from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.resolve import PScale
 from hookdrop.injection.select import Layer, named_layers
-from hookdrop.recipes.branches import blocks, skipped_layers, skipped_stacks
+from hookdrop.recipes.branches import blocks
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
+from hookdrop.recipes.skipped import skipped_layers, skipped_stacks
 from hookdrop.recipes.subset import whole_branches
 from hookdrop.recipes.transformer_layers import rows_are_samples
 from hookdrop.regularizers import DropPath
@@ -44,19 +45,20 @@ def stochastic_depth(
 
     Args:
         model: a model with the residual blocks of torchvision's ResNet, ConvNeXt, EfficientNet, Swin or ViT, of timm,
-            or of transformers' BERT, ViT, CLIP, T5, GPT, LLaMA, Whisper, BART or Wav2Vec2.
+            or of transformers. The plan warns about layers that the recipe does not recognize.
         p: drop probability of the last block.
-        mode: `"row"` draws for each sample, `"batch"` once for the whole batch. `"subset"` runs each branch on a part
-            of the batch, which saves time (see `DropPath`): for LLaMA, CLIP, timm's ViT, and other models whose
-            branches are modules.
+        mode: `"row"` draws for each sample, and skips layers in which the first axis is not the batch, such as those
+            of packed images; `"batch"` draws once for the whole batch, in these layers too.
+            `"subset"` runs each branch on a part of the batch, which saves time (see `DropPath`): for LLaMA, CLIP,
+            timm's ViT, and other models whose branches are modules.
         p_scale: scales `p` by block, as in `inject`: `"depth_from_zero"` as in timm and most of torchvision, `"depth"`
             as in the paper, None for `p` in every block. Both libraries' EfficientNets: `lambda name, i, n: i / n`.
         regularizer: called with `p=` for each site instead of `DropPath`.
         schedule, total_steps, name, on_existing, portable, example_input: as in `inject`.
 
     Raises:
-        LayerError: the recipe recognizes no residual block of the model; or, with `mode="subset"`, the branches are not
-            modules, or have batch norm.
+        LayerError: the recipe recognizes no residual block of the model, or the first axis of none is the batch; or,
+            with `mode="subset"`, the branches are not modules, or have batch norm.
         InjectionError: the model already has stochastic depth, or torch.fx traced it.
 
     Example:

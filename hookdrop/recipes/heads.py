@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.resolve import PScale, rate_factors
+from hookdrop.injection.resolve import PScale
 from hookdrop.injection.select import Layer, layers_by_name, named_layers
-from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
+from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
 from hookdrop.recipes.source_analysis import dotted_path, reachable_methods
 from hookdrop.regularizers import HeadDropout
 from hookdrop.regularizers.head_dropout import heads_of
@@ -69,7 +69,7 @@ def head_dropout(
     if any(isinstance(layer.module, nn.MultiheadAttention) for layer in named_layers(model)):
         wanted += " (nn.MultiheadAttention does not call its projection, so hooks cannot reach its heads)"
     require_sites("head_dropout", model, [layer.name for layer in found], wanted)
-    scales = [1.0] * len(found) if p_scale is None else rate_factors(found, p_scale)
+    scales = layer_factors(found, p_scale)
     return plan_sites(
         model,
         [RecipeSite(layer.name, {"p": p}, scale) for layer, scale in zip(found, scales, strict=True)],

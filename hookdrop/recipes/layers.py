@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.resolve import PScale, rate_factors
+from hookdrop.injection.resolve import PScale
 from hookdrop.injection.select import Layer, layers_by_name
-from hookdrop.recipes.branches import blocks, skipped_layers
-from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
+from hookdrop.recipes.branches import blocks
+from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
+from hookdrop.recipes.skipped import skipped_layers
 from hookdrop.regularizers import LayerDrop
 from hookdrop.schedules import Schedule
 
@@ -56,7 +57,7 @@ def layer_drop(
     found = transformer_layers(model)
     wanted = "transformer layers with a known structure (for residual CNNs, use stochastic_depth)"
     require_sites("layer_drop", model, [layer.name for layer in found], wanted)
-    scales = [1.0] * len(found) if p_scale is None else rate_factors(found, p_scale)
+    scales = layer_factors(found, p_scale)
     return plan_sites(
         model,
         [RecipeSite(layer.name, {"p": p}, scale) for layer, scale in zip(found, scales, strict=True)],

@@ -11,9 +11,10 @@ from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.resolve import PScale
 from hookdrop.injection.select import Layer, named_layers
-from hookdrop.recipes.branches import decoder_ends, skipped_layers
+from hookdrop.recipes.branches import decoder_ends
 from hookdrop.recipes.dropout_rates import find_rates
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
+from hookdrop.recipes.skipped import skipped_layers
 from hookdrop.regularizers import Dropout
 from hookdrop.schedules import Schedule
 

@@ -19,6 +19,7 @@ import transformers_zoo
 from families import report
 from families.depth import check_sites
 from families.layers import Run, stacks
+from hookdrop.injection.select import Layer
 from tests.support.programs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "transformers"
@@ -94,11 +95,8 @@ class TestCheckOfSites:
         steps = nn.Sequential(*model["layers"])
         if run.get("transposed"):
             steps.forward = lambda input: nn.Sequential.forward(steps, input.transpose(0, 1))  # type: ignore[method-assign]
-        monkeypatch.setattr("families.depth.blocks", lambda model: [])
-        monkeypatch.setattr(
-            "families.depth.blocks",
-            lambda model: [(type("L", (), {"name": f"layers.{i}"}), ends) for i in range(2)],
-        )
+        blocks = [(Layer(f"layers.{i}", layer), ends) for i, layer in enumerate(model["layers"])]
+        monkeypatch.setattr("families.depth.blocks", lambda model: blocks)
         sites = [f"layers.{i}.{end}" for i in range(2) for end in ends]
         found = check_sites(model, [Run("", steps, {"input": torch.randn(3, 5, 4)})], sites, rows=True)
         return sorted(set(found.problems.values()))
