@@ -426,7 +426,7 @@ class TestSharedForwards:
     @pytest.mark.parametrize(
         "regularizer",
         [DropPath(0.5, mode="batch"), MixStyle(0.9), DropBlock(0.3, 3), halve, DrawsOnce(), DrawsOnceAfterAll(0.5)],
-        ids=repr,
+        ids=lambda value: repr(value).split(" at 0x")[0],
     )
     @pytest.mark.filterwarnings("ignore:predict. all:hookdrop.HookdropWarning")
     def test_regularizers_that_draw_for_the_whole_batch_get_one_forward_per_sample(self, regularizer: Any) -> None:

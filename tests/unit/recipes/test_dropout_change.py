@@ -74,7 +74,7 @@ class TestRates:
             ConstantSchedule(0.5),
             LambdaSchedule(slowly),
         ],
-        ids=repr,
+        ids=lambda value: repr(value).split(" at 0x")[0],
     )
     def test_rate_is_the_target_times_the_schedule_at_each_step(self, model: Any, schedule: Schedule) -> None:
         """As for an injection with the same target and schedule."""
