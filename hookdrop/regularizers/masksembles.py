@@ -94,7 +94,7 @@ class Masksembles(Regularizer):
     function of the settings, the number of channels and the name of the hooked layer, so that they are the same in each
     process, on each rank, after loading and in a resumed run. There is no rate, so a schedule cannot drive it.
 
-    To predict with all subnetworks, repeat the batch `n` times inside `drop.sampling()`.
+    To predict with all subnetworks, call `drop.predict(batch, samples=n)`, which repeats the batch.
 
     Args:
         n: number of masks, at least 2. The batch size must be a multiple of it.

@@ -24,7 +24,6 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_heads = 4
         self.norm, self.qkv, self.proj, self.mlp = (
             nn.LayerNorm(16),
             nn.Linear(16, 48),
@@ -54,7 +53,7 @@ class LanguageModel(nn.Module):
 def place(model: nn.Module) -> None:
     inject(model, NEFTune(5, attention_mask=True), layers="embed")
     inject(model, LayerDrop(0.5), layers="layers.*")
-    inject(model, HeadDropout(0.3), layers="layers.*.proj")
+    inject(model, HeadDropout(0.3, heads=4), layers="layers.*.proj")
     inject(model, DropPath(0.5, mode="subset"), layers="layers.*.mlp")
 
 
