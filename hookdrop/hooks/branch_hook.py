@@ -80,7 +80,9 @@ class BranchHook(InputHook):
             )
         if leaf.dim() == 0 or len(leaf) == 1 or len(leaf) % samples:
             return leaf
+        # Otherwise it may have one row for each token, or be a bias (H, L, L) of as many heads.
         is_row = len(leaf) == samples and (x.dim() < 3 or x.shape[1] != samples)
+        is_row &= not (leaf.dim() == 3 and leaf.shape[1] == leaf.shape[2])
         if not is_row:
             raise ShapeError(
                 f"got {describe(x)} and another argument {describe(leaf)}, which may or may not have one row for each "
@@ -99,7 +101,9 @@ class BranchHook(InputHook):
         def complete(leaf: Any) -> Any:
             return _among_zeros(leaf, rows, samples) if fits(leaf) and len(leaf) == len(rows) else leaf
 
-        return map_tensor(map_leaves(output, complete), self.tensor, lambda y: SiteHook.apply(self, y, rate, rows))
+        # Other tensors with a single row may be for all samples, such as the position bias of T5.
+        output = map_tensor(output, self.tensor, complete) if len(rows) == 1 else map_leaves(output, complete)
+        return map_tensor(output, self.tensor, lambda y: SiteHook.apply(self, y, rate, rows))
 
     def place(self, module: nn.Module) -> None:
         super().place(module)

@@ -49,8 +49,12 @@ def _keep(x: Tensor, kept: Tensor, scale: float | Tensor) -> Tensor:
 def _kept(samples: int, p: float | Tensor) -> Any:
     """The number of samples that `mode="subset"` keeps, at least one."""
     if isinstance(p, Tensor):
-        return (samples * (1.0 - p)).floor().clamp(min=1.0)
-    return max(int(samples * (1.0 - p)), 1)
+        return (samples * (1.0 - p) + _ROUNDING).floor().clamp(min=1.0)
+    return max(int(samples * (1.0 - p) + _ROUNDING), 1)
+
+
+_ROUNDING = 1e-9
+"""Larger than the error of 1 - p, which would otherwise drop one more sample: 10 * (1 - 0.8) is below 2."""
 
 
 class DropPath(Regularizer):

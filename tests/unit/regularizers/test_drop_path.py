@@ -56,6 +56,33 @@ class TestSubset:
         assert int(dropped(model, X).sum()) == 8 - kept
         assert model.attn.sizes == [kept]
 
+    @pytest.mark.parametrize(("samples", "p", "kept"), [(10, 0.8, 2), (20, 0.9, 2), (100, 0.55, 45), (100, 0.9, 10)])
+    def test_rounding_of_1_minus_p_drops_no_further_sample(self, samples: int, p: float, kept: int) -> None:
+        assert int(drop_path(torch.ones(samples, 1), p, mode="subset").count_nonzero()) == kept
+        in_graph = DropPath(p, mode="subset").regularize_at(torch.ones(samples, 1), torch.tensor(p, dtype=torch.float64))
+        assert int(in_graph.count_nonzero()) == kept
+
+    def test_further_outputs_with_one_row_are_kept(self) -> None:
+        class Biased(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x: torch.Tensor) -> Any:
+                return self.linear(x), torch.ones(1, 2, 5, 5)
+
+        model = nn.Sequential(Biased())
+        inject(model, DropPath(0.9, mode="subset"), layers="0")
+        y, bias = model(X)
+        assert (y.shape, bias.shape) == ((8, 5, 4), (1, 2, 5, 5))
+        assert int((y != 0).flatten(1).any(1).sum()) == 1
+
+    def test_a_bias_for_each_head_raises_if_there_are_as_many_heads_as_samples(self) -> None:
+        model = Block()
+        inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        with pytest.raises(ShapeError, match="may or may not have one row for each of the 8 samples"):
+            model(X, mask=torch.ones(8, 4, 4))
+
     def test_output_and_gradients_equal_those_of_row_mode_with_the_same_samples(self) -> None:
         model, twin = Block(), Block()
         twin.load_state_dict(model.state_dict())
