@@ -106,7 +106,7 @@ def _embedding_of(module: nn.Module) -> nn.Module | None:
     for owner in [*(getter() for getter in getters if callable(getter)), module]:
         try:
             embedding = owner.get_input_embeddings()
-        except (AttributeError, NotImplementedError, TypeError):
+        except (AttributeError, NotImplementedError, TypeError):  # not a model of transformers, or not of text
             continue
         if isinstance(embedding, nn.Module) and not any(map(_is_convolution, embedding.modules())):
             return embedding
