@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hookdrop.diagnostics.isolation import forked_rng
 from hookdrop.errors import InjectionError
-from hookdrop.hooks.hook import Rate, SiteHook, regularized
+from hookdrop.hooks.hook import CurrentRate, SiteHook, regularized
 from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.tables import html_table, text_table
 from hookdrop.utils.torch_internals import functorch_stack
@@ -178,7 +178,7 @@ def _meters(observe: Any) -> list[Meter]:
     return [] if observe is None else observe.args[0]
 
 
-def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: Rate, *others: Any) -> Tensor:
+def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
     """Regularize and record `x`.
 
     Dropped elements are those with a zero derivative, whatever their values and whichever library the regularizer is
@@ -190,8 +190,8 @@ def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: Rate, *others
     # A copy, because the regularizer may be stateful.
     twin = copy.deepcopy(hook.regularizer)
     with forked_rng(x):
-        dropped = _derivative(lambda x: regularized(twin, x, rate.value, *others), x) == 0
-    y = regularized(hook.regularizer, x, rate.value, *others)
+        dropped = _derivative(lambda x: regularized(twin, x, rate.value, **context), x) == 0
+    y = regularized(hook.regularizer, x, rate.value, **context)
 
     def record(x: Tensor, y: Tensor, dropped: Tensor) -> None:
         for meter in meters:
