@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hookdrop.diagnostics.rank_seeds import seed_per_rank
 from hookdrop.diagnostics.uncertainty import Prediction
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.injection.batch_norm import update_bn
@@ -26,6 +25,7 @@ from hookdrop.schedules import (
     LinearSchedule,
     Schedule,
 )
+from hookdrop.utils.seeding import seed_per_rank
 
 if TYPE_CHECKING:
     from hookdrop import observe as observe

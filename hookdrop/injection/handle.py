@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.diagnostics.checks import discarded_text, find_problems
 from hookdrop.diagnostics.measurement import Measurement, measured_into
 from hookdrop.diagnostics.probe import empty_measurement, probe
 from hookdrop.diagnostics.recording import Recording, recorded
 from hookdrop.diagnostics.uncertainty import Prediction
 from hookdrop.errors import InjectionError
+from hookdrop.guards.problems import discarded_text, find_problems
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import Override

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.diagnostics.watchdog import watch
 from hookdrop.errors import InjectionError, nothing_placed, warn
+from hookdrop.guards.progress import watch
 from hookdrop.hooks import compiling
 from hookdrop.hooks.branch_hook import BranchHook
 from hookdrop.hooks.embedding_hook import EmbeddingHook

@@ -160,13 +160,15 @@ def test_channels_last_is_kept_in_forward_and_backward(case: Case, dtype: torch.
 
 
 @pytest.mark.parametrize("case", MAPS.values(), ids=MAPS)
-def test_channels_last_is_kept_through_a_network_under_autocast(case: Case) -> None:
+def test_hooks_keep_the_memory_format_of_a_network_under_autocast(case: Case) -> None:
+    """Compared with the model without hooks: some CPUs have no channels-last bfloat16 convolution."""
     memory = FORMATS[len(case.shape)]
     model, x = conv_net(case)[:2], case.input().contiguous(memory_format=memory)
-    inject(model, case.regularizer, layers=["0", "1"])
     model.to(memory_format=memory)
     with torch.autocast("cpu", torch.bfloat16):
-        assert model(x).is_contiguous(memory_format=memory)
+        plain = model(x)
+        inject(model, case.regularizer, layers=["0", "1"])
+        assert model(x).stride() == plain.stride()
 
 
 @pytest.mark.parametrize("case", MAPS.values(), ids=MAPS)

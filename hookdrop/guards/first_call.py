@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.rank_seeds import announce
+from hookdrop.guards.ranks import announce
 from hookdrop.hooks.checkpointing import CheckpointedRates
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
