@@ -3,15 +3,15 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hookdrop.diagnostics.rank_seeds import seed_per_rank
 from hookdrop.diagnostics.uncertainty import Prediction
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.injection.batch_norm import update_bn
 from hookdrop.injection.group import Injections
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan
+from hookdrop.injection.text import parse
 from hookdrop.injection.verbs import eject, find, from_config, inject, plan, without_hooks
-from hookdrop.regularizers import Regularizer, parse
+from hookdrop.regularizers import Rate, Regularizer
 from hookdrop.regularizers import catalog as _catalog
 from hookdrop.regularizers.catalog import *
 from hookdrop.schedules import (
@@ -25,6 +25,7 @@ from hookdrop.schedules import (
     LinearSchedule,
     Schedule,
 )
+from hookdrop.utils.seeding import seed_per_rank
 
 if TYPE_CHECKING:
     from hookdrop import observe as observe
@@ -49,6 +50,7 @@ __all__ = [
     "LinearSchedule",
     "Plan",
     "Prediction",
+    "Rate",
     "Regularizer",
     "Schedule",
     "ShapeError",

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from hookdrop.diagnostics import watchdog
+from hookdrop.guards import progress
 from tests.support.models import Small
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -64,5 +64,5 @@ def images() -> torch.Tensor:
 def unwatch_injections() -> Generator[None]:
     """Prevent handles that outlive their test from warning in another test that their model is gone."""
     yield
-    for state in watchdog._watched.snapshot():
-        watchdog.unwatch(state)
+    for state in progress._watched.snapshot():
+        progress.unwatch(state)

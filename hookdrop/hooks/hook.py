@@ -23,7 +23,7 @@ from hookdrop.hooks.portable import deep_copied, reduced
 from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.regularizers.catalog import REGULARIZERS
-from hookdrop.regularizers.rate import at_rate, rate_of
+from hookdrop.regularizers.rate import Rate, at_rate, rate_of
 from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
 
@@ -220,14 +220,15 @@ class SiteHook:
         self.eval_rate = rate if on and sampling else None
 
     @property
-    def rate(self) -> Any:
-        """The `Rate` of the regularizer; None if it has none."""
-        return type(self.regularizer).rate
+    def rate(self) -> Rate:
+        """What the regularizer declares of its rate. Only for hooks with a target."""
+        declared = type(self.regularizer).rate
+        assert declared is not None
+        return declared
 
     def valid_target(self, value: object) -> float:
         """Return `value` as a float, or raise if it is out of the regularizer's range."""
-        valid: float = self.rate.valid(value, self.regularizer.title)
-        return valid
+        return self.rate.valid(value, self.regularizer.title)
 
     @property
     def p(self) -> float | None:

@@ -56,7 +56,7 @@ class LiveState:
         """Called with (hook, tensor, rate, *others) in place of the regularizer by `measuring` and `recording`."""
         self.checkpointed = CheckpointedRates()
         self.update_counter: Any = None
-        """The `UpdateCounter` of `diagnostics.watchdog`."""
+        """The `UpdateCounter` of `guards.updates`."""
 
     def __reduce__(self) -> Any:
         return LiveState, ()

@@ -10,8 +10,8 @@ from typing import ClassVar, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from hookdrop.diagnostics import watchdog
 from hookdrop.errors import InjectionError, warn
+from hookdrop.guards import progress
 from hookdrop.hooks import compiling
 from hookdrop.hooks.optimizer import Follower, innermost
 from hookdrop.hooks.state import InjectionState
@@ -120,7 +120,7 @@ class ScheduledHandle(ABC):
             live.follower.detach()
         live.follower = None
         self._state.removed = True
-        watchdog.unwatch(self._state)
+        progress.unwatch(self._state)
 
     # --- checks
 

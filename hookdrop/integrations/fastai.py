@@ -11,10 +11,10 @@ from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastai.torch_core import find_bs, num_distrib, rank_distrib
 
-from hookdrop.diagnostics.rank_seeds import seed_per_rank as seed_this_rank
 from hookdrop.injection.handle import Injection
 from hookdrop.integrations.placement import Placement
 from hookdrop.integrations.spec import InjectionSpec
+from hookdrop.utils.seeding import seed_per_rank as seed_this_rank
 
 
 class InjectionCallback(Callback):  # type: ignore[misc]

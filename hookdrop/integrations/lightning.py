@@ -10,11 +10,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
-from hookdrop.diagnostics.rank_seeds import seed_per_rank as seed_this_rank
 from hookdrop.errors import InjectionError
 from hookdrop.injection.handle import Injection
 from hookdrop.integrations.placement import Placement, submodule
 from hookdrop.integrations.spec import InjectionSpec
+from hookdrop.utils.seeding import seed_per_rank as seed_this_rank
 from hookdrop.utils.tables import counted
 from hookdrop.utils.validation import count
 

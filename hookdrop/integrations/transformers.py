@@ -10,10 +10,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import TrainOutput
 
-from hookdrop.diagnostics.rank_seeds import seed_per_rank as seed_this_rank
 from hookdrop.injection.handle import Injection
 from hookdrop.integrations.placement import Placement
 from hookdrop.integrations.spec import InjectionSpec
+from hookdrop.utils.seeding import seed_per_rank as seed_this_rank
 from hookdrop.utils.tables import counted
 
 Self = TypeVar("Self", bound="InjectionCallback")

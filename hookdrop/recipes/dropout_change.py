@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from hookdrop.diagnostics import watchdog
-from hookdrop.diagnostics.checks import stalled_schedule
 from hookdrop.errors import InjectionError, LayerError, warn
+from hookdrop.guards import progress
+from hookdrop.guards.problems import stalled_schedule
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import state_dict
 from hookdrop.injection.scheduled import ScheduledHandle, rate_lock
@@ -79,7 +79,7 @@ class DropoutChange(ScheduledHandle):
         self._update()
         if self._state.scheduled:
             self._state.live.trained = True  # a deleted model needs no warning: its rates are gone too
-            watchdog.watch(model, self._state)
+            progress.watch(model, self._state)
             _states.setdefault(model, set()).add(self._state)
 
     @property

@@ -9,7 +9,6 @@ from hookdrop.regularizers.base import drops_elements as drops_elements
 from hookdrop.regularizers.base import rows_alone as rows_alone
 from hookdrop.regularizers.catalog import *
 from hookdrop.regularizers.catalog import REGULARIZERS as REGULARIZERS
-from hookdrop.regularizers.catalog import parse as parse
 from hookdrop.regularizers.rate import Rate as Rate
 from hookdrop.regularizers.rate import at_rate as at_rate
 from hookdrop.regularizers.rate import rate_of as rate_of

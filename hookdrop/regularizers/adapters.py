@@ -57,11 +57,11 @@ class ForeignModule(Regularizer):
         return module(x)  # type: ignore[no-any-return]
 
     @property
-    def independent_samples(self) -> bool:  # type: ignore[override]
+    def independent_samples(self) -> bool:
         return type(self.module).__module__ == "torch.nn.modules.dropout"
 
     @property
-    def graph_break(self) -> str:  # type: ignore[override]
+    def graph_break(self) -> str:
         instead = "remove fullgraph=True"
         if ours := _EQUIVALENTS.get(self.title):
             settings = [(name, getattr(self.module, name, None)) for name in ("block_size", "mode")]

@@ -60,16 +60,6 @@ class Regularizer(nn.Module):
     keeps_shape: bool = True
     """Whether the result has the shape of the input."""
 
-    graph_break: str = ""
-    """The reason why it cannot be part of a compiled graph, with the fix; empty if it can."""
-
-    independent_samples: bool | int = False
-    """Whether each sample of a batch (axis 0) is regularized as if it were alone in the batch.
-
-    `predict` then repeats its input and draws several samples in one forward. A number n stands for fixed masks, one
-    for each of n equal groups of consecutive rows. A class that overrides `regularize` sets it again.
-    """
-
     regularize: Callable[..., Tensor] = _regularize
 
     def forward(self, x: Tensor, **context: Any) -> Tensor:
@@ -78,6 +68,21 @@ class Regularizer(nn.Module):
         if not self.training or (declared is not None and rate == declared.neutral):
             return x
         return self.regularize(x, as_rate_tensor(rate) if rate is not None and is_compiling() else rate, **context)
+
+    @property
+    def graph_break(self) -> str:
+        """The reason why it cannot be part of a compiled graph, with the fix; empty if it can."""
+        return ""
+
+    @property
+    def independent_samples(self) -> int:
+        """Whether each sample of a batch (axis 0) is regularized as if it were alone in the batch.
+
+        `predict` then repeats its input and draws several samples in one forward. A number n above 1 stands for fixed
+        masks, one for each of n equal groups of consecutive rows. False is always correct. A class that overrides
+        `regularize` defines it again, for example as `independent_samples = True`.
+        """
+        return False
 
     def for_layer(self, model: nn.Module, name: str) -> Regularizer:
         """Return the regularizer for one layer of a model: this one, or one with settings that the model determines.

@@ -98,14 +98,8 @@ class DropPath(Regularizer):
         self.p = drop_rate(p, keep_prob, self.title)
         self.mode: str = one_of(mode, "mode", self.title, _MODES)
         self.scale: bool = one_of(scale, "scale", self.title, (True, False))
-
-    @property
-    def needs(self) -> Sequence[str]:  # type: ignore[override]
-        return ("rows",) if self.mode == "subset" else ()
-
-    @property
-    def only_at(self) -> str | None:  # type: ignore[override]
-        return "output" if self.mode == "subset" else None
+        if self.mode == "subset":
+            self.needs, self.only_at = ("rows",), "output"
 
     def for_layer(self, model: nn.Module, name: str) -> DropPath:
         if self.mode == "subset":

@@ -135,7 +135,7 @@ class Masksembles(Regularizer):
         return placed
 
     @property
-    def independent_samples(self) -> int:  # type: ignore[override]
+    def independent_samples(self) -> int:
         return self.n
 
     def check(self, shape: Sequence[int]) -> None:

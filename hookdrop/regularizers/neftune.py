@@ -102,10 +102,7 @@ class NEFTune(Regularizer):
         super().__init__()
         self.alpha = self.rate.valid(alpha, self.title)
         self.attention_mask: bool = one_of(attention_mask, "attention_mask", self.title, (True, False))
-
-    @property
-    def needs(self) -> Sequence[str]:  # type: ignore[override]
-        return ("attention_mask",) if self.attention_mask else ()
+        self.needs = ("attention_mask",) if self.attention_mask else ()
 
     def check(self, shape: Sequence[int]) -> None:
         check_embeddings(shape, self.title)

@@ -145,10 +145,7 @@ class TokenDropout(Regularizer):
         self.p = drop_rate(p, keep_prob, self.title)
         self.prefix = count(prefix, "prefix", self.title, 0)
         self.remove: bool = one_of(remove, "remove", self.title, (True, False))
-
-    @property
-    def keeps_shape(self) -> bool:  # type: ignore[override]
-        return not self.remove
+        self.keeps_shape = not self.remove
 
     @property
     def graph_break(self) -> str:

@@ -11,6 +11,18 @@ from hookdrop.schedules.combined import ChainedSchedule, LambdaSchedule
 from hookdrop.schedules.ramps import CosineSchedule, ExponentialSchedule, LinearSchedule
 from hookdrop.schedules.switches import ConstantSchedule, EarlySchedule, LateSchedule
 
+_NAMED = (
+    ConstantSchedule,
+    LinearSchedule,
+    CosineSchedule,
+    ExponentialSchedule,
+    EarlySchedule,
+    LateSchedule,
+    ChainedSchedule,
+)
+SCHEDULES: dict[str, type[Schedule]] = {schedule.__name__: schedule for schedule in _NAMED}
+"""The schedules that `parse` can name: all but `LambdaSchedule`, whose function is code."""
+
 __all__ = [
     "ChainedSchedule",
     "ConstantSchedule",

@@ -29,8 +29,8 @@ from hookdrop import (
     find,
     inject,
 )
-from hookdrop.diagnostics import watchdog
-from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
+from hookdrop.guards import progress
+from hookdrop.guards.updates import UPDATES_BEFORE_WARNING
 from hookdrop.hooks import checkpointing
 from hookdrop.hooks.checkpointing import is_recomputing
 from tests.support.checkpointing import MODES, Forward, non_reentrant, plain, reentrant, run
@@ -321,10 +321,10 @@ def test_model_is_watched_until_all_sites_have_run() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     drop = inject(model, Dropout(0.3), layers="blocks.*")
     optimizer.step()
-    assert watchdog.is_watched(drop._state)
+    assert progress.is_watched(drop._state)
     model(torch.ones(2, 8))
     optimizer.step()
-    assert not watchdog.is_watched(drop._state)
+    assert not progress.is_watched(drop._state)
 
 
 @pytest.mark.parametrize("mode", [True, False])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, Injection, InjectionError, LinearSchedule, find, inject
-from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
+from hookdrop.guards.updates import UPDATES_BEFORE_WARNING
 from tests.support.injections import scheduled
 from tests.support.models import Small
 from tests.support.training import backward

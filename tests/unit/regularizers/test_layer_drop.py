@@ -78,7 +78,7 @@ def test_gradients_of_a_skipped_layer_are_zero_not_missing() -> None:
 
 def test_eval_returns_the_output_itself() -> None:
     x, fx = torch.randn(2, 4), torch.randn(2, 4)
-    assert LayerDrop(0.5).eval()(fx, x) is fx
+    assert LayerDrop(0.5).eval()(fx, layer_input=x) is fx
 
 
 def test_keeps_the_dtype_of_the_output_under_autocast() -> None:

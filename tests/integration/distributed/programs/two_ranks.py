@@ -37,7 +37,7 @@ from hookdrop import (
     inject,
     seed_per_rank,
 )
-from hookdrop.diagnostics.checks import STEPS_BEFORE_WARNING
+from hookdrop.guards.problems import STEPS_BEFORE_WARNING
 
 Facts = dict[str, Any]
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hookdrop.diagnostics.checks import always_in_eval_text, discarded_text, find_problems, schedule_problems
-from hookdrop.diagnostics.training import UpdateCounter
+from hookdrop.guards.problems import always_in_eval_text, discarded_text, find_problems, schedule_problems
+from hookdrop.guards.updates import UpdateCounter
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState, States, all_states

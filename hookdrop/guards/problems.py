@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hookdrop.diagnostics.first_call import is_unchecked, shape_warnings
-from hookdrop.diagnostics.rank_seeds import find_rank_with_same_seed
-from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING, UpdateCounter, schedule_can_advance, was_updated
+from hookdrop.guards.first_call import is_unchecked, shape_warnings
+from hookdrop.guards.ranks import find_rank_with_same_seed
+from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter, schedule_can_advance, was_updated
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState

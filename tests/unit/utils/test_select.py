@@ -20,8 +20,8 @@ from hookdrop import (
     inject,
     plan,
 )
-from hookdrop.diagnostics.training import UPDATES_BEFORE_WARNING
-from hookdrop.injection.select import named_layers
+from hookdrop.guards.updates import UPDATES_BEFORE_WARNING
+from hookdrop.utils.select import named_layers
 from tests.support.models import Small, names
 
 

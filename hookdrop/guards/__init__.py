@@ -1,0 +1,1 @@
+"""Detect situations in which a regularizer does not do what was intended, and warn with the fix."""
