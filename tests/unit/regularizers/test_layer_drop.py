@@ -125,7 +125,7 @@ def test_rate_1_raises_because_the_layer_would_never_train() -> None:
 
 
 def test_without_an_input_it_tells_how_to_call_it() -> None:
-    with pytest.raises(InjectionError, match=r"LayerDrop\(p=...\)\(layer\(x\), x\)"):
+    with pytest.raises(InjectionError, match=r"LayerDrop\(p=...\)\(layer\(x\), layer_input=x\)"):
         LayerDrop(0.5)(torch.ones(2))
 
 
