@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from hookdrop.schedules.base import Schedule
-from hookdrop.schedules.combined import ChainedSchedule
-from hookdrop.schedules.ramps import CosineSchedule, ExponentialSchedule, LinearSchedule
-from hookdrop.schedules.switches import ConstantSchedule, EarlySchedule, LateSchedule
+from hookdrop.schedules.curves import (
+    ChainedSchedule,
+    ConstantSchedule,
+    CosineSchedule,
+    EarlySchedule,
+    ExponentialSchedule,
+    LateSchedule,
+    LinearSchedule,
+)
 from hookdrop.utils.call_syntax import Call, CallSyntax, parse_call, signature_of
 
 SCHEDULES: dict[str, type[Schedule]] = {
