@@ -9,8 +9,9 @@ from hookdrop.injection.batch_norm import update_bn
 from hookdrop.injection.group import Injections
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan
+from hookdrop.injection.text import parse
 from hookdrop.injection.verbs import eject, find, from_config, inject, plan, without_hooks
-from hookdrop.regularizers import Regularizer, parse
+from hookdrop.regularizers import Regularizer
 from hookdrop.regularizers import catalog as _catalog
 from hookdrop.regularizers.catalog import *
 from hookdrop.schedules import (

@@ -11,9 +11,10 @@ from hookdrop.cli import models
 from hookdrop.cli.console import ROOT, Output
 from hookdrop.diagnostics.dry_run import dry_run
 from hookdrop.errors import ShapeError
-from hookdrop.injection.select import named_layers, select
-from hookdrop.regularizers import Regularizer, parse
+from hookdrop.injection.text import parse
+from hookdrop.regularizers import Regularizer
 from hookdrop.utils.globs import glob_expression
+from hookdrop.utils.select import named_layers, select
 from hookdrop.utils.tables import counted, shape_text
 
 _HEADER = ("name", "type", "output shape", "calls")

@@ -12,8 +12,8 @@ from torch import nn
 
 from hookdrop.diagnostics.dry_run import dry_run
 from hookdrop.errors import HookdropError, LayerError, nearest
-from hookdrop.injection.select import Entry
 from hookdrop.utils.optional import needs
+from hookdrop.utils.select import Entry
 from hookdrop.utils.tables import shape_text
 from hookdrop.utils.tensor_tree import tensors
 

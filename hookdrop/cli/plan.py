@@ -13,12 +13,12 @@ from torch import nn
 from hookdrop.cli import models
 from hookdrop.cli.console import ROOT, Output
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import Entry, entry_text
+from hookdrop.injection.text import parse
 from hookdrop.injection.verbs import plan as make_plan
 from hookdrop.recipes import RECIPES
-from hookdrop.regularizers import parse
 from hookdrop.schedules import LinearSchedule
 from hookdrop.utils.call_syntax import Call, CallSyntax, parse_call, signature_of
+from hookdrop.utils.select import Entry, entry_text
 from hookdrop.utils.tables import counted, shape_text
 
 _SYNTAX = CallSyntax("--recipe", "recipe", RECIPES, "dropblock_resnet(p=0.1, block_size=5)", bare=True)

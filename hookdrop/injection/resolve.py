@@ -7,22 +7,39 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from hookdrop.errors import InjectionError, LayerError
-from hookdrop.injection.select import Entries, Layer, Selection, as_entries, entry_text, has_forward, matches, select
-from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable, parse
+from hookdrop.injection.text import as_schedule, parse
+from hookdrop.recipes.base import Recipe, RecipeSite
+from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable
 from hookdrop.schedules import Schedule
 from hookdrop.schedules.base import in_steps
-from hookdrop.schedules.parse import as_schedule
+from hookdrop.utils.select import (
+    Entries,
+    Entry,
+    Layer,
+    Selection,
+    as_entries,
+    entry_text,
+    excluded_names,
+    has_forward,
+    layers_by_name,
+    matches,
+    named_layers,
+    select,
+)
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.validation import number
 
+if TYPE_CHECKING:
+    from hookdrop.survey import Survey
+
 Source: TypeAlias = Regularizer | nn.Module | Callable[[Tensor], Tensor] | str
-Regularizers: TypeAlias = Source | Mapping[Any, Source]
+Regularizers: TypeAlias = Source | Mapping[Any, Source] | Recipe
 PScale: TypeAlias = str | Mapping[Any, float] | Callable[[str, int, int], float]
 
 
@@ -70,6 +87,16 @@ class Resolved:
     """As passed by the user, possibly in fractions of the training."""
 
 
+def as_source(given: Any) -> Any:
+    """Return a regularizer, a recipe or a mapping as it is, and create them from strings."""
+    if isinstance(given, Mapping):
+        return {key: as_source(value) for key, value in given.items()}
+    found = parse(given) if isinstance(given, str) else given
+    if isinstance(found, Schedule):
+        raise TypeError(f"{found!r} is a schedule, not a regularizer.\n  write: inject(model, ..., schedule={found!r})")
+    return found
+
+
 def resolve(
     model: nn.Module,
     regularizer: Regularizers | None,
@@ -91,10 +118,7 @@ def resolve(
         warnings = []
     elif any(map(is_keras, map(type, model.modules()))):
         _reject_keras_layers(model, selected)
-    for entry in selection.unmatched_excludes:
-        # `exclude="layer4"` names one module, not its submodules.
-        hint = f"; to exclude its submodules: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
-        warnings.append(f"exclude {entry_text(entry)} matches none of the selected layers{hint}.")
+    warnings += _unmatched_warnings(selection.unmatched_excludes)
     sites = []
     for layer in selected:
         indices = selection.matched_by[layer.name]
@@ -114,6 +138,64 @@ def resolve(
     return Resolved(selection.root, sites, selection.counts, selection.exact, warnings, schedule, requested)
 
 
+class LazySurvey:
+    """The survey of a model, which runs when a recipe first reads an attribute of it."""
+
+    def __init__(self, model: nn.Module, example_input: Any) -> None:
+        self._arguments = model, example_input
+        self.found: Survey | None = None
+        """None if the recipe did not need it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if self.found is None:
+            from hookdrop.survey import survey
+
+            self.found = survey(*self._arguments)
+        return getattr(self.found, name)
+
+
+def resolve_recipe(
+    model: nn.Module,
+    recipe: Recipe,
+    exclude: Entries | None,
+    schedule: Schedule | str | None,
+    p_scale: PScale | None,
+    total_steps: int | None,
+    example_input: Any,
+) -> Resolved:
+    """Let a recipe choose the sites."""
+    requested = None if schedule is None else as_schedule(schedule, "inject")
+    schedule = None if requested is None else in_steps(requested, total_steps)
+    everything, name = layers_by_name(model), type(recipe).__name__
+    root = everything[""].module
+    lazy = LazySurvey(model, example_input)
+    survey = cast("Survey", lazy)
+    found = list(recipe.sites(root, survey))
+    names = {name for site in found for name in (site.name, site.group)}
+    excluded, _, unmatched = excluded_names(named_layers(model), exclude, names)
+    chosen = [site for site in found if excluded.isdisjoint((site.name, site.group or site.name))]
+    warnings = [*recipe.warnings(root, survey, found), *_unmatched_warnings(unmatched)]
+    if not chosen:
+        raise LayerError(f"`exclude` removes every site of {name} ({len(found)}): nothing is left.")
+    if schedule is not None:
+        check_picklable(schedule, "the schedule")
+    groups = {site.group or site.name: everything[site.group or site.name] for site in chosen}
+    wanted = recipe.p_scale if p_scale is None else p_scale
+    factors = [1.0] * len(groups) if wanted is None else rate_factors(list(groups.values()), wanted)
+    by_group = dict(zip(groups, factors, strict=True))
+    sites = [_plan_recipe_site(root, everything[site.name], site) for site in chosen]
+    _scale(sites, [site.factor * by_group[site.group or site.name] for site in chosen])
+    for site in sites:
+        _check_rate(site, schedule)
+    return Resolved(root, sites, {name: len(sites)}, set(), warnings, schedule, requested)
+
+
+def _plan_recipe_site(root: nn.Module, layer: Layer, site: RecipeSite) -> PlannedSite:
+    planned = _plan_site(root, layer, site.regularizer, "output")
+    planned.at, planned.branch = site.at or planned.at, site.branch
+    return planned
+
+
 def _plan_site(root: nn.Module, layer: Layer, regularizer: Regularizer | None, at: str) -> PlannedSite:
     """Return the site of one layer. Some regularizers have only one place, and read settings from the model."""
     if regularizer is not None:
@@ -127,11 +209,22 @@ def _plan_site(root: nn.Module, layer: Layer, regularizer: Regularizer | None, a
     return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, at=at)
 
 
+def _unmatched_warnings(entries: list[Entry]) -> list[str]:
+    warnings = []
+    for entry in entries:
+        # `exclude="layer4"` names one module, not its submodules.
+        hint = f"; to exclude its submodules: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
+        warnings.append(f"exclude {entry_text(entry)} matches none of the selected layers{hint}.")
+    return warnings
+
+
 def _regularizers_and_layers(
     given: Regularizers | None, layers: Entries | None
 ) -> tuple[list[Regularizer | None], Entries]:
     """Return a regularizer for each entry, or one for all, and the entries."""
     if isinstance(given, Mapping):
+        if recipe := next((value for value in given.values() if isinstance(value, Recipe)), None):
+            raise TypeError(f"the recipe {recipe!r} chooses its layers: pass it alone, not in a mapping.")
         if layers is not None:
             raise LayerError("pass either `layers` or a mapping of layers to regularizers, not both.")
         keys = [as_entries(key, "a key of the mapping") for key in given]
@@ -149,7 +242,7 @@ def _regularizers_and_layers(
 
 def _regularizer(given: object) -> Regularizer:
     # Copied so that changes to the original do not affect a plan. Each hook gets its own copy later.
-    return copy.deepcopy(parse(given) if isinstance(given, str) else as_regularizer(given))
+    return copy.deepcopy(as_regularizer(given))
 
 
 def _callable_layers(selection: Selection) -> tuple[list[Layer], list[str]]:
@@ -208,6 +301,8 @@ is_keras: Callable[[type], bool] = lru_cache(maxsize=1024)(_is_keras)
 def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
     """Return the rate factor of each layer: by depth, by pattern, or from a function."""
     count = len(layers)
+    if p_scale == "equal":
+        return [1.0] * count
     if p_scale == "depth":
         return [(index + 1) / count for index in range(count)]
     if p_scale == "depth_from_zero":
@@ -220,7 +315,7 @@ def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
         return [p_scale(layer.name, index, count) for index, layer in enumerate(layers)]
     hint = "\n  one factor for all sites? multiply p by it." if isinstance(p_scale, int | float) else ""
     raise ValueError(
-        f"p_scale must be 'depth', 'depth_from_zero', a mapping of patterns to factors, or a function of "
+        f"p_scale must be 'depth', 'depth_from_zero', 'equal', a mapping of patterns to factors, or a function of "
         f"(name, index, count), got {p_scale!r}.{hint}"
     )
 

@@ -15,10 +15,11 @@ from hookdrop.injection.config import Allowed, ConfiguredSite, InjectionConfig, 
 from hookdrop.injection.group import Injections, find
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan, make_plan
-from hookdrop.injection.resolve import PScale, Regularizers, resolve
-from hookdrop.injection.select import Entries, Layer, layers_by_name, select
+from hookdrop.injection.resolve import PScale, Regularizers, as_source, resolve, resolve_recipe
+from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer
 from hookdrop.schedules import Schedule
+from hookdrop.utils.select import Entries, Layer, layers_by_name, select
 from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.validation import one_of
 
@@ -148,7 +149,13 @@ def plan(
         one_of(at, "at", "inject", ("output", "input"))
         if isinstance(tensor, bool) or not isinstance(tensor, TensorKey):
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {tensor!r}.")
-        resolved = resolve(model, regularizer, layers, exclude, schedule, p_scale, at, total_steps)
+        given = as_source(regularizer)
+        if isinstance(given, Recipe):
+            _check_recipe_arguments(given, layers, at, tensor)
+            resolved = resolve_recipe(model, given, exclude, schedule, p_scale, total_steps, example_input)
+            name = type(given).__name__ if name is None else name
+        else:
+            resolved = resolve(model, given, layers, exclude, schedule, p_scale, at, total_steps)
         return make_plan(
             model,
             resolved,
@@ -157,6 +164,15 @@ def plan(
             on_existing=on_existing,
             portable=portable,
             example_input=example_input,
+        )
+
+
+def _check_recipe_arguments(recipe: Recipe, layers: Entries | None, at: str, tensor: TensorKey) -> None:
+    given = {"layers": layers is not None, "at": at != "output", "tensor": tensor is not None}
+    if used := [name for name, is_given in given.items() if is_given]:
+        raise TypeError(
+            f"the recipe {type(recipe).__name__} chooses its layers: remove {' and '.join(f'{n}=' for n in used)}.\n"
+            "  to leave some out: exclude=   to choose them yourself: pass a regularizer instead of a recipe"
         )
 
 

@@ -14,13 +14,13 @@ from torch import nn
 from hookdrop.errors import StateError, did_you_mean
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import as_entries
+from hookdrop.injection.text import as_schedule
 from hookdrop.injection.verbs import plan
 from hookdrop.recipes import RECIPES
 from hookdrop.regularizers import Dropout, Regularizer
 from hookdrop.schedules import LinearSchedule, Schedule
-from hookdrop.schedules.parse import parse_schedule
 from hookdrop.utils.call_syntax import CallSyntax, parse_call, signature_of
+from hookdrop.utils.select import as_entries
 from hookdrop.utils.validation import rate
 
 _RECIPE = CallSyntax("InjectionSpec", "recipe", RECIPES, "stochastic_depth(p=0.1)", bare=True)
@@ -74,7 +74,7 @@ class InjectionSpec:
         settings = {"schedule": self.schedule} | ({} if self.recipe is None else self._recipe_arguments(None))
         schedule = settings["schedule"]
         if isinstance(schedule, str):
-            schedule = parse_schedule(schedule)
+            schedule = as_schedule(schedule, "InjectionSpec")
         return isinstance(settings.get("steps"), float) or (isinstance(schedule, Schedule) and schedule.is_relative)
 
     def plan(self, model: nn.Module, total_steps: int | None = None, example_input: Any = None) -> Plan:

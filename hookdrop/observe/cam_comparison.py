@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from hookdrop.diagnostics.figures import SCALE, as_images, get_figure
 from hookdrop.diagnostics.isolation import call, restored_after, set_eval
 from hookdrop.errors import LayerError
-from hookdrop.injection.select import Entries
 from hookdrop.observe.cam import Target, check_is_model, grad_cam
 from hookdrop.observe.read_only_hooks import first_tensor
+from hookdrop.utils.select import Entries
 from hookdrop.utils.tables import html_table, text_table
 
 if TYPE_CHECKING:

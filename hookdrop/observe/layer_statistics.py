@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hookdrop.errors import ShapeError
 from hookdrop.hooks.checkpointing import is_recomputing
-from hookdrop.injection.select import Layer
 from hookdrop.observe.read_only_hooks import LayerObserver, first_tensor
 from hookdrop.utils.axes import channel_axis, channel_axis_of
+from hookdrop.utils.select import Layer
 
 MARGIN = 0.05
 """An output is saturated if it is within this fraction of the output range from a bound."""

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 
 from hookdrop.errors import InjectionError, LayerError, ShapeError, nearest, warn
 from hookdrop.hooks import compiling
-from hookdrop.injection.select import named_layers
 from hookdrop.utils.globs import glob_expression
+from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.validation import number
 from hookdrop.utils.wrappers import unwrapped

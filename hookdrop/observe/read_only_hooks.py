@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from hookdrop.diagnostics.isolation import uncompiled
 from hookdrop.errors import InjectionError, ShapeError, nothing_placed
 from hookdrop.hooks import compiling
-from hookdrop.injection.select import Entries, Layer, select
+from hookdrop.utils.select import Entries, Layer, select
 from hookdrop.utils.tensor_tree import TensorKey, describe, map_tensor, tensors
 from hookdrop.utils.torch_internals import functorch_stack
 

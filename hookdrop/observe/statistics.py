@@ -10,11 +10,11 @@ from torch import nn
 
 from hookdrop.diagnostics.figures import pixels
 from hookdrop.errors import did_you_mean, warn
-from hookdrop.injection.select import Entries, named_layers
 from hookdrop.observe.layer_statistics import ChannelAxes, LayerStats
 from hookdrop.observe.plots import stats_figure
 from hookdrop.observe.read_only_hooks import chosen_layers, observed
 from hookdrop.utils.context import requires_with
+from hookdrop.utils.select import Entries, named_layers
 from hookdrop.utils.tables import html_table, some, text_table
 from hookdrop.utils.tensors import NotRecordedError
 from hookdrop.utils.validation import count

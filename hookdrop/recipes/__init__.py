@@ -1,34 +1,49 @@
-"""Regularizer placements from papers. Each recipe takes a model and returns one injection.
+"""Regularizer placements from papers, as values for `inject` and `plan`.
 
-`set_dropout` and `report_dropout` work on a model's built-in dropout.
+Each is imported when it is first used, so that `import hookdrop` loads none of them.
 """
 
-from hookdrop.recipes.depth import stochastic_depth
-from hookdrop.recipes.detection import dropblock_detector
-from hookdrop.recipes.dropblock import dropblock_resnet, timm_dropblock
-from hookdrop.recipes.dropout_change import DropoutChange
-from hookdrop.recipes.embeddings import neftune
-from hookdrop.recipes.heads import head_dropout
-from hookdrop.recipes.layers import layer_drop
-from hookdrop.recipes.model_dropout import DropoutReport, report_dropout, set_dropout
-from hookdrop.recipes.patches import patch_dropout
-from hookdrop.recipes.recipe import Recipe
-from hookdrop.recipes.residual import residual_dropout
-from hookdrop.recipes.segmentation import dropblock_unet
+import importlib
+from typing import TYPE_CHECKING, Any
 
-RECIPES: dict[str, Recipe[...]] = {
-    "dropblock_detector": dropblock_detector,
-    "dropblock_resnet": dropblock_resnet,
-    "dropblock_unet": dropblock_unet,
-    "head_dropout": head_dropout,
-    "layer_drop": layer_drop,
-    "neftune": neftune,
-    "patch_dropout": patch_dropout,
-    "residual_dropout": residual_dropout,
-    "stochastic_depth": stochastic_depth,
-    "timm_dropblock": timm_dropblock,
+if TYPE_CHECKING:
+    from hookdrop.recipes.depth import stochastic_depth as stochastic_depth
+    from hookdrop.recipes.detection import dropblock_detector as dropblock_detector
+    from hookdrop.recipes.dropblock import dropblock_resnet as dropblock_resnet
+    from hookdrop.recipes.dropblock import timm_dropblock as timm_dropblock
+    from hookdrop.recipes.dropout_change import DropoutChange as DropoutChange
+    from hookdrop.recipes.embeddings import neftune as neftune
+    from hookdrop.recipes.heads import head_dropout as head_dropout
+    from hookdrop.recipes.layers import layer_drop as layer_drop
+    from hookdrop.recipes.model_dropout import DropoutReport as DropoutReport
+    from hookdrop.recipes.model_dropout import report_dropout as report_dropout
+    from hookdrop.recipes.model_dropout import set_dropout as set_dropout
+    from hookdrop.recipes.patches import patch_dropout as patch_dropout
+    from hookdrop.recipes.recipe import Recipe as Recipe
+    from hookdrop.recipes.residual import residual_dropout as residual_dropout
+    from hookdrop.recipes.segmentation import dropblock_unet as dropblock_unet
+
+RECIPE_MODULES = {
+    "dropblock_detector": "detection",
+    "dropblock_resnet": "dropblock",
+    "dropblock_unet": "segmentation",
+    "head_dropout": "heads",
+    "layer_drop": "layers",
+    "neftune": "embeddings",
+    "patch_dropout": "patches",
+    "residual_dropout": "residual",
+    "stochastic_depth": "depth",
+    "timm_dropblock": "dropblock",
 }
-"""All recipes by name."""
+"""The module of each recipe, by name."""
+
+_MODULES = RECIPE_MODULES | {
+    "DropoutChange": "dropout_change",
+    "DropoutReport": "model_dropout",
+    "Recipe": "recipe",
+    "report_dropout": "model_dropout",
+    "set_dropout": "model_dropout",
+}
 
 __all__ = [
     "DropoutChange",
@@ -47,3 +62,15 @@ __all__ = [
     "stochastic_depth",
     "timm_dropblock",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RECIPES":
+        return {recipe: __getattr__(recipe) for recipe in RECIPE_MODULES}
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hookdrop.recipes' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"hookdrop.recipes.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

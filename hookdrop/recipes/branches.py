@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.injection.select import Layer, named_layers
 from hookdrop.recipes.transformer_layers import count_calls, is_decoder, transformer_ends
+from hookdrop.utils.select import Layer, named_layers
 
 Ends = tuple[str, ...]
 Rule = Callable[[nn.Module], Ends | None]

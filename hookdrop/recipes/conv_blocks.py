@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from hookdrop.injection.select import named_layers
+from hookdrop.utils.select import named_layers
 from hookdrop.utils.torch_internals import children_of
 
 _POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)

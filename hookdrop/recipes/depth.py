@@ -11,7 +11,6 @@ from torch import nn
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.resolve import PScale
-from hookdrop.injection.select import Layer, named_layers
 from hookdrop.recipes.branches import blocks
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
 from hookdrop.recipes.skipped import skipped_layers, skipped_stacks
@@ -19,6 +18,7 @@ from hookdrop.recipes.subset import whole_branches
 from hookdrop.recipes.transformer_layers import rows_are_samples
 from hookdrop.regularizers import DropPath
 from hookdrop.schedules import Schedule
+from hookdrop.utils.select import Layer, named_layers
 from hookdrop.utils.tables import some
 
 _RATES = ("drop_prob", "p")

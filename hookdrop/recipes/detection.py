@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import named_layers
 from hookdrop.recipes.branches import has_submodules
 from hookdrop.recipes.dropblock import RESIDUAL_CNN, paper_sites
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.recipes.residual_stages import example_call
 from hookdrop.regularizers import DropBlock
 from hookdrop.schedules import LinearSchedule
+from hookdrop.utils.select import named_layers
 from hookdrop.utils.validation import one_of
 
 _PARTS = ("backbone", "fpn", "both")

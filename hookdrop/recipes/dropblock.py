@@ -9,12 +9,12 @@ from torch import nn
 
 from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import named_layers
 from hookdrop.recipes.branches import has_submodules
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.recipes.residual_stages import example_call, last_stages
 from hookdrop.regularizers import DropBlock
 from hookdrop.schedules import LinearSchedule, Schedule
+from hookdrop.utils.select import named_layers
 
 _TIMM = {-2: (5, 0.25), -1: (3, 1.0)}
 """timm's block size and gamma scale for the last two stages of a ResNet."""

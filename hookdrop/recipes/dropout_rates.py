@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.injection.select import named_layers
 from hookdrop.recipes.source_analysis import DropoutSource, Path, analyze, safe_getattr
 from hookdrop.regularizers import Regularizer
+from hookdrop.utils.select import named_layers
 
 _NAME = re.compile(r"\w*drop(_?out|_?path|_?block|_?connect)?(_?rate|_?prob|_?p|_?ratio)?\d*")
 _NAMES_IN_DROPOUT = ("p", "prob", "rate")

@@ -9,10 +9,10 @@ from torch import nn
 
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import Layer, named_layers, select
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites
 from hookdrop.regularizers import NEFTune
 from hookdrop.schedules import Schedule
+from hookdrop.utils.select import Layer, named_layers, select
 
 
 @Recipe

@@ -11,12 +11,12 @@ from torch import nn
 
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.resolve import PScale
-from hookdrop.injection.select import Layer, layers_by_name, named_layers
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
 from hookdrop.recipes.source_analysis import dotted_path, reachable_methods
 from hookdrop.regularizers import HeadDropout
 from hookdrop.regularizers.head_dropout import heads_of
 from hookdrop.schedules import Schedule
+from hookdrop.utils.select import Layer, layers_by_name, named_layers
 from hookdrop.utils.wrappers import unwrapped
 
 _PROJECTIONS = (

@@ -9,12 +9,12 @@ from torch import nn
 
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.resolve import PScale
-from hookdrop.injection.select import Layer, layers_by_name
 from hookdrop.recipes.branches import blocks
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
 from hookdrop.recipes.skipped import skipped_layers
 from hookdrop.regularizers import LayerDrop
 from hookdrop.schedules import Schedule
+from hookdrop.utils.select import Layer, layers_by_name
 
 
 @Recipe

@@ -11,11 +11,11 @@ from torch import nn
 
 from hookdrop.errors import LayerError, nearest, nothing_placed
 from hookdrop.hooks import compiling
+from hookdrop.injection.text import as_schedule
 from hookdrop.recipes.dropout_change import DropoutChange
 from hookdrop.recipes.dropout_rates import Rate, find_out_of_reach, find_rates
 from hookdrop.schedules import ConstantSchedule, Schedule
 from hookdrop.schedules.base import in_steps
-from hookdrop.schedules.parse import as_schedule
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import counted, html_table, some, text_table
 from hookdrop.utils.validation import rate as valid_rate

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import Layer, named_layers
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.regularizers import TokenDropout
 from hookdrop.regularizers.positions import why_tokens_must_stay
 from hookdrop.schedules import Schedule
+from hookdrop.utils.select import Layer, named_layers
 
 
 @Recipe

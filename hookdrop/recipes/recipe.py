@@ -16,8 +16,8 @@ from hookdrop.hooks import compiling
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan, make_plan
 from hookdrop.injection.resolve import PScale, rate_factors, resolve
-from hookdrop.injection.select import Layer, named_layers
 from hookdrop.schedules import Schedule
+from hookdrop.utils.select import Layer, named_layers
 
 P = ParamSpec("P")
 Factory = Callable[..., Any]

@@ -10,13 +10,13 @@ from torch import nn
 from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.resolve import PScale
-from hookdrop.injection.select import Layer, named_layers
 from hookdrop.recipes.branches import decoder_ends
 from hookdrop.recipes.dropout_rates import find_rates
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
 from hookdrop.recipes.skipped import skipped_layers
 from hookdrop.regularizers import Dropout
 from hookdrop.schedules import Schedule
+from hookdrop.utils.select import Layer, named_layers
 
 _ATTENTION_DROPOUT = ("attn_drop", "attn_dropout", "attn_pdrop", "attention_dropout")
 """Rates of attention-weight dropout, which does not drop hidden states and may stay on."""

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from hookdrop.errors import LayerError
-from hookdrop.injection.select import Layer, named_layers
 from hookdrop.recipes.branches import has_submodules, norms_follow_convs
 from hookdrop.recipes.conv_blocks import conv_blocks
+from hookdrop.utils.select import Layer, named_layers
 from hookdrop.utils.tables import some
 
 _RESNET_GROUPS = {"layer3": 0.25, "layer4": 1.0}

@@ -10,13 +10,13 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from hookdrop.errors import LayerError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.select import layers_by_name, named_layers
 from hookdrop.recipes.branches import has_submodules
 from hookdrop.recipes.conv_blocks import conv_blocks
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
 from hookdrop.recipes.residual_stages import example_call
 from hookdrop.regularizers import DropBlock
 from hookdrop.schedules import Schedule
+from hookdrop.utils.select import layers_by_name, named_layers
 
 
 @Recipe

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from hookdrop.injection.select import Layer, named_layers
+from hookdrop.utils.select import Layer, named_layers
 from hookdrop.utils.tables import some
 
 

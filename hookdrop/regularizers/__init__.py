@@ -7,4 +7,3 @@ from hookdrop.regularizers.adapters import check_picklable as check_picklable
 from hookdrop.regularizers.base import Regularizer as Regularizer
 from hookdrop.regularizers.catalog import *
 from hookdrop.regularizers.catalog import REGULARIZERS as REGULARIZERS
-from hookdrop.regularizers.catalog import parse as parse

@@ -1,4 +1,4 @@
-"""The table of regularizers that `hookdrop` exports and that `parse` and configs can name."""
+"""The table of regularizers that `hookdrop` exports and that `parse` can name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from hookdrop.regularizers.neftune import NEFTune
 from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, UniformNoise
 from hookdrop.regularizers.shake_drop import ShakeDrop
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
-from hookdrop.utils.call_syntax import CallSyntax, parse_call, signature_of
 
 # To add a regularizer, import it above and list it here, and export its function in `hookdrop.functional`.
 __all__ = [
@@ -55,25 +54,3 @@ __all__ = [
 ]
 
 REGULARIZERS: dict[str, type[Regularizer]] = {name: globals()[name] for name in sorted(__all__, key=str.lower)}
-_SYNTAX = CallSyntax("parse", "regularizer", REGULARIZERS, "DropBlock(p=0.1, block_size=7)")
-
-
-def parse(text: str) -> Regularizer:
-    """Create a regularizer from a string, for command-line flags and sweeps. The string is never evaluated as code.
-
-    Args:
-        text: a call of a hookdrop regularizer with literal settings.
-
-    Raises:
-        TypeError: if `text` is not a string, or the regularizer does not accept the settings.
-        ValueError: if `text` is not such a call, names an unknown regularizer, or has a setting that is not a literal.
-
-    Example:
-        >>> parse("DropBlock(p=0.2, block_size=5)")
-        DropBlock(p=0.2, block_size=5)
-    """
-    call = parse_call(text, _SYNTAX)
-    try:
-        return REGULARIZERS[call.name](*call.args, **dict(call.kwargs))
-    except TypeError as error:
-        raise TypeError(f"parse: {text!r}: {error}{signature_of(call.name, _SYNTAX)}") from None

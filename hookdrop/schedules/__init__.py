@@ -18,6 +18,18 @@ from hookdrop.schedules.curves import (
     LinearSchedule,
 )
 
+_NAMED = (
+    ConstantSchedule,
+    LinearSchedule,
+    CosineSchedule,
+    ExponentialSchedule,
+    EarlySchedule,
+    LateSchedule,
+    ChainedSchedule,
+)
+SCHEDULES: dict[str, type[Schedule]] = {schedule.__name__: schedule for schedule in _NAMED}
+"""The schedules that `parse` can name: all but `LambdaSchedule`, whose function is code."""
+
 __all__ = [
     "ChainedSchedule",
     "ConstantSchedule",

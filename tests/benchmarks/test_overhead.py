@@ -20,7 +20,7 @@ from torch import nn
 
 from hookdrop import Dropout, LateSchedule, inject, plan
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.injection import select as layers
+from hookdrop.utils import select as layers
 from tests.support.models import Small
 
 pytest.importorskip("timm")

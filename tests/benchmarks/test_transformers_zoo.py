@@ -19,7 +19,7 @@ import transformers_zoo
 from families import report
 from families.depth import check_sites
 from families.layers import Run, stacks
-from hookdrop.injection.select import Layer
+from hookdrop.utils.select import Layer
 from tests.support.programs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "transformers"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdrop.injection.select import select
+from hookdrop.utils.select import select
 
 
 class Block(nn.Module):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import DropBlock, Dropout, GaussianNoise, HookdropWarning, LinearSchedule, MixStyle, inject
-from hookdrop.regularizers import REGULARIZERS, Regularizer, parse
+from hookdrop import DropBlock, Dropout, GaussianNoise, HookdropWarning, LinearSchedule, MixStyle, inject, parse
+from hookdrop.regularizers import REGULARIZERS, Regularizer
 from tests.support.compiling import Net, graphs
 from tests.support.programs import ROOT
 from tests.support.tensors import styled, zero_fraction

@@ -7,7 +7,7 @@ that it has without them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -115,7 +115,7 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = (), sour
         LayerError: an entry is of the wrong type or matches nothing, or `exclude` removes every layer.
     """
     everything = named_layers(model)
-    included, excluded = as_entries(layers, source), as_entries(() if exclude is None else exclude, "`exclude`")
+    included = as_entries(layers, source)
     if not included:
         raise LayerError("`layers` is empty: nothing would be regularized.\n" + _SEE_ALL)
     matched_by: dict[str, list[int]] = {}
@@ -130,20 +130,32 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = (), sour
             matched_by.setdefault(layer.name, []).append(index)
             if is_exact:
                 exact.add(layer.name)
-    excluded_names: set[str] = set()
-    unmatched: list[Entry] = []
-    for entry in excluded:
-        names = {layer.name for layer in _match_or_raise(everything, entry, "`exclude`")[0]}
-        excluded_names |= names
-        if names.isdisjoint(matched_by):
-            unmatched.append(entry)
-    selected = [layer for layer in everything if layer.name in matched_by and layer.name not in excluded_names]
+    removed, excluded, unmatched = excluded_names(everything, exclude, matched_by)
+    selected = [layer for layer in everything if layer.name in matched_by and layer.name not in removed]
     if not selected:
         raise LayerError(
             f"`exclude` removes every layer that `layers` matches ({len(matched_by)}): nothing is left.\n"
             f"  layers:  {', '.join(map(entry_text, included))}\n  exclude: {', '.join(map(entry_text, excluded))}"
         )
     return Selection(everything[0].module, included, selected, counts, matched_by, exact, unmatched)
+
+
+def excluded_names(
+    everything: list[Layer], exclude: Entries | None, selected: Collection[str]
+) -> tuple[set[str], list[Entry], list[Entry]]:
+    """Return the names that `exclude` matches, its entries, and those that match none of `selected`.
+
+    Raises:
+        LayerError: an entry is of the wrong type or matches no layer of the model.
+    """
+    entries, names = as_entries(() if exclude is None else exclude, "`exclude`"), set()
+    unmatched: list[Entry] = []
+    for entry in entries:
+        found = {layer.name for layer in _match_or_raise(everything, entry, "`exclude`")[0]}
+        names |= found
+        if found.isdisjoint(selected):
+            unmatched.append(entry)
+    return names, entries, unmatched
 
 
 def as_entries(entries: Any, source: str) -> list[Entry]:

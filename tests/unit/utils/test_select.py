@@ -21,7 +21,7 @@ from hookdrop import (
     plan,
 )
 from hookdrop.guards.updates import UPDATES_BEFORE_WARNING
-from hookdrop.injection.select import named_layers
+from hookdrop.utils.select import named_layers
 from tests.support.models import Small, names
 
 

@@ -1,0 +1,67 @@
+"""What a recipe is: a value that chooses the sites of a model, and does not place anything."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import nn
+
+from hookdrop.regularizers import Regularizer
+
+if TYPE_CHECKING:
+    from hookdrop.survey import Survey
+
+
+@dataclass(frozen=True)
+class RecipeSite:
+    """One site of a recipe: a layer with its regularizer, or a rate of the dropout that the model already has."""
+
+    name: str
+    """Full name of the layer, without wrappers; `""` is the model itself."""
+    regularizer: Regularizer | None
+    """None for a dropout that the model already has; `attribute` and `p` describe it."""
+    factor: float = 1.0
+    """The recipe's own factor of the rate, such as 0.25 for DropBlock's group 3."""
+    group: str = ""
+    """Full name of the block that the site belongs to. The sites of a group have the same index and factor in
+    `p_scale`. Empty: the site is a group by itself."""
+    at: str = ""
+    """`"output"`, `"input"`, or `"skip"` for an identity skip; empty for the regularizer's usual place."""
+    branch: str = ""
+    """For `at="skip"`: the first layer of the residual branch, relative to this layer."""
+    attribute: str = ""
+    """For a dropout that the model already has: the layer's attribute with its rate."""
+    p: float | None = None
+    """For a dropout that the model already has: its new rate."""
+    label: str = ""
+    """The name that `plan` and the handle show; empty for `name`."""
+
+
+class Recipe(ABC):
+    """A placement from a paper, as a value with a text form: `inject(model, stochastic_depth(p=0.2))`.
+
+    Subclasses are frozen dataclasses with lower-case names. Their `repr` is the text that `parse` reads.
+    """
+
+    p_scale: ClassVar[str | None] = None
+    """What `inject(p_scale=None)` means for this recipe, such as `"depth_from_zero"`."""
+
+    @abstractmethod
+    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
+        """Return the sites, in the order of the model.
+
+        Args:
+            model: the model without its wrappers.
+            survey: what running the model shows. The model runs when the recipe first reads an attribute of it.
+
+        Raises:
+            LayerError: the model has no such sites.
+            InjectionError: the model already has this regularization.
+        """
+
+    def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
+        """Return what the plan should warn about, such as layers that the recipe had to leave out."""
+        return ()
