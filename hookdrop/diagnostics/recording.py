@@ -19,7 +19,7 @@ from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import drops_elements
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import html_table, shape_text, some, text_table
-from hookdrop.utils.tensor_copies import CopyDevice, NotRecordedError, detached_copy, valid_device
+from hookdrop.utils.tensors import CopyDevice, NotRecordedError, detached_copy, valid_device
 from hookdrop.utils.torch_internals import graph_task
 from hookdrop.utils.validation import count
 

@@ -25,7 +25,7 @@ from hookdrop.injection.controller import Controller, largest_target
 from hookdrop.injection.prediction import Settings, predict
 from hookdrop.utils.context import requires_with
 from hookdrop.utils.tables import counted, html_table, text_table
-from hookdrop.utils.tensor_copies import CopyDevice
+from hookdrop.utils.tensors import CopyDevice
 from hookdrop.utils.validation import count, number
 
 

@@ -20,7 +20,7 @@ from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.injection.batches import Device, Inputs, is_batch, read_batches
 from hookdrop.regularizers import rows_alone
-from hookdrop.utils.progress import ProgressBar, progress_bar
+from hookdrop.utils.optional import ProgressBar, progress_bar
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count, one_of
 

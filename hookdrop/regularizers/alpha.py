@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookdrop.kernels.custom_ops import draw_elements
-from hookdrop.kernels.slices import slice_mask
+from hookdrop.kernels.masking import slice_mask
 from hookdrop.regularizers.base import describe_map
 from hookdrop.regularizers.dropout import Dropout, check_channels
 from hookdrop.regularizers.rate import P

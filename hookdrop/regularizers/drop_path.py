@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.errors import LayerError
+from hookdrop.kernels.masking import slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.kernels.slices import slice_dropout, slice_mask
 from hookdrop.regularizers.base import Regularizer, check_batch_axis
 from hookdrop.regularizers.rate import P
 from hookdrop.utils.torch_internals import BatchNorm

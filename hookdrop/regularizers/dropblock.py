@@ -12,14 +12,13 @@ from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.kernels import custom_ops, triton_dropblock
-from hookdrop.kernels.blocks import Blocks, blocks_of
+from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
 from hookdrop.kernels.drawing import NORMALIZE, BlockDrawing
 from hookdrop.kernels.masking import apply_mask
-from hookdrop.kernels.seed_rate import GAMMA, gamma_for
-from hookdrop.kernels.subclasses import PLAIN_TYPES, on_plain_tensor, wraps_results
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
 from hookdrop.regularizers.rate import P
 from hookdrop.utils.axes import given_channel_axis
+from hookdrop.utils.tensors import PLAIN_TYPES, on_plain_tensor, wraps_results
 from hookdrop.utils.torch_internals import dispatch_modes, is_tracing
 from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, one_of
 

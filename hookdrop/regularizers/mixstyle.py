@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.errors import ShapeError
-from hookdrop.kernels.bernoulli import most_precise_dtype
-from hookdrop.kernels.random_numbers import rand
+from hookdrop.kernels.random_numbers import most_precise_dtype, rand
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
 from hookdrop.regularizers.cutout import check_map
 from hookdrop.regularizers.rate import Rate

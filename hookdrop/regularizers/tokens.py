@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hookdrop.errors import LayerError, ShapeError
-from hookdrop.kernels.slices import keep_scale, slice_dropout, slice_mask
+from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.regularizers.positions import why_tokens_must_stay
 from hookdrop.regularizers.rate import P
