@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.isolation import restored_after, uncompiled
 from hookdrop.errors import LayerError, ShapeError, warn
 from hookdrop.guards.first_call import without_bookkeeping
 from hookdrop.hooks import compiling
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.observe.read_only_hooks import first_tensor
+from hookdrop.survey.isolation import restored_after, uncompiled
 from hookdrop.utils.axes import as_map
 from hookdrop.utils.optional import needs
 from hookdrop.utils.select import Entries, Layer, select
