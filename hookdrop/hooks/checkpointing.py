@@ -10,7 +10,6 @@ import ctypes
 import inspect
 import math
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import CodeType, FrameType
@@ -122,9 +121,8 @@ class CheckpointedCalls(dict[Call, list[NotedCall]]):
     complete = True
     """Whether no call was evicted."""
 
-    def __init__(self) -> None:
-        self.with_tensors: deque[Call] = deque()
-        """The calls that hold tensors, such as attention masks."""
+    with_tensors: tuple[Call, ...] = ()
+    """The calls that hold tensors, such as attention masks."""
 
     @property
     def detects_redraws(self) -> bool:
@@ -139,9 +137,10 @@ class CheckpointedCalls(dict[Call, list[NotedCall]]):
         noted = NotedCall(sequence_number(), torch.is_grad_enabled(), rate, collected)
         self[call] = [*same_state[1 - MAX_CALLS_PER_STATE :], noted]
         if any(isinstance(value, Tensor) for value in collected.values()):
-            self.with_tensors.append(call)
+            self.with_tensors = (*self.with_tensors, call)
         if len(self.with_tensors) > CAPACITY_WITH_TENSORS:
-            self._evict(self.with_tensors.popleft())
+            self._evict(self.with_tensors[0])
+            self.with_tensors = self.with_tensors[1:]
         if len(self) > CAPACITY:
             self._evict(next(iter(self)))
 
