@@ -8,7 +8,15 @@ from typing import Any
 from torch import nn
 
 from hookdrop.guards.messages import find
-from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, LockedDropout, ShakeDrop
+from hookdrop.regularizers import (
+    DropBlock,
+    Dropout,
+    DropPath,
+    GaussianDropout,
+    LockedDropout,
+    ShakeDrop,
+    drops_elements,
+)
 
 WITHOUT_FORWARD = ("nested", "fused_encoder", "wrong_time_axis")
 WITH_FORWARD = ("whole_block", "never_called", "frozen", "before_batch_norm")
@@ -49,7 +57,8 @@ class Planned:
             return {}
         longest, kept = max(chains, key=len), 1.0
         for site in longest:
-            if site.regularizer is not None and site.regularizer.drops and site.regularizer.probability:
+            declared = None if site.regularizer is None else type(site.regularizer).rate
+            if declared is not None and declared.kind == "drop":
                 kept *= 1.0 - min(site.p or 0.0, 1.0)
         rate = f" (effective rate {1 - kept:.2g})" if kept < 1 else ""
         path = " > ".join(repr(site.name) for site in longest)
@@ -82,7 +91,7 @@ class Planned:
             return {}
         regularizer, others = whole[0].regularizer, len(whole) - 1
         more = f" (and {others} more site{'s' if others > 1 else ''} like it)" if others else ""
-        does = "drops" if regularizer.drops else "perturbs"
+        does = "drops" if drops_elements(regularizer) else "perturbs"
         return {"title": regularizer.title, "site": whole[0], "does": does, "more": more}
 
     @property

@@ -57,11 +57,9 @@ class Comparison:
     ) -> None:
         self.model, self.state, self.requested, self.name = model, state, requested, state.name
         # Inside `without_hooks`, no hook is on the model.
-        everything = [] if state.live.hidden_count else list(hooks_of(model))
-        self.placed = [(module, hook) for module, hook in everything if hook.state is state]
+        self._everything = [] if state.live.hidden_count else list(hooks_of(model))
+        self.placed = [(module, hook) for module, hook in self._everything if hook.state is state]
         self.hooks = [hook for _, hook in self.placed] if hooks is None else hooks
-        self.copied = [hook.site for _, hook in everything if hook.state is not state and hook.state.key == state.key]
-        """The model has hooks with a copy of the state."""
         counter: UpdateCounter | None = state.live.update_counter
         self.updates, self.other_steps = (0, 0) if counter is None else (counter.updates, counter.other_steps)
         self.updated = counter is not None and counter.was_updated()
@@ -90,6 +88,12 @@ class Comparison:
             own = {hook.site for hook in self.hooks}
             there |= {hook.site for hook in live.members if hook.is_attached and hook.site not in own}
         return [site for site in state.sites if site in live.known_sites and site not in there]
+
+    @cached_property
+    def copied(self) -> list[str]:
+        """The model has hooks whose state is a copy of this one."""
+        others = [hook for _, hook in self._everything if hook.state is not self.state]
+        return [hook.site for hook in others if hook.state.key == self.state.key]
 
     @property
     def adapted(self) -> list[str]:

@@ -51,7 +51,7 @@ def is_watched(state: InjectionState) -> bool:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    discarded = []
+    gone = []
     for state in _watched.snapshot():
         counter: UpdateCounter = state.live.update_counter
         model = counter.model()
@@ -61,16 +61,16 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             unwatch(state)
         elif counter.thread == threading.get_ident():
             # Other threads are skipped: their `inject` may not have returned its handle yet.
-            discarded.append(weakref.ref(state))
+            gone.append(weakref.ref(state))
         del state  # or the loop variable keeps a state alive that has no handle
-    if discarded and not _trains_hooked_model(optimizer):
-        _warn_about_discarded(discarded)
+    if gone and not _trains_hooked_model(optimizer):
+        discarded(gone)
 
 
-def _warn_about_discarded(discarded: list[weakref.ref[InjectionState]]) -> None:
-    """Warn about models that were deleted untrained while a model without hooks is trained."""
+def discarded(gone: list[weakref.ref[InjectionState]]) -> None:
+    """The model is gone, no hook ran in training mode, and an optimizer trains a model without hooks."""
     gc.collect()  # warn only about injections whose handle is still alive
-    for state in filter(None, (reference() for reference in discarded)):
+    for state in filter(None, (reference() for reference in gone)):
         unwatch(state)
         # A pickled or copied model lives on in its copy.
         if not any(other.key == state.key and other is not state for other in all_states.snapshot()):

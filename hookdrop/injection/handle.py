@@ -113,13 +113,13 @@ class Injection(Controller):
         with self._changing():
             for hook, target in zip(hooks, base, strict=True):
                 assert target is not None
-                hook.target = hook.regularizer.valid_rate(value * (target / reference) if reference else value)
+                hook.target = hook.valid_target(value * (target / reference) if reference else value)
 
     def _rate_of(self, hooks: list[SiteHook]) -> float:
         """Return the largest current rate among hooks of one unit, before `p_scale`."""
         state = self._state
         if not state.on:
-            neutral = {hook.regularizer.neutral for hook in hooks}
+            neutral = {hook.rate.neutral for hook in hooks}
             return neutral.pop() if len(neutral) == 1 else 0.0
         if state.override is not None and state.override.p is not None:
             return state.override.p
@@ -146,11 +146,11 @@ class Injection(Controller):
         self._check_not_removed("sampling()")
         if p is not None:
             self._require_common_unit(f"sampling(p={p})")
-            p = next(iter(self._units.values()))[0].regularizer.valid_rate(p)
+            p = next(iter(self._units.values()))[0].valid_target(p)
         multiplier = self._state.multiplier
         rated = [hook for hooks in self._units.values() for hook in hooks]
         rates = {hook.target * multiplier if p is None else p for hook in rated if hook.target is not None}
-        neutral = {hook.regularizer.neutral for hook in rated}
+        neutral = {hook.rate.neutral for hook in rated}
         if rated and len(rates | neutral) == 1:
             raise InjectionError(
                 f"sampling at rate {rates.pop():g} gives the same output each time: {self.name!r} is at step "
@@ -365,7 +365,7 @@ class Injection(Controller):
     def _units_by_name(self) -> dict[str, list[SiteHook]]:
         """Group the hooks by the name of their rate, such as `p` or `std`, or by unit if two units share a name."""
         units = self._units
-        names = {unit: "p" if unit == "p" else str(hooks[0].regularizer.rate_name) for unit, hooks in units.items()}
+        names = {unit: "p" if unit == "p" else hooks[0].rate.attribute for unit, hooks in units.items()}
         shared = {name for name in names.values() if list(names.values()).count(name) > 1}
         return {unit if names[unit] in shared else names[unit]: hooks for unit, hooks in units.items()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -12,7 +11,7 @@ from hookdrop.diagnostics.dry_run import LayerCalls, dry_run
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.guards.plan import plan_warnings
 from hookdrop.injection.resolve import PlannedSite, Resolved
-from hookdrop.regularizers import Regularizer
+from hookdrop.regularizers import Regularizer, at_rate
 from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
 
@@ -66,11 +65,7 @@ def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str,
 
 def _at_target(site: PlannedSite, regularizer: Regularizer) -> Regularizer:
     """Return the regularizer at the target rate of its site."""
-    if site.p is None or site.p_scale == 1.0:
-        return regularizer
-    scaled = copy.deepcopy(regularizer)
-    scaled.set_rate(site.p)
-    return scaled
+    return regularizer if site.p_scale == 1.0 else at_rate(regularizer, site.p)
 
 
 def _raise_if_never_called(resolved: Resolved) -> None:

@@ -215,13 +215,13 @@ def _make_hook(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> S
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     if site.at == "skip":
         return SkipHook(*settings, site.branch)
-    if site.regularizer.hook_kind:
-        return _HOOKS[site.regularizer.hook_kind](*settings)
+    for need in site.regularizer.needs:
+        return _HOOKS[need](*settings)
     return InputHook(*settings) if site.at == "input" else SiteHook(*settings)
 
 
-_HOOKS: dict[str, type[SiteHook]] = {"branch": BranchHook, "embedding": EmbeddingHook, "layer": LayerHook}
-"""The hooks of regularizers that need more than one tensor, by `Regularizer.hook_kind`."""
+_HOOKS: dict[str, type[SiteHook]] = {"rows": BranchHook, "attention_mask": EmbeddingHook, "layer_input": LayerHook}
+"""The hooks of regularizers that need more than one tensor, by `Regularizer.needs`."""
 
 
 def _free_name(name: str, present: Injections) -> str:
