@@ -99,7 +99,8 @@ class Regularizer(nn.Module):
 
     needs: Sequence[str] = ()
     """What a hook passes to `regularize` by keyword: `"layer_input"`, the input of the layer, and `"attention_mask"`,
-    the mask of the innermost call around the layer that has one, or None."""
+    the mask of the innermost call around the layer that has one, or None, and `"samples"`, the number of samples in the
+    first input of the module `self.samples[0]`."""
 
     only_at: str | None = None
     """`"output"` or `"input"` if it is only meaningful there. None: at both."""
@@ -134,8 +135,14 @@ class Regularizer(nn.Module):
         """
         return False
 
-    def for_layer(self, model: nn.Module, name: str) -> Regularizer:
+    def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> Regularizer:
         """Return the regularizer for one layer of a model: this one, or one with settings that the model determines.
+
+        Args:
+            model: the model without wrappers.
+            name: the full name of the layer.
+            at: where it acts on the layer.
+            survey: what running the model shows (`hookdrop.survey`); None without an example.
 
         Raises:
             LayerError: it does not support the layer.
