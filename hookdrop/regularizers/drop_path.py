@@ -12,7 +12,7 @@ from hookdrop.errors import LayerError
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import P, Regularizer, check_batch_axis
-from hookdrop.regularizers.samples import SampleRows, for_rows, sample_count, sample_rows
+from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
 from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import drop_rate, floating, one_of
 
@@ -74,15 +74,15 @@ class DropPath(Regularizer):
         mode: `"row"` draws once for each sample, `"batch"` once for the whole batch, `"subset"` which samples the
             branch runs on.
         samples: `(module, axis, interleaved)`, where the samples are in windows, frames or time steps. `inject` finds
-            this with `example_input=` (see `SampleRows`); None: each row of axis 0 is a sample.
+            this with `example_input=` (see `SamplePlace`); None: each row of axis 0 is a sample.
         scale: whether kept samples are scaled. False is timm's `scale_by_keep=False`; the mean then shrinks by 1 - p.
         keep_prob: 1 - p, instead of `p`.
 
     Shape: (N, ...), or any other if `samples` says where the samples are.
 
     Raises:
-        LayerError: in `inject` with `mode="subset"`, if the branch has batch norm, or no parameters; with an example, if
-            it is unknown which rows belong to which sample.
+        LayerError: in `inject` with `mode="subset"`, if the branch has batch norm, or no parameters; with an example,
+            if it is unknown which rows belong to which sample.
         ShapeError, InjectionError: in forward with `mode="subset"`, if the rows of an argument cannot be selected.
 
     Example:
@@ -100,14 +100,14 @@ class DropPath(Regularizer):
         mode: str = "row",
         *,
         scale: bool = True,
-        samples: tuple[str | None, int, bool] | None = None,
+        samples: SamplePlace | None = None,
         keep_prob: float | None = None,
     ) -> None:
         super().__init__()
         self.p = drop_rate(p, keep_prob, self.title)
         self.mode: str = one_of(mode, "mode", self.title, _MODES)
         self.scale: bool = one_of(scale, "scale", self.title, (True, False))
-        self.samples = sample_rows(samples, self.title)
+        self.samples = sample_place(samples, self.title)
         if self.samples is not None and self.mode != "row":
             raise ValueError(f"DropPath: samples= only applies to mode='row', got mode={self.mode!r}.")
         if self.mode == "subset":
@@ -145,10 +145,8 @@ class DropPath(Regularizer):
 
     def reading(self, shape: Sequence[int]) -> str:
         if self.samples is not None:
-            rows = SampleRows(*self.samples)
-            return f"{shape[rows.axis]} rows of samples on axis {rows.axis}" if rows.module is not None else (
-                f"N={shape[rows.axis]} (axis {rows.axis})"
-            )
+            module, axis, _ = self.samples
+            return f"{shape[axis]} rows on axis {axis}, N from {module!r}" if module is not None else f"N={shape[axis]}"
         if self.mode != "subset":
             return f"N={shape[0]}"
         kept = _kept(shape[0], self.p)
@@ -168,20 +166,17 @@ class DropPath(Regularizer):
         kept = _kept(len(x), p)
         return None if kept >= len(x) else torch.randperm(len(x), device=x.device)[:kept]
 
-    def regularize(self, x: Tensor, rate: Any, rows: Tensor | None = None, samples: int | None = None) -> Tensor:
-        if self.samples is not None:
-            return self._drop_samples(x, rate, SampleRows(*self.samples), samples)
-        if rows is None:
+    def regularize(self, x: Tensor, rate: Any, rows: Tensor | None = None, samples: SampleRows | None = None) -> Tensor:
+        if rows is not None:
+            kept = torch.zeros(len(x), dtype=torch.bool, device=x.device).index_fill(0, rows, True)
+            return _keep(x, kept.view(-1, *(1,) * (x.dim() - 1)), len(x) / len(rows) if self.scale else 1.0)
+        if self.samples is None:
             return _drop_path(x, rate, self.mode, self.scale)
-        kept = torch.zeros(len(x), dtype=torch.bool, device=x.device).index_fill(0, rows, True)
-        return _keep(x, kept.view(-1, *(1,) * (x.dim() - 1)), len(x) / len(rows) if self.scale else 1.0)
-
-    def _drop_samples(self, x: Tensor, rate: Any, rows: SampleRows, samples: int | None) -> Tensor:
-        """Zero all rows of some samples, and scale the rest."""
         floating(x, self.title)
         if x.numel() == 0:
             return x
-        kept = for_rows(slice_mask(x, rate, (sample_count(x, rows, samples),)), x, rows)
+        place = rows_in_call(self.samples, samples)
         shape = [1] * x.dim()
-        shape[rows.axis] = -1
-        return _keep(x, kept.view(shape), keep_scale(rate) if self.scale else 1.0)
+        shape[place.axis] = -1
+        kept = place.repeat(slice_mask(x, rate, (place.samples(x),)), x).view(shape)
+        return _keep(x, kept, keep_scale(rate) if self.scale else 1.0)

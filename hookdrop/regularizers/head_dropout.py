@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import BELOW_1, Rate, Regularizer
-from hookdrop.regularizers.samples import SampleRows, for_rows, sample_count, sample_rows
+from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
 from hookdrop.utils.validation import count, drop_rate, floating, one_of
 
 
@@ -25,22 +25,20 @@ def head_dropout(
     floating(x, "head_dropout")
     check_heads(x.shape, heads, "head_dropout")
     p = BELOW_1.argument(p, "head_dropout")
-    return _head_dropout(x, p, heads, interleaved, SampleRows(None), len(x)) if training else x
+    return _head_dropout(x, p, heads, interleaved, SampleRows()) if training else x
 
 
-def _head_dropout(
-    x: Tensor, p: float | Tensor, heads: int, interleaved: bool, rows: SampleRows, samples: int
-) -> Tensor:
+def _head_dropout(x: Tensor, p: float | Tensor, heads: int, interleaved: bool, rows: SampleRows) -> Tensor:
     if x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
-    kept_NH = _kept_heads(samples, heads, p, x.device)
+    kept_NH = _kept_heads(rows.samples(x), heads, p, x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
     factor_NH = kept_NH.to(wide) * (heads / kept_NH.sum(1, keepdim=True, dtype=wide))
     shape = [1] * (x.dim() - 1)
     shape[rows.axis] = -1
-    factor = for_rows(factor_NH, x, rows).view(*shape, *((1, heads) if interleaved else (heads, 1)))
-    split = (-1, heads) if interleaved else (heads, -1)
-    return (x.unflatten(-1, split) * factor).flatten(-2).to(x.dtype)
+    factor = rows.repeat(factor_NH, x).view(*shape, *((1, heads) if interleaved else (heads, 1)))
+    by_head = x.reshape(*x.shape[:-1], *((-1, heads) if interleaved else (heads, -1)))
+    return (by_head * factor).flatten(-2).to(x.dtype)
 
 
 def _kept_heads(samples: int, heads: int, p: float | Tensor, device: torch.device) -> Tensor:
@@ -115,14 +113,14 @@ class HeadDropout(Regularizer):
         heads: int | None = None,
         *,
         interleaved: bool = False,
-        samples: tuple[str | None, int, bool] | None = None,
+        samples: SamplePlace | None = None,
         keep_prob: float | None = None,
     ) -> None:
         super().__init__()
         self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
         self.heads = None if heads is None else count(heads, "heads", self.title, 2)
         self.interleaved: bool = one_of(interleaved, "interleaved", self.title, (True, False))
-        self.samples = sample_rows(samples, self.title)
+        self.samples = sample_place(samples, self.title)
         if self.samples is not None and self.samples[0] is not None:
             self.needs = ("samples",)
 
@@ -150,7 +148,9 @@ class HeadDropout(Regularizer):
         if survey is not None and samples is None:
             place = survey.samples(name, "input")
             if isinstance(place, str):
-                raise LayerError(f"HeadDropout at {name!r} draws for each sample, but the samples are unknown: {place}.")
+                raise LayerError(
+                    f"HeadDropout at {name!r} draws for each sample, but the samples are unknown: {place}."
+                )
             samples = place.argument
         width = getattr(model.get_submodule(name), "in_features", None) or heads
         if width % heads:
@@ -165,10 +165,9 @@ class HeadDropout(Regularizer):
         order = " (d H)" if self.interleaved else ""
         return f"H={self.heads} d={shape[-1] // self.heads}{order}"
 
-    def regularize(self, x: Tensor, rate: Any, samples: int | None = None) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any, samples: SampleRows | None = None) -> Tensor:
         if self.heads is None:
             raise ShapeError("HeadDropout: heads is missing, and there is no model to read it from: pass heads=...")
         floating(x, self.title)
         check_heads(x.shape, self.heads, self.title)
-        rows = SampleRows(*(self.samples or (None,)))
-        return _head_dropout(x, rate, self.heads, self.interleaved, rows, sample_count(x, rows, samples))
+        return _head_dropout(x, rate, self.heads, self.interleaved, rows_in_call(self.samples, samples))

@@ -2,56 +2,65 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from hookdrop.errors import ShapeError
 
+SamplePlace = tuple[str | None, int, bool]
+"""(module, axis, interleaved): the module whose first input has one row of axis 0 for each sample, the axis of the
+samples in the regularized tensor, and whether sample i of N has its rows i, i + N, ..., and not consecutive ones. The
+module is None if the tensor has one row for each sample too. A plain tuple, so that a text form is a literal."""
 
-class SampleRows(NamedTuple):
-    """Where the samples of a batch are in a tensor. `inject` finds this if it has an example.
 
-    Regularizers store it as a plain tuple, so that their text form is a literal.
-    """
+@dataclass(frozen=True)
+class SampleRows:
+    """Where the rows of each sample are in a tensor."""
 
-    module: str | None
-    """The module whose first input has one row for each sample; None if the tensor has one row for each too."""
     axis: int = 0
     interleaved: bool = False
-    """Whether sample i of N has the rows i, i + N, ..., and not consecutive ones."""
+    """Whether sample i of N has the rows i, i + N, ..., as in (T N), and not consecutive ones, as in (N T)."""
+    count: int | None = None
+    """The number N of samples; None if each row is a sample."""
+
+    def samples(self, x: Tensor) -> int:
+        """The number of samples in `x`.
+
+        Raises:
+            ShapeError: the rows do not divide into the samples.
+        """
+        size = x.shape[self.axis]
+        if self.count is None:
+            return size
+        if self.count == 0 or size % self.count:
+            raise ShapeError(
+                f"got {tuple(x.shape)}: the {size} rows of axis {self.axis} do not divide into {self.count} samples.\n"
+                '  use a regularizer that draws once for the batch, such as DropPath(p=..., mode="batch")'
+            )
+        return self.count
+
+    def repeat(self, values: Tensor, x: Tensor) -> Tensor:
+        """Repeat values (N, ...) for the rows of each sample: (rows, ...)."""
+        count, size = len(values), x.shape[self.axis]
+        if count == size:
+            return values
+        by_row = values.unsqueeze(0 if self.interleaved else 1)
+        order = (size // count, count) if self.interleaved else (count, size // count)
+        return by_row.expand(*order, *values.shape[1:]).reshape(size, *values.shape[1:])
 
 
-def sample_rows(value: object, owner: str) -> tuple[str | None, int, bool] | None:
+def sample_place(value: object, owner: str) -> SamplePlace | None:
     """Return the argument `samples` of a regularizer, or raise a `TypeError`."""
     if value is None:
         return None
-    if isinstance(value, tuple | list) and 1 <= len(value) <= 3:
-        rows = SampleRows(*value)
-        if isinstance(rows.module, str | None) and type(rows.axis) is int and isinstance(rows.interleaved, bool):
-            return tuple(rows)  # type: ignore[return-value]
+    if isinstance(value, tuple | list) and len(value) == 3:
+        module, axis, interleaved = value
+        if isinstance(module, str | None) and type(axis) is int and isinstance(interleaved, bool):
+            return module, axis, interleaved
     raise TypeError(f"{owner}: samples must be None or (module, axis, interleaved), got {value!r}.")
 
 
-def sample_count(x: Tensor, rows: SampleRows, samples: int | None) -> int:
-    """Return the number of samples in `x`, given that of the call."""
-    size = x.shape[rows.axis]
-    if rows.module is None:
-        return size
-    if samples is None or samples == 0 or size % samples:
-        raise ShapeError(
-            f"got {tuple(x.shape)}: the {size} rows of axis {rows.axis} do not divide into {samples} samples.\n"
-            '  use a regularizer that draws once for the batch, such as DropPath(p=..., mode="batch")'
-        )
-    return samples
-
-
-def for_rows(values: Tensor, x: Tensor, rows: SampleRows) -> Tensor:
-    """Repeat values (N, ...) for the rows of each sample: (rows, ...)."""
-    count, size = len(values), x.shape[rows.axis]
-    repeats = size // max(count, 1)
-    if repeats == 1:
-        return values
-    by_row = values.unsqueeze(0 if rows.interleaved else 1)
-    order = (repeats, count) if rows.interleaved else (count, repeats)
-    return by_row.expand(*order, *values.shape[1:]).reshape(size, *values.shape[1:])
+def rows_in_call(place: SamplePlace | None, collected: SampleRows | None) -> SampleRows:
+    """Return where the samples are in a call, given what the hook collected."""
+    return collected or (SampleRows() if place is None else SampleRows(place[1], place[2]))

@@ -1,9 +1,10 @@
 """Find the layers whose input has the heads of attention side by side, and which feature belongs to which head.
 
-The search starts at the products of attention (`scaled_dot_product_attention`, or a product after a softmax) and follows
-their output to the first layer with weights, its projection. The operations in between are repeated on random numbers:
-what the first feature depends on is zeroed, and the features that become 0 with it are the first head. A norm over all
-heads, or a term that is added to them, then shows as features that change without becoming 0, or do not become 0.
+The search starts at the products of attention (`scaled_dot_product_attention`, or a product after a softmax) and
+follows their output to the first layer with weights, its projection. The operations in between are repeated on random
+numbers: what the first feature depends on is zeroed, and the features that become 0 with it are the first head. A norm
+over all heads, or a term that is added to them, then shows as features that change without becoming 0, or that do not
+become 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FUSED = "scaled_dot_product_attention"
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "addmm", "einsum", "linear"})
 _MIXERS = _PRODUCTS | {"conv1d", "conv2d", "conv3d"}
 """Functions that mix features if one of their arguments is a weight."""
-_HIDDEN = frozenset({"multi_head_attention_forward", "_native_multi_head_attention"})
+HIDDEN = frozenset({"multi_head_attention_forward", "_native_multi_head_attention"})
 """Attention as one function, which applies the weight of the projection without calling the layer."""
 
 
@@ -45,7 +46,7 @@ def find_heads(trace: Trace) -> tuple[dict[str, Heads], dict[str, str]]:
     """Return the heads by the name of the layer whose input has them, and refused modules with the reason."""
     heads: dict[str, Heads] = {}
     refused = {op.call.name: "it computes its projection without calling the layer" for op in trace.ops
-               if op.name in _HIDDEN and op.call is not None}  # fmt: skip
+               if op.name in HIDDEN and op.call is not None}  # fmt: skip
     known: dict[str, Heads | _NoHeadsError] = {}
     projections: dict[Node, _Projection] = {}
     for core in attention_cores(trace):

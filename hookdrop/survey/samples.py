@@ -17,7 +17,11 @@ from torch import Tensor, nn
 
 from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.survey.trace import Call, Node, Trace
-from hookdrop.utils.tensor_tree import first_tensor
+from hookdrop.utils.tensor_tree import first_tensor, map_leaves
+
+PLACES = ("output", "input")
+Site = tuple[str, str, int]
+"""The name of a layer, its input or output, and the axis with the samples."""
 
 
 @dataclass(frozen=True)
@@ -88,38 +92,38 @@ def _growing(two: Sequence[int], three: Sequence[int]) -> Samples | str:
 def _module_with_batch(two: Call, three: Call) -> str | None:
     """Return the innermost call around a layer whose first input has one row of axis 0 for each sample."""
     for outer, other in zip(two.around(), three.around(), strict=False):
-        if outer is not two and outer.inputs and other.inputs:
-            if (outer.inputs[0].shape[:1], other.inputs[0].shape[:1]) == ((2,), (3,)):
-                return outer.name
+        sizes = [call.inputs[0].shape[:1] for call in (outer, other) if call.inputs]
+        if outer is not two and sizes == [(2,), (3,)]:
+            return outer.name
     return None
 
 
-def row_orders(
-    model: nn.Module, first: Any, second: Any, sites: Iterable[tuple[str, str, int]]
-) -> dict[tuple[str, str, int], bool | str]:
-    """Return whether the rows of the samples are interleaved at each site (layer, at, axis), or why it is unknown.
+def row_orders(model: nn.Module, example: Any, sites: Iterable[Site]) -> dict[Site, bool | str]:
+    """Return whether the rows of the samples are interleaved at each site, or why it is unknown.
 
     Args:
         model: the model without wrappers.
-        first: an example with two different samples.
-        second: the same example with the first sample replaced by the second.
-        sites: layers, with more than one row for each sample.
+        example: two different samples.
+        sites: layers with more than one row for each sample.
     """
-    runs = [_row_values(model, example, sites) for example in (first, second)]
-    return {site: _order(runs[0][site], runs[1][site]) for site in runs[0]}
+    sites = list(sites)
+
+    def replaced(leaf: Any) -> Any:
+        return leaf[[1, 1]] if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == 2 else leaf
+
+    before, after = (_row_values(model, value, sites) for value in (example, map_leaves(example, replaced)))
+    return {site: _order(before[site], after[site]) for site in sites}
 
 
-def _row_values(
-    model: nn.Module, example: Any, sites: Iterable[tuple[str, str, int]]
-) -> dict[tuple[str, str, int], list[Tensor]]:
+def _row_values(model: nn.Module, example: Any, sites: Iterable[Site]) -> dict[Site, list[Tensor]]:
     """Return two numbers for each row of each call."""
-    found: dict[tuple[str, str, int], list[Tensor]] = {site: [] for site in sites}
+    found: dict[Site, list[Tensor]] = {site: [] for site in sites}
 
-    def save(site: tuple[str, str, int], value: Any) -> None:
+    def save(site: Site, value: Any) -> None:
         rows = first_tensor(value).detach().movedim(site[2], 0).flatten(1).float()
         found[site].append(torch.stack([rows.sum(1), rows.square().sum(1)]).cpu())
 
-    def watch(site: tuple[str, str, int], module: nn.Module) -> Any:
+    def watch(site: Site, module: nn.Module) -> Any:
         if site[1] == "output":
             return module.register_forward_hook(lambda module, args, output: save(site, output))
         return module.register_forward_pre_hook(lambda module, *given: save(site, given), with_kwargs=True)

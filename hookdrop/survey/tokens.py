@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.survey.heads import attention_cores
+from hookdrop.survey.heads import HIDDEN, attention_cores
 from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.survey.trace import Call, Node, Trace
 from hookdrop.utils.tensor_tree import map_tensor, tensors
@@ -34,14 +34,15 @@ class Patches:
 
 def find_patches(trace: Trace) -> str | None:
     """Return the layer whose output is the patches with their positions; None if there is none."""
+    cores = {*attention_cores(trace)}
     images = [node for node in _inputs(trace) if node.fits and len(node.shape) >= 4]
-    core = next((op for op in attention_cores(trace) if op.call is not None), None)
+    core = next((op for op in trace.ops if op.name in HIDDEN or op in cores), None)
     if len(images) != 1 or core is None:
         return None
     sources = _sources(trace)
     returned = [(call, call.outputs[0]) for call in trace.calls if call.end < core.index and call.outputs]
     nodes = dict.fromkeys(node for _, node in returned if len(node.shape) == 3 and node.fits)
-    ends = [node for node in nodes if sources.get(node) == {images[0]} and _all_passes(trace, images[0], node)]
+    ends = [node for node in nodes if sources.get(node) == frozenset(images) and _all_passes(trace, images[0], node)]
     if not ends:
         return None
     last = max(ends, key=lambda node: node.index)
@@ -76,6 +77,18 @@ def _outermost(call: Call, node: Node) -> Call:
     return call
 
 
+def find_embedding(trace: Trace) -> str | None:
+    """Return the layer that looks up the integers that the model is called with; None if there is none."""
+    lookups = [op for op in trace.ops if op.name == "embedding" and op.call is not None]
+    for direct in (True, False):
+        for op in lookups:
+            index = next((x for x in op.inputs if not x.fits and (x.leaf == "input" if direct else x.is_data)), None)
+            assert op.call is not None
+            if index is not None and any(node.shape[:-1] == index.shape for node in op.call.outputs):
+                return op.call.name or None
+    return None
+
+
 class TokensNeededError(Exception):
     """Why the tokens of a layer cannot be removed."""
 
@@ -100,17 +113,12 @@ def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches:
     if not equal[:prefix].all() or length - prefix < 2:
         raise TokensNeededError(f"the tokens of {layer!r} that do not depend on the image are not the first ones")
     order = torch.cat([torch.arange(prefix), torch.arange(prefix, length).roll(1 + (length - prefix) // 3)])
-    permuted = _run(model, example, layer, lambda x: x[:, order.to(x.device)])
-    for name, before in plain.outputs.items():
-        after = permuted.outputs.get(name, [])
-        if len(before) != len(after) or not all(map(_same, (_in_order(x, order) for x in before), after)):
+    permuted = _tried(model, example, layer, lambda x: x[:, order.to(x.device)], "in another order")
+    for (name, before), (_, after) in zip(plain.outputs, permuted.outputs, strict=False):
+        if not _same(_in_order(before, order), after):
             raise TokensNeededError(f"{name!r} depends on the position of the tokens that it gets")
     kept = torch.arange(prefix + (length - prefix) // 2)
-    try:
-        _run(model, example, layer, lambda x: x[:, kept.to(x.device)])
-    except Exception as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[:1]
-        raise TokensNeededError(f"the layers after {layer!r} do not run with fewer tokens: {''.join(reason)}") from error
+    _tried(model, example, layer, lambda x: x[:, kept.to(x.device)], "with fewer tokens")
     return Patches(layer, prefix)
 
 
@@ -119,8 +127,8 @@ class _Run:
     """A forward."""
 
     tokens: Tensor | None = None
-    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Projections of all outputs after the tokens: one number for each token, or one number in total."""
+    outputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Each output after the tokens, by layer, projected to one number for each token, or to one number in total."""
 
 
 def _run(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], Tensor]) -> _Run:
@@ -136,8 +144,8 @@ def _run(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], 
     def after(name: str) -> Callable[..., None]:
         def save(module: nn.Module, args: Any, output: Any) -> None:
             if run.tokens is not None:
-                found = [_projected(x, run.tokens.shape[1]) for x in tensors(output) if x.is_floating_point()]
-                run.outputs.setdefault(name, []).extend(found)
+                length = run.tokens.shape[1]
+                run.outputs += [(name, _projected(x, length)) for x in tensors(output) if x.is_floating_point()]
 
         return save
 
@@ -153,6 +161,16 @@ def _run(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], 
         set_eval(model)
         call(model, example)
     return run
+
+
+def _tried(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], Tensor], how: str) -> _Run:
+    try:
+        return _run(model, example, layer, change)
+    except TokensNeededError:
+        raise
+    except Exception as error:  # models fail in any way
+        reason = "".join(str(error.__cause__ or error).strip().splitlines()[:1])
+        raise TokensNeededError(f"the layers after {layer!r} do not run {how}: {reason}") from error
 
 
 def _projected(x: Tensor, length: int) -> Tensor:
