@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.errors import ShapeError
+from hookdrop.regularizers.samples import SamplePlace
 from hookdrop.utils.validation import as_rate_tensor, rate
 
 R = TypeVar("R", bound="Regularizer")
@@ -98,9 +99,16 @@ class Regularizer(nn.Module):
     """The number that a schedule drives, or None."""
 
     needs: Sequence[str] = ()
-    """What a hook passes to `regularize` by keyword: `"layer_input"`, the input of the layer, and `"attention_mask"`,
-    the mask of the innermost call around the layer that has one, or None, and `"samples"`, the number of samples in the
-    first input of the module `self.samples[0]`."""
+    """What a hook passes to `regularize` by keyword, from the same call:
+
+    * `"layer_input"`: the input of the layer;
+    * `"attention_mask"`: that of the innermost module around the layer that takes one, or None;
+    * `"samples"`: the `SampleRows` of the tensor, according to the attribute `samples`;
+    * `"rows"`: the samples that a branch ran on, which `select_rows(x, p)` chooses.
+    """
+
+    samples: SamplePlace | None = None
+    """Where the samples of the batch are in the tensor; None: each row of axis 0 is one."""
 
     only_at: str | None = None
     """`"output"` or `"input"` if it is only meaningful there. None: at both."""

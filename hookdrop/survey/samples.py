@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.survey.trace import Call, Node, Trace
+from hookdrop.utils.select import layers_by_name
 from hookdrop.utils.tensor_tree import first_tensor, map_leaves
 
 PLACES = ("output", "input")
@@ -128,9 +129,10 @@ def _row_values(model: nn.Module, example: Any, sites: Iterable[Site]) -> dict[S
             return module.register_forward_hook(lambda module, args, output: save(site, output))
         return module.register_forward_pre_hook(lambda module, *given: save(site, given), with_kwargs=True)
 
+    layers = layers_by_name(model)
     with ExitStack() as stack:
         for site in found:
-            stack.callback(watch(site, model.get_submodule(site[0])).remove)
+            stack.callback(watch(site, layers[site[0]].module).remove)
         stack.enter_context(restored_after(model, trains=False))
         stack.enter_context(torch.no_grad())
         set_eval(model)

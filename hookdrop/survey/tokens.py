@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hookdrop.survey.heads import HIDDEN, attention_cores
 from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.survey.trace import Call, Node, Trace
+from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import map_tensor, tensors
 
 
@@ -149,12 +150,12 @@ def _run(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], 
 
         return save
 
-    inside = f"{layer}."
+    layers = {found.name: found.module for found in named_layers(model)}
     with ExitStack() as stack:
         # Registered last, so that this changes what a hook of hookdrop would change.
-        stack.callback(model.get_submodule(layer).register_forward_hook(at_layer).remove)
-        for name, module in model.named_modules():
-            if name != layer and not name.startswith(inside):
+        stack.callback(layers[layer].register_forward_hook(at_layer).remove)
+        for name, module in layers.items():
+            if name != layer and not name.startswith(f"{layer}."):
                 stack.callback(module.register_forward_hook(after(name)).remove)
         stack.enter_context(restored_after(model, trains=False))
         stack.enter_context(torch.no_grad())
