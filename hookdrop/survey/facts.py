@@ -19,8 +19,8 @@ from hookdrop.survey.heads import Heads, find_heads
 from hookdrop.survey.samples import PLACES, Samples, growing_axis, row_orders
 from hookdrop.survey.tokens import Patches, TokensNeededError, find_embedding, find_patches, removable_patches
 from hookdrop.survey.trace import Call, Node, Trace, record
+from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
-from hookdrop.utils.wrappers import unwrapped
 
 MAX_FORWARDS = 4
 
