@@ -863,13 +863,13 @@ def _() -> None:
 @case("neftune of a model with the NEFTune of transformers")
 def _() -> None:
     (model := LanguageModel()).embed_tokens.neftune_noise_alpha = 5
-    recipes.neftune(model, embedding="embed_tokens")
+    inject(model, recipes.neftune(embedding="embed_tokens"))
 
 
 @case("patch_dropout of a model with windows")
 def _() -> None:
-    (model := ViT()).blocks[0] = WindowAttention(8, 8)
-    recipes.patch_dropout(model, p=0.5)
+    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1))
+    inject(model, recipes.patch_dropout(p=0.5), example_input=torch.randn(1, 3, 224, 224))
 
 
 @case("a recipe for a model that torch.fx has traced")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import HeadDropout, LayerError, ShapeError, inject
+from hookdrop import DropPath, HeadDropout, LayerError, ShapeError, inject, parse
 from hookdrop.functional import head_dropout
+from hookdrop.regularizers.samples import SampleRows
 
 
 def kept(y: torch.Tensor, heads: int) -> torch.Tensor:
@@ -63,20 +64,24 @@ def test_interleaved_heads() -> None:
 class TestSamples:
     """Where each sample has several rows, or the batch is on another axis."""
 
+    @pytest.mark.parametrize("cls", [HeadDropout, DropPath])
     @pytest.mark.parametrize(
-        ("rows", "shape"),
-        [(SampleRows(0, False, 4), (4, 6)), (SampleRows(0, True, 4), (6, 4)), (SampleRows(1), (5, 24))],
+        ("rows", "by_sample"),
+        [
+            (SampleRows(0, False, 4), lambda y: y.unflatten(0, (4, 6))),
+            (SampleRows(0, True, 4), lambda y: y.unflatten(0, (6, 4)).transpose(0, 1)),
+            (SampleRows(1), lambda y: y.transpose(0, 1)),
+        ],
         ids=["consecutive", "interleaved", "axis 1"],
     )
-    @pytest.mark.parametrize("make", [lambda place: HeadDropout(0.5, 2, samples=place), lambda place: DropPath(0.5, samples=place)])
-    def test_each_has_one_draw(self, rows: SampleRows, shape: tuple[int, int], make: Callable[..., Regularizer]) -> None:
-        drop = make(("" if rows.count else None, rows.axis, rows.interleaved))
+    def test_each_has_one_draw(self, rows: SampleRows, by_sample: Any, cls: Any) -> None:
+        drop = cls(0.5, samples=("" if rows.count else None, rows.axis, rows.interleaved))
+        drop.heads = 2
         torch.manual_seed(0)
-        y = drop.regularize(torch.ones(24, 24, 8) if rows.axis == 0 else torch.ones(5, 24, 8), 0.5, samples=rows)
-        by_sample = y.unflatten(0, shape) if rows.axis == 0 else y
-        same = by_sample.mean(int(not rows.interleaved and rows.axis == 0), keepdim=True).expand_as(by_sample)
-        assert torch.equal(by_sample, same)
-        assert len(by_sample.flatten(0, 1).unique(dim=0)) > 1
+        y = by_sample(drop.regularize(torch.ones(24, 24, 8), 0.5, samples=rows if rows.count else None))
+        y = y.flatten(1, -2)
+        assert torch.equal(y, y[:, :1].expand_as(y))
+        assert len(y[:, 0].unique(dim=0)) > 1
 
     def test_rows_that_do_not_divide_raise(self) -> None:
         with pytest.raises(ShapeError):

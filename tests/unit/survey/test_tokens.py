@@ -62,7 +62,7 @@ def test_models_that_need_all_patches(model: nn.Module, reason: str) -> None:
     facts = survey(model, X)
     for _ in range(2):
         with pytest.raises(TokensNeededError) as caught:
-            facts.patches
+            _ = facts.patches
         assert reason in str(caught.value)
     assert facts.forwards <= 3
 
@@ -80,7 +80,7 @@ def test_text_tokens_among_the_patches_are_not_patches() -> None:
     model = Both()
     facts = survey(model, (torch.tensor([[1, 2], [3, 4]]), X))
     with pytest.raises(TokensNeededError):
-        facts.patches
+        _ = facts.patches
     assert facts.token_embedding == "words"
 
 
