@@ -62,5 +62,16 @@ def sample_place(value: object, owner: str) -> SamplePlace | None:
 
 
 def rows_in_call(place: SamplePlace | None, collected: SampleRows | None) -> SampleRows:
-    """Return where the samples are in a call, given what the hook collected."""
-    return collected or (SampleRows() if place is None else SampleRows(place[1], place[2]))
+    """Return where the samples are in a call, given what the hook collected.
+
+    Raises:
+        ShapeError: their number is unknown.
+    """
+    if place is None:
+        return SampleRows()
+    if place[0] is not None and (collected is None or collected.count is None):
+        raise ShapeError(
+            f"the number of samples is that of the first input of {place[0]!r}, which is not running.\n"
+            "  call the model, not a part of it; or remove samples=, if each row is a sample"
+        )
+    return SampleRows(*place[1:]) if collected is None else collected

@@ -123,8 +123,8 @@ class Survey:
             if isinstance(found, str) or found.per_sample == 1:
                 return found
             interleaved = self._row_orders[name, at, found.axis]
-        except InjectionError as error:
-            return f"the model does not run with other samples: {str(error).splitlines()[0]}"
+        except InjectionError:
+            return "the model does not run on the example with 2 and 3 samples"
         return interleaved if isinstance(interleaved, str) else replace(found, interleaved=interleaved)
 
     @cached_property
