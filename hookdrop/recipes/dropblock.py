@@ -66,7 +66,7 @@ class dropblock_resnet(Recipe):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         prefix, trace = traced_part(model, survey)
         sites: dict[tuple[str, str], RecipeSite] = {}
-        for block, factor in self._last_stages(model, trace):
+        for block, factor in self._last_stages(model, trace, example_call(trace, prefix)):
             group = prefix + block.name
             if block.branch is not None:
                 sites[group, "skip"] = RecipeSite(group, self.regularizer(), factor, group, "skip", block.branch)
@@ -74,7 +74,7 @@ class dropblock_resnet(Recipe):
                 sites.setdefault((layer, ""), RecipeSite(prefix + layer, self.regularizer(), factor, group))
         return list(sites.values())
 
-    def _last_stages(self, model: nn.Module, trace: Trace) -> list[tuple[ConvBlock, float]]:
+    def _last_stages(self, model: nn.Module, trace: Trace, example: str) -> list[tuple[ConvBlock, float]]:
         found: list[tuple[ConvBlock, float]] = []
         for net in conv_nets(trace):
             stages = net.stages
@@ -82,12 +82,12 @@ class dropblock_resnet(Recipe):
                 if others := net.others_since(stages[-2][0]):
                     raise LayerError(
                         f"{type(self).__name__} recognizes only some blocks of {type(model).__name__}: not "
-                        f"{some(others)}.\n  choose the layers yourself: {example_call(trace)}"
+                        f"{some(others)}.\n  choose the layers yourself: {example}"
                     )
                 found += [(block, 0.25) for block in stages[-2]] + [(block, 1.0) for block in stages[-1]]
         if not found:
             raise no_layers(
-                self, model, trace, "blocks of convolutions and norms with residual additions, as in a ResNet"
+                self, model, example, "blocks of convolutions and norms with residual additions, as in a ResNet"
             )
         if hidden := [block.name for block, _ in found if block.branch == ""]:
             raise InjectionError(_hidden_skip_text(self, model, hidden))
@@ -119,23 +119,21 @@ def _hidden_skip_text(recipe: Recipe, model: nn.Module, blocks: Sequence[str]) -
     )
 
 
-def no_layers(recipe: Recipe, model: nn.Module, trace: Trace, wanted: str) -> LayerError:
+def no_layers(recipe: Recipe, model: nn.Module, example: str, wanted: str) -> LayerError:
     """Return the error for a model without a site."""
     return LayerError(
         f"{type(recipe).__name__} found no matching layer in {type(model).__name__}: it looks for {wanted}.\n"
-        f"  choose the layers yourself: {example_call(trace)}\n"
+        f"  choose the layers yourself: {example}\n"
         '  see all:                    print(hookdrop.plan(model, layers="**"))'
     )
 
 
-def example_call(trace: Trace) -> str:
+def example_call(trace: Trace, prefix: str = "") -> str:
     """Return a call of `inject` for the last convolution of the smallest maps, as an example for an error."""
-    maps = [call for call in trace.calls if call.outputs and len(call.outputs[0].shape) > 2]
-    convs = [call for call in maps if any(op.call is call and op.name.startswith("conv") for op in trace.ops)]
-    smallest = min(convs, key=lambda call: (call.outputs[0].shape[2:], -call.start), default=None)
-    return (
-        f'inject(model, DropBlock(p=0.1), layers=["{smallest.name}"])' if smallest else "inject(model, ..., layers=...)"
-    )
+    maps = [op for op in trace.ops if op.name.startswith("conv") and op.call and max(op.outputs[0].shape[2:]) > 1]
+    smallest = min(maps, key=lambda op: (op.outputs[0].shape[2:], -op.index), default=None)
+    layers = f'["{prefix}{smallest.call.name}"]' if smallest and smallest.call else "..."
+    return f"inject(model, DropBlock(p=0.1), layers={layers})"
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,12 @@ class dropblock_detector(dropblock_resnet):
         if self.parts != "backbone":
             prefix, trace = traced_part(model, survey)
             if not (levels := pyramid_levels(trace)):
-                raise no_layers(self, model, trace, "a feature pyramid: convolutions of sums with enlarged maps")
+                raise no_layers(
+                    self,
+                    model,
+                    example_call(trace, prefix),
+                    "a feature pyramid: convolutions of sums with enlarged maps",
+                )
             sites += [RecipeSite(prefix + name, self.regularizer()) for name in levels]
         return sites
 
@@ -224,8 +227,8 @@ class timm_dropblock(Recipe):
 
 
 _TIMM_PLACES = (
-    r"conv2\.drop",
-    r"conv2\.paths\.\d+\.bn\.drop",
+    r"conv\d\.drop",
+    r"conv\d\.paths\.\d+\.bn\.drop",
     "drop_block",
     *(rf"conv{i}_kxk\.bn\.drop" for i in "21"),
     r"conv_kxk\.bn\.drop",

@@ -9,7 +9,7 @@ from torch import nn
 
 from hookdrop.errors import LayerError
 from hookdrop.recipes.base import Recipe, RecipeSite
-from hookdrop.recipes.dropblock import no_layers
+from hookdrop.recipes.dropblock import example_call, no_layers
 from hookdrop.regularizers import DropBlock, Regularizer
 from hookdrop.survey import Survey
 from hookdrop.survey.convs import map_convs
@@ -67,5 +67,5 @@ class dropblock_unet(Recipe):
         if not found:
             outside = " outside the backbone (or pass backbone=True)" if convs else ""
             wanted = f"convolutions that a norm or an activation follows{outside}"
-            raise no_layers(self, model, trace, wanted)
+            raise no_layers(self, model, example_call(trace), wanted)
         return [RecipeSite(name, self.regularizer()) for name in found]

@@ -239,7 +239,7 @@ def _is_norm(call: Call, own: Collection[Op]) -> bool:
     inputs, outputs = call.inputs, call.outputs
     if not own or not inputs or len(outputs) != 1 or outputs[0].shape != inputs[0].shape:
         return False
-    weights = {node for op in own for node in op.inputs if node.leaf == "weight"}
+    weights = {node for op in own for node in op.inputs if node.leaf and not node.is_data}
     are_vectors = all(max(node.shape, default=1) == node.size for node in weights)
     per_channel = [node for node in weights if node.size > 1]
     return are_vectors and (len(per_channel) > 1 or any(op.name.endswith("_norm") for op in own))
