@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import figures
 import hookdrop
 import peers
-from hookdrop.kernels.seed_rate import gamma_for
+from hookdrop.kernels.blocks import gamma_for
 from terminal import say
 from thresholds import BLOCKS_MAX, COMPILED_MAX, STEP_MAX, Threshold, new_table, verdict, warn_if_busy
 from timing import Quartiles, Samples, measure, ratios, three_digits

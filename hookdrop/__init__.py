@@ -11,7 +11,7 @@ from hookdrop.injection.handle import Injection
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.text import parse
 from hookdrop.injection.verbs import eject, find, from_config, inject, plan, without_hooks
-from hookdrop.regularizers import Regularizer
+from hookdrop.regularizers import Rate, Regularizer
 from hookdrop.regularizers import catalog as _catalog
 from hookdrop.regularizers.catalog import *
 from hookdrop.schedules import (
@@ -50,6 +50,7 @@ __all__ = [
     "LinearSchedule",
     "Plan",
     "Prediction",
+    "Rate",
     "Regularizer",
     "Schedule",
     "ShapeError",

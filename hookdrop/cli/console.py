@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hookdrop.utils.optional_dependencies import needs
+from hookdrop.utils.optional import needs
 from hookdrop.utils.tables import text_table
 
 ROOT = "(the model)"

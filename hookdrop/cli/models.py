@@ -12,7 +12,7 @@ from torch import nn
 
 from hookdrop.diagnostics.dry_run import dry_run
 from hookdrop.errors import HookdropError, LayerError, nearest
-from hookdrop.utils.optional_dependencies import needs
+from hookdrop.utils.optional import needs
 from hookdrop.utils.select import Entry
 from hookdrop.utils.tables import shape_text
 from hookdrop.utils.tensor_tree import tensors

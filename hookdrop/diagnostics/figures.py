@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.utils.axes import channel_axis
-from hookdrop.utils.optional_dependencies import needs
+from hookdrop.utils.optional import needs
 from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hookdrop.diagnostics.isolation import forked_rng
 from hookdrop.errors import InjectionError
-from hookdrop.hooks.hook import Rate, SiteHook, regularized
+from hookdrop.hooks.hook import CurrentRate, SiteHook, regularized
 from hookdrop.hooks.state import InjectionState
+from hookdrop.regularizers import drops_elements
 from hookdrop.utils.tables import html_table, text_table
 from hookdrop.utils.torch_internals import functorch_stack
 
@@ -108,15 +109,15 @@ class Measurement:
         site, regularizer = self.sites[hook.site], hook.regularizer
         site.calls += 1
         site.elements += x.numel()
-        site.drops = regularizer.drops
+        site.drops = drops_elements(regularizer)
         # A stopped gradient does not count as a dropped element.
         site.zeroed += _total(dropped.sum()) if site.drops else 0.0
         if site.asked_sum is not None:
             # The p of `Cutout`, for example, is not the fraction of dropped elements.
-            asks = rate is not None and (regularizer.probability or not regularizer.drops)
+            asks = rate is not None and (hook.rate.kind == "drop" or not site.drops)
             site.asked_sum = None if not asks else site.asked_sum + (rate or 0.0)
         # A branch that runs on some samples has no output for the others.
-        of_all = x.numel() / max(_total((~dropped).sum()), 1.0) if regularizer.hook_kind == "branch" else 1.0
+        of_all = x.numel() / max(_total((~dropped).sum()), 1.0) if "rows" in regularizer.needs else 1.0
         site.magnitude_in += of_all * _total(x.detach().abs().sum(dtype=torch.float64))
         # Per element: some regularizers remove elements.
         share = x.numel() / y.numel() if y.numel() else 1.0
@@ -178,7 +179,7 @@ def _meters(observe: Any) -> list[Meter]:
     return [] if observe is None else observe.args[0]
 
 
-def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: Rate, *others: Any) -> Tensor:
+def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
     """Regularize and record `x`.
 
     Dropped elements are those with a zero derivative, whatever their values and whichever library the regularizer is
@@ -190,8 +191,8 @@ def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: Rate, *others
     # A copy, because the regularizer may be stateful.
     twin = copy.deepcopy(hook.regularizer)
     with forked_rng(x):
-        dropped = _derivative(lambda x: regularized(twin, x, rate.value, *others), x) == 0
-    y = regularized(hook.regularizer, x, rate.value, *others)
+        dropped = _derivative(lambda x: regularized(twin, x, rate.value, **context), x) == 0
+    y = regularized(hook.regularizer, x, rate.value, **context)
 
     def record(x: Tensor, y: Tensor, dropped: Tensor) -> None:
         for meter in meters:

@@ -108,5 +108,5 @@ def _note(state: InjectionState, hooks: Sequence[SiteHook], result: Measurement)
         )
     if not any(hook.trained for hook in hooks):
         return "nothing was dropped: no site was called in training mode (never called, or kept in eval mode)"
-    neutral = {f"{hook.regularizer.neutral:g}" for hook in hooks}
+    neutral = {f"{hook.rate.neutral:g}" for hook in hooks if hook.target is not None}
     return f"nothing was dropped: the rate is {' or '.join(sorted(neutral))}"

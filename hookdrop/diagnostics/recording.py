@@ -16,9 +16,10 @@ from hookdrop.diagnostics.measurement import measured_into
 from hookdrop.errors import did_you_mean
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
+from hookdrop.regularizers import drops_elements
 from hookdrop.utils.globs import glob_expression
 from hookdrop.utils.tables import html_table, shape_text, some, text_table
-from hookdrop.utils.tensor_copies import CopyDevice, NotRecordedError, detached_copy, valid_device
+from hookdrop.utils.tensors import CopyDevice, NotRecordedError, detached_copy, valid_device
 from hookdrop.utils.torch_internals import graph_task
 from hookdrop.utils.validation import count
 
@@ -70,10 +71,10 @@ class Recording(Mapping[str, Record]):
         """Add one call, unless an activation checkpoint recomputes it."""
         if graph_task() != -1:
             return
-        regularizer = hook.regularizer
+        drops = drops_elements(hook.regularizer)
         before, after, dropped = (detached_copy(tensor, self._to) for tensor in (x, y, dropped))
-        mask = ~dropped if regularizer.drops else torch.ones_like(dropped)
-        record = Record(before, mask, after, rate, hook.describe(rate), regularizer.drops)
+        mask = ~dropped if drops else torch.ones_like(dropped)
+        record = Record(before, mask, after, rate, hook.describe(rate), drops)
         self._records[hook.site].append(record)
         self._counts[hook.site] += 1
 

@@ -26,7 +26,7 @@ def note_call(hook: SiteHook, module: nn.Module, value: Any) -> None:
 def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
     """Check the shape of the first tensor, even if the rate is still 0: a ramp would otherwise fail much later."""
 
-    def check(x: Tensor, *others: Any) -> Tensor:
+    def check(x: Tensor, **context: Any) -> Tensor:
         hook.regularizer.check(x.shape)
         # A symbolic size (make_fx) references its trace, which can be neither copied nor pickled.
         if all(type(size) is int for size in x.shape):

@@ -17,7 +17,7 @@ from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks import compiling
 from hookdrop.hooks.call_arguments import hidden_states, refuse_cache
 from hookdrop.hooks.companion import CompanionHook
-from hookdrop.hooks.hook import InputHook, Rate, SiteHook
+from hookdrop.hooks.hook import CurrentRate, InputHook, SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey, describe, fits, map_leaves, map_tensor
@@ -32,7 +32,7 @@ class BranchHook(InputHook):
         self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState
     ) -> None:
         self.companion = CompleteBatchHook(self)
-        self.selected: dict[int, tuple[Tensor, int, Rate]] = {}
+        self.selected: dict[int, tuple[Tensor, int, CurrentRate]] = {}
         """The rows, the batch size and the rate of the call in progress, by thread."""
         super().__init__(site, regularizer, p_scale, tensor, state)
 
@@ -60,7 +60,7 @@ class BranchHook(InputHook):
         rows = self.selected[threading.get_ident()][0]
         return map_leaves((args, kwargs), lambda leaf: kept if leaf is x else self._select(leaf, rows, x))
 
-    def apply(self, x: Tensor, rate: Rate, *others: Any) -> Tensor:
+    def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         """Return the rows of the samples that the branch runs on; `x` itself if it runs on all of them."""
         rows = self.regularizer.select_rows(x, rate.value)  # type: ignore[operator]
         if rows is None:
@@ -103,7 +103,7 @@ class BranchHook(InputHook):
 
         # Other tensors with a single row may be for all samples, such as the position bias of T5.
         output = map_tensor(output, self.tensor, complete) if len(rows) == 1 else map_leaves(output, complete)
-        return map_tensor(output, self.tensor, lambda y: SiteHook.apply(self, y, rate, rows))
+        return map_tensor(output, self.tensor, lambda y: SiteHook.apply(self, y, rate, rows=rows))
 
     def place(self, module: nn.Module) -> None:
         super().place(module)

@@ -31,7 +31,7 @@ from hookdrop.utils.torch_internals import (
 )
 
 Rate: TypeAlias = Any
-"""A `hooks.hook.Rate`, or None if the call dropped nothing. This module only stores it."""
+"""A `hooks.hook.CurrentRate`, or None if the call dropped nothing. This module only stores it."""
 
 Call = tuple[str, bool, int]
 """Site, training mode, and a fingerprint of the RNG state."""

@@ -41,7 +41,7 @@ class EmbeddingHook(SiteHook):
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         mask = self.mask if is_compiling() else self.masks.get(threading.get_ident())
-        return map_tensor(value, self.tensor, lambda x: fn(x, mask))
+        return map_tensor(value, self.tensor, lambda x: fn(x, attention_mask=mask))
 
     def save_mask(self, mask: Tensor | None) -> None:
         """Save the mask for the next call of the embedding."""

@@ -7,7 +7,6 @@ an argument, not through shared state, so threads and recomputed forwards do not
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from hookdrop.hooks.portable import deep_copied, reduced
 from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.regularizers.catalog import REGULARIZERS
+from hookdrop.regularizers.rate import Rate, at_rate, rate_of
 from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
 
@@ -34,8 +34,8 @@ first_listeners: list[Listener] = []
 """Every new hook starts with these. They unsubscribe themselves, so in steady state a hook has none."""
 
 
-class Rate:
-    """An immutable rate, as a float for eager code and as a tensor for compiled code."""
+class CurrentRate:
+    """An immutable rate of a call, as a float for eager code and as a tensor for compiled code."""
 
     def __init__(self, value: float | None, neutral: bool) -> None:
         self.value = value
@@ -48,7 +48,7 @@ class Rate:
             self.tensor = None if value is None else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
-NO_RATE = Rate(None, False)
+NO_RATE = CurrentRate(None, False)
 """The regularizer is on, but takes no rate. (None means that it is off.)"""
 
 
@@ -65,8 +65,7 @@ class SiteHook:
         self.p_scale = p_scale
         self.tensor = tensor
         self.state = state
-        rate = regularizer.rate
-        self.target = self.initial_target = None if rate is None else float(rate)
+        self.target = self.initial_target = rate_of(regularizer)
         self.handle: RemovableHandle | None = None
         self.graph_break = regularizer.graph_break
         """Why this hook breaks the graph of compiled code; empty if it does not break it."""
@@ -85,7 +84,7 @@ class SiteHook:
         rate = NO_RATE
         if self.target is not None:
             value = self.target * self.state.multiplier * self.p_scale
-            rate = Rate(value, value == self.regularizer.neutral)
+            rate = CurrentRate(value, value == self.rate.neutral)
         self.set_rate(rate, self.state.on, self.state.sampling)
         for reason in (self.graph_break, compiling.OBSERVED_REASON):
             compiling.register_graph_break(_apply, reason)
@@ -130,9 +129,9 @@ class SiteHook:
             raise InjectionError(compiling.jit_trace_text(self.where))
         if rate.neutral:
             return None
-        return self.edit(module, value, lambda x, *others: self.apply(x, rate, *others))
+        return self.edit(module, value, lambda x, **context: self.apply(x, rate, **context))
 
-    def _note_forward(self, module: nn.Module, value: Any, rate: Rate | None) -> None:
+    def _note_forward(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> None:
         """Remember the rate for a recompute, and warn if this forward collects batch-norm statistics."""
         self.state.live.checkpointed.note((self.site, module.training, rng_fingerprint(value)), rate)
         drops = module.training and rate is not None and not rate.neutral
@@ -152,9 +151,9 @@ class SiteHook:
             return None
         if exporting:
             compiling.warn_of_export(self.state.name)
-        return self.edit(module, value, lambda x, *others: self.apply_in_graph(x, rate, *others))
+        return self.edit(module, value, lambda x, **context: self.apply_in_graph(x, rate, **context))
 
-    def _recompute(self, module: nn.Module, value: Any, rate: Rate | None) -> Any:
+    def _recompute(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
         """Run the hook inside a checkpoint's recompute, at the rate that the original forward used."""
         checkpointed = self.state.live.checkpointed
         if not checkpointed and (rate is None or rate.neutral):
@@ -165,7 +164,7 @@ class SiteHook:
         if rate is None or rate.neutral:
             return None
         try:
-            return self.edit(module, value, lambda x, *others: self.apply(x, rate, *others))
+            return self.edit(module, value, lambda x, **context: self.apply(x, rate, **context))
         finally:
             # A checkpoint stops the recompute by an exception once all saved tensors are available.
             if known is None and checkpointed.detects_redraws and rng_fingerprint(value) != before:
@@ -184,22 +183,22 @@ class SiteHook:
             raise
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
-        """Apply `fn` to the site's tensor in `value`. Subclasses pass `fn` further tensors for the regularizer."""
+        """Apply `fn` to the site's tensor in `value`. Subclasses pass `fn` what the regularizer needs besides."""
         return map_tensor(value, self.tensor, fn)
 
-    def apply(self, x: Tensor, rate: Rate, *others: Any) -> Tensor:
+    def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         """Regularize `x` at a rate."""
         observe = self.state.live.observe
         if observe is not None:
-            return observe(self, x, rate, *others)
-        return regularized(self.regularizer, x, rate.value, *others)
+            return observe(self, x, rate, **context)
+        return regularized(self.regularizer, x, rate.value, **context)
 
-    def apply_in_graph(self, x: Tensor, rate: Rate, *others: Any) -> Tensor:
+    def apply_in_graph(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         """Like `apply`, for compiled code: reads nothing that changes between calls."""
         if self.state.live.observe is not None:
-            return compiling.graph_break_functions[compiling.OBSERVED_REASON](self, x, rate, *others)  # type: ignore[no-any-return]
+            return compiling.graph_break_functions[compiling.OBSERVED_REASON](self, x, rate, **context)  # type: ignore[no-any-return]
         if self.graph_break:
-            return compiling.graph_break_functions[self.graph_break](self, x, rate, *others)  # type: ignore[no-any-return]
+            return compiling.graph_break_functions[self.graph_break](self, x, rate, **context)  # type: ignore[no-any-return]
         self.regularizer.check(x.shape)
         if not compiling.is_exporting():
             self.last_shape = x.shape
@@ -207,7 +206,7 @@ class SiteHook:
             return x
         if not self.replays:
             compiling.warn_of_redraws(self.where)
-        return regularized(self.regularizer, x, rate.tensor, *others)
+        return regularized(self.regularizer, x, rate.tensor, **context)
 
     def unsubscribe(self, listener: Listener) -> None:
         """Remove a listener. Idempotent."""
@@ -215,24 +214,28 @@ class SiteHook:
 
     # --- the rate
 
-    def set_rate(self, rate: Rate, on: bool, sampling: bool) -> None:
+    def set_rate(self, rate: CurrentRate, on: bool, sampling: bool) -> None:
         """Set the rate of training mode if `on`, and of eval mode if also `sampling`."""
         self.train_rate = rate if on else None
         self.eval_rate = rate if on and sampling else None
-        if self.graph_break and rate.value is not None:
-            # Modules of other libraries and classes that only define `regularize` read their rate from an attribute.
-            self.regularizer.set_rate(rate.value)
+
+    @property
+    def rate(self) -> Rate:
+        """What the regularizer declares of its rate. Only for hooks with a target."""
+        declared = type(self.regularizer).rate
+        assert declared is not None
+        return declared
 
     def valid_target(self, value: object) -> float:
         """Return `value` as a float, or raise if it is out of the regularizer's range."""
-        return self.regularizer.valid_rate(value)
+        return self.rate.valid(value, self.regularizer.title)
 
     @property
     def p(self) -> float | None:
         """The current rate in training mode; the neutral rate while the hook is disabled."""
         if self.target is None:
             return None
-        return self.regularizer.neutral if self.train_rate is None else self.train_rate.value
+        return self.rate.neutral if self.train_rate is None else self.train_rate.value
 
     # --- registration
 
@@ -264,10 +267,7 @@ class SiteHook:
 
     def describe(self, rate: float | None = None) -> str:
         """Return the regularizer as text, at the given rate or at its target."""
-        described = copy.deepcopy(self.regularizer)
-        if self.target is not None:
-            described.set_rate(self.target if rate is None else rate)
-        return repr(described)
+        return repr(at_rate(self.regularizer, self.target if rate is None else rate))
 
     def __getattr__(self, name: str) -> Any:
         # torch.jit.script reads `__name__` first, so this error can explain what to do.
@@ -299,15 +299,15 @@ class InputHook(SiteHook):
         self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
 
-def regularized(regularizer: Regularizer, x: Tensor, rate: Any, *others: Any) -> Tensor:
+def regularized(regularizer: Regularizer, x: Tensor, rate: Any, **context: Any) -> Tensor:
     """Regularize `x`, and check the result."""
-    y = regularizer.regularize_at(x, rate, *others)
+    y = regularizer.regularize(x, rate, **context)
     return require_same_shape_and_dtype(x, y) if regularizer.keeps_shape else y
 
 
-def _apply(hook: SiteHook, x: Tensor, rate: Rate, *others: Any) -> Tensor:
+def _apply(hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
     # Not `hook.apply`: a `SkipHook` saves its input differently in compiled code than in eager code.
-    return SiteHook.apply(hook, x, rate, *others)
+    return SiteHook.apply(hook, x, rate, **context)
 
 
 def _different_mask_text(name: str, site: str) -> str:

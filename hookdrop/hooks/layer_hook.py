@@ -29,7 +29,7 @@ class LayerHook(SiteHook):
         args, kwargs, output = value
         refuse_cache(module, args, kwargs, self.where)
         x = hidden_states(module, args, kwargs)
-        return map_tensor(output, self.tensor, lambda y: fn(y, x))
+        return map_tensor(output, self.tensor, lambda y: fn(y, layer_input=x))
 
     def place(self, module: nn.Module) -> None:
         self.handle = module.register_forward_hook(self, with_kwargs=True)

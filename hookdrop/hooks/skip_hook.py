@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError
 from hookdrop.hooks.companion import CompanionHook
-from hookdrop.hooks.hook import InputHook, Rate
+from hookdrop.hooks.hook import CurrentRate, InputHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey
@@ -91,14 +91,14 @@ class SkipHook(InputHook):
     def is_attached(self) -> bool:
         return super().is_attached and self.companion.is_attached
 
-    def apply_in_graph(self, x: Tensor, rate: Rate, *others: Any) -> Tensor:
-        y = super().apply_in_graph(x, rate, *others)
+    def apply_in_graph(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+        y = super().apply_in_graph(x, rate, **context)
         if y is not x:
             self.saved_input = x
         return y
 
-    def apply(self, x: Tensor, rate: Rate, *others: Any) -> Tensor:
-        y = super().apply(x, rate, *others)
+    def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+        y = super().apply(x, rate, **context)
         if y is x:
             return x
         if not self.companion.is_attached:

@@ -221,8 +221,9 @@ def _regularizer_config(hook: SiteHook) -> dict[str, Any]:
     except AttributeError as error:
         raise StateError(f"{regularizer.title} at {hook.site!r} does not store its settings: {error}.") from None
     kind = type(regularizer.module) if isinstance(regularizer, ForeignModule) else type(regularizer)
-    rate_name = regularizer.rate_attribute if isinstance(regularizer, ForeignModule) else regularizer.rate_name
-    if rate_name is not None:
+    rate = type(regularizer).rate
+    if rate is not None:
+        rate_name = regularizer.attribute if isinstance(regularizer, ForeignModule) else rate.attribute
         settings[rate_name] = hook.target  # not the current scheduled rate
     return {"type": kind.__name__ if kind in REGULARIZERS.values() else qualified_name(kind), **settings}
 

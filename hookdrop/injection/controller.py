@@ -12,7 +12,7 @@ from torch import nn
 from hookdrop.errors import InjectionError
 from hookdrop.guards.first_call import warn_about_shape
 from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems
-from hookdrop.hooks.hook import NO_RATE, Rate, SiteHook
+from hookdrop.hooks.hook import NO_RATE, CurrentRate, SiteHook
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState, Override
 from hookdrop.injection.scheduled import ScheduledHandle, rate_lock
@@ -176,14 +176,14 @@ class Controller(ScheduledHandle):
         state, members = self._state, list(self._state.live.members)
         rates = self._rates(members, state.multiplier if multiplier is None else multiplier)
         on, sampling = state.on, state.sampling
-        created: dict[tuple[float, float], Rate] = {}
+        created: dict[tuple[float, float], CurrentRate] = {}
         for hook, value in zip(members, rates, strict=True):
             if value is None:
                 hook.set_rate(NO_RATE, on, sampling)
                 continue
-            key = value, hook.regularizer.neutral
+            key = value, hook.rate.neutral
             if key not in created:
-                created[key] = Rate(value, value == key[1])
+                created[key] = CurrentRate(value, value == key[1])
             hook.set_rate(created[key], on, sampling)
 
     def _warn_about_shapes(self) -> None:
@@ -242,7 +242,7 @@ class Controller(ScheduledHandle):
 def _require_valid(hook: SiteHook, target: float, multiplier: float, when: str) -> None:
     """Raise `ValueError` if a rate is out of the range of the hook's regularizer."""
     try:
-        hook.regularizer.valid_rate(target * multiplier * hook.p_scale)
+        hook.valid_target(target * multiplier * hook.p_scale)
     except ValueError as error:
         raise ValueError(
             f"{error}\n  at {hook.site!r}: target {target:g} x p_scale {hook.p_scale:g} x schedule {multiplier:g} "
@@ -251,8 +251,7 @@ def _require_valid(hook: SiteHook, target: float, multiplier: float, when: str) 
 
 
 def _unit(hook: SiteHook) -> str:
-    regularizer = hook.regularizer
-    return "p" if regularizer.probability else f"{regularizer.rate_name} of {regularizer.title}"
+    return "p" if hook.rate.kind == "drop" else f"{hook.rate.attribute} of {hook.regularizer.title}"
 
 
 def largest_target(hooks: list[SiteHook]) -> float:

@@ -19,7 +19,7 @@ from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.prediction import Settings, predict
 from hookdrop.utils.tables import html_table
-from hookdrop.utils.tensor_copies import CopyDevice
+from hookdrop.utils.tensors import CopyDevice
 
 _HEADER = ("name", "sites", "p", "step", "schedule")
 

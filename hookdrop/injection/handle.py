@@ -31,7 +31,7 @@ from hookdrop.injection.uncertainty import Prediction
 from hookdrop.schedules import Schedule
 from hookdrop.utils.context import requires_with
 from hookdrop.utils.tables import counted, html_table, text_table
-from hookdrop.utils.tensor_copies import CopyDevice
+from hookdrop.utils.tensors import CopyDevice
 from hookdrop.utils.validation import count, number
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -11,7 +10,16 @@ from torch import nn
 from hookdrop.diagnostics.dry_run import LayerCalls, dry_run
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.injection.resolve import PlannedSite, Resolved
-from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, Regularizer, ShakeDrop
+from hookdrop.regularizers import (
+    DropBlock,
+    Dropout,
+    DropPath,
+    GaussianDropout,
+    Regularizer,
+    ShakeDrop,
+    at_rate,
+    drops_elements,
+)
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import TensorKey
 
@@ -62,7 +70,7 @@ def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str,
     several = f" (1 of {seen.tensor_count} tensors)" if seen.tensor_count else ""
     site.reading = _at_target(site, regularizer).reading(seen.shape) + several
     if seen.resembles_input and isinstance(regularizer, DropPath | ShakeDrop):
-        does = "drops" if regularizer.drops else "perturbs"
+        does = "drops" if drops_elements(regularizer) else "perturbs"
         shape_warnings.setdefault("block", []).append(
             f"{where}: the output includes the input (a whole residual block?), so {regularizer.title} also {does} the "
             "skip connection: hook the last layer of the branch, such as attn, mlp or bn3."
@@ -74,11 +82,7 @@ def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str,
 
 def _at_target(site: PlannedSite, regularizer: Regularizer) -> Regularizer:
     """Return the regularizer at the target rate of its site."""
-    if site.p is None or site.p_scale == 1.0:
-        return regularizer
-    scaled = copy.deepcopy(regularizer)
-    scaled.set_rate(site.p)
-    return scaled
+    return regularizer if site.p_scale == 1.0 else at_rate(regularizer, site.p)
 
 
 def _never_called_warnings(resolved: Resolved) -> list[str]:

@@ -110,7 +110,8 @@ def _nested_warnings(sites: list[PlannedSite]) -> list[str]:
     longest = max(chains, key=len)
     kept = 1.0
     for site in longest:
-        if site.regularizer is not None and site.regularizer.drops and site.regularizer.probability:
+        rate = type(site.regularizer).rate if site.regularizer is not None else None
+        if rate is not None and rate.kind == "drop":
             kept *= 1.0 - min(site.p or 0.0, 1.0)
     effective = f" (effective rate {1 - kept:.2g})" if kept < 1 else ""
     path = " > ".join(repr(site.name) for site in longest)
@@ -262,13 +263,13 @@ def _make_hook(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> S
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     if site.at == "skip":
         return SkipHook(*settings, site.branch)
-    if site.regularizer.hook_kind:
-        return _HOOKS[site.regularizer.hook_kind](*settings)
+    for need in site.regularizer.needs:
+        return _HOOKS[need](*settings)
     return InputHook(*settings) if site.at == "input" else SiteHook(*settings)
 
 
-_HOOKS: dict[str, type[SiteHook]] = {"branch": BranchHook, "embedding": EmbeddingHook, "layer": LayerHook}
-"""The hooks of regularizers that need more than one tensor, by `Regularizer.hook_kind`."""
+_HOOKS: dict[str, type[SiteHook]] = {"rows": BranchHook, "attention_mask": EmbeddingHook, "layer_input": LayerHook}
+"""The hooks of regularizers that need more than one tensor, by `Regularizer.needs`."""
 
 
 def _free_name(name: str, present: Injections) -> str:

@@ -19,7 +19,8 @@ from hookdrop.errors import InjectionError, ShapeError, warn
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.injection.batches import Device, Inputs, is_batch, read_batches
-from hookdrop.utils.progress import ProgressBar, progress_bar
+from hookdrop.regularizers import rows_alone
+from hookdrop.utils.optional import ProgressBar, progress_bar
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count, one_of
 
@@ -111,8 +112,9 @@ class _Sharing:
             )
         self.samples = settings.samples
         self.rows = settings.rows
-        self.masks = math.lcm(*(regularizer.masks_per_batch or 1 for regularizer in regularizers))
-        independent = all(each.independent_samples or each.masks_per_batch for each in regularizers)
+        groups = [rows_alone(regularizer) for regularizer in regularizers]
+        self.masks = math.lcm(*(count or 1 for count in groups))
+        independent = all(groups)
         wanted = self.masks > 1 or self._samples_that_fit(first) > 1
         repeatable = independent and wanted and first.size is not None
         self.possible = repeatable and _rows_are_independent(model, first, settings)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.text import as_schedule, parse
 from hookdrop.recipes.base import Recipe, RecipeSite
-from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable
+from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable, rate_of
 from hookdrop.schedules import Schedule
 from hookdrop.schedules.base import in_steps
 from hookdrop.utils.select import (
@@ -67,7 +67,7 @@ class PlannedSite:
     @property
     def p(self) -> float | None:
         """The target rate, including `p_scale`."""
-        rate = None if self.regularizer is None else self.regularizer.rate
+        rate = None if self.regularizer is None else rate_of(self.regularizer)
         return None if rate is None else rate * self.p_scale
 
 
@@ -341,7 +341,7 @@ def _factors_by_pattern(layers: list[Layer], p_scale: Mapping[Any, float]) -> li
 
 def _scale(sites: list[PlannedSite], scales: list[float]) -> None:
     for site, factor in zip(sites, scales, strict=True):
-        if site.regularizer is not None and site.regularizer.rate is None:
+        if site.regularizer is not None and rate_of(site.regularizer) is None:
             raise InjectionError(f"p_scale: {site.regularizer!r} has no rate to scale.")
         site.p_scale = number(factor, f"p_scale of {site.name!r}", "inject")
         if site.p_scale < 0:
@@ -352,8 +352,8 @@ def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
     """Raise if the rate at the schedule's peak is out of range, or if the schedule has no rate to drive."""
     if site.regularizer is None:
         return
-    target = site.regularizer.rate
-    if target is None:
+    target, declared = rate_of(site.regularizer), type(site.regularizer).rate
+    if target is None or declared is None:
         if schedule is not None:
             raise InjectionError(
                 f"the schedule has no rate to drive: {site.regularizer!r} has none of p, drop_prob, drop_rate.\n"
@@ -363,7 +363,7 @@ def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
     peak = 1.0 if schedule is None else schedule.peak
     rate = target * site.p_scale * (schedule(0) if peak is None and schedule is not None else peak or 0.0)
     try:
-        site.regularizer.valid_rate(rate)
+        declared.valid(rate, site.regularizer.title)
     except ValueError as error:
         times = f" x schedule {rate / (target * site.p_scale):g}" if math.isfinite(rate) and rate else ""
         raise ValueError(f"{error}\n  at {site.name!r}: p {target:g} x p_scale {site.p_scale:g}{times}.") from None

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels import triton_dropblock
-from hookdrop.kernels.bernoulli import most_precise_dtype
-from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.blocks import Blocks, gamma_for
 from hookdrop.kernels.drawing import BlockDrawing, ElementDrawing, check_vmap_randomness, split_slices
 from hookdrop.kernels.masking import apply_mask_no_grad, slices_to_front
-from hookdrop.kernels.random_numbers import rand_like, replayed
-from hookdrop.kernels.seed_rate import gamma_for
+from hookdrop.kernels.random_numbers import most_precise_dtype, rand_like, replayed
 from hookdrop.utils.torch_internals import disable_dynamo
 from hookdrop.utils.validation import rate
 

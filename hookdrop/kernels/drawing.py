@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels import native, triton_dropblock
-from hookdrop.kernels.bernoulli import MIN_EXPECTED_SUCCESSES, most_precise_dtype, successes, trials
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import slices_to_front
-from hookdrop.kernels.subclasses import PLAIN_TYPES
+from hookdrop.kernels.random_numbers import MIN_EXPECTED_SUCCESSES, most_precise_dtype, successes, trials
+from hookdrop.utils.tensors import PLAIN_TYPES
 from hookdrop.utils.torch_internals import (
     dispatch_modes,
     functorch_stack,

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from hookdrop.kernels.masking import HALF
 from hookdrop.kernels.random_numbers import randn_like
-from hookdrop.kernels.subclasses import PLAIN_TYPES, on_plain_tensor, wraps_results
+from hookdrop.utils.tensors import PLAIN_TYPES, on_plain_tensor, wraps_results
 from hookdrop.utils.torch_internals import forward_ad_level, functorch_stack
 
 Edit = Callable[..., Tensor]

@@ -1,14 +1,18 @@
-"""Applying a mask and a scale: a linear map, which is its own derivative and transpose."""
+"""Applying a mask and a scale: a linear map, which is its own derivative and transpose. Dropout of whole slices."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from hookdrop.kernels import native, triton_dropblock
 from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.random_numbers import rand
 from hookdrop.utils.torch_internals import forward_ad_level, functorch_stack, has_storage, is_zero_tensor
 
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -129,3 +133,36 @@ def scaled(x: Tensor, scale: Tensor) -> Tensor:
         return x * scale
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) * scale.to(wide)).to(x.dtype)
+
+
+# --- dropout of whole slices, such as channels, samples and tokens, with one draw per slice
+
+
+def slice_dropout(x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
+    """Return `x` * Bernoulli(1 - p) / (1 - p), with one draw per element of `shape`, which broadcasts to `x`."""
+    if isinstance(p, Tensor):
+        return x * slice_mask(x, p, shape) * keep_scale(p)
+    if p == 0.0:
+        return x
+    mask = slice_mask(x, p, shape)
+    # In low precision, apply the scale last: a scaled mask would round it first.
+    return x * mask * keep_scale(p) if x.dtype in HALF else x * mask.mul_(keep_scale(p))
+
+
+def slice_mask(x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
+    """Draw a mask of `shape` in the dtype of `x`: 0 with probability `p`, else 1."""
+    if isinstance(p, Tensor) or is_compiling():
+        # Always float32: bfloat16 has no random numbers between .998 and 1.
+        return (rand(shape, torch.float32, x.device) >= p).to(x.dtype)
+    if functorch_stack() is None:
+        return x.new_empty(shape).bernoulli_(1.0 - p)
+    # This draws the same numbers. An in-place draw fails in `vmap` for shared tensors, and crashes in nested `vmap`.
+    ones = torch.ones(tuple(shape), dtype=torch.float32, device=x.device)
+    return (F.dropout(ones, p, True) != 0.0).to(x.dtype)
+
+
+def keep_scale(p: float | Tensor) -> float | Tensor:
+    """Return 1 / (1 - p), or 1 if p is 1."""
+    if isinstance(p, Tensor):
+        return torch.where(p < 1.0, 1.0 / (1.0 - p), 1.0)
+    return 1.0 / (1.0 - p) if p < 1.0 else 1.0

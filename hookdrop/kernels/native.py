@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels.blocks import Blocks, contiguous_strides
-from hookdrop.kernels.subclasses import PLAIN_TYPES
+from hookdrop.utils.tensors import PLAIN_TYPES
 from hookdrop.utils.torch_internals import dispatch_modes, has_storage, is_tracing, is_zero_tensor
 
 _INTERFACE = 4

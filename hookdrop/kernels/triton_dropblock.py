@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.bernoulli import most_precise_dtype
 from hookdrop.kernels.blocks import Blocks, contiguous_strides
 from hookdrop.kernels.native import has_plain_memory
+from hookdrop.kernels.random_numbers import most_precise_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SEED_BITS, _SEED_WORDS = 31, 2

@@ -20,8 +20,8 @@ from hookdrop.observe.read_only_hooks import LayerObserver, chosen_layers, chose
 from hookdrop.utils.context import requires_with
 from hookdrop.utils.select import Entries, Layer
 from hookdrop.utils.tables import counted, some
-from hookdrop.utils.tensor_copies import CopyDevice, NotRecordedError, detached_copy, valid_device
 from hookdrop.utils.tensor_tree import TensorKey, describe
+from hookdrop.utils.tensors import CopyDevice, NotRecordedError, detached_copy, valid_device
 from hookdrop.utils.validation import count
 
 

@@ -16,8 +16,8 @@ from hookdrop.hooks import compiling
 from hookdrop.observe.cam_methods import METHODS, CamLayer, LogitsModel, cam_class
 from hookdrop.utils.select import Entries, select
 from hookdrop.utils.tables import counted, some
-from hookdrop.utils.tensor_copies import detached_copy
 from hookdrop.utils.tensor_tree import describe
+from hookdrop.utils.tensors import detached_copy
 from hookdrop.utils.validation import count, floating
 from hookdrop.utils.wrappers import unwrapped
 

@@ -11,7 +11,7 @@ from hookdrop.errors import LayerError, ShapeError
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.utils.axes import as_map
-from hookdrop.utils.optional_dependencies import needs
+from hookdrop.utils.optional import needs
 from hookdrop.utils.select import Layer
 from hookdrop.utils.tensor_tree import describe, map_tensor
 

@@ -16,7 +16,7 @@ from hookdrop.observe.read_only_hooks import chosen_layers, observed
 from hookdrop.utils.context import requires_with
 from hookdrop.utils.select import Entries, named_layers
 from hookdrop.utils.tables import html_table, some, text_table
-from hookdrop.utils.tensor_copies import NotRecordedError
+from hookdrop.utils.tensors import NotRecordedError
 from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:

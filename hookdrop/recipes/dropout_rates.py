@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookdrop.recipes.source_analysis import DropoutSource, Path, analyze, safe_getattr
-from hookdrop.regularizers import Regularizer
+from hookdrop.regularizers import Regularizer, drops_elements
 from hookdrop.utils.select import named_layers
 
 _NAME = re.compile(r"\w*drop(_?out|_?path|_?block|_?connect)?(_?rate|_?prob|_?p|_?ratio)?\d*")
@@ -107,7 +107,8 @@ def _classify(module: nn.Module, name: str) -> bool | str:
 
 def _attributes(module: nn.Module) -> list[str]:
     if isinstance(module, Regularizer):
-        return [module.rate_name] if module.drops and module.rate_name is not None else []
+        rate = type(module).rate
+        return [rate.attribute] if rate is not None and drops_elements(module) else []
     return [name for name in _source(module).attributes if _classify(module, name) is True]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hookdrop.errors import InjectionError
 from hookdrop.regularizers.base import Regularizer
+from hookdrop.regularizers.rate import Rate, rate_of
 
 # Names of other libraries' classes and the equivalent hookdrop classes.
 _EQUIVALENTS = {name: name for name in ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath")}
@@ -25,32 +26,35 @@ class ForeignModule(Regularizer):
     """Adapter for another library's tensor-to-tensor module, such as `nn.Dropout2d(0.1)` or timm's `DropPath`.
 
     Args:
-        module: a module without parameters and buffers. The adapter copies it with `inplace=False`. Its rate is the
-            first attribute found among `p`, `drop_prob` and `drop_rate`.
+        module: a module without parameters and buffers. The adapter copies it with `inplace=False`.
+        attribute: the attribute of the module that is its rate, such as `"drop_prob"`.
     """
 
-    rate_name: ClassVar[str | None] = None
-
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, attribute: str = "") -> None:
         super().__init__()
         self.module = copy.deepcopy(module).train()
+        self.attribute = attribute
         for part in self.module.modules():
             if getattr(part, "inplace", False) is True:
                 part.inplace = False  # type: ignore[assignment]
-        self.rate_attribute = next((n for n in RATE_NAMES if _is_rate(getattr(module, n, None))), None)
-        if self.rate_attribute is not None:
-            self.valid_rate(self.rate)
 
     @property
-    def rate(self) -> float | None:
-        return None if self.rate_attribute is None else float(getattr(self.module, self.rate_attribute))
+    def p(self) -> float:
+        """The rate of the module."""
+        return float(getattr(self.module, self.attribute))
 
-    def set_rate(self, value: float) -> None:
-        assert self.rate_attribute is not None
-        setattr(self.module, self.rate_attribute, value)
+    @p.setter
+    def p(self, value: float) -> None:
+        setattr(self.module, self.attribute, value)
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return self.module(x)  # type: ignore[no-any-return]
+    def regularize(self, x: Tensor, rate: float | None) -> Tensor:
+        module = self.module
+        if rate is not None and rate != self.p:
+            # Another thread may be running the module at its rate.
+            module = copy.deepcopy(module)
+            setattr(module, self.attribute, float(rate))
+            self.module = module
+        return module(x)  # type: ignore[no-any-return]
 
     @property
     def independent_samples(self) -> bool:
@@ -58,13 +62,11 @@ class ForeignModule(Regularizer):
 
     @property
     def graph_break(self) -> str:
-        if self.rate is None:
-            return ""
         instead = "remove fullgraph=True"
         if ours := _EQUIVALENTS.get(self.title):
             settings = [(name, getattr(self.module, name, None)) for name in ("block_size", "mode")]
             more = "".join(f", {name}={value!r}" for name, value in settings if value is not None)
-            instead = f"use hookdrop.{ours}(p={self.rate:g}{more}), which compiles without a graph break"
+            instead = f"use hookdrop.{ours}(p={self.p:g}{more}), which compiles without a graph break"
         return f"{self!r} stores its rate as a Python float, which compiled code treats as a constant.\n  {instead}."
 
     def settings(self) -> dict[str, Any]:
@@ -79,6 +81,13 @@ class ForeignModule(Regularizer):
         return repr(self.module)
 
 
+class ForeignModuleWithoutRate(ForeignModule):
+    """A `ForeignModule` that a schedule cannot drive."""
+
+    rate: ClassVar[Rate | None] = None
+    graph_break = ""
+
+
 class ForeignFunction(Regularizer):
     """Adapter for a tensor-to-tensor function. It has no rate, so a schedule cannot drive it.
 
@@ -86,13 +95,13 @@ class ForeignFunction(Regularizer):
         function: a picklable function, defined at the top level of a module.
     """
 
-    rate_name: ClassVar[str | None] = None
+    rate: ClassVar[Rate | None] = None
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
 
-    def regularize(self, x: Tensor) -> Tensor:
+    def regularize(self, x: Tensor, rate: None) -> Tensor:
         return self.function(x)
 
     def settings(self) -> dict[str, Any]:
@@ -118,7 +127,7 @@ def as_regularizer(given: object) -> Regularizer:
     found: Regularizer
     if isinstance(given, nn.Module):
         _check_stateless(given)
-        found = given if isinstance(given, Regularizer) else ForeignModule(given)
+        found = given if isinstance(given, Regularizer) else _foreign(given)
     elif callable(given):
         found = ForeignFunction(given)
     else:
@@ -126,12 +135,25 @@ def as_regularizer(given: object) -> Regularizer:
             f"the regularizer must be a module, a function, a string or a mapping, got {given!r} "
             f"({type(given).__name__}).\n  for example: DropBlock(p=0.1, block_size=7)"
         )
-    if found.rate_name is not None and not hasattr(found, found.rate_name):
+    declared = type(found).rate
+    if declared is not None and not hasattr(found, declared.attribute):
         raise InjectionError(
-            f"{type(found).__name__} has no attribute {found.rate_name!r}, which its rate_name refers to."
+            f"{type(found).__name__} has no attribute {declared.attribute!r}, which its rate refers to."
         )
+    hidden = [name for name in vars(found) if callable(vars(Regularizer).get(name))]
+    if hidden:
+        raise InjectionError(
+            f"{type(found).__name__} has an attribute {hidden[0]!r}, which hides a method of Regularizer: rename it."
+        )
+    if declared is not None:
+        declared.valid(rate_of(found), found.title)
     check_picklable(found, "the regularizer")
     return found
+
+
+def _foreign(module: nn.Module) -> ForeignModule:
+    attribute = next((name for name in RATE_NAMES if _is_rate(getattr(module, name, None))), None)
+    return ForeignModuleWithoutRate(module) if attribute is None else ForeignModule(module, attribute)
 
 
 def _check_stateless(module: nn.Module) -> None:

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookdrop.kernels.custom_ops import draw_elements
-from hookdrop.kernels.slices import slice_mask
+from hookdrop.kernels.masking import slice_mask
 from hookdrop.regularizers.base import describe_map
 from hookdrop.regularizers.dropout import Dropout, check_channels
-from hookdrop.utils.validation import floating, rate_or_tensor
+from hookdrop.regularizers.rate import P
+from hookdrop.utils.validation import floating
 
 _SATURATION = 1.7580993408473766
 """The negative of SELU's limit at minus infinity: scale * alpha."""
@@ -21,12 +22,12 @@ _SATURATION = 1.7580993408473766
 
 def alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Set elements to SELU's negative saturation value, keeping mean and variance: see `AlphaDropout`."""
-    return _alpha_dropout(x, rate_or_tensor(p, owner="alpha_dropout"), training)
+    return _alpha_dropout(x, P.argument(p, "alpha_dropout"), training)
 
 
 def feature_alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """`alpha_dropout` of whole channels of (N, C, ...): see `FeatureAlphaDropout`."""
-    return _feature_alpha_dropout(x, rate_or_tensor(p, owner="feature_alpha_dropout"), training)
+    return _feature_alpha_dropout(x, P.argument(p, "feature_alpha_dropout"), training)
 
 
 def _alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
@@ -68,7 +69,7 @@ class AlphaDropout(Dropout):
 
     independent_samples = True
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _alpha_dropout(x, rate)
 
 
@@ -83,5 +84,5 @@ class FeatureAlphaDropout(Dropout):
     def reading(self, shape: Sequence[int]) -> str:
         return describe_map(shape, 1)
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _feature_alpha_dropout(x, rate)

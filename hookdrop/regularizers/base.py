@@ -2,118 +2,87 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.errors import ShapeError
-from hookdrop.utils.validation import as_rate_tensor, rate
+from hookdrop.regularizers.rate import P, Rate, rate_of
+from hookdrop.utils.validation import as_rate_tensor
+
+
+def _regularize(self: Regularizer, x: Tensor, rate: Any, **context: Any) -> Tensor:
+    """Regularize `x` at the given rate, in training and eval mode, without modifying `x` in place.
+
+    Args:
+        x: the tensor.
+        rate: a float, or a 0-d float64 CPU tensor in compiled code, so that one graph serves all rates; None if the
+            class has no rate.
+        context: what the class `needs`.
+    """
+    raise NotImplementedError(f"{self.title} must define regularize(self, x, rate).")
 
 
 class Regularizer(nn.Module):
     """A module that maps a tensor to a tensor. It regularizes in training mode and is the identity in eval mode.
 
-    A subclass sets `rate_name` to the attribute that a schedule drives (None if there is none), stores each argument of
-    `__init__` in an attribute of the same name, and defines one of two methods:
-
-    * `regularize_at(x, rate)` receives the rate as an argument, and therefore also works in compiled graphs;
-    * `regularize(x)` reads the rate from its attribute.
+    A subclass declares its `rate`, the number that a schedule drives (None if there is none), stores each argument of
+    `__init__` in an attribute of the same name, and defines `regularize(x, rate)`.
 
     Example:
         >>> class Shrink(Regularizer):
-        ...     rate_name = "amount"
+        ...     rate = Rate("amount", kind="factor")
         ...     def __init__(self, amount=0.1):
         ...         super().__init__()
-        ...         self.amount = self.valid_rate(amount)
-        ...     def regularize(self, x):
-        ...         return x * (1 - self.amount)
+        ...         self.amount = amount
+        ...     def regularize(self, x, rate):
+        ...         return x * (1 - rate)
         >>> Shrink(0.5)(torch.ones(2)), Shrink(0.5).eval()(torch.ones(2))
         (tensor([0.5000, 0.5000]), tensor([1., 1.]))
     """
 
-    rate_name: ClassVar[str | None] = "p"
-    """The attribute that a schedule drives, or None if there is no rate."""
+    rate: ClassVar[Rate | None] = P
+    """The number that a schedule drives, or None."""
 
-    max_rate: ClassVar[float] = 1.0
-    open_end: ClassVar[bool] = False
-    """Whether the range excludes `max_rate` itself."""
+    needs: Sequence[str] = ()
+    """What a hook passes to `regularize` by keyword: `"layer_input"`, the input of the layer, and `"attention_mask"`,
+    the mask of the innermost call around the layer that has one, or None."""
 
-    neutral: ClassVar[float] = 0.0
-    """The rate at which the regularizer is the identity."""
-
-    probability: ClassVar[bool] = True
-    """Whether the rate is the expected fraction of dropped elements, so that 1 - rate is the fraction kept."""
-
-    drops: ClassVar[bool] = True
-    """Whether dropped elements no longer depend on the input. This is False for noise."""
+    only_at: str | None = None
+    """`"output"` or `"input"` if it is only meaningful there. None: at both."""
 
     in_backward: ClassVar[bool] = False
     """Whether it edits only the gradient and leaves the forward output unchanged."""
 
-    only_at: ClassVar[str | None] = None
-    """`"output"` or `"input"` if it is only meaningful there. None: at both."""
-
     keeps_shape: bool = True
     """Whether the result has the shape of the input."""
 
-    hook_kind: str = ""
-    """Which hook it needs: one that passes further tensors to `regularize_at` (see `injection.plan`), or empty."""
+    regularize: Callable[..., Tensor] = _regularize
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        _check_reserved_names(cls)
-        if {"regularize", "regularize_at"} & vars(cls).keys() and "independent_samples" not in vars(cls):
-            cls.independent_samples = False  # type: ignore[assignment, method-assign]
-        nearest = next(vars(one) for one in cls.__mro__ if {"regularize", "regularize_at"} & vars(one).keys())
-        if "regularize_at" not in nearest:
-            # A class that overrides only `regularize` must not inherit an unrelated `regularize_at`.
-            cls.regularize_at = Regularizer.regularize_at  # type: ignore[method-assign]
-        elif cls.regularize_at is not Regularizer.regularize_at:
-            cls._regularize_at = cls.regularize_at  # type: ignore[method-assign]
-
-    def regularize(self, x: Tensor) -> Tensor:
-        """Regularize `x` at the current rate, in training and eval mode, without modifying `x` in place."""
-        rate = self.rate
-        return self._regularize_at(x, as_rate_tensor(rate) if rate is not None and is_compiling() else rate)
-
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
-        """Regularize `x` at the given rate. Hooks call this method.
-
-        This default is for classes that define only `regularize`. If such a class has a rate, it causes a graph break.
-
-        Args:
-            x: the tensor.
-            rate: a float, or a 0-d float64 CPU tensor in compiled code, so that one graph serves all rates; None if the
-                class has no rate.
-        """
-        if rate is None or rate == self.rate:
-            return self.regularize(x)
-        # Another thread may be using this object, so use a copy at the other rate.
-        twin = copy.deepcopy(self)
-        twin.set_rate(float(rate))
-        return twin.regularize(x)
-
-    def _regularize_at(self, x: Tensor, rate: Any) -> Tensor:
-        """The most derived `regularize_at` that is not the default."""
-        raise NotImplementedError(f"{self.title} must define regularize_at(self, x, rate) or regularize(self, x).")
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **context: Any) -> Tensor:
         """Regularize in training mode. Return `x` itself in eval mode and at the neutral rate."""
-        return self.regularize(x) if self.training and self.rate != self.neutral else x
+        rate, declared = rate_of(self), type(self).rate
+        if not self.training or (declared is not None and rate == declared.neutral):
+            return x
+        return self.regularize(x, as_rate_tensor(rate) if rate is not None and is_compiling() else rate, **context)
 
     @property
     def graph_break(self) -> str:
         """The reason why it cannot be part of a compiled graph, with the fix; empty if it can."""
-        if self.rate is None or type(self).regularize_at is not Regularizer.regularize_at:
-            return ""
-        return (
-            f"{self.title} reads its {self.rate_name} as a Python float, which compiled code treats as a constant.\n"
-            f"  define {type(self).__name__}.regularize_at(self, x, rate), which receives the rate as a tensor."
-        )
+        return ""
+
+    @property
+    def independent_samples(self) -> int:
+        """Whether each sample of a batch (axis 0) is regularized as if it were alone in the batch.
+
+        `predict` then repeats its input and draws several samples in one forward. A number n above 1 stands for fixed
+        masks, one for each of n equal groups of consecutive rows. False is always correct. A class that overrides
+        `regularize` defines it again, for example as `independent_samples = True`.
+        """
+        return False
 
     def for_layer(self, model: nn.Module, name: str) -> Regularizer:
         """Return the regularizer for one layer of a model: this one, or one with settings that the model determines.
@@ -122,38 +91,6 @@ class Regularizer(nn.Module):
             LayerError: it does not support the layer.
         """
         return self
-
-    @property
-    def independent_samples(self) -> bool:
-        """Whether each sample of a batch (axis 0) is regularized as if it were alone in the batch.
-
-        `Injection.predict` then repeats its input and draws several samples in one forward. False is always correct. A
-        subclass may define it as `independent_samples = True`, in the class that defines how to regularize.
-        """
-        return False
-
-    @property
-    def masks_per_batch(self) -> int | None:
-        """For fixed masks, of which each applies to one of so many equal groups of consecutive rows: their number.
-
-        `Injection.predict` then runs each batch repeated so often, [all rows, all rows, ...], so that each row gets
-        each mask.
-        """
-        return None
-
-    @property
-    def rate(self) -> float | None:
-        """The value of the attribute `rate_name`."""
-        return None if self.rate_name is None else getattr(self, self.rate_name)
-
-    def set_rate(self, value: float) -> None:
-        """Set the rate. The value is not validated."""
-        assert self.rate_name is not None
-        setattr(self, self.rate_name, value)
-
-    def valid_rate(self, value: object) -> float:
-        """Return `value` as a float, or raise a `ValueError` or `TypeError` that states the valid range."""
-        return rate(value, self.rate_name or "p", self.title, self.max_rate, open_end=self.open_end)
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise `ShapeError` if it cannot regularize a tensor of this shape."""
@@ -184,18 +121,20 @@ class Regularizer(nn.Module):
         )
 
 
-def _check_reserved_names(cls: type[Regularizer]) -> None:
-    """Raise `TypeError` if a rate or a setting has the name of a member of `Regularizer`."""
-    # An argument `rate` is allowed: the property `rate` returns its value.
-    arguments = [name for name in _init_parameters(cls) if name in vars(Regularizer) and name != "rate"]
-    for name, what in [(cls.rate_name, "rate_name"), *((name, "an argument of __init__") for name in arguments)]:
-        found = inspect.getattr_static(cls, name or "", None)
-        settable = isinstance(found, property) and found.fset is not None
-        if name is not None and hasattr(Regularizer, name) and not settable:
-            raise TypeError(
-                f"{cls.__name__}: {what} is {name!r}, which is a reserved name of Regularizer.\n"
-                "  rename the attribute and the argument of __init__, for example to 'p' or 'amount'."
-            )
+def drops_elements(regularizer: Regularizer) -> bool:
+    """Whether elements that it drops no longer depend on the input, unlike those that noise changes."""
+    declared = type(regularizer).rate
+    return not regularizer.in_backward and (declared is None or declared.kind != "noise")
+
+
+def rows_alone(regularizer: Regularizer) -> int:
+    """Return `independent_samples`, or 0 if a subclass overrides `regularize` without defining it again."""
+    for cls in type(regularizer).__mro__:
+        if "independent_samples" in vars(cls):
+            return int(regularizer.independent_samples)
+        if "regularize" in vars(cls):
+            return 0
+    return 0
 
 
 def _init_parameters(cls: type) -> dict[str, inspect.Parameter]:

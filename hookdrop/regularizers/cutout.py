@@ -11,12 +11,16 @@ from torch import Tensor
 from hookdrop.errors import ShapeError
 from hookdrop.kernels.random_numbers import rand, randint
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
-from hookdrop.utils.validation import count, floating, rate_or_tensor
+from hookdrop.regularizers.rate import Rate
+from hookdrop.utils.validation import count, floating
+
+_RATE = Rate("p", kind="factor")
+"""Not the fraction of dropped elements."""
 
 
 def cutout(x: Tensor, size: int | tuple[int, int], p: float | Tensor = 1.0, training: bool = True) -> Tensor:
     """Zero one rectangle per sample of (N, C, H, W), in all channels and without rescaling: see `Cutout`."""
-    return _cutout(x, height_and_width(size, "cutout"), rate_or_tensor(p, owner="cutout"), training)
+    return _cutout(x, height_and_width(size, "cutout"), _RATE.argument(p, "cutout"), training)
 
 
 def _cutout(x: Tensor, size: tuple[int, int], p: float | Tensor, training: bool = True) -> Tensor:
@@ -89,14 +93,14 @@ class Cutout(Regularizer):
     arXiv:1708.04552.
     """
 
-    probability: ClassVar[bool] = False
+    rate: ClassVar[Rate] = _RATE
     independent_samples = True
 
     def __init__(self, size: int | tuple[int, int], p: float = 1.0) -> None:
         super().__init__()
         height, width = height_and_width(size, self.title)
         self.size: int | tuple[int, int] = height if height == width else (height, width)
-        self.p = self.valid_rate(p)
+        self.p = self.rate.valid(p, self.title)
 
     def check(self, shape: Sequence[int]) -> None:
         check_map(shape, self.title, "cuts squares")
@@ -114,7 +118,7 @@ class Cutout(Regularizer):
             )
         return found
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _cutout(x, self._height_and_width, rate)
 
     @property

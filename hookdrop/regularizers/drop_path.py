@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.errors import LayerError
+from hookdrop.kernels.masking import slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.kernels.slices import slice_dropout, slice_mask
 from hookdrop.regularizers.base import Regularizer, check_batch_axis
+from hookdrop.regularizers.rate import P
 from hookdrop.utils.torch_internals import BatchNorm
-from hookdrop.utils.validation import drop_rate, floating, one_of, rate_or_tensor
+from hookdrop.utils.validation import drop_rate, floating, one_of
 
 _MODES = ("row", "batch", "subset")
 
@@ -22,7 +23,7 @@ def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = 
     """Zero whole samples (`mode="row"`, `"subset"`) or the whole batch, and scale the rest: see `DropPath`."""
     one_of(mode, "mode", "drop_path", _MODES)
     one_of(scale, "scale", "drop_path", (True, False))
-    return _drop_path(x, rate_or_tensor(p, owner="drop_path"), mode, scale, training)
+    return _drop_path(x, P.argument(p, "drop_path"), mode, scale, training)
 
 
 def _drop_path(x: Tensor, p: float | Tensor, mode: str, scale: bool, training: bool = True) -> Tensor:
@@ -97,14 +98,8 @@ class DropPath(Regularizer):
         self.p = drop_rate(p, keep_prob, self.title)
         self.mode: str = one_of(mode, "mode", self.title, _MODES)
         self.scale: bool = one_of(scale, "scale", self.title, (True, False))
-
-    @property
-    def hook_kind(self) -> str:  # type: ignore[override]
-        return "branch" if self.mode == "subset" else ""
-
-    @property
-    def only_at(self) -> str | None:  # type: ignore[override]
-        return "output" if self.mode == "subset" else None
+        if self.mode == "subset":
+            self.needs, self.only_at = ("rows",), "output"
 
     def for_layer(self, model: nn.Module, name: str) -> DropPath:
         if self.mode == "subset":
@@ -145,7 +140,7 @@ class DropPath(Regularizer):
         kept = _kept(len(x), p)
         return None if kept >= len(x) else torch.randperm(len(x), device=x.device)[:kept]
 
-    def regularize_at(self, x: Tensor, rate: Any, rows: Tensor | None = None) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any, rows: Tensor | None = None) -> Tensor:
         if rows is None:
             return _drop_path(x, rate, self.mode, self.scale)
         kept = torch.zeros(len(x), dtype=torch.bool, device=x.device).index_fill(0, rows, True)

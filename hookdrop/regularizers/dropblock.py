@@ -12,15 +12,15 @@ from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.kernels import custom_ops, triton_dropblock
-from hookdrop.kernels.blocks import Blocks, blocks_of
+from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
 from hookdrop.kernels.drawing import NORMALIZE, BlockDrawing
 from hookdrop.kernels.masking import apply_mask
-from hookdrop.kernels.seed_rate import GAMMA, gamma_for
-from hookdrop.kernels.subclasses import PLAIN_TYPES, on_plain_tensor, wraps_results
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
+from hookdrop.regularizers.rate import P
 from hookdrop.utils.axes import given_channel_axis
+from hookdrop.utils.tensors import PLAIN_TYPES, on_plain_tensor, wraps_results
 from hookdrop.utils.torch_internals import dispatch_modes, is_tracing
-from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, one_of, rate_or_tensor
+from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, one_of
 
 
 def drop_block(
@@ -48,7 +48,7 @@ def drop_block(
     """
     one_of(normalize, "normalize", "drop_block", NORMALIZE)
     one_of(gamma, "gamma", "drop_block", GAMMA)
-    p = rate_or_tensor(p, "p", "drop_block")
+    p = P.argument(p, "drop_block")
     settings = check_block_size(block_size), channel_dim, per_channel
     if training:
         return _drop_block(x, p, *settings, gamma, normalize)
@@ -233,5 +233,5 @@ class DropBlock(Regularizer):
     def independent_samples(self) -> bool:
         return self.normalize != "batch"
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _drop_block(x, rate, self.block_size, self.channel_dim, self.per_channel, self.gamma, self.normalize)

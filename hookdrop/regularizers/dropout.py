@@ -12,12 +12,12 @@ from torch.compiler import is_compiling
 from hookdrop.errors import ShapeError
 from hookdrop.kernels.custom_ops import draw_elements
 from hookdrop.kernels.drawing import ElementDrawing
-from hookdrop.kernels.masking import HALF, apply_mask
-from hookdrop.kernels.slices import keep_scale, slice_dropout
-from hookdrop.kernels.subclasses import PLAIN_TYPES, on_plain_tensor, wraps_results
+from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
+from hookdrop.regularizers.rate import P
+from hookdrop.utils.tensors import PLAIN_TYPES, on_plain_tensor, wraps_results
 from hookdrop.utils.torch_internals import functorch_stack, is_tracing
-from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate_or_tensor
+from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating
 
 _MIN_NATIVE_ELEMENTS = 2**15
 """The smallest tensor for which hookdrop's implementation is faster than PyTorch's."""
@@ -26,7 +26,7 @@ _MIN_NATIVE_ELEMENTS = 2**15
 def dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero each element with probability `p` and scale the rest by 1 / (1 - p): see `Dropout`."""
     floating(x, "dropout", nested=True)
-    p = rate_or_tensor(p, owner="dropout")
+    p = P.argument(p, "dropout")
     return _dropout(x, p) if training else x
 
 
@@ -68,24 +68,24 @@ class Dropout(Regularizer):
         super().__init__()
         self.p = drop_rate(p, keep_prob, self.title)
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         floating(x, "dropout", nested=True)
         return _dropout(x, rate)
 
 
 def dropout1d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, L): see `Dropout1d`."""
-    return _drop_channels(x, rate_or_tensor(p, owner="dropout1d"), 3, training)
+    return _drop_channels(x, P.argument(p, "dropout1d"), 3, training)
 
 
 def dropout2d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, H, W): see `Dropout2d`."""
-    return _drop_channels(x, rate_or_tensor(p, owner="dropout2d"), 4, training)
+    return _drop_channels(x, P.argument(p, "dropout2d"), 4, training)
 
 
 def dropout3d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, D, H, W): see `Dropout3d`."""
-    return _drop_channels(x, rate_or_tensor(p, owner="dropout3d"), 5, training)
+    return _drop_channels(x, P.argument(p, "dropout3d"), 5, training)
 
 
 def _drop_channels(x: Tensor, p: float | Tensor, rank: int, training: bool = True) -> Tensor:
@@ -125,7 +125,7 @@ class _ChannelDropout(Dropout):
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
         return nhwc_warnings(shape, 1, "it would drop rows of the map, not channels; hook a layer that returns NCHW.")
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _drop_channels(x, rate, self.rank)
 
 

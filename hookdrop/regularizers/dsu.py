@@ -10,13 +10,14 @@ from torch import Tensor
 
 from hookdrop.kernels.random_numbers import rand, randn_like
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
-from hookdrop.regularizers.mixstyle import EPSILON, check_style, restyle, style
-from hookdrop.utils.validation import floating, rate_or_tensor
+from hookdrop.regularizers.mixstyle import BATCH_P, EPSILON, check_style, restyle, style
+from hookdrop.regularizers.rate import Rate
+from hookdrop.utils.validation import floating
 
 
 def dsu(x: Tensor, p: float | Tensor = 0.5, training: bool = True) -> Tensor:
     """With probability `p`, add noise to the style of each sample of (N, C, H, W): see `DSU`."""
-    return _dsu(x, rate_or_tensor(p, owner="dsu"), training)
+    return _dsu(x, BATCH_P.argument(p, "dsu"), training)
 
 
 def _dsu(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
@@ -62,12 +63,11 @@ class DSU(Regularizer):
     Reference: Li et al. 2022, "Uncertainty modeling for out-of-distribution generalization", arXiv:2202.03958.
     """
 
-    probability: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
+    rate: ClassVar[Rate] = BATCH_P
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        self.p = self.valid_rate(p)
+        self.p = self.rate.valid(p, self.title)
 
     def check(self, shape: Sequence[int]) -> None:
         check_style(shape, self.title, "perturbs")
@@ -81,5 +81,5 @@ class DSU(Regularizer):
             found.append("a batch of one sample has no spread of styles, so DSU does nothing.")
         return found
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _dsu(x, rate)

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from hookdrop.kernels.gradient_edits import add_noise, clamp, clip_norm, edit_gradient, scale
 from hookdrop.regularizers.base import Regularizer, check_batch_axis
-from hookdrop.utils.validation import floating, number, one_of, positive, rate_or_tensor
+from hookdrop.regularizers.rate import STD, Rate
+from hookdrop.utils.validation import floating, number, one_of, positive
+
+_FACTOR = Rate("factor", -math.inf, math.inf, neutral=1.0, kind="factor")
 
 
 def clip_activation_grad(
@@ -37,12 +40,12 @@ def clamp_activation_grad(
 
 def scale_activation_grad(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
     """Return `x` and multiply its gradient by `factor`: see `ScaleActivationGrad`."""
-    return _scale(x, rate_or_tensor(factor, "factor", "scale_activation_grad", check=number), training)
+    return _scale(x, _FACTOR.argument(factor, "scale_activation_grad"), training)
 
 
 def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
     """Return `x` and add N(0, std^2) to its gradient: see `NoiseActivationGrad`."""
-    return _noise(x, rate_or_tensor(std, "std", "noise_activation_grad", math.inf), training)
+    return _noise(x, STD.argument(std, "noise_activation_grad"), training)
 
 
 def _clip(
@@ -103,9 +106,7 @@ def clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, f
 
 
 class _ActivationGrad(Regularizer):
-    rate_name: ClassVar[str | None] = None
-    drops: ClassVar[bool] = False
-    probability: ClassVar[bool] = False
+    rate: ClassVar[Rate | None] = None
     in_backward: ClassVar[bool] = True
 
 
@@ -143,7 +144,7 @@ class ClipActivationGrad(_ActivationGrad):
     def reading(self, shape: Sequence[int]) -> str:
         return f"N={shape[0]}" if self.per_sample else ""
 
-    def regularize_at(self, x: Tensor, rate: None = None) -> Tensor:
+    def regularize(self, x: Tensor, rate: None) -> Tensor:
         return _clip(x, self.max_norm, self.max_value, self.per_sample)
 
 
@@ -163,7 +164,7 @@ class ClampActivationGrad(_ActivationGrad):
         super().__init__()
         self.min, self.max = clamp_limits(min, max, self.title)
 
-    def regularize_at(self, x: Tensor, rate: None = None) -> Tensor:
+    def regularize(self, x: Tensor, rate: None) -> Tensor:
         return _clamp(x, self.min, self.max)
 
 
@@ -209,17 +210,13 @@ class ScaleActivationGrad(_ActivationGrad):
     gradient reversal layer).
     """
 
-    rate_name: ClassVar[str | None] = "factor"
-    neutral: ClassVar[float] = 1.0
+    rate: ClassVar[Rate] = _FACTOR
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.factor = self.valid_rate(factor)
+        self.factor = self.rate.valid(factor, self.title)
 
-    def valid_rate(self, value: object) -> float:
-        return number(value, "factor", self.title)
-
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _scale(x, rate)
 
 
@@ -239,12 +236,11 @@ class NoiseActivationGrad(_ActivationGrad):
     arXiv:1511.06807.
     """
 
-    rate_name: ClassVar[str | None] = "std"
-    max_rate: ClassVar[float] = math.inf
+    rate: ClassVar[Rate] = STD
 
     def __init__(self, std: float) -> None:
         super().__init__()
-        self.std = self.valid_rate(std)
+        self.std = self.rate.valid(std, self.title)
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _noise(x, rate)

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.validation import count, drop_rate, floating, rate_or_tensor
+from hookdrop.regularizers.rate import BELOW_1, Rate
+from hookdrop.utils.validation import count, drop_rate, floating
 
 
 def head_dropout(x: Tensor, p: float | Tensor, heads: int, training: bool = True) -> Tensor:
     """Zero whole heads of (N, L, H d) with probability `p`, in [0, 1), and scale the rest: see `HeadDropout`."""
     heads = count(heads, "heads", "head_dropout", 2)
-    return _head_dropout(x, rate_or_tensor(p, owner="head_dropout", open_end=True), heads, training)
+    return _head_dropout(x, BELOW_1.argument(p, "head_dropout"), heads, training)
 
 
 def _head_dropout(x: Tensor, p: float | Tensor, heads: int, training: bool = True) -> Tensor:
@@ -91,13 +92,13 @@ class HeadDropout(Regularizer):
     arXiv:2004.13342, section 3.1.
     """
 
-    open_end: ClassVar[bool] = True
-    only_at: ClassVar[str | None] = "input"
+    rate: ClassVar[Rate] = BELOW_1
+    only_at = "input"
     independent_samples = True
 
     def __init__(self, p: float | None = None, heads: int | None = None, *, keep_prob: float | None = None) -> None:
         super().__init__()
-        self.p = self.valid_rate(drop_rate(p, keep_prob, self.title))
+        self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
         self.heads = None if heads is None else count(heads, "heads", self.title, 2)
 
     def for_layer(self, model: nn.Module, name: str) -> HeadDropout:
@@ -127,7 +128,7 @@ class HeadDropout(Regularizer):
         assert self.heads is not None
         return f"H={self.heads} d={shape[-1] // self.heads}"
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         if self.heads is None:
             raise ShapeError("HeadDropout: heads is missing, and there is no model to read it from: pass heads=...")
         return _head_dropout(x, rate, self.heads)

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from hookdrop.errors import InjectionError, LayerError, ShapeError
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import Regularizer, check_batch_axis
-from hookdrop.utils.validation import drop_rate, floating, rate_or_tensor
+from hookdrop.regularizers.rate import BELOW_1, Rate
+from hookdrop.utils.validation import drop_rate, floating
 
 
 def layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Return the `input` of a layer instead of its `output` with probability `p`, in [0, 1): see `LayerDrop`."""
-    return _layer_drop(output, input, rate_or_tensor(p, owner="layer_drop", open_end=True), training)
+    return _layer_drop(output, input, BELOW_1.argument(p, "layer_drop"), training)
 
 
 def _layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
@@ -68,19 +69,19 @@ class LayerDrop(Regularizer):
     Example:
         >>> _ = torch.manual_seed(0)
         >>> x, fx = torch.zeros(2), torch.ones(2)
-        >>> [LayerDrop(p=0.5)(fx, x).tolist() for _ in range(4)]
+        >>> [LayerDrop(p=0.5)(fx, layer_input=x).tolist() for _ in range(4)]
         [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
 
     Reference: Fan et al. 2020, "Reducing transformer depth on demand with structured dropout", arXiv:1909.11556.
     """
 
-    open_end: ClassVar[bool] = True
-    only_at: ClassVar[str | None] = "output"
-    hook_kind: str = "layer"
+    rate: ClassVar[Rate] = BELOW_1
+    only_at = "output"
+    needs = ("layer_input",)
 
     def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
         super().__init__()
-        self.p = self.valid_rate(drop_rate(p, keep_prob, self.title))
+        self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
 
     def for_layer(self, model: nn.Module, name: str) -> LayerDrop:
         path = name.split(".")
@@ -92,19 +93,14 @@ class LayerDrop(Regularizer):
             )
         return self
 
-    def forward(self, output: Tensor, input: Tensor | None = None) -> Tensor:
-        """Return `input` with probability `p` in training mode, otherwise `output`."""
-        return self.regularize_at(output, self.rate, input) if self.training else output
-
     def check(self, shape: Sequence[int]) -> None:
         check_batch_axis(shape)
 
-    def regularize_at(self, x: Tensor, rate: Any, input: Tensor | None = None) -> Tensor:
-        if not isinstance(rate, Tensor) and rate == 0.0:
-            return x
-        if input is None:
+    def regularize(self, x: Tensor, rate: Any, layer_input: Tensor | None = None) -> Tensor:
+        if layer_input is None:
             raise InjectionError(
                 "LayerDrop needs the input of the layer too.\n"
-                "  inject it: inject(model, LayerDrop(p=...), layers=...)   or call it: LayerDrop(p=...)(layer(x), x)"
+                "  inject it: inject(model, LayerDrop(p=...), layers=...)\n"
+                "  or call it: LayerDrop(p=...)(layer(x), layer_input=x)"
             )
-        return _layer_drop(x, input, rate)
+        return _layer_drop(x, layer_input, rate)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hookdrop.errors import ShapeError
 from hookdrop.kernels.fixed_masks import fixed_masks, ones_per_mask
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
+from hookdrop.regularizers.rate import Rate
 from hookdrop.utils.axes import given_channel_axis
 from hookdrop.utils.validation import count, floating, number
 
@@ -120,8 +121,7 @@ class Masksembles(Regularizer):
     Reference: Durasov et al. 2021, "Masksembles for uncertainty estimation", arXiv:2012.08334.
     """
 
-    rate_name: ClassVar[str | None] = None
-    probability: ClassVar[bool] = False
+    rate: ClassVar[Rate | None] = None
 
     def __init__(self, n: int = 4, scale: float = 2.0, seed: int = 0, channel_dim: int | None = None) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Masksembles(Regularizer):
         return placed
 
     @property
-    def masks_per_batch(self) -> int:
+    def independent_samples(self) -> int:
         return self.n
 
     def check(self, shape: Sequence[int]) -> None:
@@ -152,5 +152,5 @@ class Masksembles(Regularizer):
             found.append(f"with scale={self.scale:g}, each mask keeps all {channels} channels: use a larger scale.")
         return found
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _masksembles(x, self.n, self.scale, mask_seed(self.seed, self.site), self.channel_dim)

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from hookdrop.errors import ShapeError
-from hookdrop.kernels.bernoulli import most_precise_dtype
-from hookdrop.kernels.random_numbers import rand
+from hookdrop.kernels.random_numbers import most_precise_dtype, rand
 from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
 from hookdrop.regularizers.cutout import check_map
-from hookdrop.utils.validation import floating, positive, rate_or_tensor
+from hookdrop.regularizers.rate import Rate
+from hookdrop.utils.validation import floating, positive
+
+BATCH_P = Rate("p", kind="noise")
+"""The probability that a batch is changed."""
 
 EPSILON = 1e-6
 """The papers' code adds this to a variance."""
@@ -22,7 +25,7 @@ EPSILON = 1e-6
 
 def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: bool = True) -> Tensor:
     """With probability `p`, mix the style of each sample of (N, C, H, W) with another's: see `MixStyle`."""
-    return _mix_style(x, rate_or_tensor(p, owner="mix_style"), positive(alpha, "alpha", "mix_style"), training)
+    return _mix_style(x, BATCH_P.argument(p, "mix_style"), positive(alpha, "alpha", "mix_style"), training)
 
 
 def _mix_style(x: Tensor, p: float | Tensor, alpha: float, training: bool = True) -> Tensor:
@@ -96,12 +99,11 @@ class MixStyle(Regularizer):
     shuffling).
     """
 
-    probability: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
+    rate: ClassVar[Rate] = BATCH_P
 
     def __init__(self, p: float = 0.5, alpha: float = 0.1) -> None:
         super().__init__()
-        self.p = self.valid_rate(p)
+        self.p = self.rate.valid(p, self.title)
         self.alpha = positive(alpha, "alpha", self.title)
 
     def check(self, shape: Sequence[int]) -> None:
@@ -116,5 +118,5 @@ class MixStyle(Regularizer):
             found.append("a batch of one sample has no other style to mix in, so MixStyle does nothing.")
         return found
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _mix_style(x, rate, self.alpha)

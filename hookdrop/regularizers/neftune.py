@@ -13,8 +13,11 @@ from torch import Tensor
 from hookdrop.errors import ShapeError
 from hookdrop.kernels.random_numbers import rand_like
 from hookdrop.regularizers.base import Regularizer
+from hookdrop.regularizers.rate import Rate
 from hookdrop.utils.torch_internals import functorch_stack
-from hookdrop.utils.validation import floating, one_of, rate_or_tensor
+from hookdrop.utils.validation import floating, one_of
+
+_ALPHA = Rate("alpha", high=math.inf, kind="noise")
 
 
 def neftune(x: Tensor, alpha: float | Tensor, attention_mask: Tensor | None = None, training: bool = True) -> Tensor:
@@ -22,7 +25,7 @@ def neftune(x: Tensor, alpha: float | Tensor, attention_mask: Tensor | None = No
 
     With `attention_mask` (N, L), padding gets no noise, and L is the number of real tokens of each sample.
     """
-    return _neftune(x, rate_or_tensor(alpha, "alpha", "neftune", math.inf), attention_mask, training)
+    return _neftune(x, _ALPHA.argument(alpha, "neftune"), attention_mask, training)
 
 
 def _neftune(x: Tensor, alpha: float | Tensor, mask: Tensor | None, training: bool = True) -> Tensor:
@@ -91,21 +94,15 @@ class NEFTune(Regularizer):
     algorithm 1.
     """
 
-    rate_name: ClassVar[str | None] = "alpha"
-    max_rate: ClassVar[float] = math.inf
-    probability: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
-    only_at: ClassVar[str | None] = "output"
+    rate: ClassVar[Rate] = _ALPHA
+    only_at = "output"
     independent_samples = True
 
     def __init__(self, alpha: float = 5.0, *, attention_mask: bool = False) -> None:
         super().__init__()
-        self.alpha = self.valid_rate(alpha)
+        self.alpha = self.rate.valid(alpha, self.title)
         self.attention_mask: bool = one_of(attention_mask, "attention_mask", self.title, (True, False))
-
-    @property
-    def hook_kind(self) -> str:  # type: ignore[override]
-        return "embedding" if self.attention_mask else ""
+        self.needs = ("attention_mask",) if self.attention_mask else ()
 
     def check(self, shape: Sequence[int]) -> None:
         check_embeddings(shape, self.title)
@@ -113,5 +110,5 @@ class NEFTune(Regularizer):
     def reading(self, shape: Sequence[int]) -> str:
         return f"L={shape[1]} d={shape[2]}"
 
-    def regularize_at(self, x: Tensor, rate: Any, mask: Tensor | None = None) -> Tensor:
-        return _neftune(x, rate, mask)
+    def regularize(self, x: Tensor, rate: Any, attention_mask: Tensor | None = None) -> Tensor:
+        return _neftune(x, rate, attention_mask)

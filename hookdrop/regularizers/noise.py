@@ -10,22 +10,26 @@ from torch import Tensor
 
 from hookdrop.kernels.random_numbers import rand_like, randn_like
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate_or_tensor
+from hookdrop.regularizers.rate import STD, Rate
+from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating
+
+_DROPOUT_P = Rate("p", kind="noise", open_end=True)
+_BETA = Rate("beta", kind="noise")
 
 
 def gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Multiply by 1 + e, e ~ N(0, p / (1 - p)), `p` in [0, 1): see `GaussianDropout`."""
-    return _gaussian_dropout(x, rate_or_tensor(p, owner="gaussian_dropout", open_end=True), training)
+    return _gaussian_dropout(x, _DROPOUT_P.argument(p, "gaussian_dropout"), training)
 
 
 def gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
     """Add N(0, std^2), `std` in the units of `x`: see `GaussianNoise`."""
-    return _gaussian_noise(x, rate_or_tensor(std, "std", "gaussian_noise", math.inf), training)
+    return _gaussian_noise(x, STD.argument(std, "gaussian_noise"), training)
 
 
 def uniform_noise(x: Tensor, beta: float | Tensor = 0.1, training: bool = True) -> Tensor:
     """Multiply by 1 + r, r ~ U[-beta, beta] for each element: see `UniformNoise`."""
-    return _uniform_noise(x, rate_or_tensor(beta, "beta", "uniform_noise"), training)
+    return _uniform_noise(x, _BETA.argument(beta, "uniform_noise"), training)
 
 
 def _gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
@@ -69,15 +73,14 @@ class GaussianDropout(Regularizer):
     Reference: Srivastava et al. 2014, "Dropout: A simple way ...", section 10.
     """
 
-    open_end: ClassVar[bool] = True
-    drops: ClassVar[bool] = False
+    rate: ClassVar[Rate] = _DROPOUT_P
     independent_samples = True
 
     def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
         super().__init__()
-        self.p = self.valid_rate(drop_rate(p, keep_prob, self.title))
+        self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _gaussian_dropout(x, rate)
 
 
@@ -97,17 +100,14 @@ class GaussianNoise(Regularizer):
     Reference: Bishop 1995, "Training with noise is equivalent to Tikhonov regularization".
     """
 
-    rate_name: ClassVar[str | None] = "std"
-    max_rate: ClassVar[float] = math.inf
-    probability: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
+    rate: ClassVar[Rate] = STD
     independent_samples = True
 
     def __init__(self, std: float = 0.1) -> None:
         super().__init__()
-        self.std = self.valid_rate(std)
+        self.std = self.rate.valid(std, self.title)
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _gaussian_noise(x, rate)
 
 
@@ -132,14 +132,12 @@ class UniformNoise(Regularizer):
     shift", arXiv:1801.05134, section 5.
     """
 
-    rate_name: ClassVar[str | None] = "beta"
-    probability: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
+    rate: ClassVar[Rate] = _BETA
     independent_samples = True
 
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__()
-        self.beta = self.valid_rate(beta)
+        self.beta = self.rate.valid(beta, self.title)
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _uniform_noise(x, rate)

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import Regularizer, check_batch_axis
-from hookdrop.utils.validation import floating, number, rate_or_tensor
+from hookdrop.regularizers.rate import Rate
+from hookdrop.utils.validation import floating, number
+
+_RATE = Rate("p", kind="noise", open_end=True)
 
 Range = tuple[float, float]
 
@@ -24,7 +27,7 @@ def shake_drop(
 ) -> Tensor:
     """With probability `p`, multiply a sample and its gradient by different random factors: see `ShakeDrop`."""
     ranges = _alpha_range(alpha, "shake_drop"), _range(beta, "beta", "shake_drop")
-    return _shake_drop(x, rate_or_tensor(p, owner="shake_drop", open_end=True), *ranges, training)
+    return _shake_drop(x, _RATE.argument(p, "shake_drop"), *ranges, training)
 
 
 def _shake_drop(x: Tensor, p: float | Tensor, alpha: Range, beta: Range, training: bool = True) -> Tensor:
@@ -102,14 +105,12 @@ class ShakeDrop(Regularizer):
     Reference: Yamada et al. 2018, "ShakeDrop regularization for deep residual learning", arXiv:1802.02375.
     """
 
-    open_end: ClassVar[bool] = True
-    probability: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
+    rate: ClassVar[Rate] = _RATE
     independent_samples = True
 
     def __init__(self, p: float = 0.5, alpha: Range = (-1.0, 1.0), beta: Range = (0.0, 1.0)) -> None:
         super().__init__()
-        self.p = self.valid_rate(p)
+        self.p = self.rate.valid(p, self.title)
         self.alpha = _alpha_range(alpha, self.title)
         self.beta = _range(beta, "beta", self.title)
 
@@ -119,5 +120,5 @@ class ShakeDrop(Regularizer):
     def reading(self, shape: Sequence[int]) -> str:
         return f"N={shape[0]}"
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _shake_drop(x, rate, self.alpha, self.beta)

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hookdrop.errors import LayerError, ShapeError
-from hookdrop.kernels.slices import keep_scale, slice_dropout, slice_mask
+from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.regularizers.positions import why_tokens_must_stay
-from hookdrop.utils.validation import count, drop_rate, floating, one_of, rate, rate_or_tensor
+from hookdrop.regularizers.rate import P
+from hookdrop.utils.validation import count, drop_rate, floating, one_of
 
 
 def token_dropout(
@@ -26,8 +27,8 @@ def token_dropout(
     prefix = count(prefix, "prefix", "token_dropout", 0)
     one_of(remove, "remove", "token_dropout", (True, False))
     if remove:
-        return _remove_tokens(x, rate(p, owner="token_dropout"), prefix, training)
-    return _token_dropout(x, rate_or_tensor(p, owner="token_dropout"), prefix, training)
+        return _remove_tokens(x, P.valid(p, "token_dropout"), prefix, training)
+    return _token_dropout(x, P.argument(p, "token_dropout"), prefix, training)
 
 
 def _remove_tokens(x: Tensor, p: float, prefix: int, training: bool = True) -> Tensor:
@@ -63,7 +64,7 @@ def _token_dropout(x: Tensor, p: float | Tensor, prefix: int, training: bool = T
 
 def locked_dropout(x: Tensor, p: float | Tensor, time_dim: int = 1, training: bool = True) -> Tensor:
     """`dropout` with one mask for all time steps: see `LockedDropout`."""
-    return _locked_dropout(x, rate_or_tensor(p, owner="locked_dropout"), time_dim, training)
+    return _locked_dropout(x, P.argument(p, "locked_dropout"), time_dim, training)
 
 
 def _locked_dropout(x: Tensor, p: float | Tensor, time_dim: int, training: bool = True) -> Tensor:
@@ -144,10 +145,7 @@ class TokenDropout(Regularizer):
         self.p = drop_rate(p, keep_prob, self.title)
         self.prefix = count(prefix, "prefix", self.title, 0)
         self.remove: bool = one_of(remove, "remove", self.title, (True, False))
-
-    @property
-    def keeps_shape(self) -> bool:  # type: ignore[override]
-        return not self.remove
+        self.keeps_shape = not self.remove
 
     @property
     def graph_break(self) -> str:
@@ -172,7 +170,7 @@ class TokenDropout(Regularizer):
         keeps = f", keeps {self.prefix + tokens_kept(shape[1] - self.prefix, self.p)}" if self.remove else ""
         return f"L={shape[1]} (prefix {self.prefix}{keeps}) C={shape[2]}"
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         if self.remove:
             return _remove_tokens(x, float(rate), self.prefix)
         return _token_dropout(x, rate, self.prefix)
@@ -225,5 +223,5 @@ class LockedDropout(Regularizer):
     def independent_samples(self) -> bool:
         return self.time_dim > 0
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _locked_dropout(x, rate, self.time_dim)

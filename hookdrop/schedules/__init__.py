@@ -7,9 +7,16 @@ last step. `inject(..., total_steps=N)` converts fractions to steps.
 """
 
 from hookdrop.schedules.base import Schedule
-from hookdrop.schedules.combined import ChainedSchedule, LambdaSchedule
-from hookdrop.schedules.ramps import CosineSchedule, ExponentialSchedule, LinearSchedule
-from hookdrop.schedules.switches import ConstantSchedule, EarlySchedule, LateSchedule
+from hookdrop.schedules.curves import (
+    ChainedSchedule,
+    ConstantSchedule,
+    CosineSchedule,
+    EarlySchedule,
+    ExponentialSchedule,
+    LambdaSchedule,
+    LateSchedule,
+    LinearSchedule,
+)
 
 _NAMED = (
     ConstantSchedule,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 
 def number(value: object, name: str, owner: str) -> float:
@@ -36,24 +34,23 @@ def positive(value: object, name: str, owner: str, hint: str = "") -> float:
 
 
 def rate(
-    value: object, name: str = "p", owner: str = "hookdrop", high: float = 1.0, *, open_end: bool = False
+    value: object,
+    name: str = "p",
+    owner: str = "hookdrop",
+    high: float = 1.0,
+    *,
+    low: float = 0.0,
+    open_end: bool = False,
 ) -> float:
-    """Return `value` as a float in [0, high], or in [0, high) if `open_end`."""
-    if type(value) is float and 0.0 <= value < high:
+    """Return `value` as a finite float in [low, high], or in [low, high) if `open_end`."""
+    if type(value) is float and -math.inf < low <= value < high:
         return value
     result = number(value, name, owner)
-    if 0.0 <= result < high or (result == high and not open_end):
+    if low <= result < high or (result == high and not open_end):
         return result
-    span = f"[0, {high:g}{')' if open_end else ']'}" if math.isfinite(high) else "[0, inf)"
+    span = f"{'[' if low > -math.inf else '('}{low:g}, {high:g}{')' if open_end or high == math.inf else ']'}"
     hint = f"\n  a percentage? write {name}={result / 100:g}" if high == 1.0 and 2 <= result <= 100 else ""
     raise ValueError(f"{owner}: {name} must lie in {span}, got {result:g}.{hint}")
-
-
-def rate_or_tensor(p: float | Tensor, *args: Any, check: Callable[..., float] = rate, **kwargs: Any) -> float | Tensor:
-    """Return `check(p, ...)`; in compiled code as a 0-d tensor, because the compiler treats floats as constants."""
-    if not is_compiling():
-        return check(p, *args, **kwargs)
-    return p if isinstance(p, Tensor) else as_rate_tensor(check(p, *args, **kwargs))
 
 
 def as_rate_tensor(rate: float) -> Tensor:

@@ -230,7 +230,7 @@ class TestRecipes:
         trial = Trial(Name("timm", "test_resnet"), (3, 64, 64))
         monkeypatch.setattr(
             hookdrop.DropBlock,
-            "regularize_at",
+            "regularize",
             lambda self, x, rate: hookdrop.functional.drop_block(x, 0.1, self.block_size),
         )
         record = Check(trial.build(), trial.example(), recipe=hookdrop.recipes.dropblock_resnet).run()
@@ -303,7 +303,7 @@ class TestDetection:
     ) -> None:
         monkeypatch.setattr(
             hookdrop.DropBlock,
-            "regularize_at",
+            "regularize",
             lambda self, x, rate: hookdrop.functional.drop_block(x, rate * factor, self.block_size),
         )
         step, error = failure(checked())

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from hookdrop.functional import drop_block
 from hookdrop.kernels import drawing
-from hookdrop.kernels.blocks import Blocks
+from hookdrop.kernels.blocks import Blocks, gamma_for
 from hookdrop.kernels.drawing import BlockDrawing
-from hookdrop.kernels.seed_rate import gamma_for
 
 MIN_P_VALUE = 1e-4
 METHODS = ["sparse", "static", "dense", "static dense", "brute force"]

@@ -10,7 +10,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.bernoulli import MIN_EXPECTED_SUCCESSES, successes, trials
+from hookdrop.kernels.random_numbers import MIN_EXPECTED_SUCCESSES, successes, trials
 
 CPU = torch.device("cpu")
 MIN_P_VALUE = 1e-4

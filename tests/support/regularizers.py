@@ -63,7 +63,7 @@ class Case:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the regularizer without a hook."""
         if isinstance(self.regularizer, LayerDrop):
-            return self.regularizer(x, torch.zeros_like(x))
+            return self.regularizer(x, layer_input=torch.zeros_like(x))
         return self.regularizer(x)
 
     @property
@@ -85,7 +85,7 @@ class Case:
     @property
     def has_rate(self) -> bool:
         """Whether a schedule can drive it."""
-        return getattr(self.regularizer, "rate_name", "p") is not None
+        return getattr(type(self.regularizer), "rate", "p") is not None
 
     def input(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(self.shape, dtype=dtype)

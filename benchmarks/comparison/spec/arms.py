@@ -13,6 +13,7 @@ from comparison.spec.call_syntax import Call, parse_call, parse_schedule
 from comparison.spec.errors import suggest
 from comparison.spec.run_spec import Arm
 from hookdrop import recipes
+from hookdrop.regularizers import rate_of
 
 RECIPES = ("dropblock_resnet", "timm_dropblock", "stochastic_depth", "residual_dropout")
 
@@ -50,7 +51,8 @@ def is_identity_at_0(arm: Arm) -> bool:
     """Whether hooks at rate 0 are the identity, as the A/A control requires; for `ScaleActivationGrad` rate 1 is."""
     if arm.p is None or arm.kind in ("none", "probe") or model_arguments(arm):
         return False
-    return arm.kind != "regularizer" or hookdrop.parse(full_call(arm)).neutral == 0
+    rate = type(hookdrop.parse(full_call(arm))).rate if arm.kind == "regularizer" else None
+    return rate is None or rate.neutral == 0
 
 
 def full_call(arm: Arm) -> str:
@@ -73,9 +75,10 @@ def split_rate(kind: str, text: str) -> tuple[str, float | None]:
     if kind == "regularizer":
         regularizer = hookdrop.parse(text)
         takes = inspect.signature(type(regularizer)).parameters
-        name = regularizer.rate_name
+        declared = type(regularizer).rate
+        name = None if declared is None else declared.attribute
         call = call.bind(*list(takes)[: len(call.args)])
-        return str(call.without(*([name, "keep_prob"] if name else []))), regularizer.rate
+        return str(call.without(*([name, "keep_prob"] if name else []))), rate_of(regularizer)
     if kind == "peer":
         peer = peers.peer_of(call)
         call = call.bind(*peer.settings)
@@ -95,7 +98,8 @@ def rate_name(kind: str, call: Call) -> str:
     """The name of the setting that holds the rate."""
     if kind == "peer":
         return peers.peer_of(call).rate_name
-    return (getattr(hookdrop, call.name).rate_name or "p") if kind == "regularizer" else "p"
+    declared = getattr(hookdrop, call.name).rate if kind == "regularizer" else None
+    return "p" if declared is None else declared.attribute
 
 
 def peer_rate(arm: Arm, model: nn.Module, example: Tensor | None) -> float:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import DropBlock, Dropout, GaussianNoise, HookdropWarning, LinearSchedule, MixStyle, inject, parse
-from hookdrop.regularizers import REGULARIZERS, Regularizer
+from hookdrop.regularizers import REGULARIZERS, Rate, Regularizer, at_rate
 from tests.support.compiling import Net, graphs
 from tests.support.programs import ROOT
 from tests.support.tensors import styled, zero_fraction
@@ -139,6 +140,7 @@ from torch import nn
 sys.path.insert(0, sys.argv[1])
 from tests.integration.compile.test_compiled_regularizers import NOISE, TEXTS, input_of, measured_rate
 from hookdrop import LinearSchedule, inject, parse
+from hookdrop.regularizers import at_rate
 
 class All(nn.Module):
     def __init__(self):
@@ -148,9 +150,7 @@ class All(nn.Module):
         return {name: site(inputs[name]) for name, site in self.sites.items()}
 
 model, target = All(), float(sys.argv[2])
-given = {f"sites.{name}": parse(text) for name, text in TEXTS.items()}
-for regularizer in given.values():
-    regularizer.set_rate(target)
+given = {f"sites.{name}": at_rate(parse(text), target) for name, text in TEXTS.items()}
 drop = inject(model, given, schedule=LinearSchedule(4))
 fast = torch.compile(model, fullgraph=True)
 inputs = {name: input_of(text).requires_grad_() for name, text in TEXTS.items()}
@@ -220,8 +220,7 @@ def test_output_distribution_matches_eager(text: str) -> None:
 @pytest.mark.parametrize("p", [1.0, 1e-4, 0.999])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_extreme_rates_and_low_precision(text: str, p: float, dtype: torch.dtype) -> None:
-    regularizer = parse(text)
-    regularizer.set_rate(p)
+    regularizer = at_rate(parse(text), p)
     model, x = Net().to(dtype), input_of(text).to(dtype)
     inject(model, regularizer, layers="inner")
     y = compiled(model)(x)
@@ -321,36 +320,22 @@ def test_eval_graph_equals_that_of_the_clean_model(text: str) -> None:
 
 
 class UserRegularizer(Regularizer):
-    """Reads its rate from an attribute."""
+    """Has an attribute of the name of the class attribute that declares it."""
 
-    def __init__(self, p: float = 0.1) -> None:
+    rate: Any = Rate("rate")
+
+    def __init__(self, rate: float = 0.1) -> None:
         super().__init__()
-        self.p = self.valid_rate(p)
+        self.rate = rate
 
-    def regularize(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, self.p)
-
-
-class UserRegularizerAtRate(UserRegularizer):
-    """Receives its rate as an argument."""
-
-    def regularize_at(self, x: Tensor, rate: float | Tensor) -> Tensor:
+    def regularize(self, x: Tensor, rate: float | Tensor) -> Tensor:
         return x * (torch.rand_like(x) >= rate)
-
-
-class UserOverride(Dropout):
-    """Overrides the inherited behavior."""
-
-    def regularize(self, x: Tensor) -> Tensor:
-        return x * 2.0
 
 
 FOREIGN = [
     (nn.Dropout2d(0.4), "use hookdrop.Dropout2d(p=0.4), which compiles without a graph break"),
     (nn.AlphaDropout(0.4), "use hookdrop.AlphaDropout(p=0.4), which compiles"),
     (nn.RReLU(), None),
-    (UserRegularizer(0.4), "define UserRegularizer.regularize_at(self, x, rate)"),
-    (UserOverride(0.4), "define UserOverride.regularize_at(self, x, rate)"),
 ]
 try:
     import timm.layers
@@ -380,11 +365,10 @@ def test_fullgraph_error_names_the_compilable_alternative(theirs: nn.Module, ins
     assert "as a Python float, which compiled code treats as a constant" in str(error.value)
 
 
-@pytest.mark.parametrize("theirs", [nn.Dropout(0.4), UserRegularizer(0.4)], ids=repr)
-def test_float_rates_are_right_after_a_graph_break(theirs: nn.Module) -> None:
+def test_rates_of_foreign_modules_are_right_after_a_graph_break() -> None:
     """One graph break and no recompilation, because the rate is never compiled in."""
     model = Net()
-    drop = inject(model, theirs, layers="inner", schedule=LinearSchedule(30))
+    drop = inject(model, nn.Dropout(0.4), layers="inner", schedule=LinearSchedule(30))
     fast = compiled(model, fullgraph=False)
     for step in range(31):
         drop.seek(step)
@@ -392,9 +376,9 @@ def test_float_rates_are_right_after_a_graph_break(theirs: nn.Module) -> None:
     assert len(counters["graph_break"]) == 1
 
 
-def test_user_regularizer_with_regularize_at_compiles_without_a_graph_break() -> None:
+def test_user_regularizer_compiles_without_a_graph_break() -> None:
     model = Net()
-    drop = inject(model, UserRegularizerAtRate(0.4), layers="inner", schedule=LinearSchedule(30))
+    drop = inject(model, UserRegularizer(0.4), layers="inner", schedule=LinearSchedule(30))
     fast = compiled(model)
     for step in range(31):
         drop.seek(step)
@@ -402,12 +386,12 @@ def test_user_regularizer_with_regularize_at_compiles_without_a_graph_break() ->
     assert graphs() == 2
 
 
-def test_standalone_layer_follows_set_rate(text: str) -> None:
+def test_standalone_layer_follows_its_rate(text: str) -> None:
     """It is recompiled for each rate, but always right."""
     layer, x = parse(text), input_of(text)
     fast = compiled(layer)
     for rate in (0.4, 0.2, 0.3):
-        layer.set_rate(rate)
+        setattr(layer, type(layer).rate.attribute, rate)
         assert measured_rate(text, fast(x)) == pytest.approx(rate, abs=bound(text))
 
 

@@ -26,6 +26,7 @@ from hookdrop import (
     parse,
     without_hooks,
 )
+from hookdrop.regularizers import rate_of
 from hookdrop.utils.tensor_tree import tensors
 from tests.support.models import from_timm, from_torchvision
 from tests.support.tensors import all_equal
@@ -250,7 +251,7 @@ def test_train_copy_pickle_and_remove(text: str, make: Make, layer: str) -> None
 
     clean = trained(model)
     regularizer = parse(text)
-    schedule = None if regularizer.rate is None else LinearSchedule(2)
+    schedule = None if rate_of(regularizer) is None else LinearSchedule(2)
     drop = inject(model, text, layers=layer, schedule=schedule, example_input=x)
     drop.seek(2)
     regularized = trained(model)

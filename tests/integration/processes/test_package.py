@@ -76,21 +76,24 @@ NEW = """
 from torch import Tensor
 
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.validation import rate
+from hookdrop.regularizers.rate import Rate
+
+
+AMOUNT = Rate("amount", kind="factor")
 
 
 def shrink(x: Tensor, amount: float, training: bool = True) -> Tensor:
-    return x * (1.0 - rate(amount, "amount", "shrink")) if training else x
+    return x * (1.0 - AMOUNT.argument(amount, "shrink")) if training else x
 
 
 class Shrink(Regularizer):
-    rate_name = "amount"
+    rate = AMOUNT
 
     def __init__(self, amount: float = 0.1) -> None:
         super().__init__()
-        self.amount = self.valid_rate(amount)
+        self.amount = amount
 
-    def regularize_at(self, x, rate):
+    def regularize(self, x, rate):
         return x * (1.0 - rate)
 """
 

@@ -23,6 +23,7 @@ from hookdrop import (
     find,
     inject,
 )
+from hookdrop.regularizers import drops_elements
 from tests.support.injections import layer
 from tests.support.models import Small
 
@@ -122,16 +123,16 @@ def test_mask_is_all_true_unless_the_regularizer_drops(regularizer: Regularizer)
     model = nn.Sequential(nn.Identity())
     with inject(model, regularizer, layers="0").recording() as r:
         model(torch.randn(100, 100))
-    assert bool(r["0"].mask.all()) != regularizer.drops
-    assert r["0"].dropped == pytest.approx(0.3 if regularizer.drops else 0, abs=0.02)
+    assert bool(r["0"].mask.all()) != drops_elements(regularizer)
+    assert r["0"].dropped == pytest.approx(0.3 if drops_elements(regularizer) else 0, abs=0.02)
 
 
 class Constant(Regularizer):
     """Its output does not depend on its input."""
 
-    rate_name = None
+    rate = None
 
-    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+    def regularize(self, x: torch.Tensor, rate: None) -> torch.Tensor:
         return torch.full_like(x, 3)
 
 
@@ -147,9 +148,9 @@ def test_mask_of_a_constant_output_depends_on_drops(regularizer: Regularizer) ->
     drop = inject(model, regularizer, layers="0")
     with drop.recording() as r, drop.measuring() as m:
         model(X)
-    assert torch.equal(r["0"].mask, torch.full(X.shape, not regularizer.drops))
+    assert torch.equal(r["0"].mask, torch.full(X.shape, not drops_elements(regularizer)))
     assert r["0"].p is None
-    assert m.dropped == float(regularizer.drops)
+    assert m.dropped == float(drops_elements(regularizer))
 
 
 def test_mask_is_all_false_at_rate_1() -> None:

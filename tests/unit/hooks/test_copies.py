@@ -203,7 +203,7 @@ class Counts(Regularizer):
         self.p = p
         self.calls: list[int] = []
 
-    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+    def regularize(self, x: torch.Tensor, rate: Any) -> torch.Tensor:
         self.calls.append(len(self.calls))
         return x
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -52,7 +54,7 @@ class ReturnsNone(Regularizer):
         super().__init__()
         self.p = p
 
-    def regularize(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[return]
+    def regularize(self, x: torch.Tensor, rate: Any) -> torch.Tensor:  # type: ignore[return]
         x * 0
 
 

@@ -400,14 +400,14 @@ class DrawsOnce(Regularizer):
         super().__init__()
         self.p = p
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return x * (torch.rand(()) < 0.5)
 
 
 class DrawsOnceAfterAll(Dropout):
     """Redefines how to regularize, so that what the base class says about samples no longer holds."""
 
-    def regularize_at(self, x: Tensor, rate: Any) -> Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return x * (torch.rand(()) < 0.5)
 
 
@@ -519,17 +519,17 @@ class TestSharedForwards:
 class FixedMasks(Regularizer):
     """Masksembles: group i of n rows gets mask i."""
 
-    rate_name = None
+    rate = None
 
     def __init__(self, n: int = 4) -> None:
         super().__init__()
         self.n = n
 
     @property
-    def masks_per_batch(self) -> int:
+    def independent_samples(self) -> int:
         return self.n
 
-    def regularize(self, x: Tensor) -> Tensor:
+    def regularize(self, x: Tensor, rate: None) -> Tensor:
         factors = torch.arange(self.n, dtype=x.dtype).repeat_interleave(x.shape[0] // self.n)
         return x * factors[:, None]
 

@@ -53,12 +53,12 @@ class WithWeights(Regularizer):
         super().__init__()
         self.p, self.weight = p, nn.Parameter(torch.ones(1))
 
-    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+    def regularize(self, x: torch.Tensor, rate: Any) -> torch.Tensor:
         return x * self.weight
 
 
 class NoRate(Regularizer):
-    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+    def regularize(self, x: torch.Tensor, rate: Any) -> torch.Tensor:
         return x
 
 

@@ -15,8 +15,8 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from hookdrop.kernels import bernoulli
-from hookdrop.kernels.bernoulli import MIN_EXPECTED_SUCCESSES, successes, trials
+from hookdrop.kernels import random_numbers
+from hookdrop.kernels.random_numbers import MIN_EXPECTED_SUCCESSES, successes, trials
 from tests.support.bernoulli import (
     CPU,
     MIN_P_VALUE,
@@ -101,13 +101,13 @@ def test_trials_are_zeros_and_ones(count: int, p: float) -> None:
 @pytest.mark.parametrize("steps", [5, 17])
 def test_a_batch_of_gaps_that_ends_early_is_continued(monkeypatch: pytest.MonkeyPatch, steps: int, p: float) -> None:
     """Normally the first batch is almost always sufficient. Here it never is, with the same distribution."""
-    original, calls = bernoulli._logs, []
+    original, calls = random_numbers._logs, []
 
     def shorter(_: int, device: torch.device) -> Tensor:
         calls.append(steps)
         return original(steps, device)
 
-    monkeypatch.setattr(bernoulli, "_logs", shorter)
+    monkeypatch.setattr(random_numbers, "_logs", shorter)
     assert numbers(by_successes, p, 300) > MIN_P_VALUE
     assert len(calls) > 3 * 300
     assert gaps(by_successes, p, 400 * steps) > MIN_P_VALUE

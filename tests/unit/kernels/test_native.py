@@ -20,9 +20,9 @@ from hookdrop import InjectionError, functional
 from hookdrop.functional import drop_block, dropout
 from hookdrop.kernels import masking
 from hookdrop.kernels import native as kernel
-from hookdrop.kernels.bernoulli import successes
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.drawing import BlockDrawing
+from hookdrop.kernels.random_numbers import successes
 
 needs_kernel = pytest.mark.skipif(
     not kernel.available(), reason="the compiled loops are not built (no C compiler) or disabled (HOOKDROP_KERNEL=0)"

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from hookdrop.functional import drop_block, dropout
-from hookdrop.kernels import bernoulli, drawing, triton_dropblock
+from hookdrop.kernels import drawing, random_numbers, triton_dropblock
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import apply_mask_no_grad
 from tests.support.regularizers import EVERY, Case
@@ -35,9 +35,9 @@ SHAPES = [((8, 64, 28, 28), None), ((2, 4, 6, 5, 7), None), ((16, 32, 70), -1), 
 def test_a_synchronization_is_detected() -> None:
     """The dynamic draw of the CPU reads the number of seeds, which raises for a fake CUDA tensor."""
     with FakeTensorMode(), pytest.raises(SYNC_ERRORS):
-        bernoulli.successes(10_000, 0.01, torch.device("cuda"), static=False)
+        random_numbers.successes(10_000, 0.01, torch.device("cuda"), static=False)
     with FakeTensorMode(), pytest.raises(SYNC_ERRORS):
-        bernoulli.trials(10_000, 0.01, torch.device("cuda"), static=False)
+        random_numbers.trials(10_000, 0.01, torch.device("cuda"), static=False)
 
 
 @fake_cuda

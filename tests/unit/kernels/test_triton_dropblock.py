@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdrop.functional import drop_block
 from hookdrop.kernels import custom_ops, triton_dropblock
-from hookdrop.kernels.blocks import Blocks
-from hookdrop.kernels.seed_rate import gamma_for
+from hookdrop.kernels.blocks import Blocks, gamma_for
 
 triton_language = pytest.importorskip("triton.language")
 if not hasattr(triton_language, "gather"):

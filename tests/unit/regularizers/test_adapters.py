@@ -9,6 +9,7 @@ from torch import nn
 from hookdrop import (
     InjectionError,
     LinearSchedule,
+    Rate,
     Regularizer,
     inject,
 )
@@ -52,14 +53,14 @@ class TestForeignModules:
 
 
 class Shrink(Regularizer):
-    rate_name = "amount"
+    rate = Rate("amount")
 
     def __init__(self, amount: float = 0.1) -> None:
         super().__init__()
         self.amount = amount
 
-    def regularize(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 - self.amount)
+    def regularize(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        return x * (1 - rate)
 
 
 class TensorRate(Regularizer):
@@ -69,8 +70,8 @@ class TensorRate(Regularizer):
         super().__init__()
         self.p = torch.tensor(p)
 
-    def regularize(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 - self.p)
+    def regularize(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        return x * (1 - rate)
 
 
 def test_a_user_defined_regularizer_may_store_its_rate_as_a_tensor() -> None:

@@ -28,7 +28,8 @@ from hookdrop import (
     TokenDropout,
     parse,
 )
-from hookdrop.regularizers import REGULARIZERS
+from hookdrop.regularizers import REGULARIZERS, at_rate, rate_of, rows_alone
+from hookdrop.regularizers.rate import P
 from tests.support.regularizers import FORWARD, OWN, Case
 from tests.support.tensors import all_equal
 
@@ -44,13 +45,12 @@ class TestEveryRegularizer:
 
     def test_the_neutral_rate_returns_the_input_itself(self, case: Case) -> None:
         regularizer, x = case.regularizer, case.input().requires_grad_()
-        before = regularizer.rate
-        if before is None:
+        declared = type(regularizer).rate
+        if declared is None:
             return
-        regularizer.set_rate(regularizer.neutral)
-        assert case(x) is x
-        assert regularizer.regularize(x) is x
-        regularizer.set_rate(before)
+        neutral = at_rate(regularizer, declared.neutral)
+        assert neutral(x) is x
+        assert case.skips_layers or neutral.regularize(x, declared.neutral) is x
 
     def test_does_not_modify_the_input(self, case: Case) -> None:
         x = case.input()
@@ -101,14 +101,11 @@ class TestForwardRegularizers:
 
     def test_p_1_gives_zero_gradients(self, case: Case) -> None:
         regularizer, x = case.regularizer, case.input().requires_grad_()
-        never = regularizer.open_end or isinstance(regularizer, Cutout | TokenDropout)
-        if not regularizer.drops or regularizer.rate is None or never:
+        declared = type(regularizer).rate
+        if declared != P or isinstance(regularizer, TokenDropout):
             return  # these never drop everything
-        before = regularizer.rate
-        regularizer.set_rate(1.0)
-        y = case(x)
+        y = at_rate(regularizer, 1.0)(x)
         y.sum().backward()
-        regularizer.set_rate(before)
         assert torch.equal(x.grad, torch.zeros_like(x))
         assert y.isfinite().all()
 
@@ -282,7 +279,7 @@ def test_a_block_over_the_whole_map_warns(sizes: tuple[int, ...], same: str) -> 
 INDEPENDENT = {
     name: case
     for name, case in FORWARD.items()
-    if isinstance(case.regularizer, Regularizer) and case.regularizer.independent_samples
+    if isinstance(case.regularizer, Regularizer) and rows_alone(case.regularizer) == 1
 }
 
 
@@ -291,7 +288,9 @@ def shared_variance(regularizer: Any, shape: tuple[int, ...]) -> float:
     torch.manual_seed(0)
     row, weights = torch.randn(1, *shape[1:]), torch.randn(1, *shape[1:])
     rows = row.expand(8, *shape[1:]).contiguous()
-    values = torch.stack([(regularizer.regularize(rows) * weights).flatten(1).sum(1) for _ in range(400)])
+    values = torch.stack(
+        [(regularizer.regularize(rows, rate_of(regularizer)) * weights).flatten(1).sum(1) for _ in range(400)]
+    )
     return float(values.mean(1).var() * 8 / values.var())
 
 

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import hookdrop
-from hookdrop import (
-    Dropout,
-    Regularizer,
-)
-from hookdrop.regularizers import as_regularizer
+from hookdrop import InjectionError, LinearSchedule, Rate, Regularizer, inject
+from hookdrop.regularizers import as_regularizer, at_rate, rate_of
 from tests.support.regularizers import OWN, Case
 
-# --- the rate as an argument
 
+class Own(Regularizer):
+    """Its attribute has the name of the class attribute that declares it, and its range includes negative numbers."""
 
-class OnlyRegularize(Regularizer):
-    """Reads its rate from an attribute and counts its calls."""
+    rate: Any = Rate("rate", low=-2.0, high=2.0, neutral=1.0, kind="factor")
 
-    rate_name = "amount"
-
-    def __init__(self, amount: float = 0.1) -> None:
+    def __init__(self, rate: float = 0.5) -> None:
         super().__init__()
-        self.amount = self.valid_rate(amount)
-        self.calls = 0
+        self.rate = rate
 
-    def regularize(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x * (1 - self.amount)
+    def regularize(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        return x * rate
 
 
 class Counting(nn.Module):
@@ -51,107 +44,78 @@ def halve(x: torch.Tensor) -> torch.Tensor:
     return x / 2
 
 
-class TestRegularizeAt:
-    @pytest.mark.parametrize("case", OWN.values(), ids=OWN)
-    def test_matches_a_regularizer_with_that_rate(self, case: Case) -> None:
-        regularizer, x = case.regularizer, case.input().requires_grad_()
-        if case.skips_layers:
-            return  # needs another tensor
-        before = regularizer.rate
-        other = None if before is None else before / 2
+@pytest.mark.parametrize("case", [case for case in OWN.values() if not case.skips_layers], ids=repr)
+def test_the_rate_is_an_argument(case: Case) -> None:
+    """At any rate, `regularize` matches a regularizer with that rate, whatever the attribute is."""
+    regularizer, x = case.regularizer, case.input().requires_grad_()
+    before = rate_of(regularizer)
+    other = None if before is None else before / 2
+    results = []
+    for one in (regularizer, at_rate(regularizer, other)):
+        torch.manual_seed(6)
+        y = one.regularize(x, other)
+        results.append([y, torch.autograd.grad(y.square().sum(), x)[0]])
+    assert all(map(torch.equal, *results))
+    assert rate_of(regularizer) == before
 
-        def results(call: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-            torch.manual_seed(6)
-            y = call(x)
-            return [y, torch.autograd.grad(y.square().sum(), x)[0]]
 
-        found = results(lambda x: regularizer.regularize_at(x, other))
-        assert regularizer.rate == before
-        twin = copy.deepcopy(regularizer)
-        if other is not None:
-            twin.set_rate(other)
-        assert all(map(torch.equal, found, results(twin.regularize)))
-
-    def test_a_class_with_only_regularize_runs_at_its_own_rate(self) -> None:
-        layer, x = OnlyRegularize(0.5), torch.ones(2)
-        assert layer.regularize_at(x, 0.5).tolist() == [0.5, 0.5]
-        assert layer.calls == 1
-
-    def test_another_rate_runs_a_copy_and_leaves_the_original_unchanged(self) -> None:
-        layer, x = OnlyRegularize(0.5), torch.ones(2)
-        for rate in (0.25, torch.tensor(0.25, dtype=torch.float64)):
-            assert layer.regularize_at(x, rate).tolist() == [0.75, 0.75]
-        assert (layer.amount, layer.calls) == (0.5, 0)
-
-    def test_foreign_module_and_function(self) -> None:
+class TestForeignModules:
+    def test_a_module_runs_at_its_own_rate(self) -> None:
         foreign, x = as_regularizer(Counting(0.5)), torch.ones(2)
-        assert foreign.regularize_at(x, 0.5).tolist() == [0.5, 0.5]
+        assert foreign.regularize(x, 0.5).tolist() == [0.5, 0.5]
         assert foreign.module.calls == 1
-        assert foreign.regularize_at(x, 0.25).tolist() == [0.75, 0.75]
-        assert (foreign.rate, foreign.module.calls) == (0.5, 1)
-        assert as_regularizer(halve).regularize_at(x, None).tolist() == [0.5, 0.5]
 
-    def test_overriding_only_regularize_takes_precedence(self) -> None:
-        """The inherited `regularize_at` is not used, but `super().regularize` still reaches it."""
+    def test_another_rate_runs_a_copy(self) -> None:
+        """Another thread may be running the module."""
+        foreign, x = as_regularizer(Counting(0.5)), torch.ones(2)
+        module = foreign.module
+        for _ in range(2):
+            assert foreign.regularize(x, 0.25).tolist() == [0.75, 0.75]
+        assert (module.p, module.calls) == (0.5, 0)
+        assert foreign.module.calls == 2
 
-        class Negated(Dropout):
-            def regularize(self, x: torch.Tensor) -> torch.Tensor:
-                return -super().regularize(x)
+    def test_a_function_has_no_rate(self) -> None:
+        assert as_regularizer(halve).regularize(torch.ones(2), None).tolist() == [0.5, 0.5]
 
-        class Again(Negated):
-            pass
 
-        for cls in (Negated, Again):
-            assert set(cls(0.5).regularize_at(torch.ones(100), 0.5).tolist()) == {0.0, -2.0}
-            assert set(cls(0.5).regularize_at(torch.ones(100), 0.75).tolist()) == {0.0, -4.0}
-            assert "as a Python float" in cls(0.5).graph_break
+class TestUserDefinedClasses:
+    def test_any_attribute_name_and_range(self) -> None:
+        model = nn.Sequential(nn.Identity())
+        drop = inject(model, Own(-1.5), layers="0", schedule=LinearSchedule(2))
+        drop.step()
+        assert model(torch.ones(1)).item() == drop.sites[0].p == -0.75
+        assert drop.metrics()["hookdrop/own/rate"] == -0.75
+        assert drop.sites[0].regularizer == "Own(rate=-1.5)"
+        with pytest.raises(ValueError, match=r"rate must lie in \[-2, 2\], got 3"):
+            drop.target_p = 3.0
+        with drop.disabled():
+            assert drop.p == 1.0
+        assert Own(0.25)(torch.ones(1)).item() == 0.25
+        assert Own(1.0)(x := torch.ones(1)) is x
 
-    def test_a_class_with_neither_method_raises(self) -> None:
+    def test_an_initial_rate_out_of_range_raises_in_inject(self) -> None:
+        with pytest.raises(ValueError, match=r"Own: rate must lie in \[-2, 2\], got 7"):
+            inject(nn.Sequential(nn.Identity()), Own(7.0), layers="0")
+
+    def test_a_class_without_regularize_raises(self) -> None:
         class Nothing(Regularizer):
-            rate_name = None
+            rate = None
 
-        with pytest.raises(
-            NotImplementedError, match=r"Nothing must define regularize_at\(self, x, rate\) or regularize"
-        ):
+        with pytest.raises(NotImplementedError, match=r"Nothing must define regularize\(self, x, rate\)"):
             Nothing()(torch.ones(2))
 
+    def test_an_attribute_that_hides_a_method_raises(self) -> None:
+        own = Own()
+        own.check = 1.0
+        with pytest.raises(InjectionError, match="attribute 'check', which hides a method"):
+            as_regularizer(own)
 
-# --- user-defined classes
+    def test_a_rate_whose_attribute_is_missing_raises(self) -> None:
+        class Missing(Regularizer):
+            rate = Rate("amount")
 
-
-@pytest.mark.parametrize("name", ["rate", "settings", "title", "drops", "check", "graph_break", "max_rate", "forward"])
-def test_a_reserved_rate_name_raises_at_class_definition(name: str) -> None:
-    with pytest.raises(
-        TypeError, match=f"Own: rate_name is '{name}', which is a reserved name(.|\n)*rename the attribute"
-    ):
-        type("Own", (Regularizer,), {"rate_name": name})
-
-
-@pytest.mark.parametrize("name", ["settings", "title", "drops", "check", "rate_name"])
-def test_a_reserved_setting_name_raises_at_class_definition(name: str) -> None:
-    scope: dict[str, type] = {}
-    with pytest.raises(
-        TypeError, match=f"Own: an argument of __init__ is '{name}', which is a reserved name of Regularizer"
-    ):
-        exec(f"class Own(Base):\n  def __init__(self, p, {name}=1): pass", {"Base": Regularizer}, scope)
-
-
-def test_a_rate_defined_by_a_property_is_allowed() -> None:
-    class Own(Regularizer):
-        rate_name = "rate"
-
-        def __init__(self, rate: float = 0.5) -> None:
-            super().__init__()
-            self.rate = rate
-
-        rate = property(lambda self: self.kept, lambda self, value: setattr(self, "kept", value))
-
-        def regularize(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.rate
-
-    layer = Own(0.25)
-    layer.set_rate(0.5)
-    assert layer(torch.ones(1)).item() == 0.5
+        with pytest.raises(InjectionError, match="no attribute 'amount', which its rate refers to"):
+            as_regularizer(Missing())
 
 
 class DropsASetting(Regularizer):
@@ -159,9 +123,9 @@ class DropsASetting(Regularizer):
 
     def __init__(self, p: float = 0.1, scale: float = 2.0) -> None:
         super().__init__()
-        self.p = self.valid_rate(p)
+        self.p = p
 
-    def regularize(self, x: torch.Tensor) -> torch.Tensor:
+    def regularize(self, x: torch.Tensor, rate: float) -> torch.Tensor:
         return x * 1.0
 
 
@@ -173,3 +137,24 @@ def test_repr_shows_only_stored_settings() -> None:
         hookdrop.StateError, match="does not store its settings: 'DropsASetting' object has no attribute 'scale'"
     ):
         _ = hookdrop.inject(model, DropsASetting(0.2), layers="0").config
+
+
+@pytest.mark.parametrize(
+    ("rate", "bad", "text"),
+    [
+        (Rate("p"), 1.5, r"\[0, 1\], got 1.5"),
+        (Rate("p", open_end=True), 1.0, r"\[0, 1\), got 1"),
+        (Rate("std", high=math.inf), -1.0, r"\[0, inf\), got -1"),
+        (Rate("a", low=-math.inf, high=2.0), 3.0, r"\(-inf, 2\], got 3"),
+        (Rate("a", low=-math.inf, high=math.inf), -math.inf, "finite"),
+    ],
+)
+def test_a_rate_states_its_range(rate: Rate, bad: float, text: str) -> None:
+    assert rate.valid(0.5, "Own") == 0.5
+    with pytest.raises(ValueError, match=f"Own: {rate.attribute} must .*{text}"):
+        rate.valid(bad, "Own")
+
+
+def test_a_neutral_rate_out_of_range_raises() -> None:
+    with pytest.raises(ValueError, match="neutral must lie in"):
+        Rate("factor", neutral=2.0)

@@ -59,9 +59,7 @@ class TestSubset:
     @pytest.mark.parametrize(("samples", "p", "kept"), [(10, 0.8, 2), (20, 0.9, 2), (100, 0.55, 45), (100, 0.9, 10)])
     def test_rounding_of_1_minus_p_drops_no_further_sample(self, samples: int, p: float, kept: int) -> None:
         assert int(drop_path(torch.ones(samples, 1), p, mode="subset").count_nonzero()) == kept
-        in_graph = DropPath(p, mode="subset").regularize_at(
-            torch.ones(samples, 1), torch.tensor(p, dtype=torch.float64)
-        )
+        in_graph = DropPath(p, mode="subset").regularize(torch.ones(samples, 1), torch.tensor(p, dtype=torch.float64))
         assert int(in_graph.count_nonzero()) == kept
 
     def test_further_outputs_with_one_row_are_kept(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from hookdrop import DropBlock, ShapeError
 from hookdrop.functional import drop_block
-from hookdrop.kernels.seed_rate import gamma_for
+from hookdrop.kernels.blocks import gamma_for
 
 
 def mean_and_error(maps: torch.Tensor) -> tuple[float, float]:

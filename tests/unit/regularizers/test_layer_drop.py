@@ -78,7 +78,7 @@ def test_gradients_of_a_skipped_layer_are_zero_not_missing() -> None:
 
 def test_eval_returns_the_output_itself() -> None:
     x, fx = torch.randn(2, 4), torch.randn(2, 4)
-    assert LayerDrop(0.5).eval()(fx, x) is fx
+    assert LayerDrop(0.5).eval()(fx, layer_input=x) is fx
 
 
 def test_keeps_the_dtype_of_the_output_under_autocast() -> None:
@@ -125,7 +125,7 @@ def test_rate_1_raises_because_the_layer_would_never_train() -> None:
 
 
 def test_without_an_input_it_tells_how_to_call_it() -> None:
-    with pytest.raises(InjectionError, match=r"LayerDrop\(p=...\)\(layer\(x\), x\)"):
+    with pytest.raises(InjectionError, match=r"LayerDrop\(p=...\)\(layer\(x\), layer_input=x\)"):
         LayerDrop(0.5)(torch.ones(2))
 
 

@@ -1,13 +1,32 @@
-"""A progress bar, if tqdm is installed."""
+"""Optional dependencies, which are installed by extras, and a progress bar, which needs one."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-from hookdrop.utils.optional_dependencies import needs
+from hookdrop.errors import HookdropError
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Name the extra to install if an import inside this block fails.
+
+    Args:
+        extra: the name in `pip install 'hookdrop[...]'`.
+
+    Raises:
+        HookdropError: a package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise HookdropError(
+            f"{(error.name or 'a package').partition('.')[0]} is not installed.\n  pip install 'hookdrop[{extra}]'"
+        ) from None
 
 
 class ProgressBar(Protocol):
