@@ -100,10 +100,9 @@ class Injection:
         return len({state.name for state in self._live})
 
     def _only(self, states: Sequence[InjectionState]) -> Injection:
-        found = None if self._found is None else [sink for sink in self._found if sink.state in states]
-        model = self._model()
-        narrowed = Injection(nn.Identity() if model is None else model, states, found)
-        narrowed._model = self._model
+        narrowed = object.__new__(Injection)
+        narrowed._model, narrowed._states = self._model, tuple(states)
+        narrowed._found = None if self._found is None else [sink for sink in self._found if sink.state in states]
         return narrowed
 
     @property
@@ -212,7 +211,7 @@ class Injection:
 
     @property
     def p(self) -> float | None:
-        """The current rate before `p_scale`; the largest if sites differ.
+        """The current rate before `p_scale`; the largest if sites differ. To change it, set `target_p`.
 
         While disabled, it is the rate without effect: 0, or 1 for a factor. None if there is no rate, or if the sites'
         rates have different units (a probability and a standard deviation); see `sites[i].p` then.
@@ -220,25 +219,11 @@ class Injection:
         units = list(rates.rates_by_unit(self._members).values())
         return rates.current_rate(units[0]) if len(units) == 1 else None
 
-    @p.setter
-    def p(self, value: float) -> None:
-        self._require_common_unit("p = ...")
-        raise AttributeError(
-            f"p is read-only, because the schedule sets it.\n  set the target: drop.target_p = {value}"
-        )
-
     @property
     def keep_prob(self) -> float | None:
         """1 - p; None if p is not a drop probability (noise, `Cutout`) or is None."""
         p = self.p
         return 1.0 - p if p is not None and "p" in rates.rates_by_unit(self._members) else None
-
-    @keep_prob.setter
-    def keep_prob(self, value: float) -> None:
-        self._require_common_unit("keep_prob = ...")
-        raise AttributeError(
-            f"keep_prob is read-only, because the schedule sets it.\n  set the target: drop.target_p = 1 - {value}"
-        )
 
     @property
     def target_p(self) -> float | None:
@@ -342,9 +327,8 @@ class Injection:
         self._move(lambda state: state.step_count + n)
 
     def _move(self, step_of: Callable[[InjectionState], int]) -> None:
-        rates.seek(self._states, step_of)
-        for state in self._states:
-            if state.live.moves and state.live.moves % STEPS_BEFORE_WARNING == 0:
+        for state in rates.seek(self._states, step_of):
+            if state.live.moves % STEPS_BEFORE_WARNING == 0:
                 self._only([state])._warn_about_problems()
 
     def _warn_about_restart(self, steps: int) -> None:

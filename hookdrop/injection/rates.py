@@ -67,13 +67,22 @@ def current_rate(sinks: Sequence[RateSink]) -> float:
     return max(found, key=abs)
 
 
+def set_targets(sinks: Sequence[RateSink], value: float) -> None:
+    """Set the targets of sinks of one unit: the largest to `value`, the others in proportion."""
+    zero = largest_target(sinks) == 0
+    targets = [(sink.initial_target if zero else sink.target) or 0.0 for sink in sinks]
+    reference = max(targets, key=abs, default=0.0)
+    for sink, target in zip(sinks, targets, strict=True):
+        sink.target = sink.valid_target(value * (target / reference) if reference else value)
+
+
 # --- changing rates
 
 
-def seek(states: States, step_of: Callable[[InjectionState], int]) -> None:
-    """Set the step counts and the rates, or none of them after an error."""
+def seek(states: States, step_of: Callable[[InjectionState], int]) -> list[InjectionState]:
+    """Set the step counts and the rates, or none of them after an error. Returns the states that moved."""
     with rate_lock:
-        before = [state.step_count for state in states]
+        before = [(state, state.step_count) for state in states]
         try:
             for state in states:
                 state.step_count = step_of(state)
@@ -83,14 +92,16 @@ def seek(states: States, step_of: Callable[[InjectionState], int]) -> None:
                     _check_rates(state, multiplier, peak)
                 _set_rates(state, multiplier)
         except BaseException:
-            for state, step in zip(states, before, strict=True):
+            for state, step in before:
                 state.step_count = step
-                _set_rates(state, state.multiplier)
+            update_rates(states)
             raise
-    for state, step in zip(states, before, strict=True):
+    moved = [state for state, step in before if state.step_count != step]
+    for state in states:
         state.live.was_stepped = True
-        state.live.moves += step != state.step_count
+        state.live.moves += state in moved
         _warn_about_shapes(state)
+    return moved
 
 
 @contextmanager

@@ -7,7 +7,7 @@ here, weak like a hook table, says which injection drives it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 from torch import nn
@@ -126,6 +126,12 @@ class AttributeSink:
     def describe(self, rate: float | None = None) -> str:
         kind = type(self.module()).__name__
         return f"{kind}.{self.attribute}={self.target if rate is None else rate:g} (was {float(self.before):g})"
+
+    def take_over(self, states: Collection[InjectionState]) -> None:
+        """Make the sinks that this one replaces leave the attribute as it is, and restore what they would."""
+        for other in _attribute_sinks[self.module()] if self.module() is not None else ():
+            if other.state in states and other.attribute == self.attribute:
+                self.before, other.before, other.value = other.before, self.value, self.value
 
     def remove(self) -> None:
         module = self.module()

@@ -15,7 +15,7 @@ from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.resolve import as_source, check_options, check_recipe_arguments, resolve
 from hookdrop.injection.sinks import RateSink
-from hookdrop.injection.text import Allowed, as_schedule, parse, read, text_of
+from hookdrop.injection.text import Allowed, as_schedule, read, text_of
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer
 from hookdrop.regularizers.rate import at_rate
@@ -62,21 +62,23 @@ class InjectionSpec:
 
     def __post_init__(self) -> None:
         """Find invalid settings before there is a model, by resolving them for one that has any layer."""
-        source = as_source(self.regularizer)
-        check_options(self.name, self.on_existing, self.portable)
+        check_options(self.at, self.tensor, self.name, self.on_existing, self.portable)
         as_entries(() if self.exclude is None else self.exclude, "`exclude`")
+        toy = nn.Sequential(nn.Identity(), nn.Identity())
+        given = self.arguments(toy)
+        source, layers = given["regularizer"], given["layers"]
         if isinstance(source, Recipe):
             check_recipe_arguments(source, None, self.at, self.tensor)
             as_schedule(self.schedule or ConstantSchedule(), "InjectionSpec")
             return
-        as_entries(() if self.layers is None else self.layers, "`layers`", root=True)
+        as_entries(() if layers is None else layers, "`layers`")
         for key in source if isinstance(source, Mapping) else ():
-            as_entries(key, "a key of the mapping", root=True)
+            as_entries(key, "a key of the mapping")
         # Factors by pattern or by a function depend on the names of the layers.
         p_scale = self.p_scale if isinstance(self.p_scale, str | int | float) else None
-        toy, layers = nn.Sequential(nn.Identity(), nn.Identity()), None if self.layers is None else "*"
+        everywhere = None if layers is None else "*"
         for one in [{"*": value} for value in source.values()] if isinstance(source, Mapping) and source else [source]:
-            resolve(toy, one, layers, (), self.schedule, p_scale, self.at, self.tensor, total_steps=1_000_000)
+            resolve(toy, one, everywhere, (), self.schedule, p_scale, self.at, total_steps=1_000_000)
 
     @property
     def is_relative(self) -> bool:
@@ -119,14 +121,31 @@ class InjectionSpec:
         read_here = {"regularizer", "schedule"} & set(settings) if allow else ()
         return cls(**settings | {name: _read(settings[name], allow) for name in read_here})
 
-    def differences(self, sites: Sequence[str]) -> str:
-        """Compare the sites that a recipe chose with `layers`; empty if they agree or `layers` is None."""
-        wanted = list(sites) if self.layers is None else list(self.layers)
-        lines = [f"  only in the spec: {site!r}" for site in wanted if site not in sites]
-        return "\n".join(lines + [f"  only here:        {site!r}" for site in sites if site not in wanted])
+    def arguments(self, model: nn.Module) -> dict[str, Any]:
+        """Return the arguments of `inject` for a model; the empty name stands for the model itself."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given["regularizer"] = as_source(self.regularizer)
+        if isinstance(given["regularizer"], Recipe):
+            given["layers"] = None
+        return given | {name: _with_root(given[name], model) for name in ("regularizer", "layers", "p_scale")}
+
+    def check_sites(self, sites: Sequence[str]) -> None:
+        """Raise `StateError` if a recipe chose other sites than `layers`."""
+        if self.layers is None or list(sites) == list(self.layers):
+            return
+        lines = [f"the recipe {self.regularizer} chooses other sites here than in the spec."]
+        lines += [f"  only in the spec: {site!r}" for site in self.layers if site not in sites]
+        lines += [f"  only here:        {site!r}" for site in sites if site not in self.layers]
+        raise StateError("\n".join([*lines, "  to place it anyway: remove `layers` from the spec"]))
 
 
 _EXAMPLE = '  for example: InjectionSpec("Dropout(p=0.1)", layers="head")'
+
+
+def _with_root(value: Any, model: nn.Module) -> Any:
+    if isinstance(value, Mapping):
+        return {model if key == "" else key: one for key, one in value.items()}
+    return [model if entry == "" else entry for entry in value] if isinstance(value, list | tuple) else value
 
 
 def spec_of(state: InjectionState, sinks: Sequence[RateSink], declared: bool = False) -> InjectionSpec:
@@ -135,7 +154,7 @@ def spec_of(state: InjectionState, sinks: Sequence[RateSink], declared: bool = F
     names = [sink.site for sink in sinks]
     common = {"schedule": schedule, "name": state.name, "portable": state.portable}
     if state.recipe is not None:
-        return InjectionSpec(**{**state.recipe, "regularizer": parse(state.recipe["regularizer"])}, layers=names, **common)
+        return InjectionSpec(**state.recipe, layers=names, **common)
     hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
     each = {hook.site: at_rate(hook.regularizer, hook.initial_target if declared else hook.target) for hook in hooks}
     one = next(iter(each.values())) if len(set(map(repr, each.values()))) == 1 else None
