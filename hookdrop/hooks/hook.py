@@ -21,9 +21,8 @@ from hookdrop.hooks.batch_norm import collects_statistics, dropped_statistics_te
 from hookdrop.hooks.checkpointing import may_be_recomputed, rng_fingerprint
 from hookdrop.hooks.portable import deep_copied, reduced
 from hookdrop.hooks.state import InjectionState, all_states
-from hookdrop.regularizers.base import Regularizer
+from hookdrop.regularizers.base import Rate, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.catalog import REGULARIZERS
-from hookdrop.regularizers.rate import Rate, at_rate, rate_of
 from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
 

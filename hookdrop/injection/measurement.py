@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hookdrop.diagnostics.isolation import forked_rng
+from hookdrop.survey.isolation import forked_rng
 from hookdrop.errors import InjectionError
 from hookdrop.hooks.hook import CurrentRate, SiteHook, regularized
 from hookdrop.hooks.state import InjectionState

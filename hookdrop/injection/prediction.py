@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.isolation import eval_mode, forked_rng, uncompiled
+from hookdrop.survey.isolation import eval_mode, forked_rng, uncompiled
 from hookdrop.diagnostics.uncertainty import Prediction, Statistics, Summary, concatenated
 from hookdrop.errors import InjectionError, ShapeError, warn
 from hookdrop.hooks.hook import SiteHook

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.isolation import call, restored_after, set_eval
+from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.diagnostics.measurement import Measurement, SiteMeasurement, measured_into, require_values
 from hookdrop.guards.first_call import without_bookkeeping
 from hookdrop.hooks.hook import SiteHook

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.isolation import restored_after, uncompiled
+from hookdrop.survey.isolation import restored_after, uncompiled
 from hookdrop.errors import LayerError, ShapeError, did_you_mean, warn
 from hookdrop.guards.first_call import without_bookkeeping
 from hookdrop.hooks import compiling

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.diagnostics.isolation import uncompiled
+from hookdrop.survey.isolation import uncompiled
 from hookdrop.errors import InjectionError, ShapeError, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.utils.select import Entries, Layer, select

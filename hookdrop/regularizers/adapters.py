@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from hookdrop.errors import InjectionError
-from hookdrop.regularizers.base import Regularizer
-from hookdrop.regularizers.rate import Rate, rate_of
+from hookdrop.regularizers.base import Rate, Regularizer, rate_of
 
 # Names of other libraries' classes and the equivalent hookdrop classes.
 _EQUIVALENTS = {name: name for name in ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath")}

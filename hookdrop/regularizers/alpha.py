@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hookdrop.kernels.custom_ops import draw_elements
 from hookdrop.kernels.masking import slice_mask
-from hookdrop.regularizers.base import describe_map
+from hookdrop.regularizers.base import P, describe_map
 from hookdrop.regularizers.dropout import Dropout, check_channels
-from hookdrop.regularizers.rate import P
 from hookdrop.utils.validation import floating
 
 _SATURATION = 1.7580993408473766

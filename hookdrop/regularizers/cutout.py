@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hookdrop.errors import ShapeError
 from hookdrop.kernels.random_numbers import rand, randint
-from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
-from hookdrop.regularizers.rate import Rate
+from hookdrop.regularizers.base import Rate, Regularizer, describe_map, nhwc_warnings
 from hookdrop.utils.validation import count, floating
 
 _RATE = Rate("p", kind="factor")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from hookdrop.errors import LayerError
 from hookdrop.kernels.masking import slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.regularizers.base import Regularizer, check_batch_axis
-from hookdrop.regularizers.rate import P
+from hookdrop.regularizers.base import P, Regularizer, check_batch_axis
 from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import drop_rate, floating, one_of
 

@@ -15,8 +15,7 @@ from hookdrop.kernels import custom_ops, triton_dropblock
 from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
 from hookdrop.kernels.drawing import NORMALIZE, BlockDrawing
 from hookdrop.kernels.masking import apply_mask
-from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
-from hookdrop.regularizers.rate import P
+from hookdrop.regularizers.base import P, Regularizer, describe_map, nhwc_warnings
 from hookdrop.utils.axes import given_channel_axis
 from hookdrop.utils.tensors import PLAIN_TYPES, on_plain_tensor, wraps_results
 from hookdrop.utils.torch_internals import dispatch_modes, is_tracing

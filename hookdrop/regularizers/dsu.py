@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels.random_numbers import rand, randn_like
-from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
+from hookdrop.regularizers.base import Rate, Regularizer, describe_map, nhwc_warnings
 from hookdrop.regularizers.mixstyle import BATCH_P, EPSILON, check_style, restyle, style
-from hookdrop.regularizers.rate import Rate
 from hookdrop.utils.validation import floating
 
 

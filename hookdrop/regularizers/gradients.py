@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hookdrop.kernels.gradient_edits import add_noise, clamp, clip_norm, edit_gradient, scale
-from hookdrop.regularizers.base import Regularizer, check_batch_axis
-from hookdrop.regularizers.rate import STD, Rate
+from hookdrop.regularizers.base import STD, Rate, Regularizer, check_batch_axis
 from hookdrop.utils.validation import floating, number, one_of, positive
 
 _FACTOR = Rate("factor", -math.inf, math.inf, neutral=1.0, kind="factor")

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.regularizers.base import Regularizer
-from hookdrop.regularizers.rate import BELOW_1, Rate
+from hookdrop.regularizers.base import BELOW_1, Rate, Regularizer
 from hookdrop.utils.validation import count, drop_rate, floating
 
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hookdrop.errors import InjectionError, LayerError, ShapeError
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.regularizers.base import Regularizer, check_batch_axis
-from hookdrop.regularizers.rate import BELOW_1, Rate
+from hookdrop.regularizers.base import BELOW_1, Rate, Regularizer, check_batch_axis
 from hookdrop.utils.validation import drop_rate, floating
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hookdrop.errors import ShapeError
 from hookdrop.kernels.random_numbers import most_precise_dtype, rand
-from hookdrop.regularizers.base import Regularizer, describe_map, nhwc_warnings
+from hookdrop.regularizers.base import Rate, Regularizer, describe_map, nhwc_warnings
 from hookdrop.regularizers.cutout import check_map
-from hookdrop.regularizers.rate import Rate
 from hookdrop.utils.validation import floating, positive
 
 BATCH_P = Rate("p", kind="noise")

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hookdrop.errors import ShapeError
 from hookdrop.kernels.random_numbers import rand_like
-from hookdrop.regularizers.base import Regularizer
-from hookdrop.regularizers.rate import Rate
+from hookdrop.regularizers.base import Rate, Regularizer
 from hookdrop.utils.torch_internals import functorch_stack
 from hookdrop.utils.validation import floating, one_of
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels.random_numbers import rand_like, randn_like
-from hookdrop.regularizers.base import Regularizer
-from hookdrop.regularizers.rate import STD, Rate
+from hookdrop.regularizers.base import STD, Rate, Regularizer
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating
 
 _DROPOUT_P = Rate("p", kind="noise", open_end=True)

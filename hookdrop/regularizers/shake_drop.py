@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.regularizers.base import Regularizer, check_batch_axis
-from hookdrop.regularizers.rate import Rate
+from hookdrop.regularizers.base import Rate, Regularizer, check_batch_axis
 from hookdrop.utils.validation import floating, number
 
 _RATE = Rate("p", kind="noise", open_end=True)

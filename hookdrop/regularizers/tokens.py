@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
-from hookdrop.regularizers.base import Regularizer
+from hookdrop.regularizers.base import P, Regularizer
 from hookdrop.regularizers.positions import why_tokens_must_stay
-from hookdrop.regularizers.rate import P
 from hookdrop.utils.validation import count, drop_rate, floating, one_of
 
 

@@ -56,7 +56,21 @@ is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """The number of in-place modifications of a tensor."""
 
+
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that tensors with the same memory share, with values or without; 0 if there is no memory."""
+    return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else 0
+
+
 # --- modes and transforms that intercept operations
+
+
+def fake_tensors() -> Any:
+    """Return a mode in which tensors have shapes but no values. Parameters of any model can be used inside."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
 
 dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 """The number of active dispatch modes (fake tensors, tracing, operator profiling)."""

@@ -76,7 +76,7 @@ NEW = """
 from torch import Tensor
 
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.regularizers.rate import Rate
+from hookdrop.regularizers.base import Rate
 
 
 AMOUNT = Rate("amount", kind="factor")

@@ -29,7 +29,7 @@ from hookdrop import (
     parse,
 )
 from hookdrop.regularizers import REGULARIZERS, at_rate, rate_of, rows_alone
-from hookdrop.regularizers.rate import P
+from hookdrop.regularizers.base import P
 from tests.support.regularizers import FORWARD, OWN, Case
 from tests.support.tensors import all_equal
 

@@ -151,7 +151,23 @@ def test_version_of() -> None:
     assert internals.version_of(x) == before + 1
 
 
+def test_storage_of() -> None:
+    """Without it, a survey does not see that an in-place change of a view changes the tensor."""
+    with internals.fake_tensors():
+        x, other = torch.ones(2, 2), torch.ones(2, 2)
+        assert internals.storage_of(x) == internals.storage_of(x[0]) != internals.storage_of(other)
+
+
 # --- modes and transforms that intercept operations
+
+
+def test_fake_tensors() -> None:
+    """Without it, a survey needs values: time and memory for the activations of the model."""
+    layer = nn.Linear(3, 5)
+    with internals.fake_tensors() as mode, torch.no_grad():
+        y = layer(mode.from_tensor(torch.ones(2, 3)))
+    assert y.shape == (2, 5)
+    assert internals.version_of(y) == 0
 
 
 def test_dispatch_modes() -> None:

@@ -1,0 +1,302 @@
+"""Find the residual branches in a trace.
+
+A residual is an addition of a skip and a branch of one shape. The skip, or a term of the sum that it is, is an ancestor
+of the branch, with weights in between; or the skip is a projection: a module whose input, in the same forward, is also
+that of a longer branch. The branch ends with the last module whose output reaches the addition through linear
+operations that keep the size: a gain, dropout, a permutation. If the branch is a sum itself (GPT-J adds attention and
+MLP first), each term has an end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from hookdrop.survey.trace import Call, Node, Op, Trace
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A residual branch. All names are full names of modules."""
+
+    block: str
+    """The innermost module in whose forward the addition runs."""
+    layer: str
+    """The outermost block around this block that adds branches: in BERT, the layer around both of its outputs."""
+    end: str
+    """The last module of the branch, whose output reaches the addition."""
+    start: str
+    """The first module that takes the skip's tensor; empty if none does."""
+    skip: str | None
+    """Empty: an identity skip, from the block's own input; a name: the module on the skip; None: another tensor."""
+    shape: tuple[int, ...]
+    """The shape of the output of `end`."""
+    parts: tuple[str, ...] = ()
+    """All modules whose output reaches the addition, `end` first, if nothing but linear operations follows them."""
+
+
+@dataclass(eq=False)
+class Residual:
+    """An addition of a skip and a branch."""
+
+    op: Op
+    skip: Node
+    branch: Node
+    root: Node
+    """The tensor from which both come: the skip, or what it is a sum with, or the input of a projection."""
+    projection: Call | None = None
+    ends: list[list[Call]] = field(default_factory=list)
+    """The calls that may be the end of each term of the branch, the last of the forward first."""
+
+    @property
+    def output(self) -> Node:
+        """The sum."""
+        return self.op.outputs[-1]
+
+
+def find_branches(trace: Trace) -> tuple[Branch, ...]:
+    """Return the residual branches of a trace, in the order of execution."""
+    residuals = find_residuals(trace)
+    layers = _layers(residuals)
+    found: dict[tuple[str, str], Branch] = {}
+    usable = _always_ends(trace, residuals)
+    for residual in residuals:
+        for calls in residual.ends:
+            parts = tuple(dict.fromkeys(call.name for call in calls if call.name in usable))
+            if parts:
+                block = "" if residual.op.call is None else residual.op.call.name
+                shape = next(call for call in calls if call.name == parts[0]).outputs[0].shape
+                branch = Branch(
+                    block, layers[residual], parts[0], _start(trace, residual), _skip(residual), shape, parts
+                )
+                found.setdefault((branch.layer, branch.end), branch)
+    return tuple(found.values())
+
+
+def find_residuals(trace: Trace) -> list[Residual]:
+    """Return the residual additions of a trace, in the order of execution."""
+    return _without_long_skips(_Search(trace).run())
+
+
+class _Search:
+    """One pass over the operations. Sets of ancestors are the bits of integers."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.bits: dict[Node, int] = {}
+        self.ancestors: dict[Node, int] = {}
+        """All nodes on which a node depends, itself included."""
+        self.behind: dict[Node, int] = {}
+        """The ancestors that reach a node through weights."""
+        self.roots: dict[Node, list[Node]] = {}
+        """The nodes for which a node stands as a skip, the most recent first."""
+        self.outputs: dict[Node, list[Call]] = {}
+        for call in trace.calls:
+            nodes = [node for node in call.outputs if node.fits]
+            if nodes:  # the first is the one that a hook on the module sees
+                self.outputs.setdefault(nodes[0], []).append(call)
+        self.found: dict[Node, Residual] = {}
+
+    def run(self) -> list[Residual]:
+        for op in self.trace.ops:
+            for node in op.inputs:
+                if node.is_data and node not in self.bits:
+                    self._add(node, 0, 0)
+            data = [node for node in op.inputs if node.is_data]
+            weighted = any(node.has_weights and not node.is_data for node in op.inputs) or op.name == "opaque"
+            everything, behind = _union(self.ancestors, data), _union(self.behind, data)
+            for node in op.outputs:
+                if node.is_data:
+                    self._add(node, everything, everything if weighted else behind)
+            residual = self._residual(op)
+            if residual is not None:
+                residual.ends = [calls for calls in self._ends(residual, residual.branch) if calls]
+                self.found[residual.output] = residual
+            for node in op.outputs:
+                self.roots[node] = [node, *self._inherited_roots(op, node, residual)]
+        return [residual for residual in self.found.values() if residual.ends]
+
+    def _add(self, node: Node, ancestors: int, behind: int) -> None:
+        self.bits[node] = bit = 1 << len(self.bits)
+        self.ancestors[node], self.behind[node] = ancestors | bit, behind
+
+    def _inherited_roots(self, op: Op, node: Node, residual: Residual | None) -> list[Node]:
+        if residual is not None:
+            return self.roots.get(residual.skip, [residual.skip])
+        data = [one for one in op.inputs if one.is_data and one.fits]
+        if op.name in _LINEAR and len(data) == 1 and data[0].size == node.size:
+            return self.roots.get(data[0], [data[0]])
+        return []
+
+    def _residual(self, op: Op) -> Residual | None:
+        terms = added(op)
+        if terms is None:
+            return None
+        a, b = terms
+        forward, backward = self._root(a, b), self._root(b, a)
+        if (forward is None) != (backward is None):
+            return Residual(op, a, b, forward) if forward is not None else Residual(op, b, a, backward or b)
+        return self._projection(op, a, b)
+
+    def _root(self, skip: Node, branch: Node) -> Node | None:
+        """Return the most recent root of `skip` that reaches `branch` through weights."""
+        behind = self.behind[branch]
+        return next((root for root in self.roots.get(skip, [skip]) if behind & self.bits[root]), None)
+
+    def _projection(self, op: Op, a: Node, b: Node) -> Residual | None:
+        since = op.call.start if op.call is not None else -1
+        lengths = _lengths(a, since), _lengths(b, since)
+        common = [node for node in lengths[0].keys() & lengths[1].keys() if node.fits]
+        if not common:
+            return None
+        root = max(common, key=lambda node: node.index)
+        of_a, of_b = lengths[0][root], lengths[1][root]
+        skip, branch = (a, b) if of_a < of_b else (b, a)
+        calls = [call for call in self._producers(skip, op) if root in call.inputs and call.has_weights]
+        if of_a == of_b or min(of_a, of_b) == 0 or not calls:
+            return None
+        return Residual(op, skip, branch, root, calls[0])
+
+    def _producers(self, node: Node, before: Op) -> list[Call]:
+        """Return the calls that returned a node before an operation, the last first."""
+        calls = [call for call in self.outputs.get(node, []) if call.end < before.index]
+        return sorted(calls, key=lambda call: -call.end)
+
+    def _ends(self, residual: Residual, node: Node) -> Iterator[list[Call]]:
+        """Yield the candidates for the end of each term of a branch."""
+        root, calls = self.bits[residual.root], []
+        while self.behind[node] & root:
+            calls += self._producers(node, residual.op)
+            op = node.op
+            if op is None or node in self.found:
+                break
+            terms = [] if calls else [x for x in added(op) or () if self.behind[x] & root]
+            if len(terms) == 2:
+                for term in terms:
+                    yield from self._ends(residual, term)
+                return
+            inputs = [one for one in op.inputs if one.is_data and one.fits and self.ancestors[one] & root]
+            if not _is_linear(op) or len(inputs) != 1:
+                break
+            node = inputs[0]
+        yield calls
+
+
+def added(op: Op) -> tuple[Node, Node] | None:
+    """Return the two terms of an addition of tensors of one shape that both depend on the example."""
+    if op.name not in _ADDITIONS or len(op.inputs) != 2 or not op.outputs:
+        return None
+    a, b = op.inputs
+    same = a.shape == b.shape == op.outputs[-1].shape
+    return (a, b) if same and a.fits and b.fits and a.is_data and b.is_data else None
+
+
+def _union(sets: dict[Node, int], nodes: Iterable[Node]) -> int:
+    found = 0
+    for node in nodes:
+        found |= sets[node]
+    return found
+
+
+def _lengths(node: Node, since: int) -> dict[Node, int]:
+    """Return the ancestors that a node has since a time, each with the most operations with weights in between."""
+    lengths = {node: 0}
+    waiting = [node]
+    while waiting:
+        node = max(waiting, key=lambda one: one.index)
+        waiting.remove(node)
+        if node.op is None or node.index < since:
+            continue
+        weighted = any(one.has_weights and not one.is_data for one in node.op.inputs)
+        for one in node.op.inputs:
+            if one.is_data:
+                if one not in lengths:
+                    waiting.append(one)
+                lengths[one] = max(lengths.get(one, 0), lengths[node] + weighted)
+    return lengths
+
+
+def _is_linear(op: Op) -> bool:
+    if op.name == "masked_fill":
+        return bool(op.args[-1] == 0)
+    return op.name in _LINEAR or op.name in _CROPS
+
+
+def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
+    """Leave out skips around several blocks, and additions inside a branch, such as the one of MViT's attention."""
+    inner: dict[Residual, list[Residual]] = {}
+    for outer in residuals:
+        lengths = _lengths(outer.branch, outer.root.index)
+        inner[outer] = [
+            one
+            for one in residuals
+            if one is not outer and one.output in lengths and one.root.index >= outer.root.index
+        ]
+    long = {outer for outer, found in inner.items() if len(found) > 1}
+    hidden = {one for outer, found in inner.items() if outer not in long for one in found}
+    return [one for one in residuals if one not in long | hidden]
+
+
+def _always_ends(trace: Trace, residuals: list[Residual]) -> set[str]:
+    """Return the modules all of whose calls end a branch: others, such as a shared dropout, also run inside one."""
+    ends = {call for residual in residuals for calls in residual.ends for call in calls}
+    counts = Counter(call.name for call in ends)
+    return {name for name, count in counts.items() if name and count == len(trace.calls_of[name])}
+
+
+def _layers(residuals: list[Residual]) -> dict[Residual, str]:
+    """Return the layer of each residual: the outermost block around it, unless that block is a stack of layers."""
+    homes = {residual: "" if (call := _home(residual)) is None else call.name for residual in residuals}
+    patterns: dict[str, list[str]] = {}
+    for residual, home in homes.items():
+        patterns.setdefault(home, []).append(re.sub(r"\.\d+(?=\.)", ".#", f".{residual.ends[0][0].name}."))
+    stacks = {home for home, ends in patterns.items() if not home or len(set(ends)) < len(ends)}
+    blocks = {home for home in homes.values() if home not in stacks}
+    layers = {}
+    for residual, home in homes.items():
+        around = [block for block in blocks if f"{home}.".startswith(f"{block}.")]
+        layers[residual] = min(around, key=len) if around else residual.ends[0][0].name
+    return layers
+
+
+def _home(residual: Residual) -> Call | None:
+    """Return the call that computes the branch: around a module that gets it as an argument, as in BERT's output."""
+    call = residual.op.call
+    while call is not None and call.start > residual.root.index and residual.branch in call.inputs:
+        call = call.parent
+    return call
+
+
+def _start(trace: Trace, residual: Residual) -> str:
+    """Return the first module of the branch: it takes the skip's tensor, and the branch depends on its output."""
+    lengths = _lengths(residual.branch, residual.root.index)
+    home = _home(residual)
+    for call in trace.calls:
+        since = max(residual.root.index, -1 if home is None else home.start)
+        inside = since < call.start and call.end < residual.op.index and call is not residual.projection
+        if inside and residual.root in call.inputs and any(node in lengths for node in call.outputs):
+            return call.name
+    return ""
+
+
+def _skip(residual: Residual) -> str | None:
+    if residual.projection is not None:
+        return residual.projection.name
+    return "" if residual.op.call is not None and residual.skip in residual.op.call.inputs else None
+
+
+_ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+_LINEAR = set(
+    re.findall(
+        r"\w+",
+        """view reshape view_as reshape_as flatten unflatten permute transpose swapaxes movedim moveaxis T mT t squeeze
+        unsqueeze contiguous clone to type type_as float half bfloat16 double detach data alias dropout dropout_
+        dropout1d dropout2d dropout3d feature_dropout mul mul_ __mul__ __rmul__ __imul__ multiply div div_ __truediv__
+        __itruediv__ true_divide neg roll flip""",
+    )
+)
+"""Operations that keep the size and are linear in one tensor."""
+_CROPS = {"__getitem__", "narrow", "index_select"}
+"""Linear operations that choose rows, such as the crop of padded windows."""

@@ -1,0 +1,85 @@
+"""Choose an example input for a model, and change its batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookdrop.errors import InjectionError
+from hookdrop.utils.tensor_tree import describe, map_leaves, tensors
+
+IMAGE = (3, 224, 224)
+
+
+@dataclass(frozen=True)
+class Example:
+    """An input of a model."""
+
+    value: Any
+    """A tensor, a tuple of arguments or a mapping of keyword arguments."""
+    source: str
+    """Where it comes from, as `plan` shows it."""
+    is_assumed: bool = False
+    """Whether the model may expect another input."""
+
+    @property
+    def batch(self) -> int:
+        """The batch size: the first size of the first tensor."""
+        return next((len(x) for x in tensors(self.value) if x.dim() > 0), 1)
+
+    def resized(self, batch: int) -> Any:
+        """Return the input with another batch size: tensors whose first size is the batch repeat their rows."""
+        size = self.batch
+
+        def resize(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != size:
+                return leaf
+            return leaf[torch.arange(batch, device=leaf.device) % size]
+
+        return map_leaves(self.value, resize)
+
+
+def examples(model: nn.Module, given: Any) -> Iterator[Example]:
+    """Yield the inputs to try, the best first: the given one, what the library offers, an assumed image."""
+    if given is not None:
+        yield Example(given, f"example_input {describe(given)}")
+        return
+    for part in model.modules():
+        settings = getattr(part, "pretrained_cfg", None) or getattr(part, "default_cfg", None) or {}
+        size = getattr(settings, "get", lambda key: None)("input_size")
+        if size:  # the model itself, or inside wrappers
+            yield Example(_image(model, tuple(size)), f"timm's input size {tuple(size)}")
+            break
+        if part is not model and list(part.parameters(recurse=False)):
+            break
+    dummy = getattr(model, "dummy_inputs", None)
+    if isinstance(dummy, dict) and tensors(dummy):
+        device = _first_parameter(model).device
+        yield Example(map_leaves(dummy, lambda leaf: _moved(leaf, device)), "the model's dummy_inputs")
+    yield Example(_image(model, IMAGE), f"an assumed image {IMAGE}", is_assumed=True)
+
+
+def no_example(model: nn.Module) -> InjectionError:
+    """Return the error for a model without an example."""
+    return InjectionError(
+        f"this needs an example input for {type(model).__name__}, to see what its layers compute.\n"
+        "  pass one: example_input=x, a tensor, a tuple of arguments or a dict of keyword arguments"
+    )
+
+
+def _image(model: nn.Module, size: tuple[int, ...]) -> Tensor:
+    first = _first_parameter(model)
+    dtype = first.dtype if first.is_floating_point() else torch.get_default_dtype()
+    return torch.zeros(2, *size, dtype=dtype, device=first.device)
+
+
+def _first_parameter(model: nn.Module) -> Tensor:
+    return next(model.parameters(), torch.zeros(0))
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,159 @@
+"""The survey of a model: what one forward of an example shows, for recipes, plans and checks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from hookdrop.errors import InjectionError
+from hookdrop.survey.branches import Branch, find_branches
+from hookdrop.survey.examples import Example, examples, no_example
+from hookdrop.survey.trace import Call, Node, Trace, record
+from hookdrop.utils.select import named_layers
+from hookdrop.utils.wrappers import unwrapped
+
+MAX_FORWARDS = 4
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """The calls of a layer in one forward."""
+
+    calls: tuple[Call, ...]
+
+    @property
+    def inputs(self) -> list[Node]:
+        """The first tensor that each call takes."""
+        return [node for call in self.calls for node in [n for n in call.inputs if n.fits][:1]]
+
+    @property
+    def outputs(self) -> list[Node]:
+        """The first tensor that each call returns."""
+        return [node for call in self.calls for node in [n for n in call.outputs if n.fits][:1]]
+
+    @property
+    def keeps_shape(self) -> bool:
+        """Whether each call returns the shape of its input."""
+        shapes = [(a.shape, b.shape) for a, b in zip(self.inputs, self.outputs, strict=False)]
+        return len(shapes) == len(self.calls) and all(a == b for a, b in shapes)
+
+
+class Survey:
+    """What running a model shows. Each analysis runs when it is first read; names are without wrappers."""
+
+    def __init__(self, model: nn.Module, example: Example, trace: Trace, forwards: int, has_values: bool) -> None:
+        self._model = weakref.ref(model)
+        self._traces = {(example.batch, not has_values): trace}
+        self.example = example
+        self.forwards = forwards
+        """The number of forwards so far."""
+        self.source = example.source
+        """Where the example came from."""
+        self.warnings: tuple[str, ...] = ()
+        self.trace = trace
+        """The forward with the batch size of the example."""
+
+    def __repr__(self) -> str:
+        return f"Survey({self.source}, {len(self.layers)} layers, {len(self.branches)} branches)"
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        model = self._model()
+        if model is None:
+            raise InjectionError("the surveyed model no longer exists.")
+        return model
+
+    def run(self, batch: int | None = None, *, fake: bool = True) -> Trace:
+        """Return the trace of a forward with another batch size, or with values; each runs once.
+
+        Raises:
+            InjectionError: the model does not run this way, or the survey already ran `MAX_FORWARDS` forwards.
+        """
+        key = self.example.batch if batch is None else batch, fake
+        if key not in self._traces:
+            value = self.example.value if batch is None else self.example.resized(batch)
+            self.count_forward()
+            self._traces[key] = record(self.model, value, fake=fake)
+        return self._traces[key]
+
+    def count_forward(self) -> None:
+        """Count a forward, of which there are few: they may be long."""
+        if self.forwards >= MAX_FORWARDS:
+            raise InjectionError(f"a survey runs at most {MAX_FORWARDS} forwards.")
+        self.forwards += 1
+
+    @cached_property
+    def layers(self) -> Mapping[str, LayerFacts]:
+        """The layers that the forward called, by full name, in the order of their first calls."""
+        return MappingProxyType({name: LayerFacts(tuple(calls)) for name, calls in self.trace.calls_of.items()})
+
+    @cached_property
+    def branches(self) -> tuple[Branch, ...]:
+        """The residual branches, in the order of execution."""
+        return find_branches(self.trace)
+
+
+_CACHE: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Survey]] = weakref.WeakKeyDictionary()
+
+
+def survey(model: nn.Module, example_input: Any = None) -> Survey:
+    """Run a model on an example, and return what it shows.
+
+    The model runs in eval mode without gradients, and everything is restored. Its tensors have shapes but no values
+    where that suffices. The result is cached until a module is replaced or the shapes of the example change.
+
+    Args:
+        model: the model, possibly inside wrappers.
+        example_input: a tensor, a tuple of arguments or a dict of keyword arguments. None uses what the library of the
+            model offers (timm's input size, the `dummy_inputs` of transformers), or assumes an image of 3 x 224 x 224
+            if the model begins with a convolution of 3 channels.
+
+    Raises:
+        InjectionError: the model does not accept the example, or needs `example_input`.
+    """
+    model = unwrapped(model)
+    structure = [(layer.name, weakref.ref(layer.module)) for layer in named_layers(model)]
+    key = structure, repr(_shapes(example_input))
+    if model not in _CACHE or _CACHE[model][0] != key:
+        _CACHE[model] = key, _survey(model, example_input)
+    return _CACHE[model][1]
+
+
+def _survey(model: nn.Module, given: Any) -> Survey:
+    forwards = 0
+    for example in examples(model, given):
+        # Values only if the model needs them, and never for an input that may be the wrong one.
+        for fake in (True,) if example.is_assumed else (True, False):
+            forwards += 1
+            try:
+                trace = record(model, example.value, fake=fake)
+            except InjectionError:
+                if given is not None and not fake:
+                    raise
+                continue
+            if not example.is_assumed or _begins_with_image_convolution(trace):
+                return Survey(model, example, trace, forwards, not fake)
+    raise no_example(model)
+
+
+def _begins_with_image_convolution(trace: Trace) -> bool:
+    for op in trace.ops:
+        if any(node.leaf == "weight" for node in op.inputs):
+            weight = next(node for node in op.inputs if node.leaf == "weight")
+            return op.name == "conv2d" and weight.shape[1] == 3 and any(node.is_data for node in op.inputs)
+    return False
+
+
+def _shapes(value: Any) -> Any:
+    from hookdrop.utils.tensor_tree import tensors
+
+    if value is None:
+        return None
+    return type(value).__name__, [(tuple(x.shape), x.dtype, x.device) for x in tensors(value)]

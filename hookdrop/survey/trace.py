@@ -1,0 +1,347 @@
+"""Record one forward of a model: its tensors, the operations between them, and the calls of its modules.
+
+A `Trace` is plain data, without references to the model or its tensors. Analyses are functions of a trace:
+
+    trace = record(model, example)
+    for op in trace.ops:                          # in the order of execution
+        op.name, op.inputs, op.outputs, op.call   # "add", nodes, nodes, the innermost running module
+    for call in trace.calls:                      # in the order in which the modules were entered
+        call.name, call.arguments, call.output    # the arguments by name and the output, with nodes as leaves
+
+A `Node` is one value of a tensor: an in-place operation gives the tensor a new node. Everything is numbered by one
+clock, so the operations of a call are those with `call.start < op.index < call.end`, and a node was made before another
+if its index is smaller. `node.is_data` separates what depends on the example from weights, masks and positions that are
+computed from nothing but weights and constants. Python numbers are no nodes; `op.args` and `op.kwargs` have them.
+
+The fused kernels of `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` are switched off, because they hide the
+additions inside them. Code that `torch.jit` compiled is one operation, named "opaque".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hookdrop.survey.isolation import call, restored_after, set_eval
+from hookdrop.utils.select import named_layers
+from hookdrop.utils.tensor_tree import bind_arguments, map_leaves
+from hookdrop.utils.torch_internals import fake_tensors, storage_of, version_of
+from hookdrop.utils.wrappers import unwrapped
+
+
+class Node:
+    """One value of a tensor.
+
+    Attributes:
+        index: the time of its computation.
+        shape, dtype: those of the tensor.
+        op: the operation that computed it; None for a leaf.
+        leaf: `"input"`, `"weight"` (a parameter or a buffer) or `"constant"`; empty if an operation computed it.
+        name: the full name of a parameter or buffer.
+        is_data: whether it depends on the example.
+        has_weights: whether it depends on parameters.
+    """
+
+    # Not a dataclass: those are containers for the functions that find tensors in values.
+    def __init__(self, index: int, tensor: Tensor, op: Op | None = None, leaf: str = "") -> None:
+        self.index, self.shape, self.dtype, self.op, self.leaf = index, tuple(tensor.shape), tensor.dtype, op, leaf
+        self.name = ""
+        self.is_data: bool = op is not None and any(node.is_data for node in op.inputs)
+        self.has_weights: bool = op is not None and any(node.has_weights for node in op.inputs)
+
+    def __repr__(self) -> str:
+        return f"Node({self.index}, {self.shape}, {self.name or self.leaf or getattr(self.op, 'name', '')})"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be regularized: a floating-point tensor with at least one dimension."""
+        return self.dtype.is_floating_point and len(self.shape) > 0
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(eq=False)
+class Op:
+    """One call of a function of torch."""
+
+    index: int
+    name: str
+    """The name of the function, such as "add", "add_", "linear" or "__getitem__"."""
+    function: Callable[..., Any] | None = field(repr=False)
+    """None for code in which operations cannot be seen."""
+    args: tuple[Any, ...] = field(repr=False)
+    """The arguments, with nodes in place of tensors."""
+    kwargs: dict[str, Any] = field(repr=False)
+    inputs: tuple[Node, ...]
+    call: Call | None = field(repr=False)
+    """The innermost running module."""
+    outputs: list[Node] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module."""
+
+    start: int
+    name: str
+    """The full name of the module; `""` is the model itself."""
+    type: str
+    parent: Call | None = field(repr=False)
+    """The call of the module around it in the forward, which need not be the one around it in the model."""
+    arguments: dict[str, Any] = field(repr=False)
+    """The arguments by name, with nodes in place of tensors."""
+    output: Any = field(default=None, repr=False)
+    """The output, with nodes in place of tensors."""
+    end: int = 0
+    has_weights: bool = False
+    """Whether the module or a module inside it has parameters."""
+
+    @cached_property
+    def inputs(self) -> list[Node]:
+        """The nodes in the arguments, in the order of the signature."""
+        return nodes_in(self.arguments)
+
+    @cached_property
+    def outputs(self) -> list[Node]:
+        """The nodes in the output."""
+        return nodes_in(self.output)
+
+    def around(self) -> Iterator[Call]:
+        """Yield this call and those around it, innermost first."""
+        found: Call | None = self
+        while found is not None:
+            yield found
+            found = found.parent
+
+
+@dataclass(eq=False)
+class Trace:
+    """What one forward did."""
+
+    ops: list[Op] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    @cached_property
+    def calls_of(self) -> dict[str, list[Call]]:
+        """The calls of each module by its full name."""
+        found: dict[str, list[Call]] = {}
+        for one in self.calls:
+            found.setdefault(one.name, []).append(one)
+        return found
+
+    @cached_property
+    def users(self) -> dict[Node, list[Op]]:
+        """The operations that read each node."""
+        found: dict[Node, list[Op]] = {}
+        for op in self.ops:
+            for node in dict.fromkeys(op.inputs):
+                found.setdefault(node, []).append(op)
+        return found
+
+
+def nodes_in(value: Any) -> list[Node]:
+    """Return the nodes in a value, depth first."""
+    found: list[Node] = []
+    map_leaves(value, lambda leaf: found.append(leaf) if isinstance(leaf, Node) else None)
+    return found
+
+
+def record(model: nn.Module, example: Any, *, fake: bool = True) -> Trace:
+    """Run `model` once on `example` in eval mode without gradients, restore its state, and return what it did.
+
+    Args:
+        model: the model, possibly inside wrappers.
+        example: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        fake: whether the tensors have no values, only shapes: this costs no memory and no arithmetic.
+
+    Raises:
+        InjectionError: the model does not accept the example, or needs values.
+    """
+    recorder = _Recorder(model)
+    with ExitStack() as stack:
+        stack.enter_context(restored_after(model, trains=False))
+        stack.enter_context(_restored_attributes(model))
+        stack.enter_context(_without_fused_attention())
+        stack.enter_context(torch.no_grad())
+        set_eval(model)
+        if fake:
+            mode = stack.enter_context(fake_tensors())
+            example = _map_tensors(example, mode.from_tensor)
+        recorder.mark_inputs(example)
+        stack.enter_context(recorder.hooks(model))
+        stack.enter_context(recorder)
+        call(unwrapped(model), example)
+    return recorder.trace
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.clock = itertools.count()
+        self.nodes = WeakTensorKeyDictionary()
+        self.writes: dict[int, Node] = {}
+        """The last in-place change of each storage."""
+        self.versions: dict[Node, int] = {}
+        self.stack: list[Call] = []
+        for name, tensor in (*unwrapped(model).named_parameters(), *unwrapped(model).named_buffers()):
+            node = self._leaf(tensor, "weight")
+            node.name, node.has_weights = name, isinstance(tensor, nn.Parameter)
+
+    def mark_inputs(self, example: Any) -> None:
+        for tensor in _tensors(example):
+            self._leaf(tensor, "input").is_data = True
+
+    @contextmanager
+    def hooks(self, model: nn.Module) -> Iterator[None]:
+        # Registered last, so that the recorder sees what a hook of hookdrop would see.
+        with ExitStack() as stack:
+            for layer in named_layers(model):
+                if isinstance(layer.module, torch.jit.ScriptModule):
+                    continue
+                weighted = any(True for _ in layer.module.parameters())
+                enter, leave = self._enter(layer.name, weighted), self._leave
+                stack.callback(layer.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(layer.module.register_forward_hook(leave).remove)
+            yield
+
+    def _enter(self, name: str, has_weights: bool) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            arguments = self._plain(bind_arguments(module, args, kwargs))
+            parent = self.stack[-1] if self.stack else None
+            entered = Call(next(self.clock), name, type(module).__name__, parent, arguments, has_weights=has_weights)
+            self.trace.calls.append(entered)
+            self.stack.append(entered)
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        left = self.stack.pop()
+        unseen = [tensor for tensor in _tensors(output) if tensor not in self.nodes]
+        if unseen:  # the module is compiled by torch.jit, or calls code of another library
+            op = self._op("opaque", None, tuple(left.inputs), {}, tuple(left.inputs))
+            for tensor in unseen:
+                self._new(tensor, op).has_weights |= left.has_weights
+        left.output = self._plain(output)
+        left.end = next(self.clock)
+
+    def _plain(self, value: Any) -> Any:
+        """Replace tensors by nodes, and objects, such as caches, by None: a trace keeps nothing alive."""
+
+        def plain(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._node(leaf)
+            return leaf if isinstance(leaf, bool | int | float | str | torch.dtype) else None
+
+        return map_leaves(value, plain)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given: dict[int, Tensor] = {}
+        plain_args, plain_kwargs = _map_tensors((args, kwargs or {}), lambda x: self._node(given.setdefault(id(x), x)))
+        inputs = [self.nodes[tensor] for tensor in given.values()]
+        result = function(*args, **kwargs or {})
+        changed = [x for x, node in zip(given.values(), inputs, strict=True) if _version(x) != self.versions[node]]
+        outputs = {id(x): x for x in (*(x for x in _tensors(result) if x not in self.nodes), *changed)}
+        if outputs:
+            name = getattr(function, "__name__", str(function))
+            if name == "__get__":  # a property such as `x.T`
+                name = getattr(function.__self__, "__name__", name)
+            op = self._op(name, function, plain_args, plain_kwargs, tuple(inputs))
+            for tensor in outputs.values():
+                self._new(tensor, op)
+            for tensor in changed:
+                self.writes[storage_of(tensor)] = self.nodes[tensor]
+        return result
+
+    def _op(self, name: str, function: Any, args: Any, kwargs: Any, inputs: tuple[Node, ...]) -> Op:
+        op = Op(next(self.clock), name, function, args, kwargs, inputs, self.stack[-1] if self.stack else None)
+        self.trace.ops.append(op)
+        return op
+
+    def _new(self, tensor: Tensor, op: Op) -> Node:
+        node = Node(next(self.clock), tensor, op)
+        op.outputs.append(node)
+        return self._remember(tensor, node)
+
+    def _leaf(self, tensor: Tensor, kind: str) -> Node:
+        return self._remember(tensor, Node(next(self.clock), tensor, leaf=kind))
+
+    def _remember(self, tensor: Tensor, node: Node) -> Node:
+        self.nodes[tensor], self.versions[node] = node, _version(tensor)
+        return node
+
+    def _node(self, tensor: Tensor) -> Node:
+        if tensor not in self.nodes:
+            return self._leaf(tensor, "constant")
+        node: Node = self.nodes[tensor]
+        if self.versions[node] != _version(tensor):  # changed through another tensor that shares its memory
+            inputs = tuple(dict.fromkeys((node, self.writes.get(storage_of(tensor), node))))
+            node = self._new(tensor, self._op("alias", None, inputs, {}, inputs))
+        return node
+
+
+@contextmanager
+def _restored_attributes(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules: a module that caches a tensor in its forward would keep a fake one."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    caches = [
+        (value, value.copy())
+        for _, attributes in before
+        for key, value in attributes.items()
+        if type(value) in (dict, list) and not key.startswith("_")
+    ]
+    try:
+        yield
+    finally:
+        for attributes, old in before:
+            if attributes.keys() != old.keys() or any(attributes[key] is not value for key, value in old.items()):
+                attributes.clear()
+                attributes.update(old)
+        for value, contents in caches:
+            value.clear()
+            value.extend(contents) if isinstance(value, list) else value.update(contents)
+
+
+@contextmanager
+def _without_fused_attention() -> Iterator[None]:
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map_tensors(value, found.append)
+    return found
+
+
+def _map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """Return `value` with `fn` applied to its tensors. This is `map_leaves` for the fast path of each operation."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if type(value) in (tuple, list):
+        return type(value)(_map_tensors(item, fn) for item in value)
+    if type(value) is dict:
+        return {key: _map_tensors(item, fn) for key, item in value.items()}
+    if isinstance(value, tuple | list | Mapping) or hasattr(value, "__dataclass_fields__"):
+        return map_leaves(value, lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf)
+    return value
