@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookdrop.errors import InjectionError, LayerError, warn
+from hookdrop.errors import InjectionError, warn
 from hookdrop.guards import progress
 from hookdrop.guards.problems import STEPS_BEFORE_WARNING, discarded_text, find_problems, stalled_schedule
 from hookdrop.hooks import compiling
@@ -104,6 +104,10 @@ class Injection:
         narrowed._model, narrowed._states = self._model, tuple(states)
         narrowed._found = None if self._found is None else [sink for sink in self._found if sink.state in states]
         return narrowed
+
+    def _joined(self, other: Injection) -> Injection:
+        """Return a handle on the injections of both, which are on one model."""
+        return Injection(self._require_model(), (*self._states, *other._states))
 
     @property
     def _live(self) -> list[InjectionState]:
@@ -540,10 +544,10 @@ class Injection:
         return stalled_schedule(state)
 
     def _warn_about_problems(self) -> None:
-        model = self._model()
-        for state in self._states if model is not None else ():
-            for kind, text in self._problems(state, model).items():
-                state.warn_once(kind, text)
+        if (model := self._model()) is not None:
+            for state in self._states:
+                for kind, text in self._problems(state, model).items():
+                    state.warn_once(kind, text)
 
     def metrics(self) -> dict[str, float]:
         """Return rates and steps as a flat dict for any logger, with keys under `hookdrop/<name>/`."""

@@ -18,7 +18,7 @@ from hookdrop.utils.tensor_tree import TensorKey
 if TYPE_CHECKING:
     from hookdrop.survey import Survey
 
-_HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
+HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 
 
 def make_plan(
@@ -140,14 +140,18 @@ class Plan:
         all_at = {site.at for site in self.sites}
         return all_at.pop() if len(all_at) == 1 else "mixed"
 
-    def _rows(self) -> list[tuple[Any, ...]]:
+    @property
+    def rows(self) -> list[tuple[Any, ...]]:
+        """The rows of the table, with the columns of `HEADER`."""
         rows = []
         for s in self.sites:
             name = (s.label or "(the model)") + (" (skip)" if s.at == "skip" else "")
             rows.append((name, s.type, shape_text(s.shape), s.reading, s.calls, s.p, s.text))
         return rows
 
-    def _title(self) -> str:
+    @property
+    def title(self) -> str:
+        """The number of sites, the model, and the schedule."""
         where = ", at the input" if self.at == "input" else ""
         schedule = "" if self.schedule is None else f", {self.schedule}"
         if self.requested_schedule is not None and self.requested_schedule.is_relative:
@@ -155,14 +159,14 @@ class Plan:
         return f"{counted(len(self.sites), 'site')} of {type(self.root).__name__}{where}{schedule}"
 
     def __str__(self) -> str:
-        rows = self._rows()
+        rows = self.rows
         # Omit empty columns: some are filled only with an example_input or a regularizer.
-        used = [i for i in range(len(_HEADER)) if any(row[i] not in ("", None, "?") for row in rows)]
-        table = text_table([_HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
+        used = [i for i in range(len(HEADER)) if any(row[i] not in ("", None, "?") for row in rows)]
+        table = text_table([HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
         notes = [f"{entry}: {counted(count, 'layer')}" for entry, count in self.counts.items()]
         if self.survey is not None:
             notes.append(f"example: {self.survey.source}")
-        return "\n".join([self._title(), table, *notes, *(f"warning: {text}" for text in self.warnings)])
+        return "\n".join([self.title, table, *notes, *(f"warning: {text}" for text in self.warnings)])
 
     def _repr_html_(self) -> str:
-        return html_table(_HEADER, self._rows(), "\n".join([self._title(), *self.warnings]))
+        return html_table(HEADER, self.rows, "\n".join([self.title, *self.warnings]))

@@ -116,7 +116,7 @@ def changing(states: States) -> Iterator[None]:
             for state in states:
                 _set_rates(state, state.multiplier)
         except BaseException:
-            for state, state.step_count, state.enabled, state.live.overrides, targets in before:  # noqa: B020
+            for state, state.step_count, state.enabled, state.live.overrides, targets in before:
                 for sink, target in targets:
                     sink.target = target
                 _set_rates(state, state.multiplier)

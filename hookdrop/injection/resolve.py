@@ -16,7 +16,7 @@ from hookdrop.errors import InjectionError, LayerError
 from hookdrop.injection.text import as_schedule, parse
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable, rate_of
-from hookdrop.regularizers.rate import P
+from hookdrop.regularizers.base import P
 from hookdrop.schedules import Schedule
 from hookdrop.schedules.base import in_steps
 from hookdrop.utils.select import (
@@ -236,7 +236,7 @@ def resolve_recipe(
     warnings = [*recipe.warnings(root, survey, [site for site, _ in found]), *_unmatched_warnings(unmatched)]
     again = {
         "regularizer": recipe,
-        "exclude": sorted(excluded & {name for site, group in found for name in (site.name, group)}),
+        "exclude": tuple(sorted(excluded & {name for site, group in found for name in (site.name, group)})),
         "p_scale": p_scale if p_scale is None or isinstance(p_scale, str) else factors,
     }
     counts = {name: len(sites)}

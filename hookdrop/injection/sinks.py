@@ -16,7 +16,7 @@ from hookdrop.errors import LayerError, warn
 from hookdrop.hooks.hook import CurrentRate, SiteHook
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState
-from hookdrop.regularizers.rate import P, Rate
+from hookdrop.regularizers.base import P, Rate
 from hookdrop.utils.tables import counted, some
 
 
@@ -129,7 +129,8 @@ class AttributeSink:
 
     def take_over(self, states: Collection[InjectionState]) -> None:
         """Make the sinks that this one replaces leave the attribute as it is, and restore what they would."""
-        for other in _attribute_sinks[self.module()] if self.module() is not None else ():
+        module = self.module()
+        for other in () if module is None else _attribute_sinks[module]:
             if other.state in states and other.attribute == self.attribute:
                 self.before, other.before, other.value = other.before, self.value, self.value
 
@@ -166,10 +167,9 @@ def sinks_of(model: nn.Module) -> Iterator[tuple[nn.Module, RateSink]]:
 
 def remove_sinks(model: nn.Module | None, sinks: Iterable[RateSink]) -> None:
     """Remove hooks, and restore attributes; those that something else has changed since stay, with a warning."""
-    hooks, attributes = [], []
-    for sink in sinks:
-        (attributes if isinstance(sink, AttributeSink) else hooks).append(sink)
-    remove_hooks(model, [hook for hook in hooks if isinstance(hook, SiteHook)])
+    removed = list(sinks)
+    remove_hooks(model, [sink for sink in removed if isinstance(sink, SiteHook)])
+    attributes = [sink for sink in removed if isinstance(sink, AttributeSink)]
     touched = [sink for sink in attributes if sink.module() is not None and not sink.is_ours]
     for sink in attributes:
         sink.remove()

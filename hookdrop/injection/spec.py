@@ -18,7 +18,7 @@ from hookdrop.injection.sinks import RateSink
 from hookdrop.injection.text import Allowed, as_schedule, read, text_of
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer
-from hookdrop.regularizers.rate import at_rate
+from hookdrop.regularizers.base import at_rate
 from hookdrop.schedules import ConstantSchedule, Schedule
 from hookdrop.utils.select import as_entries
 
@@ -75,7 +75,7 @@ class InjectionSpec:
         for key in source if isinstance(source, Mapping) else ():
             as_entries(key, "a key of the mapping")
         # Factors by pattern or by a function depend on the names of the layers.
-        p_scale = self.p_scale if isinstance(self.p_scale, str | int | float) else None
+        p_scale: Any = self.p_scale if isinstance(self.p_scale, str | int | float) else None
         everywhere = None if layers is None else "*"
         for one in [{"*": value} for value in source.values()] if isinstance(source, Mapping) and source else [source]:
             resolve(toy, one, everywhere, (), self.schedule, p_scale, self.at, total_steps=1_000_000)
@@ -119,7 +119,7 @@ class InjectionSpec:
         if "regularizer" not in settings:
             raise TypeError(f"a spec needs a regularizer, got {reprlib.repr(dict(settings))}.\n{_EXAMPLE}")
         read_here = {"regularizer", "schedule"} & set(settings) if allow else ()
-        return cls(**settings | {name: _read(settings[name], allow) for name in read_here})
+        return cls(**dict(settings) | {name: _read(settings[name], allow) for name in read_here})
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """Return the arguments of `inject` for a model; the empty name stands for the model itself."""
@@ -152,7 +152,7 @@ def spec_of(state: InjectionState, sinks: Sequence[RateSink], declared: bool = F
     """Return the spec of what was injected, with the current target rates, or with those that the code declared."""
     schedule = None if state.schedule == ConstantSchedule() else state.schedule
     names = [sink.site for sink in sinks]
-    common = {"schedule": schedule, "name": state.name, "portable": state.portable}
+    common: dict[str, Any] = {"schedule": schedule, "name": state.name, "portable": state.portable}
     if state.recipe is not None:
         return InjectionSpec(**state.recipe, layers=names, **common)
     hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]

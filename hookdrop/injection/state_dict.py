@@ -72,7 +72,8 @@ def _validated(saved: Any) -> Mapping[str, Any]:
         )
     if saved.get("version") != VERSION:
         raise StateError(
-            f"the state has version {saved.get('version')!r}, this hookdrop reads version {VERSION}. Nothing was loaded."
+            f"the state has version {saved.get('version')!r}, this hookdrop reads version {VERSION}. "
+            "Nothing was loaded."
         )
     found: Mapping[str, Any] = saved["injections"]
     for name, one in found.items():
@@ -129,7 +130,9 @@ def _warn_about_differences(state: InjectionState, sinks: Sequence[RateSink], sa
         if key == "layers":
             more, fewer = len(set(new or ()) - set(old)), len(set(old) - set(new or ()))
             if more or fewer:
-                lines.append(f"  {counted(more, 'site')} only here (unchanged), {counted(fewer, 'site')} not here (ignored)")
+                lines.append(
+                    f"  {counted(more, 'site')} only here (unchanged), {counted(fewer, 'site')} not here (ignored)"
+                )
         elif isinstance(new, Mapping) and isinstance(old, Mapping):
             changed = [site for site in new if site in old and new[site] != old[site]]
             lines += [f"  {key} of {site!r}: {old[site]} in the state, {new[site]} here" for site in changed[:1]]

@@ -145,7 +145,9 @@ def _value(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        raise ValueError(f"parse: {text!r} contains an argument that is not a literal; nothing was evaluated.") from None
+        raise ValueError(
+            f"parse: {text!r} contains an argument that is not a literal; nothing was evaluated."
+        ) from None
 
 
 def _construct(name: str, make: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any], text: str) -> Any:

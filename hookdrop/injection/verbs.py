@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.errors import InjectionError, nothing_placed
+from hookdrop.errors import nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.handle import Injection
@@ -159,9 +159,7 @@ def plan(
             given = (layers, exclude, at, tensor, schedule, p_scale, name, on_existing, portable)
             if given != (None, (), "output", None, None, None, None, "error", False):
                 raise TypeError("inject: a spec has all settings: pass only total_steps= and example_input= with it.")
-            planned = plan(
-                model, **regularizer.arguments(model), total_steps=total_steps, example_input=example_input
-            )
+            planned = plan(model, **regularizer.arguments(model), total_steps=total_steps, example_input=example_input)
             if planned.recipe is not None:
                 regularizer.check_sites([site.label for site in planned.sites])
             return planned

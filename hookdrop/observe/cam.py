@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.survey.isolation import restored_after, uncompiled
 from hookdrop.errors import LayerError, ShapeError, did_you_mean, warn
 from hookdrop.guards.first_call import without_bookkeeping
 from hookdrop.hooks import compiling
 from hookdrop.observe.cam_methods import METHODS, CamLayer, LogitsModel, cam_class
+from hookdrop.survey.isolation import restored_after, uncompiled
 from hookdrop.utils.select import Entries, select
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import describe

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.survey.isolation import uncompiled
 from hookdrop.errors import InjectionError, ShapeError, nothing_placed
 from hookdrop.hooks import compiling
+from hookdrop.survey.isolation import uncompiled
 from hookdrop.utils.select import Entries, Layer, select
 from hookdrop.utils.tensor_tree import TensorKey, describe, map_tensor, tensors
 from hookdrop.utils.torch_internals import functorch_stack

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hookdrop.diagnostics.figures import pixels
 from hookdrop.errors import did_you_mean, warn
+from hookdrop.injection.figures import pixels
 from hookdrop.observe.layer_statistics import ChannelAxes, LayerStats
 from hookdrop.observe.plots import stats_figure
 from hookdrop.observe.read_only_hooks import chosen_layers, observed
