@@ -138,7 +138,7 @@ class AttributeSink:
         module = self.module()
         if module is not None:
             _attribute_sinks[module].remove(self)
-            if self.is_ours:
+            if self.is_ours and self.value != float(self.before):
                 setattr(module, self.attribute, self.before)
         self.placed = False
 
