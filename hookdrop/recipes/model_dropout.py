@@ -12,7 +12,7 @@ from torch import nn
 from hookdrop.errors import LayerError, nearest
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.recipes.dropout_rates import Rate, find_out_of_reach, find_rates
-from hookdrop.utils.globs import glob_expression
+from hookdrop.utils.names import glob_expression
 from hookdrop.utils.tables import counted, html_table, some, text_table
 from hookdrop.utils.validation import rate as valid_rate
 
