@@ -34,7 +34,6 @@ def place(plan: Plan) -> Injection:
         InjectionError: a site already has an injection (see `on_existing`), the name is taken, or the code is being
             traced.
     """
-    compiling.raise_if_tracing("inject()")
     for site in plan.sites:
         if site.module in hidden_modules:
             raise InjectionError(f"inside without_hooks: {site.name!r} may have temporarily removed hooks.")
@@ -54,9 +53,8 @@ def place(plan: Plan) -> Injection:
             sink.take_over(going)
     for old in replaced:
         old._detach()
-    has_hooks = any(isinstance(sink, SiteHook) for sink in sinks)
-    if has_hooks or state.scheduled:
-        state.live.trained = not has_hooks  # without hooks, nothing notes the calls
+    if isinstance(sinks[0], SiteHook) or state.scheduled:
+        state.live.trained = isinstance(sinks[0], AttributeSink)  # without hooks, nothing notes the calls
         watch(plan.root, state)
     return Injection(plan.model, [state], sinks)
 
@@ -69,7 +67,7 @@ def _place(plan: Plan, state: InjectionState) -> list[RateSink]:
         for sink, site in zip(placed, plan.sites, strict=True):
             if isinstance(sink, SiteHook):
                 sink.place(site.module)
-        if any(isinstance(sink, AttributeSink) for sink in placed):
+        if isinstance(placed[0], AttributeSink):
             rates.update_rates([state])
     except BaseException:
         for sink in placed:
