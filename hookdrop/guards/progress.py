@@ -43,11 +43,6 @@ def unwatch(state: InjectionState) -> None:
     _watched.pop(id(state), None)
 
 
-def is_watched(state: InjectionState) -> bool:
-    """Whether optimizer steps may still lead to a warning."""
-    return id(state) in _watched
-
-
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return

@@ -163,7 +163,10 @@ def trains_other_model(state: InjectionState, model: nn.Module, optimizer: Optim
         warn(message("trains_other_model", state))
 
 
-def restarted(state: InjectionState, steps: int) -> None:
-    """At the first step that is counted, the state of the optimizer has more steps than the schedule."""
-    if state.scheduled and not state.live.was_stepped and steps > state.step_count + 1:
-        state.warn_once("restarted", message("restarted", state, {"steps": steps - 1}))
+def restarted(state: InjectionState, steps: int, had_state: bool) -> None:
+    """At the first step that is counted, the optimizer has the state of more steps than the schedule, or momentum."""
+    if state.scheduled and not state.live.was_stepped:
+        if steps > state.step_count + 1:
+            state.warn_once("restarted", message("restarted", state, {"taken": f"{steps - 1} steps", "to": steps - 1}))
+        elif had_state and not steps and not state.step_count:
+            state.warn_once("restarted", message("restarted", state, {"taken": "steps", "to": "global_step"}))
