@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from hookdrop.recipes.detection import dropblock_detector as dropblock_detector
     from hookdrop.recipes.dropblock import dropblock_resnet as dropblock_resnet
     from hookdrop.recipes.dropblock import timm_dropblock as timm_dropblock
-    from hookdrop.recipes.dropout_change import DropoutChange as DropoutChange
     from hookdrop.recipes.embeddings import neftune as neftune
     from hookdrop.recipes.heads import head_dropout as head_dropout
     from hookdrop.recipes.layers import layer_drop as layer_drop
@@ -32,21 +31,19 @@ RECIPE_MODULES = {
     "neftune": "embeddings",
     "patch_dropout": "patches",
     "residual_dropout": "residual",
+    "set_dropout": "model_dropout",
     "stochastic_depth": "depth",
     "timm_dropblock": "dropblock",
 }
 """The module of each recipe, by name."""
 
 _MODULES = RECIPE_MODULES | {
-    "DropoutChange": "dropout_change",
     "DropoutReport": "model_dropout",
     "Recipe": "recipe",
     "report_dropout": "model_dropout",
-    "set_dropout": "model_dropout",
 }
 
 __all__ = [
-    "DropoutChange",
     "DropoutReport",
     "Recipe",
     "dropblock_detector",

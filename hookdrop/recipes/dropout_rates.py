@@ -30,6 +30,8 @@ class Rate:
     """The module's name if it only drops, otherwise the module's name and the attribute."""
     module: nn.Module
     attribute: str
+    layer: str = ""
+    """The module's name."""
 
     @property
     def value(self) -> float:
@@ -43,7 +45,8 @@ def find_rates(model: nn.Module) -> list[Rate]:
     for layer in named_layers(model):
         for index, name in enumerate(_attributes(layer.module)):
             full = f"{layer.name}.{name}" if layer.name else name
-            found.append(Rate(layer.name if _only_drops(layer.module) and index == 0 else full, layer.module, name))
+            shown = layer.name if _only_drops(layer.module) and index == 0 else full
+            found.append(Rate(shown, layer.module, name, layer.name))
     return found
 
 

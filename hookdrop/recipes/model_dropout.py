@@ -5,83 +5,71 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from hookdrop.errors import LayerError, nearest, nothing_placed
-from hookdrop.hooks import compiling
-from hookdrop.injection.text import as_schedule
-from hookdrop.recipes.dropout_change import DropoutChange
+from hookdrop.errors import LayerError, nearest
+from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.recipes.dropout_rates import Rate, find_out_of_reach, find_rates
-from hookdrop.schedules import ConstantSchedule, Schedule
-from hookdrop.schedules.base import in_steps
-from hookdrop.utils.names import glob_expression, unwrapped
+from hookdrop.utils.names import glob_expression
 from hookdrop.utils.tables import counted, html_table, some, text_table
 from hookdrop.utils.validation import rate as valid_rate
+
+if TYPE_CHECKING:
+    from hookdrop.survey import Survey
 
 Rates: TypeAlias = float | Callable[[str, float], float]
 _HEADER = ("name", "type", "rate")
 
 
-def set_dropout(
-    model: nn.Module,
-    p: Rates | Mapping[str | re.Pattern[str], Rates],
-    schedule: Schedule | str | None = None,
-    total_steps: int | None = None,
-) -> DropoutChange:
-    """Change the rates of a model's built-in dropout until the handle is removed, at once or by a schedule.
+@dataclass(frozen=True)
+class set_dropout(Recipe):
+    """Change the rates of the dropout that a model already has, at once or by a schedule, until the handle is removed.
 
     This covers the dropout modules of PyTorch, timm (`drop`, `attn_drop`, `drop_path`) and torchvision
     (`StochasticDepth`), and rates that a forward reads at each call: `attention_dropout` of transformers, `dropout` of
-    `nn.LSTM`. `report_dropout` lists their names. `set_dropout` does not change `model.config`, and does not add
-    dropout: where a layer was built without dropout, or with an `Identity`, use `inject`.
+    `nn.LSTM`. `report_dropout` lists their names. It does not change `model.config`, and does not add dropout: where a
+    layer was built without dropout, or with an `Identity`, inject a regularizer.
+
+    With a schedule, the rate at a step is `p` times the schedule's multiplier: the old rate plays no role until
+    `remove()`. Copies of the model keep the rates that they were copied with.
 
     Args:
-        model: any module, wrapped or not.
         p: one rate in [0, 1] for all, a function from (name, rate) to a rate, or a mapping from names, globs and
             compiled regular expressions to either. Rates that no pattern matches do not change.
-        schedule: how the rates change with optimizer steps, as in `inject`; None sets them once. The rate at a step is
-            `p` times the schedule's multiplier: the old rate plays no role until `remove()`.
-        total_steps: the length of the training in optimizer steps, for a schedule with fractions of it.
-
-    Returns:
-        A handle: `remove()`, or leaving the `with` block, restores the old rates. With a schedule, call
-        `follow(optimizer)`, `step()` or `seek(step)`, as for an injection.
 
     Raises:
         LayerError: the model has no rate to change, a pattern matches nothing, or two patterns match the same name.
-        InjectionError: the schedule has fractions of the training, and `total_steps` is missing.
-        ValueError, TypeError: a rate is out of range, now or at the peak of the schedule, or an argument is invalid.
-            After any error all rates are unchanged.
+        ValueError, TypeError: a rate is out of range.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
-        >>> with set_dropout(model, 0.5) as change:
-        ...     print(change, model[1].p)
-        <1 rate changed: '1' 0.1 -> 0.5> 0.5
+        >>> with inject(model, set_dropout(p=0.5)) as drop:
+        ...     print(drop.sites[0].regularizer, model[1].p)
+        Dropout.p=0.5 (was 0.1) 0.5
         >>> model[1].p
         0.1
-        >>> halved = set_dropout(model, {"1": lambda name, rate: rate / 2})
-        >>> drop = set_dropout(model, 0.4, schedule=LinearSchedule(steps=10))
+        >>> drop = inject(model, set_dropout(p=0.4), schedule=LinearSchedule(steps=10))
         >>> drop.step(5)
-        >>> drop
-        <1 rate changed: '1' 0.05 -> 0.2; step 5 of LinearSchedule(steps=10)>
+        >>> model[1].p
+        0.2
     """
-    with nothing_placed():
-        compiling.raise_if_tracing("set_dropout()")
-        timing = ConstantSchedule() if schedule is None else in_steps(as_schedule(schedule, "set_dropout"), total_steps)
+
+    p: Rates | Mapping[str | re.Pattern[str], Rates]
+
+    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         found = find_rates(model)
         if not found:
             raise LayerError(
                 f"set_dropout found no rate that it can change in {type(model).__name__}.\n"
                 "  list all dropout: report_dropout(model)   add dropout: inject(model, Dropout(p=...), layers=...)"
             )
-        values = zip(found, _new_values(found, p), strict=True)
-        wanted = [(rate, value) for rate, value in values if value is not None]
-        if schedule is None:
-            wanted = [(rate, value) for rate, value in wanted if value != rate.value]
-        return DropoutChange(unwrapped(model), wanted, timing)
+        return [
+            RecipeSite(rate.layer, None, attribute=rate.attribute, p=value, label=rate.name)
+            for rate, value in zip(found, _new_values(found, self.p), strict=True)
+            if value is not None
+        ]
 
 
 def report_dropout(model: nn.Module) -> DropoutReport:

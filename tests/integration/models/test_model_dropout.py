@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hookdrop
-from hookdrop import InjectionError, LayerError, LinearSchedule
+from hookdrop import InjectionError, LayerError, LinearSchedule, inject
 from hookdrop.recipes import report_dropout, residual_dropout, set_dropout
 from tests.support.models import DropoutInMethod, SubmoduleRate, TwoDropouts, TwoRates
 from tests.support.tensors import all_equal
@@ -173,7 +173,7 @@ class TestEveryModel:
     def test_all_rates_at_0_make_the_forward_deterministic(self, model: nn.Module, given: Any) -> None:
         """No rate was missed: with all reported rates at 0 the outputs do not depend on the seed."""
         assert not all_equal(outputs(model, given, 0), outputs(model, given, 1))
-        with set_dropout(model, 0.0):
+        with inject(model, set_dropout(0.0)):
             assert all_equal(outputs(model, given, 0), outputs(model, given, 1))
 
     def test_each_reported_rate_alone_makes_the_forward_random(self, model: nn.Module, given: Any) -> None:
@@ -182,8 +182,8 @@ class TestEveryModel:
             if "layerdrop" in rate.name:
                 continue  # the model has only one layer to drop
             with (
-                set_dropout(model, 0.0),
-                set_dropout(model, lambda name, p, rate=rate: 0.6 if name == rate.name else p),
+                inject(model, set_dropout(0.0)),
+                inject(model, set_dropout(lambda name, p, rate=rate: 0.6 if name == rate.name else p)),
             ):
                 assert any(
                     not all_equal(outputs(model, given, 0), outputs(model, given, seed)) for seed in (1, 2, 3)
@@ -192,7 +192,7 @@ class TestEveryModel:
     def test_remove_restores_rates_and_outputs(self, model: nn.Module, given: Any) -> None:
         before = outputs(model, given, 0)
         rates = [rate.value for rate in report_dropout(model).rates]
-        change = set_dropout(model, 0.9)
+        change = inject(model, set_dropout(0.9))
         assert not all_equal(outputs(model, given, 0), before)
         change.remove()
         assert [rate.value for rate in report_dropout(model).rates] == rates
@@ -239,7 +239,7 @@ class TestSetDropout:
         }
         model = built[0.0]
         clean = outputs(model, TOKENS, 0)
-        change = set_dropout(model, 0.4, LinearSchedule(2))
+        change = inject(model, set_dropout(0.4), schedule=LinearSchedule(2))
         assert {name.rpartition(".")[2] for name in change.rates} == {"attention_dropout"}
         assert len(change.rates) == 2
         for rate, twin in built.items():
@@ -253,7 +253,7 @@ class TestSetDropout:
     def test_state_dict_and_config_do_not_change(self) -> None:
         model = llama(attention_dropout=0.3)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        set_dropout(model, 0.5)
+        inject(model, set_dropout(0.5))
         assert model.config.attention_dropout == 0.3
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout as zero_some
 
 import hookdrop
-from hookdrop import HookdropWarning, LayerError
+from hookdrop import HookdropWarning, InjectionError, LayerError, LinearSchedule, find, inject
 from hookdrop.recipes import report_dropout, set_dropout
 from tests.support.models import DropoutInMethod, SubmoduleRate, TwoDropouts
 
@@ -69,7 +69,7 @@ class TestReportDropout:
     def test_lists_hookdrop_regularizers_used_as_layers(self) -> None:
         model = nn.Sequential(nn.Conv2d(3, 3, 3), hookdrop.DropBlock(0.2, 3), hookdrop.GaussianNoise(0.1))
         assert [(rate.name, rate.value) for rate in report_dropout(model).rates] == [("1", 0.2)]
-        with set_dropout(model, 0.5):
+        with inject(model, set_dropout(0.5)):
             assert model[1].p == 0.5
         assert model[1].p == 0.2
 
@@ -393,7 +393,7 @@ class TestSourceAnalysis:
     def test_two_rates_of_one_module_have_two_names(self) -> None:
         model = nn.Sequential(TwoDropouts())
         assert [rate.name for rate in report_dropout(model).rates] == ["0", "0.rate2"]
-        set_dropout(model, {"0.rate2": 0.9})
+        inject(model, set_dropout({"0.rate2": 0.9}))
         assert (model[0].rate, model[0].rate2) == (0.3, 0.9)
 
     def test_property_without_a_setter_is_out_of_reach(self) -> None:
@@ -425,91 +425,119 @@ class TestSetDropout:
         return [rate.value for rate in report_dropout(model).rates]
 
     def test_one_rate_applies_to_all(self, model: Any) -> None:
-        set_dropout(model, 0.5)
+        inject(model, set_dropout(0.5))
         assert self.rates(model) == [0.5, 0.5, 0.5]
 
     def test_function_computes_each_rate(self, model: Any) -> None:
-        set_dropout(model, lambda name, rate: rate / 2)
+        inject(model, set_dropout(lambda name, rate: rate / 2))
         assert self.rates(model) == pytest.approx([0.05, 0.1, 0.15])
 
     @pytest.mark.parametrize("pattern", ["1.dropout", "*.dropout", "**.dropout", re.compile(r".*dropout")])
     def test_patterns_change_only_matching_rates(self, model: Any, pattern: Any) -> None:
-        set_dropout(model, {pattern: 0.5})
+        inject(model, set_dropout({pattern: 0.5}))
         assert self.rates(model) == [0.1, 0.5, 0.3]
 
     def test_exact_name_takes_precedence_over_a_glob(self) -> None:
         model = nn.ModuleDict({"a[1]": nn.Dropout(0.1), "a1": nn.Dropout(0.1)})
-        set_dropout(model, {"a[1]": 0.5})
+        inject(model, set_dropout({"a[1]": 0.5}))
         assert self.rates(model) == [0.5, 0.1]
 
     def test_unmatched_pattern_raises_and_suggests_names(self, model: Any) -> None:
         with pytest.raises(LayerError, match=r"'1.dropot' matches none of the 3 dropout rates by name") as excinfo:
-            set_dropout(model, {"0": 0.5, "1.dropot": 0.5})
+            inject(model, set_dropout({"0": 0.5, "1.dropot": 0.5}))
         assert "did you mean: '1.dropout'" in str(excinfo.value)
         assert self.rates(model) == [0.1, 0.2, 0.3]
 
     def test_two_patterns_matching_one_rate_raise(self, model: Any) -> None:
         with pytest.raises(LayerError, match=r"two patterns match '0'"):
-            set_dropout(model, {"0": 0.5, "**": 0.4})
+            inject(model, set_dropout({"0": 0.5, "**": 0.4}))
 
     @pytest.mark.parametrize("p", [1.5, -0.1, float("nan")])
     def test_rate_out_of_range_raises_and_changes_nothing(self, model: Any, p: float) -> None:
         with pytest.raises(ValueError, match="set_dropout, '2.0': p must"):
-            set_dropout(model, {"0": 0.5, "2.0": p})
+            inject(model, set_dropout({"0": 0.5, "2.0": p}))
         assert self.rates(model) == [0.1, 0.2, 0.3]
 
     @pytest.mark.parametrize("p", ["0.1", None, True, [0.1]])
     def test_invalid_rate_type_raises(self, model: Any, p: Any) -> None:
         with pytest.raises(TypeError, match="must be a number"):
-            set_dropout(model, p)
+            inject(model, set_dropout(p))
 
     def test_model_without_dropout_raises(self) -> None:
         with pytest.raises(LayerError, match="found no rate that it can change in Linear"):
-            set_dropout(nn.Linear(2, 2), 0.1)
+            inject(nn.Linear(2, 2), set_dropout(0.1))
 
     def test_failing_setter_raises_and_changes_nothing(self) -> None:
         model = nn.Sequential(nn.Dropout(0.3), Refusing(), nn.Dropout(0.3))
         with pytest.raises(LayerError, match=r"cannot set '1.drop_rate' to 0.5: Refusing raised KeyError: 'read-only'"):
-            set_dropout(model, 0.5)
+            inject(model, set_dropout(0.5))
         assert [rate.value for rate in report_dropout(model).rates] == [0.3, 0.3, 0.3]
 
     def test_property_without_a_setter_is_skipped(self) -> None:
         model = nn.Sequential(nn.Dropout(0.3), Fixed())
-        with set_dropout(model, 0.5):
+        with inject(model, set_dropout(0.5)):
             assert model[0].p == 0.5
         assert model[0].p == 0.3
 
     def test_empty_mapping_raises(self, model: Any) -> None:
         with pytest.raises(LayerError, match="the mapping is empty") as excinfo:
-            set_dropout(model, {})
+            inject(model, set_dropout({}))
         assert "'1.dropout'" in str(excinfo.value)
 
     def test_rates_are_restored_after_an_exception(self, model: Any) -> None:
-        with pytest.raises(KeyError), set_dropout(model, 0.5):
+        with pytest.raises(KeyError), inject(model, set_dropout(0.5)):
             raise KeyError
         assert self.rates(model) == [0.1, 0.2, 0.3]
 
     def test_nested_changes_are_restored_in_order(self, model: Any) -> None:
-        with set_dropout(model, 0.5):
-            with set_dropout(model, {"0": 0.6}):
+        with inject(model, set_dropout(0.5)):
+            with inject(model, set_dropout({"0": 0.6}), on_existing="stack", name="inner"):
                 assert self.rates(model) == [0.6, 0.5, 0.5]
             assert self.rates(model) == [0.5, 0.5, 0.5]
         assert self.rates(model) == [0.1, 0.2, 0.3]
 
     def test_rate_changed_afterward_is_not_restored_and_warns(self, model: Any) -> None:
-        change = set_dropout(model, 0.5)
+        change = inject(model, set_dropout(0.5))
         model[0].p = 0.7
-        with pytest.warns(HookdropWarning, match=r"did not restore 1 rate that changed again since: '0'"):
+        with pytest.warns(HookdropWarning, match=r"did not restore 1 rate that something else has changed since: '0'"):
             change.remove()
         assert self.rates(model) == [0.7, 0.2, 0.3]
         change.remove()
 
     def test_repr_shows_old_and_new_rates(self, model: Any) -> None:
-        change = set_dropout(model, {"0": 0.5})
-        assert repr(change) == "<1 rate changed: '0' 0.1 -> 0.5>"
-        assert change.rates == {"0": (0.1, 0.5)}
+        change = inject(model, set_dropout({"0": 0.5}))
+        assert repr(change).startswith("<Injection 'set_dropout': 1 site, p=0.5 of 0.5")
+        assert change.sites[0].regularizer == "Dropout.p=0.5 (was 0.1)"
+
+    def test_schedule_state_and_spec(self, model: Any) -> None:
+        change = inject(model, set_dropout(0.5), schedule=LinearSchedule(10), p_scale={"0": 0.5}, exclude="2.0")
+        change.seek(5)
+        saved, spec = change.state_dict(), change.spec
+        before = self.rates(model)
+        with change.disabled():
+            assert self.rates(model)[0] == 0.0
+        assert self.rates(model) == before
+        assert find(model) == change
+        change.remove()
+        assert self.rates(model) == [0.1, 0.2, 0.3]
+        again = inject(model, spec)
+        again.load_state_dict(saved)
+        assert self.rates(model) == before
+
+    def test_replaced_changes_restore_the_first_rates(self, model: Any) -> None:
+        inject(model, set_dropout(0.5))
+        inject(model, set_dropout(0.6), on_existing="replace")
+        assert self.rates(model) == [0.6, 0.6, 0.6]
+        find(model).remove()
+        assert self.rates(model) == [0.1, 0.2, 0.3]
+
+    def test_sampling_needs_hooks(self, model: Any) -> None:
+        change = inject(model, set_dropout(0.5))
+        for use in (change.sampling().__enter__, lambda: change.probe(torch.ones(1, 2))):
+            with pytest.raises(InjectionError, match="needs hooks"):
+                use()
 
     def test_copies_keep_the_changed_rates(self, model: Any) -> None:
-        with set_dropout(model, 0.5):
+        with inject(model, set_dropout(0.5)):
             twin = copy.deepcopy(model)
         assert self.rates(twin) == [0.5, 0.5, 0.5]
