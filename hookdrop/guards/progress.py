@@ -82,7 +82,7 @@ def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState
         return  # the weights of an averaged model change, but no optimizer trains them
     counter.notice_update(state)
     if counter.awaiting_first_calls:
-        counter.awaiting_first_calls = not all(hook.called for hook in state.live.members)
+        counter.awaiting_first_calls = not all(getattr(member, "called", True) for member in state.live.members)
         if counter.awaiting_first_calls and counter.was_updated() and _trains(optimizer, counter):
             counter.awaiting_first_calls = False
             _warn(state, find_problems(model, state, [hook for _, hook in hooks_of(model) if hook.state is state]))

@@ -21,7 +21,7 @@ from hookdrop.hooks.batch_norm import collects_statistics, dropped_statistics_te
 from hookdrop.hooks.checkpointing import may_be_recomputed, rng_fingerprint
 from hookdrop.hooks.portable import deep_copied, reduced
 from hookdrop.hooks.state import InjectionState, all_states
-from hookdrop.regularizers.base import Rate, Regularizer, at_rate, rate_of
+from hookdrop.regularizers.base import P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.catalog import REGULARIZERS
 from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
@@ -65,6 +65,8 @@ class SiteHook:
         self.tensor = tensor
         self.state = state
         self.target = self.initial_target = rate_of(regularizer)
+        self.rate: Rate = type(regularizer).rate or P
+        """What the regularizer declares of its rate; of no meaning without a target."""
         self.handle: RemovableHandle | None = None
         self.graph_break = regularizer.graph_break
         """Why this hook breaks the graph of compiled code; empty if it does not break it."""
@@ -217,13 +219,6 @@ class SiteHook:
         """Set the rate of training mode if `on`, and of eval mode if also `sampling`."""
         self.train_rate = rate if on else None
         self.eval_rate = rate if on and sampling else None
-
-    @property
-    def rate(self) -> Rate:
-        """What the regularizer declares of its rate. Only for hooks with a target."""
-        declared = type(self.regularizer).rate
-        assert declared is not None
-        return declared
 
     def valid_target(self, value: object) -> float:
         """Return `value` as a float, or raise if it is out of the regularizer's range."""

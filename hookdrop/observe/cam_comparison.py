@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.figures import SCALE, as_images, get_figure
 from hookdrop.errors import LayerError
+from hookdrop.injection.figures import SCALE, as_images, get_figure
 from hookdrop.observe.cam import Target, grad_cam
 from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.survey.isolation import call, restored_after, set_eval
