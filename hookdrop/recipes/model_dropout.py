@@ -78,7 +78,7 @@ class set_dropout(Recipe):
         """Return what keeps its rate although `p` is for all."""
         found, why = _find(model, survey)
         missed = [f"{what} ({some([name or 'the model' for name in n])})" for what, n in found.out_of_reach.items()]
-        limits = [f"out of reach: {each}" for each in missed] if not isinstance(self.p, Mapping) else []
+        limits = [f"out of reach, so it stays as it is: {each}" for each in missed] if not isinstance(self.p, Mapping) else []
         if why:
             limits.append(
                 f"functional dropout was not looked for: {why}\n  pass example_input=, to run the model on it"

@@ -445,10 +445,11 @@ def test_model_with_stochastic_depth_raises(make: Callable[[], nn.Module], name:
 
 
 def test_model_with_stochastic_depth_at_0_is_accepted() -> None:
+    from hookdrop import inject
     from hookdrop.recipes import set_dropout
 
     model = torchvision.models.convnext_tiny()
-    set_dropout(model, {"**.stochastic_depth": 0.0})
+    inject(model, set_dropout(p={"**.stochastic_depth": 0.0}))
     assert len(stochastic_depth(model).sites) == 18
 
 

@@ -83,7 +83,7 @@ class TestPlan:
             ("1.rate", 0.0),
             ("1.config.dropout", 0.2),
         ]
-        assert found.warnings == ["out of reach: Block calls dropout with a rate of 0.25 ('1')"]
+        assert found.warnings == ["out of reach, so it stays as it is: Block calls dropout with a rate of 0.25 ('1')"]
         assert "Block.config.dropout (now 0.2)" in str(found)
         assert (model[0].p, model[1].rate) == (0.1, 0.0)
 
