@@ -130,7 +130,9 @@ class Injection:
         return [sink for state in self._states for sink in state.live.members]
 
     def _hooks(self, what: str) -> list[SiteHook]:
-        """Return the hooks, or raise if the handle also drives dropout of the model, which has none."""
+        """Return the hooks, or raise if there are none, or if the handle also drives dropout that the model has."""
+        if not self._states:
+            raise InjectionError(f"{what}: there is no injection here.\n  call inject first")
         sinks = self._sinks
         hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
         if len(hooks) < len(sinks):
@@ -477,7 +479,8 @@ class Injection:
         """
         self._check_not_removed("predict()")
         settings = Settings(samples, activation, output, rows, device, progress)
-        return predict(self._require_model(), self._hooks("predict()"), lambda: self.sampling(p), data, settings)
+        hooks = self._hooks("predict()")
+        return predict(self._require_model(), hooks, lambda: self.sampling(p), data, settings)
 
     # --- inspecting
 
@@ -553,13 +556,12 @@ class Injection:
         """Return rates and steps as a flat dict for any logger, with keys under `hookdrop/<name>/`."""
         self._check_not_removed("metrics()")
         found: dict[str, float] = {}
-        for state in self._states:
-            one = self._only([state])
+        for one in self:
             numbers = one._rates_by_name()
             if one.keep_prob is not None:
                 numbers["keep_prob"] = one.keep_prob
-            numbers |= {"step": float(state.step_count), "enabled": float(state.on)}
-            found |= {f"hookdrop/{state.name}/{key}": value for key, value in numbers.items()}
+            numbers |= {"step": float(one.step_count), "enabled": float(one.enabled)}
+            found |= {f"hookdrop/{one.name}/{key}": value for key, value in numbers.items()}
         return found
 
     def _rates_by_name(self) -> dict[str, float]:
@@ -581,13 +583,13 @@ class Injection:
         return f"<Injection {state.name!r}: {sites},{p}{off} step {state.step_count} of {state.schedule}>"
 
     def __str__(self) -> str:
-        """The sites as a table, with the problems that `check` finds."""
-        return "\n\n".join(self._only([state])._table() for state in self._states) or repr(self)
+        """The sites as a table, with the problems that the training has shown so far."""
+        return "\n\n".join(self._only([state])._table(state) for state in self._states) or repr(self)
 
-    def _table(self) -> str:
-        if self._states[0].removed or self._model() is None:
+    def _table(self, state: InjectionState) -> str:
+        if state.removed or (model := self._model()) is None:
             return repr(self)
-        problems = [f"problem: {text}" for text in self.check()]
+        problems = [f"problem: {text}" for text in self._problems(state, model).values()]
         return "\n".join([repr(self), text_table(_HEADER, self._rows()), *problems])
 
     def _repr_html_(self) -> str:

@@ -32,7 +32,7 @@ def save(parts: Parts) -> dict[str, Any]:
         saved[state.name] = {
             "step_count": state.step_count,
             "enabled": state.enabled,
-            "target_p": [sink.target for sink in sinks],
+            "target_p": {sink.site: sink.target for sink in sinks},
             # With the rates that the code declares: loading compares the settings, and does not restore them.
             "spec": described(spec_of(state, sinks, declared=True)),
         }
@@ -82,11 +82,13 @@ def _validated(saved: Any) -> Mapping[str, Any]:
             raise StateError(f"the state of {name!r} lacks {', '.join(missing)}. Nothing was loaded.")
         try:
             count(one["step_count"], "step_count", "state", 0)
-            fits = isinstance(one["enabled"], bool) and len(one["target_p"]) == len(one["spec"]["layers"])
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError) as error:
             raise StateError(f"the state of {name!r}: {error} Nothing was loaded.") from None
-        if not fits:
-            raise StateError(f"the state of {name!r}: enabled must be a bool, and each site needs a target_p.")
+        for key, kind in (("enabled", bool), ("target_p", Mapping), ("spec", Mapping)):
+            if not isinstance(one[key], kind):
+                raise StateError(
+                    f"the state of {name!r}: {key} must be a {kind.__name__}, got {one[key]!r}. Nothing was loaded."
+                )
     return found
 
 
@@ -94,7 +96,7 @@ def _matched(
     state: InjectionState, sinks: Sequence[RateSink], saved: Mapping[str, Any], strict: bool
 ) -> Iterator[tuple[RateSink, float | None]]:
     """Yield each sink that the state has, with its target."""
-    here, there = [sink.site for sink in sinks], list(saved["spec"]["layers"])
+    here, there = [sink.site for sink in sinks], list(saved["target_p"])
     if (strict and here != there) or not set(here) & set(there):
         lines = [f"the state does not match {state.name!r}. Nothing was loaded."]
         lines += [f"  only in the state: {site!r}" for site in there if site not in here]
@@ -104,10 +106,9 @@ def _matched(
         if set(here) & set(there):
             lines.append("  load what matches: load_state_dict(state, strict=False)")
         raise StateError("\n".join(lines))
-    targets = dict(zip(there, saved["target_p"], strict=True))
     for sink in sinks:
-        if sink.site in targets:
-            yield sink, _valid_target(sink, targets[sink.site])
+        if sink.site in there:
+            yield sink, _valid_target(sink, saved["target_p"][sink.site])
 
 
 def _valid_target(sink: RateSink, target: Any) -> float | None:

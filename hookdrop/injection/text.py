@@ -117,7 +117,7 @@ def _check_literal(node: ast.expr) -> None:
 def _read(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
     """Create what a node of the text describes: a call by name, or the name of an allowed function."""
     function = node.func if isinstance(node, ast.Call) else node
-    name = ast.unparse(function) if isinstance(function, ast.Name | ast.Attribute) else ""
+    name = _dotted(function)
     if name in allowed and not isinstance(allowed[name], type) and not isinstance(node, ast.Call):
         return allowed[name]
     if isinstance(function, ast.Name) and name in NAMES and not isinstance(node, ast.Call):
@@ -136,9 +136,16 @@ def _read(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
     return _construct(name, allowed.get(name) or _named(name), args, kwargs, text)
 
 
+def _dotted(node: ast.expr) -> str:
+    """Return a name, possibly with dots; empty for other nodes."""
+    if isinstance(node, ast.Attribute):
+        return f"{before}.{node.attr}" if (before := _dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def _value(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
     """The value of a literal, of a call, or of a list of calls."""
-    if isinstance(node, ast.Call):
+    if isinstance(node, ast.Call) and (isinstance(node.func, ast.Name) or _dotted(node.func) in allowed):
         return _read(node, text, allowed)
     if isinstance(node, ast.List | ast.Tuple) and any(isinstance(part, ast.Call) for part in node.elts):
         return [_value(part, text, allowed) for part in node.elts]

@@ -77,12 +77,13 @@ class set_dropout(Recipe):
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         """Return what keeps its rate although `p` is for all."""
         found, why = _find(model, survey)
-        missed = [f"{what} ({some([name or 'the model' for name in n])})" for what, n in found.out_of_reach.items()]
-        limits = [f"out of reach, so it stays as it is: {each}" for each in missed] if not isinstance(self.p, Mapping) else []
+        limits = []
         if why:
-            limits.append(
-                f"functional dropout was not looked for: {why}\n  pass example_input=, to run the model on it"
-            )
+            limits = [f"functional dropout was not looked for: {why}\n  to run the model, pass example_input="]
+        if not isinstance(self.p, Mapping):
+            for what, layers in found.out_of_reach.items():
+                where = some([name or "the model" for name in layers])
+                limits.append(f"out of reach, so it stays as it is: {what}{f' ({where})' if where else ''}")
         return limits
 
 

@@ -640,14 +640,14 @@ def _() -> None:
 def _() -> None:
     model, drop = injected()
     model.layer2[0].bn1 = nn.BatchNorm2d(8)
-    drop.summary()
+    drop.SUMMARY()
 
 
 @case("a hooked module is copied within the model")
 def _() -> None:
     model, drop = injected()
     model.layer3 = copy.deepcopy(model.layer2)
-    drop.summary()
+    drop.SUMMARY()
 
 
 @case("an activation checkpoint that does not restore the random state")
@@ -669,7 +669,7 @@ def _() -> None:
     for rank in range(2):  # two ranks in turn, with one store
         dist.init_process_group("fake", rank=rank, world_size=2, store=store)
         train(model, 1)
-        drop.summary()
+        drop.SUMMARY()
         dist.destroy_process_group()
 
 
@@ -692,8 +692,8 @@ def _() -> None:
 @case("removing an injection twice by name")
 def _() -> None:
     model, _ = injected()
-    hookdrop.eject(model, "dropblock")
-    hookdrop.eject(model, "dropblock")
+    hookdrop.find(model)["dropblock"].remove()
+    hookdrop.find(model)["dropblock"].remove()
 
 
 @case("one target for rates of mixed units")

@@ -18,7 +18,7 @@ from hookdrop import (
     InjectionError,
     LinearSchedule,
     Regularizer,
-    eject,
+    find,
     inject,
     without_hooks,
 )
@@ -132,7 +132,7 @@ def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
         assert zeroed() == 0
     inject(model, regularizer, layers="1")
     assert zeroed() > 0.4
-    eject(model)
+    find(model).remove()
     assert zeroed() == 0
 
 
@@ -224,9 +224,9 @@ def test_contexts_and_enable_take_effect() -> None:
     assert zeroed(fast) > 0.4
     with drop.disabled():
         assert zeroed(fast) == 0
-    drop.disable()
+    drop.enabled = False
     assert zeroed(fast) == 0
-    drop.enable()
+    drop.enabled = True
     model.eval()
     assert zeroed(fast) == 0
     with drop.sampling(p=0.2):
@@ -239,9 +239,9 @@ def test_measuring_and_probing_a_compiled_model() -> None:
     drop = inject(model, Dropout(0.5), layers="0")
     fast = compiled(model)
     fast(X)
-    with drop.measuring() as m:
+    with drop.recording(last=0) as m:
         fast(X)
-    assert m.dropped == pytest.approx(0.5, abs=0.02)
+    assert m.totals.dropped == pytest.approx(0.5, abs=0.02)
     assert drop.probe(X).eval_identical
 
 

@@ -44,11 +44,11 @@ class TestPartsOfModels:
         drop = inject(model, {"0.0": Dropout(0.5), "1.0": Dropout(0.1)})
         find(model[0]).remove()
         assert [site.name for site in drop.sites] == ["1.0"]
-        assert drop.p == find(model)[0].p == 0.1
-        find(model)[0].target_p = 0.2
-        assert [site.p for site in find(model)[0].sites] == [0.2]
-        with find(model)[0].sampling(p=0.3):
-            assert [site.p for site in find(model)[0].sites] == [0.3]
+        assert drop.p == find(model).p == 0.1
+        find(model).target_p = 0.2
+        assert [site.p for site in find(model).sites] == [0.2]
+        with find(model).sampling(p=0.3):
+            assert [site.p for site in find(model).sites] == [0.3]
 
     @pytest.mark.parametrize("deleted", ["wrapper", "part"])
     def test_follow_continues_after_the_wrapper_or_a_part_is_deleted(self, deleted: str) -> None:
@@ -56,7 +56,7 @@ class TestPartsOfModels:
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         outer: Any = nn.DataParallel(model)
         drop = inject(outer, Dropout(0.5), layers="*.0", schedule=LinearSchedule(100))
-        (drop if deleted == "wrapper" else find(model[0])[0]).follow(optimizer)
+        (drop if deleted == "wrapper" else find(model[0])).follow(optimizer)
         del outer
         if deleted == "part":
             model[0] = mlp()
@@ -64,7 +64,7 @@ class TestPartsOfModels:
         for step in range(1, 6):
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
-            assert find(model)[0].step_count == step
+            assert find(model).step_count == step
 
     def test_handle_first_used_inside_without_hooks(self) -> None:
         model = mlp()

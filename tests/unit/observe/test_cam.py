@@ -161,7 +161,7 @@ class TestNoSideEffects:
         expected = grad_cam(model, images, "layer2", 1)
         inject(model, Dropout(0.9), layers="layer*.*")
         assert torch.equal(grad_cam(model, images, "layer2", 1), expected)
-        assert not any(site.fired for site in find(model)[0].sites)
+        assert not any(site.called for site in next(iter(find(model))).sites)
 
     def test_parameter_gradient_hooks_are_not_called(self, model: Small, images: torch.Tensor) -> None:
         for parameter in model.parameters():
