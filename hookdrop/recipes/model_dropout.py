@@ -48,7 +48,10 @@ class set_dropout(Recipe):
         [0.1, 0.5, 0.5]
         >>> model.dropout1.p
         0.1
-        >>> drop = inject(nn.Sequential(nn.Dropout(0.4)), set_dropout(), schedule=LinearSchedule(steps=10))
+        >>> drop = inject(model, set_dropout(), schedule=LinearSchedule(steps=10), example_input=torch.randn(2, 3, 4))
+        >>> drop.seek(5)
+        >>> model.dropout1.p
+        0.05
 
     Reference: dropout only early or only late in the training, Liu et al. 2023, "Dropout reduces underfitting",
     arXiv:2303.01500.
@@ -76,14 +79,15 @@ class set_dropout(Recipe):
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         """Return what keeps its rate although `p` is for all."""
+        if isinstance(self.p, Mapping):
+            return ()
         found, why = _find(model, survey)
-        limits = []
         if why:
-            limits = [f"functional dropout was not looked for: {why}\n  to run the model, pass example_input="]
-        if not isinstance(self.p, Mapping):
-            for what, layers in found.out_of_reach.items():
-                where = some([name or "the model" for name in layers])
-                limits.append(f"out of reach, so it stays as it is: {what}{f' ({where})' if where else ''}")
+            return [f"functional dropout was not looked for: {why}\n  to run the model, pass example_input="]
+        limits = []
+        for what, layers in found.out_of_reach.items():
+            where = some([name or "the model" for name in layers])
+            limits.append(f"out of reach, so it stays as it is: {what}{f' ({where})' if where else ''}")
         return limits
 
 
