@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hookdrop import schedules as _schedules
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.plan import Plan
@@ -14,17 +15,7 @@ from hookdrop.injection.verbs import inject, plan, without_hooks
 from hookdrop.regularizers import Rate, Regularizer
 from hookdrop.regularizers import catalog as _catalog
 from hookdrop.regularizers.catalog import *
-from hookdrop.schedules import (
-    ChainedSchedule,
-    ConstantSchedule,
-    CosineSchedule,
-    EarlySchedule,
-    ExponentialSchedule,
-    LambdaSchedule,
-    LateSchedule,
-    LinearSchedule,
-    Schedule,
-)
+from hookdrop.schedules import *
 from hookdrop.utils.seeding import seed_per_rank
 
 if TYPE_CHECKING:
@@ -34,25 +25,16 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "ChainedSchedule",
-    "ConstantSchedule",
-    "CosineSchedule",
-    "EarlySchedule",
-    "ExponentialSchedule",
     "HookdropError",
     "HookdropWarning",
     "Injection",
     "InjectionError",
     "InjectionSpec",
-    "LambdaSchedule",
-    "LateSchedule",
     "LayerError",
-    "LinearSchedule",
     "Plan",
     "Prediction",
     "Rate",
     "Regularizer",
-    "Schedule",
     "ShapeError",
     "StateError",
     "find",
@@ -65,7 +47,7 @@ __all__ = [
     "update_bn",
     "without_hooks",
 ]
-__all__ += _catalog.__all__
+__all__ += _catalog.__all__ + _schedules.__all__
 __all__.sort()
 
 

@@ -9,25 +9,27 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hookdrop.hooks.compiling import graph_break_functions, register_graph_break
+from hookdrop.hooks.compiling import GraphBreak
 
 # The attributes in which wrappers hold the inner optimizer: Accelerate, Lightning, timm's Lookahead, PostLocalSGD,
 # fastai's OptimWrapper.
 _INNER = ("optimizer", "base_optimizer", "_base_optimizer", "optim", "opt")
 
-_COUNT_REASON = "hookdrop counts optimizer steps."
-
 
 class Follower:
     """Calls `advance` after every optimizer step, except for steps that a GradScaler skips."""
 
-    def __init__(self, optimizer: Optimizer, advance: Callable[[], None], on_first_step: Callable[[int], None]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, advance: Callable[[], None], on_first_step: Callable[[int, bool], None]
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._advance = advance
-        self._on_first_step: Callable[[int], None] | None = on_first_step
-        """Called before the first step is counted, with the step count in the optimizer's state."""
-        register_graph_break(_count, _COUNT_REASON)
+        self._on_first_step: Callable[[int, bool], None] | None = on_first_step
+        """Called before the first step is counted, with the step count in the optimizer's state, and with whether it
+        had a state before that step, such as momentum."""
+        self._had_state = False
         self._handle = optimizer.register_step_post_hook(self._after_step)
+        self._first_handle = optimizer.register_step_pre_hook(self._before_first_step)
 
     @property
     def title(self) -> str:
@@ -46,15 +48,20 @@ class Follower:
     def detach(self) -> None:
         """Stop following the optimizer."""
         self._handle.remove()
+        self._first_handle.remove()
 
     def release(self) -> None:
         """Stop counting and drop all references, without `detach`: a step is iterating over the optimizer's hooks."""
         self._advance, self._on_first_step = _do_nothing, None
 
+    def _before_first_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._had_state = any(optimizer.state.values())
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Inside a compiled optimizer step, counting would trigger recompilation at every step.
         if torch.compiler.is_compiling():
-            graph_break_functions[_COUNT_REASON](self, optimizer)
+            _COUNT.call(self, optimizer)
         else:
             _count(self, optimizer)
 
@@ -64,8 +71,12 @@ def _count(follower: Follower, optimizer: Optimizer) -> None:
         return
     first, follower._on_first_step = follower._on_first_step, None
     if first is not None:
-        first(_steps_taken(optimizer))
+        follower._first_handle.remove()
+        first(_steps_taken(optimizer), follower._had_state)
     follower._advance()
+
+
+_COUNT = GraphBreak(_count, "hookdrop counts optimizer steps.")
 
 
 def _do_nothing() -> None:

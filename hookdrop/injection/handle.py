@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookdrop.errors import InjectionError, warn
+from hookdrop.errors import InjectionError
 from hookdrop.guards import progress
-from hookdrop.guards.problems import STEPS_BEFORE_WARNING, discarded_text, find_problems, stalled_schedule
+from hookdrop.guards.messages import message
+from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems
+from hookdrop.guards.updates import restarted, schedule_problems, trains_other_model
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.optimizer import Follower, innermost
@@ -29,9 +32,8 @@ from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sink
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.injection.uncertainty import Prediction
 from hookdrop.schedules import Schedule
-from hookdrop.utils.context import requires_with
+from hookdrop.utils.captures import CopyDevice, requires_with
 from hookdrop.utils.tables import counted, html_table, text_table
-from hookdrop.utils.tensors import CopyDevice
 from hookdrop.utils.validation import count, number
 
 
@@ -317,11 +319,10 @@ class Injection:
                     "  to switch: drop.follow(None), then drop.follow(optimizer)"
                 )
         new = [state for state in self._states if not state.followed]
-        if new:
-            self._warn_about_other_model(inner)
         for state in new:
-            one = self._only([state])
-            state.live.follower = Follower(inner, one._advance, one._warn_about_restart)
+            trains_other_model(state, self._require_model(), inner)
+        for state in new:
+            state.live.follower = Follower(inner, self._only([state])._advance, partial(restarted, state))
         return self
 
     def _advance(self, n: int = 1) -> None:
@@ -336,26 +337,6 @@ class Injection:
         for state in rates.seek(self._states, step_of):
             if state.live.moves % STEPS_BEFORE_WARNING == 0:
                 self._only([state])._warn_about_problems()
-
-    def _warn_about_restart(self, steps: int) -> None:
-        """Warn if the first step counted is the optimizer's `steps`-th, later than the schedule expects."""
-        for state in self._states:
-            if state.scheduled and not state.live.was_stepped and steps > state.step_count + 1:
-                state.warn_once(
-                    "restarted",
-                    f"{state.name!r} is at step {state.step_count} of {state.schedule}, but the optimizer that it "
-                    f"follows has already taken {steps - 1} steps (resumed training?): the schedule is starting over.\n"
-                    f"  to resume: drop.seek({steps - 1}) or drop.load_state_dict(...) before training; to restart on "
-                    f"purpose: drop.seek({state.step_count})",
-                )
-
-    def _warn_about_other_model(self, optimizer: Optimizer) -> None:
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in trained for parameter in self._require_model().parameters()):
-            warn(
-                f"{self.name!r} follows an optimizer that trains no parameter of this model: "
-                "does it belong to another model?"
-            )
 
     # --- disabling and sampling
 
@@ -535,7 +516,7 @@ class Injection:
         """List current problems: lost sites, layers that never ran or ran only in eval mode, a stalled schedule."""
         model = self._model()
         if model is None:
-            discarded = [discarded_text(state.name) for state in self._states if not state.live.trained]
+            discarded = [message("discarded", state) for state in self._states if not state.live.trained]
             return discarded or [str(self._model_gone_error())]
         return [text for state in self._states for text in self._problems(state, model, requested=True).values()]
 
@@ -544,7 +525,8 @@ class Injection:
         hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
         if hooks or not sinks:
             return find_problems(model, state, hooks, requested=requested)
-        return stalled_schedule(state)
+        counter = state.live.update_counter
+        return schedule_problems(state, counter is not None and counter.updates > 0)
 
     def _warn_about_problems(self) -> None:
         if (model := self._model()) is not None:

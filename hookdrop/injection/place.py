@@ -10,13 +10,11 @@ from torch import nn
 from hookdrop.errors import InjectionError, warn
 from hookdrop.guards.progress import watch
 from hookdrop.hooks import compiling
-from hookdrop.hooks.branch_hook import BranchHook
-from hookdrop.hooks.embedding_hook import EmbeddingHook
-from hookdrop.hooks.hook import InputHook, SiteHook
-from hookdrop.hooks.layer_hook import LayerHook
+from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hidden_modules
 from hookdrop.hooks.skip_hook import SkipHook
 from hookdrop.hooks.state import InjectionState
+from hookdrop.hooks.subset_hook import SubsetHook
 from hookdrop.injection import rates
 from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.plan import Plan
@@ -27,8 +25,6 @@ from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import TensorKey
 
 _CONSTANT = ConstantSchedule()
-_HOOKS: dict[str, type[SiteHook]] = {"rows": BranchHook, "attention_mask": EmbeddingHook, "layer_input": LayerHook}
-"""The hooks of regularizers that need more than one tensor, by `Regularizer.needs`."""
 
 
 def place(plan: Plan) -> Injection:
@@ -38,7 +34,6 @@ def place(plan: Plan) -> Injection:
         InjectionError: a site already has an injection (see `on_existing`), the name is taken, or the code is being
             traced.
     """
-    compiling.raise_if_tracing("inject()")
     for site in plan.sites:
         if site.module in hidden_modules:
             raise InjectionError(f"inside without_hooks: {site.name!r} may have temporarily removed hooks.")
@@ -58,9 +53,8 @@ def place(plan: Plan) -> Injection:
             sink.take_over(going)
     for old in replaced:
         old._detach()
-    has_hooks = any(isinstance(sink, SiteHook) for sink in sinks)
-    if has_hooks or state.scheduled:
-        state.live.trained = not has_hooks  # without hooks, nothing notes the calls
+    if isinstance(sinks[0], SiteHook) or state.scheduled:
+        state.live.trained = isinstance(sinks[0], AttributeSink)  # without hooks, nothing notes the calls
         watch(plan.root, state)
     return Injection(plan.model, [state], sinks)
 
@@ -73,7 +67,7 @@ def _place(plan: Plan, state: InjectionState) -> list[RateSink]:
         for sink, site in zip(placed, plan.sites, strict=True):
             if isinstance(sink, SiteHook):
                 sink.place(site.module)
-        if any(isinstance(sink, AttributeSink) for sink in placed):
+        if isinstance(placed[0], AttributeSink):
             rates.update_rates([state])
     except BaseException:
         for sink in placed:
@@ -90,9 +84,9 @@ def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSi
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     if site.at == "skip":
         return SkipHook(*settings, site.branch)
-    for need in site.regularizer.needs:
-        return _HOOKS[need](*settings)
-    return InputHook(*settings) if site.at == "input" else SiteHook(*settings)
+    if "rows" in site.regularizer.needs:
+        return SubsetHook(*settings)
+    return SiteHook(*settings, site.at)
 
 
 def _injections_to_replace(plan: Plan) -> list[Injection]:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.guards.first_call import without_bookkeeping
+from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.measurement import Measurement, labels_of, measured_into, require_values
 from hookdrop.survey.isolation import call, restored_after, set_eval
+from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import count
-from hookdrop.utils.wrappers import unwrapped
 
 
 def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:

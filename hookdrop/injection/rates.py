@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from hookdrop.guards.first_call import warn_about_shape
+from hookdrop.guards.problems import warn_about_shape
 from hookdrop.hooks.hook import NO_RATE, CurrentRate, SiteHook
 from hookdrop.hooks.state import InjectionState, Override
 from hookdrop.injection.sinks import RateSink

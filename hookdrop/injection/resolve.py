@@ -124,11 +124,14 @@ def as_source(given: Any) -> Any:
 
 def check_options(at: str, tensor: TensorKey, name: str | None, on_existing: str, portable: bool) -> None:
     """Raise if an argument of `inject` that does not depend on the model is invalid."""
-    one_of(at, "at", "inject", ("output", "input"))
+    if at not in ("output", "input"):
+        one_of(at, "at", "inject", ("output", "input"))
     if isinstance(tensor, bool) or not isinstance(tensor, TensorKey):
         raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {tensor!r}.")
-    one_of(on_existing, "on_existing", "inject", ("error", "replace", "stack"))
-    one_of(portable, "portable", "inject", (True, False))
+    if on_existing not in ("error", "replace", "stack"):
+        one_of(on_existing, "on_existing", "inject", ("error", "replace", "stack"))
+    if not isinstance(portable, bool):
+        one_of(portable, "portable", "inject", (True, False))
     if name is not None and (not isinstance(name, str) or not name or "/" in name):
         raise InjectionError(f"inject: name must be a non-empty string without '/', got {name!r}.")
 
@@ -164,7 +167,8 @@ def resolve(
         warnings = []
     elif any(map(is_keras, map(type, model.modules()))):
         _reject_keras_layers(model, selected)
-    warnings += _unmatched_warnings(selection.unmatched_excludes)
+    if selection.unmatched_excludes:
+        warnings += _unmatched_warnings(selection.unmatched_excludes)
     sites = []
     for layer in selected:
         indices = selection.matched_by[layer.name]

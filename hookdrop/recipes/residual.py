@@ -16,8 +16,8 @@ from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, 
 from hookdrop.recipes.skipped import skipped_layers
 from hookdrop.regularizers import Dropout
 from hookdrop.schedules import Schedule
+from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import Layer, named_layers
-from hookdrop.utils.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from hookdrop.survey import Survey
