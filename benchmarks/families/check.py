@@ -49,7 +49,17 @@ class RecipeCheck:
         """
         plan = recipe.plan(self.model, **settings)
         self._require_unchanged("plan")
-        drop = plan.apply()
+        self._check(plan.apply())
+        return plan
+
+    def run_value(self, recipe: Any, example: Any) -> hookdrop.Plan:
+        """The same for a recipe as a value."""
+        plan = hookdrop.plan(self.model, recipe, example_input=example)
+        self._require_unchanged("plan")
+        self._check(hookdrop.inject(self.model, recipe, example_input=example))
+        return plan
+
+    def _check(self, drop: hookdrop.Injection) -> None:
         changed = [part for part in differences(self.before, footprint(self.model)) if part != "hooks"]
         require(not changed, f"inject changed {', '.join(changed)}")
         require(bit_equal(self._evaluate(), self.outputs), "eval output differs with hooks")
@@ -64,7 +74,6 @@ class RecipeCheck:
         require(fingerprint(self.model) == self.checksums, "a parameter or buffer changed")
         require(bit_equal(self._evaluate(), self.outputs), "eval output differs after remove")
         require(not hookdrop.find(self.model), "hookdrop.find still finds an injection after remove")
-        return plan
 
     def _require_unchanged(self, verb: str) -> None:
         changed = differences(self.before, footprint(self.model))

@@ -155,6 +155,7 @@ def resolve(
     p_scale: PScale | None,
     at: str = "output",
     total_steps: int | None = None,
+    example_input: Any = None,
 ) -> Resolved:
     """Select the layers and assign their regularizers, without placing anything."""
     requested = None if schedule is None else as_schedule(schedule, "inject")
@@ -170,6 +171,7 @@ def resolve(
     if selection.unmatched_excludes:
         warnings += _unmatched_warnings(selection.unmatched_excludes)
     sites = []
+    survey = None if example_input is None else LazySurvey(model, example_input)
     for layer in selected:
         indices = selection.matched_by[layer.name]
         if len(regularizers) > 1 and len(indices) > 1:
@@ -178,7 +180,7 @@ def resolve(
                 f"{layer.name!r} matches more than one key of the mapping: {keys}.\n  give each layer one regularizer."
             )
         chosen = regularizers[indices[0] if len(regularizers) > 1 else 0]
-        sites.append(_plan_site(selection.root, layer, chosen, at))
+        sites.append(_plan_site(selection.root, layer, chosen, at, survey))
     if schedule is not None:
         check_picklable(schedule, "the schedule")
     if p_scale is not None:
@@ -233,8 +235,9 @@ def resolve_recipe(
     groups = {group: everything[group] for _, group in chosen}
     wanted = recipe.p_scale if p_scale is None else p_scale
     scales = [1.0] * len(groups) if wanted is None else rate_factors(list(groups.values()), wanted)
+    facts = lazy if lazy.found is not None or example_input is not None else None
     factors = dict(zip(groups, scales, strict=True))
-    sites = [_plan_recipe_site(root, everything[site.name], site) for site, _ in chosen]
+    sites = [_plan_recipe_site(root, everything[site.name], site, facts) for site, _ in chosen]
     if any(site.regularizer is not None for site in sites):
         check_picklable(recipe, "the recipe")
     _scale(sites, [site.factor * factors[group] for site, group in chosen])
@@ -250,7 +253,7 @@ def resolve_recipe(
     return Resolved(root, sites, counts, set(), warnings, schedule, requested, name, again, lazy)
 
 
-def _plan_recipe_site(root: nn.Module, layer: Layer, site: RecipeSite) -> PlannedSite:
+def _plan_recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: LazySurvey | None) -> PlannedSite:
     if site.regularizer is None:
         return PlannedSite(
             layer.name,
@@ -262,12 +265,14 @@ def _plan_recipe_site(root: nn.Module, layer: Layer, site: RecipeSite) -> Planne
             target=P.valid(site.p, site.label or site.name),
             label=site.label,
         )
-    planned = _plan_site(root, layer, site.regularizer, "output")
+    planned = _plan_site(root, layer, site.regularizer, "input" if site.at == "skip" else "output", survey)
     planned.at, planned.branch, planned.label = site.at or planned.at, site.branch, site.label or planned.label
     return planned
 
 
-def _plan_site(root: nn.Module, layer: Layer, regularizer: Regularizer | None, at: str) -> PlannedSite:
+def _plan_site(
+    root: nn.Module, layer: Layer, regularizer: Regularizer | None, at: str, survey: LazySurvey | None
+) -> PlannedSite:
     """Return the site of one layer. Some regularizers have only one place, and read settings from the model."""
     if regularizer is not None:
         if at == "input" and regularizer.only_at == "output":
@@ -276,7 +281,7 @@ def _plan_site(root: nn.Module, layer: Layer, regularizer: Regularizer | None, a
                 "  remove at=, and hook the layer before"
             )
         at = regularizer.only_at or at
-        regularizer = regularizer.for_layer(root, layer.name)
+        regularizer = regularizer.for_layer(root, layer.name, at, survey)
     return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, at=at)
 
 

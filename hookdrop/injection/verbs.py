@@ -171,7 +171,7 @@ def plan(
             check_recipe_arguments(source, layers, at, tensor)
             resolved = resolve_recipe(model, source, exclude, schedule, p_scale, total_steps, example_input)
         else:
-            resolved = resolve(model, source, layers, exclude, schedule, p_scale, at, total_steps)
+            resolved = resolve(model, source, layers, exclude, schedule, p_scale, at, total_steps, example_input)
         return make_plan(
             model,
             resolved,
