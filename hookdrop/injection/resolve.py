@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from hookdrop.errors import InjectionError, LayerError
+from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.text import as_schedule, parse
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable, rate_of
@@ -85,7 +87,7 @@ class PlannedSite:
     def text(self) -> str:
         """The regularizer, or the current rate of a dropout that the model already has."""
         if self.attribute:
-            return f"{self.type}.{self.attribute} (now {float(getattr(self.module, self.attribute)):g})"
+            return f"{self.type}.{self.attribute} (now {float(attrgetter(self.attribute)(self.module)):g})"
         return "" if self.regularizer is None else repr(self.regularizer)
 
 
@@ -201,7 +203,8 @@ class LazySurvey:
             from hookdrop.survey import survey
 
             self.found = survey(*self._arguments)
-        return getattr(self.found, name)
+        with hooks_removed(self._arguments[0]):  # an injection is no part of the model
+            return getattr(self.found, name)
 
 
 def resolve_recipe(

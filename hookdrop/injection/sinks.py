@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator
+from operator import attrgetter
 from typing import Any, Protocol
 
 from torch import nn
@@ -62,7 +63,10 @@ class RateSink(Protocol):
 
 
 class AttributeSink:
-    """A rate of the dropout that a model already has: an attribute of a module, which is held weakly."""
+    """A rate of the dropout that a model already has: an attribute of a module, which is held weakly.
+
+    The attribute may be one of an object that the module holds, such as `"config.layerdrop"`.
+    """
 
     at = "attribute"
     rate = P
@@ -73,7 +77,7 @@ class AttributeSink:
         self.site, self.attribute, self.p_scale, self.state = site, attribute, p_scale, state
         self.target: float | None = target
         self.initial_target: float | None = target
-        self.before: Any = getattr(module, attribute)
+        self.before: Any = attrgetter(attribute)(module)
         """The attribute as it was."""
         self.value = float(self.before)
         """What this sink set last."""
@@ -93,7 +97,7 @@ class AttributeSink:
     def is_ours(self) -> bool:
         """Whether the module exists and has the value that this sink set last."""
         module = self.module()
-        return module is not None and float(getattr(module, self.attribute)) == self.value
+        return module is not None and float(attrgetter(self.attribute)(module)) == self.value
 
     @property
     def p(self) -> float:
@@ -112,13 +116,17 @@ class AttributeSink:
             )
             return
         try:
-            setattr(module, self.attribute, value)
+            self._write(module, value)
         except Exception as error:
             raise LayerError(
                 f"{self.state.name!r} cannot set {self.site!r} to {value:g}: {type(module).__name__} raised "
                 f"{type(error).__name__}: {error}.\n  All rates are unchanged. To leave this one out: exclude="
             ) from error
         self.value = value
+
+    def _write(self, module: nn.Module, value: object) -> None:
+        path, _, name = self.attribute.rpartition(".")
+        setattr(attrgetter(path)(module) if path else module, name, value)
 
     def valid_target(self, value: object) -> float:
         return P.valid(value, f"{self.state.name} at {self.site!r}")
@@ -138,8 +146,8 @@ class AttributeSink:
         module = self.module()
         if module is not None:
             _attribute_sinks[module].remove(self)
-            if self.is_ours and self.value != float(self.before):
-                setattr(module, self.attribute, self.before)
+            if self.is_ours and attrgetter(self.attribute)(module) is not self.before:
+                self._write(module, self.before)
         self.placed = False
 
     # A pickled or copied handle includes its model.

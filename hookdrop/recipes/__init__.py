@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from hookdrop.recipes.embeddings import neftune as neftune
     from hookdrop.recipes.heads import head_dropout as head_dropout
     from hookdrop.recipes.layers import layer_drop as layer_drop
-    from hookdrop.recipes.model_dropout import DropoutReport as DropoutReport
-    from hookdrop.recipes.model_dropout import report_dropout as report_dropout
     from hookdrop.recipes.model_dropout import set_dropout as set_dropout
     from hookdrop.recipes.patches import patch_dropout as patch_dropout
     from hookdrop.recipes.recipe import Recipe as Recipe
@@ -38,13 +36,10 @@ RECIPE_MODULES = {
 """The module of each recipe, by name."""
 
 _MODULES = RECIPE_MODULES | {
-    "DropoutReport": "model_dropout",
     "Recipe": "recipe",
-    "report_dropout": "model_dropout",
 }
 
 __all__ = [
-    "DropoutReport",
     "Recipe",
     "dropblock_detector",
     "dropblock_resnet",
@@ -53,7 +48,6 @@ __all__ = [
     "layer_drop",
     "neftune",
     "patch_dropout",
-    "report_dropout",
     "residual_dropout",
     "set_dropout",
     "stochastic_depth",

@@ -811,7 +811,7 @@ def _() -> None:
 @case("the spec of a recipe that chooses other sites")
 def _() -> None:
     model = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1))
-    inject(model, InjectionSpec("set_dropout(p=0.2)", layers=["0"]))
+    inject(model, InjectionSpec("set_dropout(p=0.2)", layers=["0"]), example_input=torch.ones(1))
 
 
 @case("a value that differs between injections")
@@ -823,7 +823,7 @@ def _() -> None:
 
 @case("sampling of dropout that the model has")
 def _() -> None:
-    drop = inject(nn.Sequential(nn.Dropout(0.1)), recipes.set_dropout(0.2))
+    drop = inject(nn.Sequential(nn.Dropout(0.1)), recipes.set_dropout(0.2), example_input=torch.ones(1))
     drop.probe(torch.ones(1))
 
 
@@ -889,33 +889,50 @@ def _() -> None:
 
 @case("set_dropout that reaches nothing")
 def _() -> None:
-    inject(ResNet(), recipes.set_dropout(0.1))
+    inject(ResNet(), recipes.set_dropout(p=0.1), example_input=IMAGES)
 
 
 @case("set_dropout with a pattern that matches nothing")
 def _() -> None:
-    inject(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), recipes.set_dropout({"drop": 0.2}))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    inject(model, recipes.set_dropout(p={"drop": 0.2}), example_input=torch.ones(2))
+
+
+@case("set_dropout without an example input")
+def _() -> None:
+    inject(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), recipes.set_dropout(p=0.2))
+
+
+@case("set_dropout of a model with a constant rate")
+def _() -> None:
+    class Head(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(x, 0.5, self.training)
+
+    inject(nn.Sequential(nn.Dropout(0.1), Head()), recipes.set_dropout(p=0.2), example_input=torch.ones(2))
 
 
 @case("set_dropout with a schedule beyond 1")
 def _() -> None:
-    inject(nn.Sequential(nn.Dropout(0.1)), recipes.set_dropout(0.6), schedule=LinearSchedule(steps=10, end=2.0))
+    schedule = LinearSchedule(steps=10, end=2.0)
+    inject(nn.Sequential(nn.Dropout(0.1)), recipes.set_dropout(p=0.6), schedule=schedule, example_input=torch.ones(2))
 
 
 @case("a schedule of rates that changed again")
 def _() -> None:
     model = nn.Sequential(nn.Dropout(0.1))
-    first = inject(model, recipes.set_dropout(0.2), schedule=LinearSchedule(steps=10))
+    schedule = LinearSchedule(steps=10)
+    drop = inject(model, recipes.set_dropout(p=0.2), schedule=schedule, example_input=torch.ones(2))
     model[0].p = 0.3
-    first.step()
+    drop.step()
 
 
-@case("set_dropout removed in the wrong order")
+@case("set_dropout removed after another change")
 def _() -> None:
     model = nn.Sequential(nn.Dropout(0.1))
-    first = inject(model, recipes.set_dropout(0.2))
-    inject(model, recipes.set_dropout(0.3), on_existing="stack", name="second")
-    first.remove()
+    drop = inject(model, recipes.set_dropout(p=0.2), example_input=torch.ones(2))
+    model[0].p = 0.3
+    drop.remove()
 
 
 # --- observing

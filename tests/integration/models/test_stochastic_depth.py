@@ -448,7 +448,7 @@ def test_model_with_stochastic_depth_at_0_is_accepted() -> None:
     from hookdrop.recipes import set_dropout
 
     model = torchvision.models.convnext_tiny()
-    inject(model, set_dropout({"**.stochastic_depth": 0.0}))
+    inject(model, set_dropout(p={"**.stochastic_depth": 0.0}))
     assert len(stochastic_depth(model).sites) == 18
 
 
