@@ -16,7 +16,8 @@ class _Names(Mapping[str, Callable[..., Any]]):
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         if name in recipes.RECIPE_MODULES:
-            return getattr(recipes, name)  # type: ignore[no-any-return]
+            recipe: Callable[..., Any] = getattr(recipes, name)
+            return recipe
         return REGULARIZERS[name] if name in REGULARIZERS else SCHEDULES[name]
 
     def __iter__(self) -> Iterator[str]:

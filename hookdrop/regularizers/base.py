@@ -220,10 +220,8 @@ def rows_alone(regularizer: Regularizer) -> int:
 def _init_parameters(cls: type) -> dict[str, inspect.Parameter]:
     """The named parameters of `__init__`, except `keep_prob`, which is an alternative to `p`."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    return {
-        name: one for name, one in parameters.items() if name not in ("self", "keep_prob") and one.kind not in variadic
-    }
+    parameters = inspect.signature(cls).parameters
+    return {name: one for name, one in parameters.items() if name != "keep_prob" and one.kind not in variadic}
 
 
 def describe_map(shape: Sequence[int], channel: int) -> str:
