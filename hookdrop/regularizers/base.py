@@ -46,6 +46,8 @@ class Rate:
 
     def valid(self, value: object, owner: str) -> float:
         """Return `value` as a float, or raise a `ValueError` or `TypeError` that states the valid range."""
+        if type(value) is float and -math.inf < self.low <= value < self.high:
+            return value
         return rate(value, self.attribute, owner, self.high, low=self.low, open_end=self.open_end)
 
     def argument(self, value: float | Tensor, owner: str) -> float | Tensor:
