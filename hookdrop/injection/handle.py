@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,18 @@ from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.optimizer import Follower, innermost
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import rates, state_dict
-from hookdrop.injection.measurement import Measurement
-from hookdrop.injection.prediction import Settings, predict
-from hookdrop.injection.probe import probe
-from hookdrop.injection.recording import Recording, recorded
 from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sinks_of
 from hookdrop.injection.spec import InjectionSpec, spec_of
-from hookdrop.injection.uncertainty import Prediction
 from hookdrop.schedules import Schedule
 from hookdrop.utils.captures import CopyDevice, requires_with
 from hookdrop.utils.tables import counted, html_table, text_table
 from hookdrop.utils.validation import count, number
+
+# Imported on first use, because most trainings neither measure nor predict.
+if TYPE_CHECKING:
+    from hookdrop.injection.measurement import Measurement
+    from hookdrop.injection.recording import Recording
+    from hookdrop.injection.uncertainty import Prediction
 
 
 @dataclass(frozen=True)
@@ -458,6 +459,8 @@ class Injection:
         Reference: Gal & Ghahramani 2016, "Dropout as a Bayesian approximation", arXiv:1506.02142; Houlsby et al. 2011,
         "Bayesian active learning for classification and preference learning", arXiv:1112.5745 (mutual information).
         """
+        from hookdrop.injection.prediction import Settings, predict
+
         self._check_not_removed("predict()")
         settings = Settings(samples, activation, output, rows, device, progress)
         hooks = self._hooks("predict()")
@@ -480,6 +483,8 @@ class Injection:
             and input, and the calls; and whether eval output is bit-identical with and without hooks. `print` shows a
             table.
         """
+        from hookdrop.injection.probe import probe
+
         self._check_not_removed("probe()")
         hooks = self._hooks("probe()")
         with rates.overriding(self._states, step=None if step is None else count(step, "step", "probe", 0)):
@@ -508,6 +513,8 @@ class Injection:
             >>> r.totals.calls
             1
         """
+        from hookdrop.injection.recording import recorded
+
         self._check_not_removed("recording()")
         with recorded(self._hooks("recording()"), last, to) as recording:
             yield recording

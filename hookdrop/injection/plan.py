@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hookdrop.guards.plan import plan_warnings
-from hookdrop.injection.inspect import inspect_forward
 from hookdrop.injection.resolve import PlannedSite, Resolved
 from hookdrop.schedules import Schedule
 from hookdrop.utils.tables import counted, html_table, shape_text, text_table
@@ -37,6 +36,8 @@ def make_plan(
     warnings = resolved.warnings + (plan_warnings(resolved.root, sites) if regularizers else [])
     warned_kinds: set[str] = set()
     if example_input is not None and not any(site.attribute for site in sites):
+        from hookdrop.injection.inspect import inspect_forward  # only an example needs it
+
         warned_kinds, more = inspect_forward(model, resolved, tensor, example_input)
         warnings += more
     if name is None:

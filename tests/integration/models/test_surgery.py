@@ -129,13 +129,11 @@ class TestLostHooks:
         assert again.check() == []
         assert hooked_modules(model) == ["conv1", *NORMS, "fc"]
 
-    @pytest.mark.parametrize("ask", ["summary", "remove"])
     @pytest.mark.parametrize("how", LOSES_HOOKS)
-    def test_summary_and_remove_warn_about_lost_hooks(self, model: Small, drop: Injection, how: str, ask: str) -> None:
+    def test_remove_warns_about_lost_hooks(self, model: Small, drop: Injection, how: str) -> None:
         LOSES_HOOKS[how][0](model)
         with pytest.warns(HookdropWarning, match="of 4 sites lost their hook"):
-            getattr(drop, ask)()
-        drop.remove()
+            drop.remove()
         assert hooked_modules(model) == []
 
     def test_timm_reset_classifier(self, images: torch.Tensor) -> None:
@@ -398,9 +396,6 @@ class TestMovedHooks:
             "  fuse_modules, PEFT's modules_to_save or a copied layer created them. This handle neither steps nor removes "
             'them: use find(model) for all hooks, or inject again with on_existing="replace", then drop.seek(2).'
         )
-        with pytest.warns(HookdropWarning) as caught:
-            drop.SUMMARY()
-        assert problem in [str(warning.message) for warning in caught]
         find(model).seek(4)
         assert [site.p for handle in find(model) for site in handle.sites] == [0.5] * len(hooked_modules(model))
         again = inject(model, Dropout(0.5), layers=["0", "3"], at=at, on_existing="replace")
@@ -433,9 +428,10 @@ class TestCopiedHooks:
         with pytest.warns(HookdropWarning, match="copies of the hooks"):
             model(images)
         assert "this model also has copies of the hooks of 'layer1.0.bn1'" in drop.check()[0]
-        assert [len(handle.check()) for handle in find(model)] == [1, 1]
+        assert len(find(model).check()) == 2  # of the original and of the copy
         assert find(model.layer1).check() == []
-        find(model).remove()
+        with pytest.warns(HookdropWarning, match="copies of the hooks"):  # of the other injection
+            find(model).remove()
         assert hooked_modules(model) == []
 
     def test_copy_of_a_submodule_reports_no_lost_hooks(self, model: Small, drop: Injection) -> None:
@@ -454,7 +450,7 @@ class TestCopiedHooks:
         pair = nn.ModuleList([model, copy.deepcopy(model)])
         model(torch.randn(2, 3, 8, 8))
         assert drop.check() == []
-        assert len(find(pair)) == 2
+        assert len(find(pair).sites) == 8
 
     def test_injections_with_the_same_name_are_not_copies(self, model: Small, images: torch.Tensor) -> None:
         inject(model.layer1, Dropout(0.5), layers="0")
