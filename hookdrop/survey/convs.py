@@ -81,8 +81,10 @@ class ConvNet:
         """Return the names of the other blocks that run in the stages since a block."""
         root = os.path.commonpath([block.name.replace(".", "/") for block in self.blocks]).replace("/", ".")
         last = self.blocks[-1].end.index
-        is_in = lambda when, name: when < last or (root and name.startswith(f"{root}."))  # noqa: E731
-        return list(dict.fromkeys(name for when, name in self.others if when > first.start.index and is_in(when, name)))
+        since = [(when, name) for when, name in self.others if when > first.start.index]
+        return list(
+            dict.fromkeys(name for when, name in since if when < last or (root and name.startswith(f"{root}.")))
+        )
 
 
 def _widens(block: ConvBlock) -> bool:
@@ -201,8 +203,11 @@ class ConvGraph:
             user = users[0] if len(users) == 1 else None
             if user is None:
                 return has_norm, product is not None
-            if user.outputs[0] in self._normed or (norm := self.norm_after(node)) is not None:
-                has_norm, node = True, user.outputs[0] if user.outputs[0] in self._normed else norm.outputs[0]
+            norm = self.norm_after(node)
+            if norm is not None or user.outputs[0] in self._normed:
+                # The norm may be an operation of a module that also activates.
+                is_op = norm is None or user.outputs[0] in self._normed
+                has_norm, node = True, user.outputs[0] if is_op or norm is None else norm.outputs[0]
             elif user.name in _LAYOUT | _CAT or (user.name in _SUMS and len(self.carriers(user)) == 1):
                 node = user.outputs[0]
             elif user.name in _SUMS and not has_norm:
