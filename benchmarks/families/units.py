@@ -226,7 +226,7 @@ def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
     def save(module: nn.Module, args: Any, output: Any) -> None:
-        seen.append((tensors(args)[0], tensors(output)[0]))
+        seen.append((tensors(args)[0], tensors(output)[0].clone()))  # BLIP adds positions in place
 
     with _hooked(run.module.get_submodule(site.name), save), torch.no_grad():
         run()
