@@ -63,7 +63,7 @@ class RecipeCheck:
         changed = [part for part in differences(self.before, footprint(self.model)) if part != "hooks"]
         require(not changed, f"inject changed {', '.join(changed)}")
         require(bit_equal(self._evaluate(), self.outputs), "eval output differs with hooks")
-        silent = [site.name for site in drop.sites if not site.fired]
+        silent = [site.name for site in drop.sites if not site.called]
         if silent:  # the inputs may not call a cross-attention
             silent = [name for name in silent if name in self._called()]
             require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")

@@ -122,7 +122,7 @@ def _check_no_stochastic_depth(model: nn.Module, ends: Mapping[str, nn.Module]) 
             raise InjectionError(
                 f"stochastic_depth: the model already has it: {name!r} is a {type(module).__name__} at rate {rate:g}.\n"
                 "  build the model without it (timm: drop_path_rate=0.0, torchvision: stochastic_depth_prob=0.0), or "
-                f"change its rate: hookdrop.recipes.set_dropout(model, {{'**.{name.rpartition('.')[2]}': p}})"
+                f"change its rate: inject(model, set_dropout(p={{'**.{name.rpartition('.')[2]}': p}}))"
             )
     for layer in named_layers(model):
         rate = vars(layer.module).get("drop_path")

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from hookdrop.errors import InjectionError
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.resolve import PScale
+from hookdrop.injection.resolve import LazySurvey, PScale
 from hookdrop.recipes.branches import decoder_ends
-from hookdrop.recipes.dropout_rates import find_rates
+from hookdrop.recipes.model_dropout import current_rates
 from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
 from hookdrop.recipes.skipped import skipped_layers
 from hookdrop.regularizers import Dropout
 from hookdrop.schedules import Schedule
+from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import Layer, named_layers
+
+if TYPE_CHECKING:
+    from hookdrop.survey import Survey
 
 _ATTENTION_DROPOUT = ("attn_drop", "attn_dropout", "attn_pdrop", "attention_dropout")
 """Rates of attention-weight dropout, which does not drop hidden states and may stay on."""
@@ -73,8 +77,7 @@ def residual_dropout(
     ]
     wanted = "decoder layers with input_layernorm, self_attn and mlp, or similar"
     require_sites("residual_dropout", model, [site.name for site in sites], wanted)
-    for layer, _ in found:
-        _check_no_dropout(layer)
+    _check_no_dropout(model, [layer for layer, _ in found], example_input)
     skipped = skipped_layers(model, {layer.name for layer, _ in found})
     return plan_sites(
         model,
@@ -90,13 +93,16 @@ def residual_dropout(
     )
 
 
-def _check_no_dropout(layer: Layer) -> None:
-    adapters = [f"{name}." for name, module in layer.module.named_modules() if _is_adapter(module)]
-    for rate in find_rates(layer.module):
-        if rate.value and not rate.name.endswith(_ATTENTION_DROPOUT) and not rate.name.startswith(tuple(adapters)):
+def _check_no_dropout(model: nn.Module, layers: list[Layer], example_input: Any) -> None:
+    inside = {id(part) for layer in layers for part in layer.module.modules()}
+    adapters = {id(part) for module in model.modules() if _is_adapter(module) for part in module.modules()}
+    root, survey = unwrapped(model), cast("Survey", LazySurvey(model, example_input))
+    for name, (rate, value) in current_rates(root, survey).items():
+        module = id(root.get_submodule(rate.layer))
+        if value and module in inside - adapters and not name.endswith(_ATTENTION_DROPOUT):
             raise InjectionError(
-                f"residual_dropout: the model already has dropout: {layer.name}.{rate.name} is {rate.value:g}.\n"
-                '  change it: hookdrop.recipes.set_dropout(model, {"**": p})   list it: report_dropout(model)'
+                f"residual_dropout: the model already has dropout: {name} is {value:g}.\n"
+                "  change it: inject(model, set_dropout(p=p))   list all: print(hookdrop.plan(model, set_dropout()))"
             )
 
 

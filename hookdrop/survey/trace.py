@@ -19,7 +19,9 @@ additions inside them. Code that `torch.jit` compiled is one operation, named "o
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -179,6 +181,7 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: bool 
         for module in model.modules():
             module.training = training and not isinstance(module, BatchNorm)  # which fails for one small map
         if fake:
+            stack.callback(_clear_function_caches, model)
             mode = stack.enter_context(fake_tensors())
             example = _map_tensors(example, mode.from_tensor)
         recorder.mark_inputs(example)
@@ -314,6 +317,30 @@ def _restored_attributes(model: nn.Module) -> Iterator[None]:
         for value, contents in caches:
             value.clear()
             value.extend(contents) if isinstance(value, list) else value.update(contents)
+
+
+def _clear_function_caches(model: nn.Module) -> None:
+    """Clear the `lru_cache`s of the code of a model: BEiT of transformers would go on with fake tensors."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__ if cls.__module__ in sys.modules}
+    tables = [vars(cls) for cls in classes]
+    tables += [vars(sys.modules[name]) for name in {cls.__module__ for cls in classes if issubclass(cls, nn.Module)}]
+    for table in tables:
+        for value in list(table.values()):
+            inside = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
+            for function in (value, *inside):
+                if type(function) is _LRU_CACHE:
+                    function.cache_clear()
+
+
+_LRU_CACHE = type(functools.lru_cache(int))
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 @contextmanager

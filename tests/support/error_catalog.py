@@ -639,14 +639,14 @@ def _() -> None:
 def _() -> None:
     model, drop = injected()
     model.layer2[0].bn1 = nn.BatchNorm2d(8)
-    drop.summary()
+    drop.SUMMARY()
 
 
 @case("a hooked module is copied within the model")
 def _() -> None:
     model, drop = injected()
     model.layer3 = copy.deepcopy(model.layer2)
-    drop.summary()
+    drop.SUMMARY()
 
 
 @case("an activation checkpoint that does not restore the random state")
@@ -668,7 +668,7 @@ def _() -> None:
     for rank in range(2):  # two ranks in turn, with one store
         dist.init_process_group("fake", rank=rank, world_size=2, store=store)
         train(model, 1)
-        drop.summary()
+        drop.SUMMARY()
         dist.destroy_process_group()
 
 
@@ -691,8 +691,8 @@ def _() -> None:
 @case("removing an injection twice by name")
 def _() -> None:
     model, _ = injected()
-    hookdrop.eject(model, "dropblock")
-    hookdrop.eject(model, "dropblock")
+    hookdrop.find(model)["dropblock"].remove()
+    hookdrop.find(model)["dropblock"].remove()
 
 
 @case("one target for rates of mixed units")
@@ -885,32 +885,50 @@ def _() -> None:
 
 @case("set_dropout that reaches nothing")
 def _() -> None:
-    recipes.set_dropout(ResNet(), 0.1)
+    inject(ResNet(), recipes.set_dropout(p=0.1), example_input=IMAGES)
 
 
 @case("set_dropout with a pattern that matches nothing")
 def _() -> None:
-    recipes.set_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), {"drop": 0.2})
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    inject(model, recipes.set_dropout(p={"drop": 0.2}), example_input=torch.ones(2))
+
+
+@case("set_dropout without an example input")
+def _() -> None:
+    inject(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), recipes.set_dropout(p=0.2))
+
+
+@case("set_dropout of a model with a constant rate")
+def _() -> None:
+    class Head(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(x, 0.5, self.training)
+
+    inject(nn.Sequential(nn.Dropout(0.1), Head()), recipes.set_dropout(p=0.2), example_input=torch.ones(2))
 
 
 @case("set_dropout with a schedule beyond 1")
 def _() -> None:
-    recipes.set_dropout(nn.Sequential(nn.Dropout(0.1)), 0.6, schedule=LinearSchedule(steps=10, end=2.0))
+    schedule = LinearSchedule(steps=10, end=2.0)
+    inject(nn.Sequential(nn.Dropout(0.1)), recipes.set_dropout(p=0.6), schedule=schedule, example_input=torch.ones(2))
 
 
 @case("a schedule of rates that changed again")
 def _() -> None:
     model = nn.Sequential(nn.Dropout(0.1))
-    first = recipes.set_dropout(model, 0.2, schedule=LinearSchedule(steps=10))
-    _second = recipes.set_dropout(model, 0.3)
-    first.step()
+    schedule = LinearSchedule(steps=10)
+    drop = inject(model, recipes.set_dropout(p=0.2), schedule=schedule, example_input=torch.ones(2))
+    model[0].p = 0.3
+    drop.step()
 
 
-@case("set_dropout removed in the wrong order")
+@case("set_dropout removed after another change")
 def _() -> None:
     model = nn.Sequential(nn.Dropout(0.1))
-    first, _second = recipes.set_dropout(model, 0.2), recipes.set_dropout(model, 0.3)
-    first.remove()
+    drop = inject(model, recipes.set_dropout(p=0.2), example_input=torch.ones(2))
+    model[0].p = 0.3
+    drop.remove()
 
 
 # --- observing

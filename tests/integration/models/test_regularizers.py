@@ -63,11 +63,11 @@ def test_schedule_controls_the_rate_of_foreign_modules(make: object, model: Smal
     drop = inject(model, theirs, layers="layer1.*.bn1", schedule=LinearSchedule(4))
     assert drop.sites[0].p == 0
     drop.step(4)
-    with drop.measuring() as m:
+    with drop.recording(last=0) as m:
         for _ in range(40):
             model(images)
     assert drop.p == 0.4
-    assert m.dropped == pytest.approx(0.4, abs=0.08)
+    assert m.totals.dropped == pytest.approx(0.4, abs=0.08)
     assert "0.4" in repr(theirs), "the module that was passed in was changed"
 
 

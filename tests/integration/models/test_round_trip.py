@@ -173,7 +173,7 @@ def test_round_trip(case: str) -> None:
 
     regularized, plain = train_step(model, x), train_step(clean, x)
     assert regularized != plain, "nothing was dropped"
-    assert all(site.fired for site in drop.sites)
+    assert all(site.called for site in drop.sites)
     clean.load_state_dict(model.state_dict())
 
     trained = forward(clean, x)

@@ -14,7 +14,7 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.ops import StochasticDepth
 
-from hookdrop import InjectionError, LayerError, ShakeDrop
+from hookdrop import InjectionError, LayerError, ShakeDrop, inject
 from hookdrop.recipes import stochastic_depth
 from hookdrop.recipes.branches import branch_ends
 from hookdrop.recipes.transformer_layers import rows_are_samples
@@ -448,7 +448,7 @@ def test_model_with_stochastic_depth_at_0_is_accepted() -> None:
     from hookdrop.recipes import set_dropout
 
     model = torchvision.models.convnext_tiny()
-    set_dropout(model, {"**.stochastic_depth": 0.0})
+    inject(model, set_dropout(p={"**.stochastic_depth": 0.0}))
     assert len(stochastic_depth(model).sites) == 18
 
 

@@ -102,7 +102,7 @@ class TestNEFTune:
         model = make()
         drop = inject(model, neftune())
         run(model)
-        assert [(s.name, s.fired) for s in drop.sites] == [(site, True)]
+        assert [(s.name, s.called) for s in drop.sites] == [(site, True)]
 
     @pytest.mark.parametrize("make", [llama, gpt2, bert, bart, t5])
     def test_attention_mask_spares_the_padding(self, make: Callable[[], nn.Module]) -> None:
@@ -340,7 +340,7 @@ class TestHeadDropout:
         assert len(drop.sites) == count
         inputs = example(model)
         model(**inputs)
-        assert all(site.fired for site in drop.sites)
+        assert all(site.called for site in drop.sites)
 
     @pytest.mark.parametrize("make", [torchvision.models.vit_b_32, torchvision.models.swin_t])
     def test_models_that_do_not_call_their_projection_raise(self, make: Callable[[], nn.Module]) -> None:
@@ -353,7 +353,7 @@ class TestHeadDropout:
         drop = inject(model.train(), head_dropout(p=0.3), example_input={"input_ids": IDS})
         run(model)
         assert [site.name.rpartition(".")[2] for site in drop.sites] == ["o_proj"] * 2
-        assert all(site.fired for site in drop.sites)
+        assert all(site.called for site in drop.sites)
 
 
 class TestSamplesInWindows:

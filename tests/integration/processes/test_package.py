@@ -56,7 +56,7 @@ model = nn.Sequential(nn.Conv2d(1, 2, 3))
 drop = inject(model, Dropout(0.5), layers="0")
 with drop.recording() as r, observe.stats(model) as s:
     model(torch.ones(1, 1, 5, 5))
-from hookdrop.diagnostics.figures import pixels
+from hookdrop.injection.figures import pixels
 for figure in (r.plot_features(), r.plot_masks(), s.plot(), observe.plot_schedule(drop, 5)):
     pixels(figure)
 assert "matplotlib.pyplot" not in sys.modules

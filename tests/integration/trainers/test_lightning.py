@@ -26,8 +26,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 
-from hookdrop import HookdropWarning, InjectionError, LayerError, LinearSchedule, StateError, find
-from hookdrop.integrations import InjectionSpec
+from hookdrop import HookdropWarning, InjectionError, InjectionSpec, LayerError, LinearSchedule, StateError, find
 from hookdrop.integrations.lightning import InjectionCallback
 
 pytestmark = pytest.mark.filterwarnings(
@@ -63,7 +62,7 @@ class Classifier(lightning.LightningModule):
     def training_step(self, batch: Any, index: int) -> Tensor:
         if self.fails_at == self.global_step:
             raise FloatingPointError("the loss is nan")
-        self.rates.append(find(self)[0].p if find(self) else None)
+        self.rates.append(next(iter(find(self))).p if find(self) else None)
         loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
         if not self.automatic_optimization:
             self.manual_backward(loss)
@@ -308,7 +307,7 @@ class Report(lightning.Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         dropped = (module.model[0](torch.ones(4, 1, 8, 8)) == 0).flatten().tolist()
-        facts = {"rates": module.rates, "step": find(module)[0].step_count, "dropped": dropped}
+        facts = {"rates": module.rates, "step": next(iter(find(module))).step_count, "dropped": dropped}
         (self.folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(facts))
 
 

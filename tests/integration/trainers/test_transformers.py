@@ -15,8 +15,7 @@ pytest.importorskip("accelerate")
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from hookdrop import InjectionError, LayerError, LinearSchedule, StateError, eject, find
-from hookdrop.integrations import InjectionSpec
+from hookdrop import InjectionError, InjectionSpec, LayerError, LinearSchedule, StateError, find
 from hookdrop.integrations.transformers import InjectionCallback
 from tests.support.programs import ROOT, run_python
 
@@ -138,12 +137,12 @@ class TestResume:
         class Change(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
                 if state.global_step == 2:
-                    find(model)[0].target_p = 0.2
+                    next(iter(find(model))).target_p = 0.2
 
         trainer(tmp_path, InjectionCallback(BRANCHES), Change(), **settings).train()
         resumed = trainer(tmp_path, InjectionCallback(BRANCHES), **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        assert find(resumed.model)[0].target_p == 0.2
+        assert next(iter(find(resumed.model))).target_p == 0.2
 
     def test_a_checkpoint_with_other_specs_raises_before_the_first_step(self, tmp_path: Path) -> None:
         settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
@@ -210,7 +209,7 @@ class TestLogs:
     def test_an_evaluation_without_the_hooks_logs_no_rates(self, tmp_path: Path) -> None:
         made = trainer(tmp_path, InjectionCallback(BRANCHES))
         made.train()
-        eject(made.model)
+        find(made.model).remove()
         assert not any("hookdrop" in name for name in made.evaluate(made.train_dataset))
 
 
