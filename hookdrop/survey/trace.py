@@ -20,6 +20,7 @@ additions inside them. Code that `torch.jit` compiled is one operation, named "o
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -321,26 +322,19 @@ def _restored_attributes(model: nn.Module) -> Iterator[None]:
 
 def _clear_function_caches(model: nn.Module) -> None:
     """Clear the `lru_cache`s of the code of a model: BEiT of transformers would go on with fake tensors."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__ if cls.__module__ in sys.modules}
-    tables = [vars(cls) for cls in classes]
-    tables += [vars(sys.modules[name]) for name in {cls.__module__ for cls in classes if issubclass(cls, nn.Module)}]
-    for table in tables:
-        for value in list(table.values()):
-            inside = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
-            for function in (value, *inside):
-                if type(function) is _LRU_CACHE:
-                    function.cache_clear()
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
+    modules = {cls.__module__: sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules}
+    for owner in (*own, *modules.values()):
+        for value in list(vars(owner).values()):
+            function = getattr(value, "__func__", value)  # of a static method
+            wrapped = inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ()
+            for cached in (function, *wrapped):
+                if isinstance(cached, _LRU_CACHE):
+                    cached.cache_clear()
 
 
 _LRU_CACHE = type(functools.lru_cache(int))
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 @contextmanager
