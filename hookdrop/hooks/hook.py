@@ -248,10 +248,10 @@ class SiteHook(PlacedHook):
 
     def apply_in_graph(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         """Like `apply`, for compiled code: reads nothing that changes between calls."""
-        if self.state.live.observe is not None:
-            return _OBSERVED.call(self, x, rate, **context)  # type: ignore[no-any-return]
-        if self.graph_break is not None:
-            return self.graph_break.call(self, x, rate, **context)  # type: ignore[no-any-return]
+        outside = self.graph_break if self.state.live.observe is None else _OBSERVED
+        if outside is not None:
+            y: Tensor = outside.call(self, x, rate, **context)
+            return y
         self.regularizer.check(x.shape)
         if not compiling.is_exporting():
             self.last_shape = x.shape

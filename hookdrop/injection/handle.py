@@ -228,6 +228,12 @@ class Injection:
         units = list(rates.rates_by_unit(self._members).values())
         return rates.current_rate(units[0]) if len(units) == 1 else None
 
+    @p.setter
+    def p(self, value: float) -> None:
+        raise AttributeError(
+            f"p is read-only, because the schedule sets it.\n  set the target: drop.target_p = {value}"
+        )
+
     @property
     def keep_prob(self) -> float | None:
         """1 - p; None if p is not a drop probability (noise, `Cutout`) or is None."""

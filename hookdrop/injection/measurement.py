@@ -220,7 +220,8 @@ def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: CurrentRate, 
 def _derivative(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if functorch_stack() is not None:
         computed: Any = torch.func.vjp(fn, x)
-        return computed[1](torch.ones_like(computed[0]))[0]  # type: ignore[no-any-return]
+        derivative: Tensor = computed[1](torch.ones_like(computed[0]))[0]
+        return derivative
     # Hide these saved tensors from a surrounding activation checkpoint, which counts them.
     uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with torch.inference_mode(False), torch.enable_grad(), uncounted:

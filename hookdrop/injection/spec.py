@@ -182,8 +182,9 @@ def described(spec: InjectionSpec, strict: bool = False) -> dict[str, Any]:
             found[name] = json.loads(json.dumps(_plain(value), allow_nan=False))
         except (TypeError, ValueError) as error:
             if strict:
-                reason = f"{error}" if isinstance(error, StateError) else "use a string"
-                raise StateError(f"InjectionSpec: {name}={value!r} cannot be saved: {reason}") from None
+                if isinstance(error, StateError):
+                    raise
+                raise StateError(f"InjectionSpec: {name}={value!r} cannot be saved: use a string.") from None
             found[name] = repr(value)
     return found
 

@@ -145,7 +145,7 @@ def _dotted(node: ast.expr) -> str:
 
 def _value(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
     """The value of a literal, of a call, or of a list of calls."""
-    if isinstance(node, ast.Call) and (isinstance(node.func, ast.Name) or _dotted(node.func) in allowed):
+    if isinstance(node, ast.Call) and ((name := _dotted(node.func)) in allowed or nearest(name, NAMES)):
         return _read(node, text, allowed)
     if isinstance(node, ast.List | ast.Tuple) and any(isinstance(part, ast.Call) for part in node.elts):
         return [_value(part, text, allowed) for part in node.elts]
@@ -185,11 +185,9 @@ def _signature(name: str, make: Callable[..., Any]) -> str:
 def _unknown(name: str) -> str:
     if "." in name:
         return f"parse: {name!r} is not part of hookdrop.\n  if you trust it: from_dict(..., allow=[{name}])"
-    return (
-        f"parse: {name!r} is not a hookdrop regularizer, recipe or schedule.\n"
-        f"  did you mean: {', '.join(nearest(name, NAMES)) or 'one of these?'}\n"
-        f"  available:    {', '.join(NAMES)}"
-    )
+    near = nearest(name, NAMES)
+    hint = f"did you mean: {', '.join(near)}" if near else f"available: {', '.join(NAMES)}"
+    return f"parse: {name!r} is not a hookdrop regularizer, recipe or schedule.\n  {hint}"
 
 
 def _unreadable(text: str) -> ValueError:

@@ -258,9 +258,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if name != self.name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec: Any = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = partial(self._run, spec.loader.exec_module)  # type: ignore[method-assign]
+            spec.loader.exec_module = partial(self._run, spec.loader.exec_module)
         return spec
 
     def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
