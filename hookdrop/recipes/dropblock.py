@@ -159,7 +159,7 @@ class dropblock_detector(dropblock_resnet):
         >>> inject(model, dropblock_detector(p=0.1, block_size=5))
         <Injection 'dropblock_detector': 36 sites, p=0.1 of 0.1, step 0 of ConstantSchedule()>
         >>> [site.name for site in plan(model, dropblock_detector(parts="fpn")).sites][0]
-        'backbone.fpn.layer_blocks.3.0'
+        'backbone.fpn.layer_blocks.2.0'
     """
 
     parts: str = "backbone"
