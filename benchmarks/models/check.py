@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hookdrop
+from hookdrop.injection.place import place
 from hookdrop.recipes.base import Recipe
 from models.catalog import Example
 from models.footprint import bit_equal, differences, fingerprint, footprint, tensors
@@ -114,8 +115,7 @@ class Check:
         if self.recipe is None:
             self._plan_chosen_layers()
         else:
-            self.source: Any = self.recipe
-            self.plan = hookdrop.plan(self.model, self.source, example_input=self.example.eval)
+            self.plan = hookdrop.plan(self.model, self.recipe, example_input=self.example.eval)
         self.chosen = {site.name: site.regularizer for site in self.plan.sites}
         self.record["sites"] = dict(Counter(label(regularizer) for regularizer in self.chosen.values()))
         str(self.plan)
@@ -125,8 +125,7 @@ class Check:
         args = self.example.eval
         listed = hookdrop.plan(self.model, layers="**", example_input=args)
         self.record["modules"] = len(listed.sites)
-        self.source = self.choose(listed)
-        self.plan = hookdrop.plan(self.model, self.source, example_input=args)
+        self.plan = hookdrop.plan(self.model, self.choose(listed), example_input=args)
         planned = [(site.name, site.shape, site.calls) for site in self.plan.sites]
         chosen = {site.name for site in self.plan.sites}
         expected = [(site.name, site.shape, site.calls) for site in listed.sites if site.name in chosen]
@@ -139,15 +138,12 @@ class Check:
 
     def _inject(self) -> None:
         rng_state = torch.get_rng_state()
-        self.drop = self._place()
+        self.drop = place(self.plan)  # `inject` is `plan` followed by `place`
         self._require_only_hooks_added(torch.equal(rng_state, torch.get_rng_state()))
         require(fingerprint(self.model) == self.checksums, "plan or inject changed a parameter or buffer")
         require(bit_equal(self._evaluate(), self.output), "eval output differs with hooks")
         silent = [site.name for site in self.drop.sites if not site.called]
         require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
-
-    def _place(self) -> hookdrop.Injection:
-        return hookdrop.inject(self.model, self.source, example_input=self.example.eval)
 
     def _require_only_hooks_added(self, same_rng: bool) -> None:
         after = footprint(self.model)
@@ -157,7 +153,7 @@ class Check:
         require(after["hooks"] != self.before["hooks"], "inject placed no hook")
 
     def _inject_on_meta(self) -> None:
-        self.drop = self._place()
+        self.drop = place(self.plan)
         self._require_only_hooks_added(True)
         self._evaluate()
         require(all(site.called for site in self.drop.sites), "a site did not fire")
