@@ -840,8 +840,15 @@ def _() -> None:
     import timm
 
     with torch.device("meta"):
-        model = timm.create_model("mobilenetv5_base")
+        model = timm.create_model("coatnet_nano_rw_224")
     inject(model, recipes.dropblock_resnet())
+
+
+@case("dropblock_resnet of a traced model")
+def _() -> None:
+    import torchvision
+
+    inject(torch.fx.symbolic_trace(torchvision.models.resnet18()), recipes.dropblock_resnet())
 
 
 @case("dropblock_unet of a classifier")
