@@ -184,7 +184,9 @@ def _signature(name: str, make: Callable[..., Any]) -> str:
 
 def _unknown(name: str) -> str:
     if "." in name:
-        return f"parse: {name!r} is not part of hookdrop.\n  if you trust it: from_dict(..., allow=[{name}])"
+        own = name.rpartition(".")[2]
+        hint = f"write {own!r}, or " if own in NAMES else ""
+        return f"parse: {name!r} is not part of hookdrop.\n  {hint}if you trust it: from_dict(..., allow=[{name}])"
     near = nearest(name, NAMES)
     hint = f"did you mean: {', '.join(near)}" if near else f"available: {', '.join(NAMES)}"
     return f"parse: {name!r} is not a hookdrop regularizer, recipe or schedule.\n  {hint}"
