@@ -114,7 +114,9 @@ def _draw_rates(axes: Axes, injection: Injection, at: list[int], multipliers: li
     now, place = injection.step_count, axes.get_xaxis_transform()
     if 0 < now <= at[-1]:
         axes.axvline(now, color="gray", linewidth=1, linestyle=":")
-        axes.text(now, 0.02, f"step {now}", transform=place, fontsize=8, color="gray", ha="right", rotation=90)
+        axes.text(
+            now, 0.02, f"step {now}", fontsize=8, color="gray", transform=place, va="bottom", ha="right", rotation=90
+        )
     axes.set_ylabel("rate" if injection.keep_prob is None else "p")
     if injection.keep_prob is not None:
         axes.spines["right"].set_visible(True)

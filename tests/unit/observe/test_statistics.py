@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import HookdropWarning, InjectionError, LayerError, ShapeError
+from hookdrop import HookdropWarning, InjectionError, LayerError
 from hookdrop.observe import Stats, capture, stats
 from hookdrop.observe.statistics import Moments
 from tests.support.models import Small
