@@ -9,9 +9,11 @@ MLP first), each term has an end.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hookdrop.survey.trace import Call, Node, Op, Trace
@@ -58,10 +60,10 @@ class Residual:
 
 def find_branches(trace: Trace) -> tuple[Branch, ...]:
     """Return the residual branches of a trace, in the order of execution."""
-    residuals = find_residuals(trace)
-    layers = _layers(residuals)
+    everything = _Search(trace).run()
+    residuals = _without_long_skips(everything)
+    layers, usable = _layers(residuals), _always_ends(trace, everything)
     found: dict[tuple[str, str], Branch] = {}
-    usable = _always_ends(trace, residuals)
     for residual in residuals:
         for calls in residual.ends:
             parts = tuple(dict.fromkeys(call.name for call in calls if call.name in usable))
@@ -73,11 +75,6 @@ def find_branches(trace: Trace) -> tuple[Branch, ...]:
                 )
                 found.setdefault((branch.layer, branch.end), branch)
     return tuple(found.values())
-
-
-def find_residuals(trace: Trace) -> list[Residual]:
-    """Return the residual additions of a trace, in the order of execution."""
-    return _without_long_skips(_Search(trace).run())
 
 
 class _Search:
@@ -98,18 +95,18 @@ class _Search:
             if nodes:  # the first is the one that a hook on the module sees
                 self.outputs.setdefault(nodes[0], []).append(call)
         self.found: dict[Node, Residual] = {}
+        self.now = 0
 
     def run(self) -> list[Residual]:
         for op in self.trace.ops:
+            self.now = op.index
             for node in op.inputs:
-                if node.is_data and node not in self.bits:
+                if node not in self.bits:
                     self._add(node, 0, 0)
-            data = [node for node in op.inputs if node.is_data]
-            weighted = any(node.has_weights and not node.is_data for node in op.inputs) or op.name == "opaque"
-            everything, behind = _union(self.ancestors, data), _union(self.behind, data)
+            everything = functools.reduce(operator.or_, (self.ancestors[node] for node in op.inputs), 0)
+            behind = functools.reduce(operator.or_, (self.behind[node] for node in op.inputs), 0)
             for node in op.outputs:
-                if node.is_data:
-                    self._add(node, everything, everything if weighted else behind)
+                self._add(node, everything, everything if _has_weights(op) else behind)
             residual = self._residual(op)
             if residual is not None:
                 residual.ends = [calls for calls in self._ends(residual, residual.branch) if calls]
@@ -125,10 +122,9 @@ class _Search:
     def _inherited_roots(self, op: Op, node: Node, residual: Residual | None) -> list[Node]:
         if residual is not None:
             return self.roots.get(residual.skip, [residual.skip])
-        data = [one for one in op.inputs if one.is_data and one.fits]
-        if op.name in _LINEAR and len(data) == 1 and data[0].size == node.size:
-            return self.roots.get(data[0], [data[0]])
-        return []
+        inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data]
+        same = op.name in _CROPS or all(one.size == node.size for one in inputs)
+        return self.roots.get(inputs[0], [inputs[0]]) if _is_linear(op) and len(inputs) == 1 and same else []
 
     def _residual(self, op: Op) -> Residual | None:
         terms = added(op)
@@ -141,43 +137,75 @@ class _Search:
         return self._projection(op, a, b)
 
     def _root(self, skip: Node, branch: Node) -> Node | None:
-        """Return the most recent root of `skip` that reaches `branch` through weights."""
+        """Return the most recent root of `skip` that reaches `branch` through weights, or through a module."""
+        roots = self.roots.get(skip, [skip])
         behind = self.behind[branch]
-        return next((root for root in self.roots.get(skip, [skip]) if behind & self.bits[root]), None)
+        found = next((root for root in roots if behind & self.bits[root]), None)
+        if found is None:  # FNet's Fourier transform has no weights
+            calls = [call for node in self._linear_path(branch) for call in self._producers(node)]
+            found = next((root for root in roots if any(root in call.inputs for call in calls)), None)
+            if found is not None and found in self.roots.get(branch, ()):
+                return None
+        return found
+
+    def _linear_path(self, node: Node) -> Iterator[Node]:
+        """Yield a node and those from which only linear operations on one tensor lead to it."""
+        yield node
+        while node.op is not None and _is_linear(node.op):
+            inputs = [one for one in node.op.inputs if one.fits and one.is_data]
+            if len(inputs) != 1:
+                return
+            node = inputs[0]
+            yield node
 
     def _projection(self, op: Op, a: Node, b: Node) -> Residual | None:
         since = op.call.start if op.call is not None else -1
         lengths = _lengths(a, since), _lengths(b, since)
-        common = [node for node in lengths[0].keys() & lengths[1].keys() if node.fits]
+        common = [node for node in lengths[0].keys() & lengths[1].keys() if node.fits and node.is_data]
         if not common:
             return None
         root = max(common, key=lambda node: node.index)
         of_a, of_b = lengths[0][root], lengths[1][root]
-        skip, branch = (a, b) if of_a < of_b else (b, a)
-        calls = [call for call in self._producers(skip, op) if root in call.inputs and call.has_weights]
-        if of_a == of_b or min(of_a, of_b) == 0 or not calls:
+        for skip, branch in ((a, b), (b, a)):  # a further branch beside the same projection
+            if skip in self.found and self.found[skip].projection is not None and self.found[skip].root is root:
+                return Residual(op, skip, branch, root, self.found[skip].projection)
+        skip, branch, path = (a, b, lengths[0]) if of_a < of_b else (b, a, lengths[1])
+        if of_a == of_b:
             return None
-        return Residual(op, skip, branch, root, calls[0])
+        for call in self._producers(skip):
+            if root in call.inputs:
+                return Residual(op, skip, branch, root, call)
+        projects = any(root in call.inputs and call.outputs[0] in path for call in self._calls_in(op.call))
+        return Residual(op, skip, branch, root) if projects and min(of_a, of_b) > 0 else None
 
-    def _producers(self, node: Node, before: Op) -> list[Call]:
-        """Return the calls that returned a node before an operation, the last first."""
-        calls = [call for call in self.outputs.get(node, []) if call.end < before.index]
+    def _calls_in(self, call: Call | None) -> list[Call]:
+        """Return the calls of modules with weights that the forward of a module makes itself."""
+        return [one for one in self.trace.calls if one.parent is call and one.has_weights and one.outputs]
+
+    def _producers(self, node: Node) -> list[Call]:
+        """Return the calls that returned a node before the current operation, the last first."""
+        calls = [call for call in self.outputs.get(node, []) if call.end < self.now]
         return sorted(calls, key=lambda call: -call.end)
 
     def _ends(self, residual: Residual, node: Node) -> Iterator[list[Call]]:
         """Yield the candidates for the end of each term of a branch."""
         root, calls = self.bits[residual.root], []
-        while self.behind[node] & root:
-            calls += self._producers(node, residual.op)
+        paths = self.behind if self.behind[node] & root else self.ancestors
+        while paths[node] & root and node is not residual.root:
+            calls += self._producers(node)
             op = node.op
-            if op is None or node in self.found:
+            if node in self.found:
+                if self.found[node].projection is None or calls:
+                    break
+                del self.found[node]  # no projection: one of several branches
+            if op is None:
                 break
-            terms = [] if calls else [x for x in added(op) or () if self.behind[x] & root]
+            terms = [] if calls else [x for x in added(op) or () if paths[x] & root]
             if len(terms) == 2:
                 for term in terms:
                     yield from self._ends(residual, term)
                 return
-            inputs = [one for one in op.inputs if one.is_data and one.fits and self.ancestors[one] & root]
+            inputs = [one for one in op.inputs if one.fits and self.ancestors[one] & root]
             if not _is_linear(op) or len(inputs) != 1:
                 break
             node = inputs[0]
@@ -185,19 +213,16 @@ class _Search:
 
 
 def added(op: Op) -> tuple[Node, Node] | None:
-    """Return the two terms of an addition of tensors of one shape that both depend on the example."""
+    """Return the two terms of an addition of tensors of one shape."""
     if op.name not in _ADDITIONS or len(op.inputs) != 2 or not op.outputs:
         return None
     a, b = op.inputs
-    same = a.shape == b.shape == op.outputs[-1].shape
-    return (a, b) if same and a.fits and b.fits and a.is_data and b.is_data else None
+    return (a, b) if a.fits and b.fits and a.shape == b.shape == op.outputs[-1].shape else None
 
 
-def _union(sets: dict[Node, int], nodes: Iterable[Node]) -> int:
-    found = 0
-    for node in nodes:
-        found |= sets[node]
-    return found
+def _has_weights(op: Op) -> bool:
+    """Whether an operation combines its tensors with weights."""
+    return op.name == "opaque" or any(node.has_weights and not node.is_data for node in op.inputs)
 
 
 def _lengths(node: Node, since: int) -> dict[Node, int]:
@@ -209,12 +234,11 @@ def _lengths(node: Node, since: int) -> dict[Node, int]:
         waiting.remove(node)
         if node.op is None or node.index < since:
             continue
-        weighted = any(one.has_weights and not one.is_data for one in node.op.inputs)
+        weighted = _has_weights(node.op)
         for one in node.op.inputs:
-            if one.is_data:
-                if one not in lengths:
-                    waiting.append(one)
-                lengths[one] = max(lengths.get(one, 0), lengths[node] + weighted)
+            if one not in lengths:
+                waiting.append(one)
+            lengths[one] = max(lengths.get(one, 0), lengths[node] + weighted)
     return lengths
 
 
@@ -225,18 +249,17 @@ def _is_linear(op: Op) -> bool:
 
 
 def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
-    """Leave out skips around several blocks, and additions inside a branch, such as the one of MViT's attention."""
-    inner: dict[Residual, list[Residual]] = {}
+    """Leave out skips around several blocks, and blocks inside a branch, such as the attention of a gate."""
+    left_out: set[Residual] = set()
     for outer in residuals:
-        lengths = _lengths(outer.branch, outer.root.index)
-        inner[outer] = [
-            one
-            for one in residuals
-            if one is not outer and one.output in lengths and one.root.index >= outer.root.index
-        ]
-    long = {outer for outer, found in inner.items() if len(found) > 1}
-    hidden = {one for outer, found in inner.items() if outer not in long for one in found}
-    return [one for one in residuals if one not in long | hidden]
+        since, home = outer.root.index, _home_name(outer)
+        before = _lengths(outer.branch, since)
+        inner = [one for one in residuals if one.output in before and one.root.index >= since]
+        inner = [one for one in inner if _home_name(one) != home]
+        homes = {_home_name(one) for one in inner}
+        outermost = [name for name in homes if not any(f"{name}.".startswith(f"{one}.") for one in homes - {name})]
+        left_out.update([outer] if len(outermost) > 1 else inner)
+    return [one for one in residuals if one not in left_out]
 
 
 def _always_ends(trace: Trace, residuals: list[Residual]) -> set[str]:
@@ -248,7 +271,7 @@ def _always_ends(trace: Trace, residuals: list[Residual]) -> set[str]:
 
 def _layers(residuals: list[Residual]) -> dict[Residual, str]:
     """Return the layer of each residual: the outermost block around it, unless that block is a stack of layers."""
-    homes = {residual: "" if (call := _home(residual)) is None else call.name for residual in residuals}
+    homes = {residual: _home_name(residual) for residual in residuals}
     patterns: dict[str, list[str]] = {}
     for residual, home in homes.items():
         patterns.setdefault(home, []).append(re.sub(r"\.\d+(?=\.)", ".#", f".{residual.ends[0][0].name}."))
@@ -267,6 +290,11 @@ def _home(residual: Residual) -> Call | None:
     while call is not None and call.start > residual.root.index and residual.branch in call.inputs:
         call = call.parent
     return call
+
+
+def _home_name(residual: Residual) -> str:
+    home = _home(residual)
+    return "" if home is None else home.name
 
 
 def _start(trace: Trace, residual: Residual) -> str:

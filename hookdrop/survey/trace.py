@@ -20,6 +20,7 @@ additions inside them. Code that `torch.jit` compiled is one operation, named "o
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -52,11 +53,15 @@ class Node:
     """
 
     # Not a dataclass: those are containers for the functions that find tensors in values.
+    is_data: bool
+    has_weights: bool
+
     def __init__(self, index: int, tensor: Tensor, op: Op | None = None, leaf: str = "") -> None:
         self.index, self.shape, self.dtype, self.op, self.leaf = index, tuple(tensor.shape), tensor.dtype, op, leaf
         self.name = ""
-        self.is_data: bool = op is not None and any(node.is_data for node in op.inputs)
-        self.has_weights: bool = op is not None and any(node.has_weights for node in op.inputs)
+        sources = () if op is None or re.search("^new_|_like$", op.name) else op.inputs  # they read only a shape
+        self.is_data = any(node.is_data for node in sources)
+        self.has_weights = any(node.has_weights for node in sources)
 
     def __repr__(self) -> str:
         return f"Node({self.index}, {self.shape}, {self.name or self.leaf or getattr(self.op, 'name', '')})"
@@ -154,7 +159,13 @@ class Trace:
 def nodes_in(value: Any) -> list[Node]:
     """Return the nodes in a value, depth first."""
     found: list[Node] = []
-    map_leaves(value, lambda leaf: found.append(leaf) if isinstance(leaf, Node) else None)
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, Node):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(value, look)
     return found
 
 
