@@ -12,11 +12,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hookdrop.survey.isolation import forked_rng
 from hookdrop.errors import InjectionError
 from hookdrop.hooks.hook import CurrentRate, SiteHook, regularized
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import drops_elements
+from hookdrop.survey.isolation import forked_rng
 from hookdrop.utils.tables import html_table, text_table
 from hookdrop.utils.torch_internals import functorch_stack
 

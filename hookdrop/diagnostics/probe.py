@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.diagnostics.measurement import Measurement, SiteMeasurement, measured_into, require_values
 from hookdrop.guards.first_call import without_bookkeeping
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
+from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import count

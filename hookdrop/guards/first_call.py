@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.guards.ranks import announce
 from hookdrop.hooks.checkpointing import CheckpointedRates
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
+from hookdrop.utils.seeding import announce
 
 
 def note_call(hook: SiteHook, module: nn.Module, value: Any) -> None:

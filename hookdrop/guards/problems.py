@@ -1,25 +1,30 @@
-"""Find problems of an injection and describe them."""
+"""Compare a model with its injection: what was lost, moved or copied, and what never ran."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch import nn
 
 from hookdrop.guards.first_call import is_unchecked, shape_warnings
-from hookdrop.guards.ranks import find_rank_with_same_seed
-from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter, schedule_can_advance, was_updated
+from hookdrop.guards.messages import find
+from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter, schedule_problems
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
-from hookdrop.utils.tables import some
+from hookdrop.utils.seeding import find_rank_with_same_seed
+from hookdrop.utils.torch_internals import full_backward_hooks_of, parameters_of
+from hookdrop.utils.wrappers import unwrapped
 
+CHANGES = ("lost", "copied", "adapted", "full_backward_hook")
+USE = ("bypassed", "silent", "always_in_eval", "equal_masks", "other_trained")
 STEPS_BEFORE_WARNING = 10
 """Schedule steps after which every site should have run."""
 
 
 def find_problems(
-    model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook], requested: bool = False
+    model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook] | None = None, requested: bool = False
 ) -> dict[str, str]:
     """Return the text of each problem by its kind.
 
@@ -27,153 +32,140 @@ def find_problems(
     """
     if state.removed:
         return {"removed": f"{state.name!r} was removed from its model."} if requested else {}
-    found: dict[str, str] = {}
-    # A copy of a submodule has only some of the sites.
-    known = [site for site in state.sites if site in state.live.known_sites]
-    lost, copies = _lost_and_copied(model, state, hooks, known)
-    if lost and not state.live.hidden_count:
-        found["lost"] = _lost_text(state, lost, len(known))
-    if copies and not state.live.hidden_count:
-        found["copied"] = _copied_text(state, copies)
-    live = [hook for hook in hooks if hook.site not in (*lost, *copies)]
-    trained = any(hook.trained for hook in live)
-    started = trained or was_updated(state) or state.live.moves >= STEPS_BEFORE_WARNING
-    silent = [hook.site for hook in live if not hook.called]
-    if silent and (started or len(silent) < len(live) or (requested and _has_begun(state))):
-        found["never called"] = _never_called_text(state, silent)
-    idle = [hook.site for hook in live if hook.called and not hook.trained]
-    if idle and started and state.enabled:
-        found["always in eval"] = always_in_eval_text(state, idle)
-    for hook in live:
+    compared = Comparison(model, state, hooks, requested)
+    found = find((*CHANGES, *USE), compared)
+    for hook in compared.intact:
         if is_unchecked(hook):
             found |= shape_warnings(hook)
-    if state.enabled and (requested or started) and (ranks := find_rank_with_same_seed(model)):
-        found["equal masks"] = _equal_masks_text(state, *ranks)
-    return found | stalled_schedule(state, trained)
+    return found | schedule_problems(state, trained=any(hook.trained for hook in compared.intact))
 
 
-def _has_begun(state: InjectionState) -> bool:
-    counter: UpdateCounter | None = state.live.update_counter
-    return state.live.moves > 0 or (counter is not None and counter.updates > 0)
+def find_changes(model: nn.Module, state: InjectionState) -> dict[str, str]:
+    """Return what changed in the model since `inject`, by kind."""
+    return find(CHANGES, Comparison(model, state))
 
 
-def schedule_problems(state: InjectionState) -> dict[str, str]:
-    """Return the problems of a schedule that does not advance while the model is updated, by kind."""
-    counter: UpdateCounter | None = state.live.update_counter
-    if counter is None or not counter.updates_since_step or not schedule_can_advance(state):
-        return {}
-    if state.live.follower is not None and not state.followed:
-        return {"optimizer gone": _optimizer_gone_text(state)}
-    return {"not advancing": _not_advancing_text(state)} if counter.updates_since_step > UPDATES_BEFORE_WARNING else {}
+class Comparison:
+    """A model and its injection."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        state: InjectionState,
+        hooks: Sequence[SiteHook] | None = None,
+        requested: bool = False,
+    ) -> None:
+        self.model, self.state, self.requested, self.name = model, state, requested, state.name
+        # Inside `without_hooks`, no hook is on the model.
+        self._everything = [] if state.live.hidden_count else list(hooks_of(model))
+        self.placed = [(module, hook) for module, hook in self._everything if hook.state is state]
+        self.hooks = [hook for _, hook in self.placed] if hooks is None else hooks
+        counter: UpdateCounter | None = state.live.update_counter
+        self.updates, self.other_steps = (0, 0) if counter is None else (counter.updates, counter.other_steps)
+        self.updated = counter is not None and counter.was_updated()
 
-def stalled_schedule(state: InjectionState, trained: bool | None = None) -> dict[str, str]:
-    """Like `schedule_problems`, but without waiting for many updates.
+    @property
+    def known(self) -> int:
+        """The number of sites. A copy of a submodule has only some of those of the injection."""
+        return sum(site in self.state.live.known_sites for site in self.state.sites)
 
-    Without `trained`, a model counts as trained once its weights were updated.
-    """
-    if trained is None:
-        trained = state.live.update_counter is not None and state.live.update_counter.updates > 0
-    if state.live.follower is not None and not state.followed and schedule_can_advance(state):
-        return {"optimizer gone": _optimizer_gone_text(state)}
-    never_stepped = state.scheduled and not state.live.was_stepped and not state.followed
-    counter: UpdateCounter | None = state.live.update_counter
-    stale = state.step_count == 0 or (counter is not None and counter.updates_since_step > 0)
-    if trained and never_stepped and schedule_can_advance(state) and stale:
-        return {"not advancing": _not_advancing_text(state)}
-    return schedule_problems(state)
+    @property
+    def and_resume(self) -> str:
+        """The call that resumes the schedule in a new injection."""
+        return f", then drop.seek({self.state.step_count})" if self.state.step_count else ""
 
+    # --- changes
 
-def _lost_and_copied(
-    model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook], known: Sequence[str]
-) -> tuple[list[str], list[str]]:
-    """Return the sites whose hook is gone, and those that have a copy of a hook."""
-    all_hooks = [hook for _, hook in hooks_of(model)]
-    there = {hook.site for hook in all_hooks if hook.state is state}
-    copies = [hook.site for hook in all_hooks if hook.state is not state and hook.state.key == state.key]
-    # A handle on a submodule does not report sites elsewhere in the model as lost.
-    if not state.contains_root(model):
-        own = {hook.site for hook in hooks}
-        there |= {hook.site for hook in state.live.members if hook.is_attached and hook.site not in own}
-    there |= set(copies)
-    return [site for site in known if site not in there], copies
+    @cached_property
+    def lost(self) -> list[str]:
+        """A site of the plan has no hook on the model."""
+        state, live = self.state, self.state.live
+        if live.hidden_count:
+            return []
+        there = {hook.site for _, hook in self.placed} | set(self.copied)
+        # A handle on a submodule does not report sites elsewhere in the model as lost.
+        if not state.contains_root(self.model):
+            own = {hook.site for hook in self.hooks}
+            there |= {hook.site for hook in live.members if hook.is_attached and hook.site not in own}
+        return [site for site in state.sites if site in live.known_sites and site not in there]
 
+    @cached_property
+    def copied(self) -> list[str]:
+        """The model has hooks whose state is a copy of this one."""
+        others = [hook for _, hook in self._everything if hook.state is not self.state]
+        return [hook.site for hook in others if hook.state.key == self.state.key]
 
-def discarded_text(name: str) -> str:
-    """The warning for a model that was deleted before it was trained."""
-    return (
-        f"the model that {name!r} was injected into was deleted before it ran in training mode: nothing is dropped.\n"
-        "  if your trainer builds a new model (as ultralytics and FX quantization do), inject into that one, in a "
-        "callback that runs before training."
-    )
+    @property
+    def adapted(self) -> list[str]:
+        """The module at a site now contains the hooked module, and has further parameters to train."""
+        return [hook.site for module, hook in self.placed if hook.site not in self.copied and self._adds(module, hook)]
 
+    def _adds(self, module: nn.Module, hook: SiteHook) -> bool:
+        now = self._module_at(hook.site)
+        if now is None or now is module or all(part is not module for part in now.modules()):
+            return False
+        inside = set(map(id, module.parameters()))
+        return any(weight.requires_grad and id(weight) not in inside for weight in now.parameters())
 
-def always_in_eval_text(state: InjectionState, sites: Sequence[str]) -> str:
-    """The warning for layers that never ran in training mode."""
-    return (
-        f"{state.name!r}: {some(sites)} only ran in eval mode, where nothing is dropped.\n"
-        "  call model.train() before training. If the model keeps a layer in eval mode (frozen batch norm), hook "
-        "another one, such as the preceding convolution."
-    )
+    @property
+    def full_backward_hook(self) -> list[str]:
+        """A module with weights, hooked at its output, has full backward hooks: PyTorch attaches them after ours."""
+        outputs = [(module, hook.site) for module, hook in self.placed if hook.at == "output"]
+        return [site for module, site in outputs if full_backward_hooks_of(module) and any(parameters_of(module))]
 
+    def _module_at(self, site: str) -> nn.Module | None:
+        root = None if self.state.live.root is None else self.state.live.root()
+        try:
+            return None if root is None else unwrapped(root.get_submodule(site))
+        except AttributeError:  # the name leaves out a wrapper inside the model
+            return None
 
-def _not_advancing_text(state: InjectionState) -> str:
-    return (
-        f"{state.name!r} is still at step {state.step_count} of {state.schedule}: its schedule is not advancing, "
-        "because nothing calls step(), seek() or follow().\n"
-        "  after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   "
-        "or: drop.seek(global_step)"
-    )
+    # --- use
 
+    @cached_property
+    def intact(self) -> list[SiteHook]:
+        """The hooks that are neither lost nor copied."""
+        return [hook for hook in self.hooks if hook.site not in (*self.lost, *self.copied)]
 
-def _optimizer_gone_text(state: InjectionState) -> str:
-    return (
-        f"{state.name!r}: the optimizer that it followed no longer exists (rebuilt or copied?), so its schedule is not "
-        "advancing.\n  follow the new one: drop.follow(optimizer)"
-    )
+    @cached_property
+    def started(self) -> bool:
+        """Whether the training has certainly started."""
+        trained = any(hook.trained for hook in self.intact)
+        return trained or self.updated or self.state.live.moves >= STEPS_BEFORE_WARNING
 
+    @cached_property
+    def _never_called(self) -> list[str]:
+        silent = [hook.site for hook in self.intact if not hook.called]
+        begun = self.requested and (self.state.live.moves > 0 or self.updates > 0)
+        return silent if self.started or begun or len(silent) < len(self.intact) else []
 
-def _lost_text(state: InjectionState, lost: Sequence[str], of: int) -> str:
-    return (
-        f"{state.name!r}: {len(lost)} of {of} sites lost their hook: {some(lost)}.\n"
-        "  something replaced these modules after inject (reset_classifier, convert_sync_batchnorm, ...): "
-        f'inject again with on_existing="replace"{_and_resume(state)}.'
-    )
+    @cached_property
+    def bypassed(self) -> list[str]:
+        """All hooks that were not called in a training are on embeddings."""
+        modules = [self._module_at(site) for site in self._never_called]
+        return self._never_called if all(isinstance(module, nn.Embedding) for module in modules) else []
 
+    @property
+    def silent(self) -> list[str]:
+        """A hook was not called, although others were, weights were updated, or the schedule advanced."""
+        return [] if self.bypassed else self._never_called
 
-def _copied_text(state: InjectionState, copies: Sequence[str]) -> str:
-    return (
-        f"{state.name!r}: this model also has copies of the hooks of {some(copies)}.\n"
-        "  fuse_modules, PEFT's modules_to_save or a copied layer created them. This handle neither steps nor removes "
-        f'them: use find(model) for all hooks, or inject again with on_existing="replace"{_and_resume(state)}.'
-    )
+    @property
+    def always_in_eval(self) -> list[str]:
+        """A hook was called, but never in training mode, although the training has started."""
+        idle = [hook.site for hook in self.intact if hook.called and not hook.trained]
+        return idle if self.started and self.state.enabled else []
 
-
-def _never_called_text(state: InjectionState, silent: Sequence[str]) -> str:
-    root = None if state.live.root is None else state.live.root()
-    modules = {} if root is None else dict(root.named_modules())
-    if all(isinstance(modules.get(name), nn.Embedding) for name in silent):
+    @property
+    def equal_masks(self) -> dict[str, int]:
+        """Another rank published the seed of this rank in the job's store."""
+        asked = self.state.enabled and (self.requested or self.started)
+        found = find_rank_with_same_seed(self.model) if asked else None
         return (
-            f"{state.name!r}: {some(silent)} never ran, so it is not regularized.\n"
-            "  inputs_embeds bypass the embedding: pass input_ids to the model, or regularize the embeddings yourself."
+            {} if found is None else dict(zip(("first", "second", "seed"), (*sorted(found[:2]), found[2]), strict=True))
         )
-    return (
-        f"{state.name!r}: {some(silent)} never ran, so nothing is dropped there.\n"
-        "  PyTorch calls neither a ModuleList that is only iterated over nor a module whose weights are used directly: "
-        "hook the layers inside or after it."
-    )
 
-
-def _and_resume(state: InjectionState) -> str:
-    """The call that resumes the schedule of this injection in a new one."""
-    return f", then drop.seek({state.step_count})" if state.step_count else ""
-
-
-def _equal_masks_text(state: InjectionState, rank: int, other: int, seed: int) -> str:
-    first, second = sorted((rank, other))
-    return (
-        f"{state.name!r}: ranks {first} and {second} draw identical masks, because both are seeded with {seed}.\n"
-        "  on every rank, after building the model: hookdrop.seed_per_rank()\n"
-        "  if they process the same samples (tensor parallelism), identical masks are correct: "
-        "then call seed_per_rank(group=data_parallel_group)."
-    )
+    @property
+    def other_trained(self) -> bool:
+        """Optimizers took 20 steps for other models before any hook ran in training mode; only in `check()`."""
+        return self.requested and not self.started and self.other_steps >= UPDATES_BEFORE_WARNING

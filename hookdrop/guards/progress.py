@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hookdrop.guards.problems import always_in_eval_text, discarded_text, find_problems, schedule_problems
-from hookdrop.guards.updates import UpdateCounter
+from hookdrop.guards.messages import message
+from hookdrop.guards.problems import find_changes, find_problems
+from hookdrop.guards.updates import UpdateCounter, has_lost_all_hooks, schedule_problems
 from hookdrop.hooks.hook import SiteHook, first_listeners
-from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState, States, all_states
 
 _watched = States()
@@ -51,7 +51,7 @@ def is_watched(state: InjectionState) -> bool:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    discarded = []
+    gone = []
     for state in _watched.snapshot():
         counter: UpdateCounter = state.live.update_counter
         model = counter.model()
@@ -61,44 +61,53 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             unwatch(state)
         elif counter.thread == threading.get_ident():
             # Other threads are skipped: their `inject` may not have returned its handle yet.
-            discarded.append(weakref.ref(state))
+            gone.append(weakref.ref(state))
         del state  # or the loop variable keeps a state alive that has no handle
-    if discarded and not _trains_hooked_model(optimizer):
-        _warn_about_discarded(discarded)
+    if gone and not _trains_hooked_model(optimizer):
+        discarded(gone)
 
 
-def _warn_about_discarded(discarded: list[weakref.ref[InjectionState]]) -> None:
-    """Warn about models that were deleted untrained while a model without hooks is trained."""
+def discarded(gone: list[weakref.ref[InjectionState]]) -> None:
+    """The model is gone, no hook ran in training mode, and an optimizer trains a model without hooks."""
     gc.collect()  # warn only about injections whose handle is still alive
-    for state in filter(None, (reference() for reference in discarded)):
+    for state in filter(None, (reference() for reference in gone)):
         unwatch(state)
         # A pickled or copied model lives on in its copy.
         if not any(other.key == state.key and other is not state for other in all_states.snapshot()):
-            state.warn_once("discarded", discarded_text(state.name))
+            state.warn_once("discarded", message("discarded", state))
 
 
 def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState, optimizer: Optimizer) -> None:
-    if counter.copied and not _trains(optimizer, counter):
-        return  # the weights of an averaged model change, but no optimizer trains them
+    trains = (counter.copied or counter.awaiting_first_calls) and counter.is_trained_by(optimizer)
+    if counter.copied and not trains:
+        return None  # the weights of an averaged model change, but no optimizer trains them
     counter.notice_update(state)
     if counter.awaiting_first_calls:
+        counter.other_steps += not trains and not state.live.trained
         counter.awaiting_first_calls = not all(hook.called for hook in state.live.members)
-        if counter.awaiting_first_calls and counter.was_updated() and _trains(optimizer, counter):
+        if trains:
+            _compare(counter, model, state)
+        if counter.awaiting_first_calls and trains and counter.was_updated():
             counter.awaiting_first_calls = False
-            _warn(state, find_problems(model, state, [hook for _, hook in hooks_of(model) if hook.state is state]))
+            _warn(state, find_problems(model, state))
+    if has_lost_all_hooks(state):
+        _warn(state, find_changes(model, state))
+        return unwatch(state)
     if not (counter.awaiting_first_calls or state.scheduled):
         unwatch(state)
-    _warn(state, schedule_problems(state))
+    return _warn(state, schedule_problems(state))
+
+
+def _compare(counter: UpdateCounter, model: nn.Module, state: InjectionState) -> None:
+    """Compare the model with its injection, once."""
+    if not counter.compared and not state.live.hidden_count:
+        counter.compared = True
+        _warn(state, find_changes(model, state))
 
 
 def _trains_hooked_model(optimizer: Optimizer) -> bool:
     counters = (state.live.update_counter for state in all_states.snapshot())
-    return any(counter is not None and _trains(optimizer, counter) for counter in counters)
-
-
-def _trains(optimizer: Optimizer, counter: UpdateCounter) -> bool:
-    weight = counter.weight()
-    return any(weight is parameter for group in optimizer.param_groups for parameter in group["params"])
+    return any(counter is not None and counter.is_trained_by(optimizer) for counter in counters)
 
 
 def _warn(state: InjectionState, found: dict[str, str]) -> None:
@@ -107,14 +116,20 @@ def _warn(state: InjectionState, found: dict[str, str]) -> None:
 
 
 def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
-    """Detect updates by optimizers of other libraries, and layers that run in eval mode during training."""
+    """Compare the model in its first training forward, and watch for what no optimizer of PyTorch shows.
+
+    These are updates by optimizers of other libraries, and layers that run in eval mode during training.
+    """
     state, live = hook.state, hook.state.live
     if live.update_counter is None and module.training and state.scheduled:
         watch(module, state, copied=True)
     counter: UpdateCounter | None = live.update_counter
+    model = None if counter is None else counter.model()
+    if counter is not None and model is not None and module.training:
+        _compare(counter, model, state)
     if module.training and (counter is None or _needs_no_forwards(state) or counter.sampler not in (None, hook.site)):
         return hook.unsubscribe(watch_forwards)
-    if counter is None or counter.model() is None or not torch.is_grad_enabled():
+    if counter is None or model is None or not torch.is_grad_enabled():
         return None  # a copy, validation or inference
     if module.training and counter.sampler is None:
         counter.sampler = hook.site
@@ -123,12 +138,14 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
         _warn(state, schedule_problems(state))
     elif live.root is not None and state.enabled and not live.contexts and counter.was_updated():
         idle = {hook.site} | {other.site for other in live.members if other.called and not other.trained}
-        state.warn_once("always in eval", always_in_eval_text(state, [site for site in state.sites if site in idle]))
+        state.warn_once(
+            "always_in_eval", message("always_in_eval", state, [site for site in state.sites if site in idle])
+        )
     return None
 
 
 def _needs_no_forwards(state: InjectionState) -> bool:
-    return not state.scheduled or state.live.was_stepped or state.followed or "not advancing" in state.warned_kinds
+    return not state.scheduled or state.live.was_stepped or state.followed or "not_advancing" in state.warned_kinds
 
 
 first_listeners.append(watch_forwards)

@@ -1,4 +1,4 @@
-"""Track the progress of a training by the updates of its weights."""
+"""Count the updates of a model's weights, and compare them with the steps of its schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import weakref
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
 
+from hookdrop.errors import warn
+from hookdrop.guards.messages import find, message
 from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.torch_internals import dispatch_modes, functorch_stack, is_tracing, parameters_of, version_of
 
@@ -28,7 +31,11 @@ class UpdateCounter:
         """Whether the hooks are copies, possibly of a teacher or an average that no optimizer trains."""
         self.awaiting_first_calls = not copied
         """Whether some site may not have run yet and no warning was raised."""
+        self.compared = copied
+        """Whether the model was compared with its injection at the start of the training."""
         self.updates = self.updates_since_step = 0
+        self.other_steps = 0
+        """The steps of optimizers that train other models, before this one is trained."""
         self.thread = threading.get_ident()
         self.sampler: str | None = None
         """The site whose calls compare the values of the weight."""
@@ -49,6 +56,11 @@ class UpdateCounter:
             model = self.model()
             weight, self._owner = (None, None) if model is None else _first_weight(model)
         return weight
+
+    def is_trained_by(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer updates the weights."""
+        weight = self.weight()
+        return any(weight is parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def was_updated(self) -> bool:
         """Whether the weights were updated often enough for a warning."""
@@ -96,16 +108,62 @@ def _first_weight(model: nn.Module) -> tuple[nn.Parameter | None, tuple[weakref.
     return None, None
 
 
-def was_updated(state: InjectionState) -> bool:
-    """Whether the weights of the hooked model were updated often enough for a warning."""
-    counter: UpdateCounter | None = state.live.update_counter
-    return counter is not None and counter.was_updated()
+# --- the progress of a schedule
 
 
-def schedule_can_advance(state: InjectionState) -> bool:
-    """Whether the schedule has not reached its end."""
-    end = state.schedule.settles_at
-    if end is not None:
-        return state.step_count < end
-    # If the end is unknown, the schedule counts as advancing once it has been stepped.
-    return state.scheduled and not state.live.was_stepped and not state.followed
+def schedule_problems(state: InjectionState, trained: bool | None = None) -> dict[str, str]:
+    """Return the problems of a schedule by kind; None for `trained` waits for many updates."""
+    return find(("optimizer_gone", "not_advancing", "too_fast"), Progress(state, trained)) if state.scheduled else {}
+
+
+def has_lost_all_hooks(state: InjectionState) -> bool:
+    """Whether no hook is left, so that the schedule is not the problem."""
+    return bool(state.live.known_sites) and not any(hook.is_attached for hook in state.live.members)
+
+
+class Progress:
+    """The steps of a schedule, and the updates of the weights."""
+
+    def __init__(self, state: InjectionState, trained: bool | None) -> None:
+        self.state, self.trained, self.name, live = state, trained, state.name, state.live
+        counter: UpdateCounter | None = live.update_counter
+        self.updates, self._since_step = (0, 0) if counter is None else (counter.updates, counter.updates_since_step)
+        self._gone = live.follower is not None and not state.followed
+        end = state.schedule.settles_at
+        # If the end is unknown, the schedule counts as advancing once it has been stepped.
+        can_advance = state.step_count < end if end is not None else not (live.was_stepped or state.followed)
+        self._due = can_advance and not has_lost_all_hooks(state)
+
+    @property
+    def optimizer_gone(self) -> bool:
+        """The weak reference to the optimizer is dead before the end of the schedule."""
+        return self._due and self._gone and (self.trained is not None or self._since_step > 0)
+
+    @property
+    def not_advancing(self) -> bool:
+        """The weights were updated over 20 times since the schedule advanced; `check()` does not wait."""
+        state = self.state
+        idle = self.trained and not state.live.was_stepped and not state.followed
+        idle = idle and (state.step_count == 0 or self._since_step > 0)
+        return self._due and not self._gone and (bool(idle) or self._since_step > UPDATES_BEFORE_WARNING)
+
+    @property
+    def too_fast(self) -> bool:
+        """The schedule advanced at least twice as often as the weights were updated, over 20 updates or more."""
+        updates = self.updates
+        return (
+            self._due and not self.state.followed and self.state.live.moves >= 2 * updates >= 2 * UPDATES_BEFORE_WARNING
+        )
+
+
+def trains_other_model(state: InjectionState, model: nn.Module, optimizer: Optimizer) -> None:
+    """No parameter of the model is in the groups of the optimizer."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if trained.isdisjoint(map(id, model.parameters())):
+        warn(message("trains_other_model", state))
+
+
+def restarted(state: InjectionState, steps: int) -> None:
+    """At the first step that is counted, the state of the optimizer has more steps than the schedule."""
+    if state.scheduled and not state.live.was_stepped and steps > state.step_count + 1:
+        state.warn_once("restarted", message("restarted", state, {"steps": steps - 1}))

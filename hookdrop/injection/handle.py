@@ -16,7 +16,8 @@ from hookdrop.diagnostics.probe import empty_measurement, probe
 from hookdrop.diagnostics.recording import Recording, recorded
 from hookdrop.diagnostics.uncertainty import Prediction
 from hookdrop.errors import InjectionError
-from hookdrop.guards.problems import discarded_text, find_problems
+from hookdrop.guards.messages import message
+from hookdrop.guards.problems import find_problems
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import Override
@@ -281,7 +282,7 @@ class Injection(Controller):
         """List current problems: lost sites, layers that never ran or ran only in eval mode, a stalled schedule."""
         model, state = self._model(), self._state
         if model is None:
-            return [discarded_text(state.name) if not state.live.trained else str(self._model_gone_error())]
+            return [str(self._model_gone_error()) if state.live.trained else message("discarded", state)]
         return list(find_problems(model, state, self._hooks, requested=True).values())
 
     def metrics(self) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from hookdrop.errors import InjectionError, nothing_placed, warn
+from hookdrop.guards.plan import plan_warnings
 from hookdrop.guards.progress import watch
 from hookdrop.hooks import compiling
 from hookdrop.hooks.branch_hook import BranchHook
@@ -23,7 +24,6 @@ from hookdrop.injection.group import Injections, find
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.inspect import inspect_forward
 from hookdrop.injection.resolve import PlannedSite, Resolved
-from hookdrop.regularizers import LockedDropout
 from hookdrop.schedules import ConstantSchedule, Schedule
 from hookdrop.utils.tables import counted, html_table, shape_text, some, text_table
 from hookdrop.utils.tensor_tree import TensorKey
@@ -48,7 +48,7 @@ def make_plan(
     one_of(portable, "portable", "inject", (True, False))
     sites = resolved.sites
     regularizers = [site.regularizer for site in sites if site.regularizer is not None]
-    warnings = resolved.warnings + (_site_warnings(resolved.root, sites) if regularizers else [])
+    warnings = resolved.warnings + (plan_warnings(resolved.root, sites) if regularizers else [])
     warned_kinds: set[str] = set()
     if example_input is not None:
         warned_kinds, more = inspect_forward(model, resolved, tensor, example_input)
@@ -71,54 +71,6 @@ def make_plan(
         warned_kinds=warned_kinds,
         **schedules,
     )
-
-
-def _site_warnings(model: nn.Module, sites: list[PlannedSite]) -> list[str]:
-    """Return the warnings that need no forward."""
-    warnings = _nested_warnings(sites) if len(sites) > 1 else []
-    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
-    if encoders:
-        fused = {id(part) for encoder in encoders for part in encoder.modules()}
-        if not fused.isdisjoint([id(site.module) for site in sites]):
-            warnings.append(
-                "TransformerEncoderLayer leaves its fused eval path while a module inside it is hooked: eval output "
-                "matches that of the unhooked model up to rounding, not bit for bit."
-            )
-    for site in sites:
-        layer, drop = site.module, site.regularizer
-        if isinstance(layer, nn.RNNBase) and isinstance(drop, LockedDropout) and drop.time_dim % 3 != layer.batch_first:
-            warnings.append(
-                f"LockedDropout at {site.name!r}: an {site.type} with batch_first={layer.batch_first} expects "
-                f"{'(N, T, C)' if layer.batch_first else '(T, N, C)'}, where time_dim={drop.time_dim} is not T.\n"
-                f"  write time_dim={int(layer.batch_first)}"
-            )
-    return warnings
-
-
-def _nested_warnings(sites: list[PlannedSite]) -> list[str]:
-    """Warn about sites inside other sites, with the effective rate of the longest chain."""
-    # The submodules of a block are not part of its skip.
-    by_name = {site.name: site for site in sites if site.at != "skip"}
-    chains = []
-    for name, site in by_name.items():
-        parents = ["", *(name[:i] for i, character in enumerate(name) if character == ".")] if name else []
-        chain = [by_name[parent] for parent in parents if parent in by_name]
-        if chain:
-            chains.append([*chain, site])
-    if not chains:
-        return []
-    longest = max(chains, key=len)
-    kept = 1.0
-    for site in longest:
-        rate = type(site.regularizer).rate if site.regularizer is not None else None
-        if rate is not None and rate.kind == "drop":
-            kept *= 1.0 - min(site.p or 0.0, 1.0)
-    effective = f" (effective rate {1 - kept:.2g})" if kept < 1 else ""
-    path = " > ".join(repr(site.name) for site in longest)
-    return [
-        f"{len(chains)} of {len(sites)} sites are nested inside other sites: activations are regularized up to "
-        f"{len(longest)} times{effective}, at {path}.\n  for one level only, end the pattern in '.*', not '.**'."
-    ]
 
 
 @dataclass

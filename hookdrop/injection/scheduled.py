@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import ClassVar, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
-from hookdrop.errors import InjectionError, warn
+from hookdrop.errors import InjectionError
 from hookdrop.guards import progress
+from hookdrop.guards.updates import restarted, trains_other_model
 from hookdrop.hooks import compiling
 from hookdrop.hooks.optimizer import Follower, innermost
 from hookdrop.hooks.state import InjectionState
@@ -84,8 +86,8 @@ class ScheduledHandle(ABC):
                 f"{self._state.name!r} already follows an optimizer ({current.title}); nothing changed.\n"
                 "  to switch: drop.follow(None), then drop.follow(optimizer)"
             )
-        self._warn_about_other_model(inner)
-        self._state.live.follower = Follower(inner, self._advance, self._warn_about_restart)
+        trains_other_model(self._state, self._require_model(), inner)
+        self._state.live.follower = Follower(inner, self._advance, partial(restarted, self._state))
         return self
 
     def disable(self) -> None:
@@ -138,26 +140,6 @@ class ScheduledHandle(ABC):
                 f"{what}: {self._state.name!r} was removed from its model.\n  call {self._made_by} again."
             )
         compiling.raise_if_tracing(what)
-
-    def _warn_about_restart(self, steps: int) -> None:
-        """Warn if the first step counted is the optimizer's `steps`-th, later than the schedule expects."""
-        state = self._state
-        if state.scheduled and not state.live.was_stepped and steps > state.step_count + 1:
-            state.warn_once(
-                "restarted",
-                f"{state.name!r} is at step {state.step_count} of {state.schedule}, but the optimizer that it follows "
-                f"has already taken {steps - 1} steps (resumed training?): the schedule is starting over.\n"
-                f"  to resume: drop.seek({steps - 1}) or drop.load_state_dict(...) before training; to restart on "
-                f"purpose: drop.seek({state.step_count})",
-            )
-
-    def _warn_about_other_model(self, optimizer: Optimizer) -> None:
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in trained for parameter in self._require_model().parameters()):
-            warn(
-                f"{self._state.name!r} follows an optimizer that trains no parameter of this model: "
-                "does it belong to another model?"
-            )
 
     # --- what a handle defines
 

@@ -7,12 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hookdrop.errors import LayerError, ShapeError, nearest, warn
 from hookdrop.hooks.checkpointing import is_recomputing
@@ -49,7 +46,7 @@ def capture(
         layers: names, globs, classes, modules, ..., as in `inject`.
         inputs: also capture the first tensor among the arguments of each call, as `captured.inputs`.
         gradients: also capture the gradient of each call's output, as `captured.gradients`: the sum over the backward
-            passes inside, or None if no backward pass reached it.
+            passes inside, or None if no backward pass reached it, as inside a reentrant checkpoint.
         to: device of the copies, such as `"cpu"`; None keeps the device of each tensor.
         last: number of most recent calls of each layer to keep; None keeps all.
         tensor: which tensor of a tuple, list or dict to capture: an index or a key; None is the first floating-point
@@ -80,13 +77,17 @@ def capture(
     chosen = chosen_layers(model, layers, exclude, "capture()")
     recorders = [_Recorder(layer, gradients, to, last, tensor) for layer in chosen]
     before = [(recorder.module, recorder.before_forward) for recorder in recorders if inputs]
-    try:
-        with observed([(recorder.module, recorder.after_forward) for recorder in recorders], before):
-            yield Captured(recorders, inputs, gradients)
-    finally:
-        for recorder in recorders:
-            recorder.close()
-    _warn_if_empty(recorders, gradients)
+    with observed(recorders, before):
+        yield Captured(recorders, inputs, gradients)
+    never = [recorder.name for recorder in recorders if not recorder.calls]
+    if never:
+        warn(
+            f"capture: {len(never)} of {counted(len(recorders), 'layer')} never ran: {some(never)}.\n"
+            "  possible causes: a container that is only iterated, a branch not taken, weights used without the module."
+        )
+    calls = [call for recorder in recorders for call in recorder.calls]
+    if gradients and calls and all(call.gradient is None for call in calls):
+        warn("no gradient was captured: call backward() inside the `with` block, and run the forward with gradients.")
 
 
 @dataclass(eq=False)
@@ -96,7 +97,6 @@ class _Call:
     output: Tensor
     input: Tensor | None
     gradient: Tensor | None = None
-    handle: RemovableHandle | None = None
 
 
 class _Recorder(LayerObserver):
@@ -104,8 +104,8 @@ class _Recorder(LayerObserver):
 
     def __init__(self, layer: Layer, gradients: bool, to: CopyDevice, last: int | None, tensor: TensorKey) -> None:
         super().__init__(layer)
-        self.calls: deque[_Call] = deque()
-        self._gradients, self._to, self._last, self._tensor = gradients, to, last, tensor
+        self.calls: deque[_Call] = deque(maxlen=last)
+        self._gradients, self._to, self._tensor = gradients, to, tensor
         self._inputs: dict[int, list[Tensor]] = {}
         """Inputs of the running calls by thread: several if the layer calls itself."""
 
@@ -118,34 +118,21 @@ class _Recorder(LayerObserver):
         self._inputs.setdefault(threading.get_ident(), []).append(detached_copy(x, self._to))
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        again = is_recomputing()
-        inputs = [] if again else self._inputs.get(threading.get_ident(), [])
+        if is_recomputing():
+            return
+        inputs = self._inputs.get(threading.get_ident())
         input = inputs.pop() if inputs else None
         if output is None and sys.exc_info()[0] is not None:  # the forward raised
             return
         x = chosen_tensor(output, self._tensor, repr(self.name))
-        call = self._find_original_call(x) if again else _Call(detached_copy(x, self._to), input)
-        if call is not None and self._gradients and x.requires_grad:
-            call.handle = self.on_gradient(x, partial(self._add_gradient, call))
-        if not again and call is not None:
-            if len(self.calls) == self._last and (handle := self.calls.popleft().handle) is not None:
-                handle.remove()
-            self.calls.append(call)
+        self.calls.append(call := _Call(detached_copy(x, self._to), input))
 
-    def _add_gradient(self, call: _Call, gradient: Tensor) -> None:
-        new = detached_copy(gradient, self._to)
-        call.gradient = new if call.gradient is None else call.gradient + new
+        def add(gradient: Tensor) -> None:
+            new = detached_copy(gradient, self._to)
+            call.gradient = new if call.gradient is None else call.gradient + new
 
-    def _find_original_call(self, x: Tensor) -> _Call | None:
-        """Find the call that a reentrant checkpoint recomputes, by its values; only the recomputation has a graph."""
-        matches = (
-            call
-            for call in reversed(self.calls)
-            if call.handle is None
-            and call.output.shape == x.shape
-            and torch.equal(call.output, x.detach().to(call.output.device))
-        )
-        return next(matches, None) if self._gradients and x.requires_grad else None
+        if self._gradients and x.requires_grad:
+            self.on_gradient(x, add)
 
 
 class _View(Mapping[str, list[Any]]):
@@ -200,15 +187,3 @@ class Captured(_View):
         if not self._requested[name]:
             raise NotRecordedError(f"the {name} were not captured.\n  write: capture(..., {name}=True)")
         return _View(self._recorders, attribute)
-
-
-def _warn_if_empty(recorders: Sequence[_Recorder], gradients: bool) -> None:
-    never = [recorder.name for recorder in recorders if not recorder.calls]
-    if never:
-        warn(
-            f"capture: {len(never)} of {counted(len(recorders), 'layer')} never ran: {some(never)}.\n"
-            "  possible causes: a container that is only iterated, a branch not taken, weights used without the module."
-        )
-    calls = [call for recorder in recorders for call in recorder.calls]
-    if gradients and calls and all(call.gradient is None for call in calls):
-        warn("no gradient was captured: call backward() inside the `with` block, and run the forward with gradients.")

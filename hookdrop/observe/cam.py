@@ -9,19 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.survey.isolation import restored_after, uncompiled
-from hookdrop.errors import LayerError, ShapeError, did_you_mean, warn
+from hookdrop.errors import LayerError, ShapeError, warn
 from hookdrop.guards.first_call import without_bookkeeping
 from hookdrop.hooks import compiling
-from hookdrop.observe.cam_methods import METHODS, CamLayer, LogitsModel, cam_class
-from hookdrop.utils.select import Entries, select
+from hookdrop.hooks.checkpointing import is_recomputing
+from hookdrop.observe.read_only_hooks import first_tensor
+from hookdrop.survey.isolation import restored_after, uncompiled
+from hookdrop.utils.axes import as_map
+from hookdrop.utils.optional import needs
+from hookdrop.utils.select import Entries, Layer, select
 from hookdrop.utils.tables import counted, some
-from hookdrop.utils.tensor_tree import describe
+from hookdrop.utils.tensor_tree import describe, map_tensor
 from hookdrop.utils.tensors import detached_copy
-from hookdrop.utils.validation import count, floating
+from hookdrop.utils.validation import count, floating, one_of
 from hookdrop.utils.wrappers import unwrapped
 
 Target = int | Tensor | Sequence[Any] | Callable[[Tensor], Tensor] | None
+METHODS = {
+    "gradcam": "GradCAM",
+    "gradcam++": "GradCAMPlusPlus",
+    "xgradcam": "XGradCAM",
+    "hirescam": "HiResCAM",
+    "layercam": "LayerCAM",
+    "eigencam": "EigenCAM",
+}
+"""Class of the library by method."""
 
 
 def grad_cam(
@@ -48,8 +60,7 @@ def grad_cam(
         target: the class, one for all or one for each image; or functions from an output (classes,) to a number.
             None is the predicted class.
         method: `"gradcam"` (Selvaraju et al. 2016, arXiv:1610.02391), `"gradcam++"`, `"xgradcam"`, `"hirescam"`,
-            `"layercam"`, `"eigencam"` (which uses no class), or `"cam"`: class activation mapping (Zhou et al. 2015,
-            arXiv:1512.04150), where global average pooling and one linear layer follow `layer`.
+            `"layercam"`, or `"eigencam"` (which uses no class).
         grid: rows and columns of the tokens, if the aspect ratio of the image does not determine them. The last
             rows * columns tokens are the patches; earlier tokens (class, distillation, registers) are ignored.
 
@@ -61,7 +72,7 @@ def grad_cam(
         HookdropError: grad-cam is not installed.
         LayerError: `layer` matches no layer, several layers, or a layer that is not called exactly once.
         ShapeError: the layer returns neither a map nor tokens of a known grid, or the model not (N, classes).
-        ValueError: the class, the method or the grid does not exist.
+        ValueError, IndexError: the method or the class does not exist.
         TypeError: an argument has the wrong type, such as uint8 images.
 
     Example:
@@ -71,31 +82,22 @@ def grad_cam(
     """
     compiling.raise_if_tracing("grad_cam()")
     check_is_model(model, "grad_cam", "model, x, layer")
-    if not isinstance(method, str) or method not in METHODS:
-        hint = did_you_mean(method, METHODS, 1) if isinstance(method, str) else ""
-        raise ValueError(f"grad_cam: unknown method {method!r}.\n  methods: {', '.join(map(repr, METHODS))}{hint}")
+    one_of(method, "method", "grad_cam", tuple(METHODS))
     if not isinstance(x, Tensor) or x.dim() != 4 or not x.numel():
         raise ShapeError(f"grad_cam: x must be images (N, C, H, W), got {describe(x)}.")
     floating(x, "grad_cam")
-    grid = None if grid is None else _check_grid(grid)
     found = select(model, layer).layers
     if len(found) > 1:
         names = some([match.name for match in found])
         raise LayerError(f"grad_cam: `layer` must match one layer, but it matches {len(found)}: {names}.")
-    targets = _targets(target, len(x), method)
-    cam_layer = CamLayer(found[0], (x.shape[-2], x.shape[-1]), grid)
-    method_class = cam_class(method, cam_layer)
+    if grid is not None:
+        grid = count(grid[0], "grid rows", "grad_cam"), count(grid[1], "grid columns", "grad_cam")
+    watched = _WatchedLayer(found[0], (x.shape[-2], x.shape[-1]), grid)
+    with needs("observe"):
+        import pytorch_grad_cam
     with _isolated(model) as inner:
-        maps = _compute_maps(method_class, inner, cam_layer, x, targets)
-    _warn_of_nan(maps, x)
-    if not maps.any():
-        hint = "use another layer or class: the maps do not show evidence against a class"
-        if cam_layer.is_tokens:
-            hint = "in a vision transformer, use a layer whose patch tokens are still used, such as 'blocks.11.norm1'"
-        warn(
-            f"the maps at {cam_layer.name!r} are 0 everywhere: no positive evidence for this class at this layer.\n"
-            f"  {hint}"
-        )
+        maps = _compute_maps(getattr(pytorch_grad_cam, METHODS[method]), inner, watched, x, _targets(target, len(x)))
+    _warn_if_empty(maps, watched)
     peaks = maps.amax((1, 2), keepdim=True)
     # The library divides by the maximum plus an epsilon, which matters when the gradients are as small.
     return maps / torch.where(peaks > 0.0, peaks, 1.0)
@@ -107,14 +109,8 @@ def check_is_model(model: object, owner: str, order: str) -> None:
         raise TypeError(f"{owner}: the model comes first, got {describe(model)}.\n  write: {owner}({order})")
 
 
-def _check_grid(grid: Any) -> tuple[int, int]:
-    if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
-        raise ValueError(f"grad_cam: grid must be (rows, columns), got {grid!r}.\n  for example grid=(14, 14)")
-    return count(grid[0], "grid rows", "grad_cam"), count(grid[1], "grid columns", "grad_cam")
-
-
-def _targets(target: Target, samples: int, method: str) -> list[_TargetOutput] | None:
-    """Return the target of each sample; None is the predicted class."""
+def _targets(target: Target, samples: int) -> list[Any] | None:
+    """Return a function of the output for each sample; None is the predicted class."""
     if target is None:
         return None
     if isinstance(target, Tensor):
@@ -122,29 +118,50 @@ def _targets(target: Target, samples: int, method: str) -> list[_TargetOutput] |
     listed = list(target) if isinstance(target, Sequence) else [target] * samples
     if len(listed) != samples:
         raise ValueError(f"target must be one class, or one for each of the {samples} images, got {len(listed)}.")
-    if method == "cam" and any(map(callable, listed)):
-        raise TypeError('method="cam" uses the weights of a class, so target must be a class, not a function.')
-    return [_TargetOutput(item if callable(item) else count(item, "target", "grad_cam", 0)) for item in listed]
+    from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+
+    return [each if callable(each) else ClassifierOutputTarget(count(each, "target", "grad_cam", 0)) for each in listed]
 
 
-class _TargetOutput:
-    """The logit of one class, or the result of a user's function of the output."""
+class _Classifier(nn.Module):
+    """What the library expects: a model that returns one tensor (N, classes), and whose gradients it may reset."""
 
-    def __init__(self, category: Any) -> None:
-        self.category = category
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
-    def __call__(self, output: Tensor) -> Tensor:
-        if not callable(self.category):
-            if self.category >= len(output):
-                raise ValueError(f"target: the model has classes 0 to {len(output) - 1}, got {self.category}.")
-            return output[self.category]
-        value, hint = self.category(output), "\n  for example target=lambda output: output[3] - output[5]"
-        if not isinstance(value, Tensor):
-            got = f"{value!r} ({type(value).__name__})"
-            raise TypeError(f"target must return a tensor with one element, got {got}.{hint}, without .item()")
-        if value.numel() != 1:
-            raise ShapeError(f"target must return one element, got {describe(value)} for an output (classes,).{hint}")
-        return value.reshape(())
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.model(x)
+        logits = first_tensor(out)
+        if logits is None or logits.dim() != 2 or len(logits) != len(x):
+            raise ShapeError(f"the model must return (N, classes), got {describe(out)} for {len(x)} images.")
+        return logits.float()  # NumPy has no bfloat16
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: no parameter gradient is computed."""
+
+
+class _WatchedLayer:
+    """The forward hook of the layer. It passes the output through the module `output`, which the library hooks."""
+
+    def __init__(self, layer: Layer, image: tuple[int, int], grid: tuple[int, int] | None) -> None:
+        self.name, self.module = layer.name, layer.module
+        self.output, self.calls = nn.Identity(), 0
+        self._image, self._grid = image, grid
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if is_recomputing():
+            return None
+        self.calls += 1
+        return map_tensor(output, None, self.output)
+
+    def as_map(self, x: Tensor) -> Tensor:
+        """Convert an output or its gradient to (N, C, h, w), as a copy that is safe from in-place edits."""
+        try:
+            return as_map(x, self._image, self._grid).detach().float().clone()
+        except ShapeError as error:
+            error.args = (f"{self.name!r} {error}",)
+            raise
 
 
 @contextmanager
@@ -167,25 +184,39 @@ def _isolated(model: nn.Module) -> Iterator[nn.Module]:
                 parameter.requires_grad_(True)
 
 
-def _compute_maps(method_class: Any, model: nn.Module, layer: CamLayer, x: Tensor, targets: Any) -> Tensor:
-    place = next((p.device for p in model.parameters()), x.device)
+def _compute_maps(cam_class: Any, model: nn.Module, layer: _WatchedLayer, x: Tensor, targets: Any) -> Tensor:
+    class Checked(cam_class):  # type: ignore[misc]  # a class at runtime
+        def compute_cam_per_layer(self, *args: Any) -> Any:
+            """Refuse what the library would misread."""
+            if layer.calls != 1:
+                raise LayerError(
+                    f"{layer.name!r} was called {layer.calls} times in one forward; a map needs exactly one call.\n"
+                    "  choose a layer that is called once, such as the block that contains it"
+                )
+            if self.uses_gradients and not self.activations_and_grads.gradients:
+                raise LayerError(f"no gradient flows from the model's output to {layer.name!r}.")
+            return super().compute_cam_per_layer(*args)
+
+    device = next((parameter.device for parameter in model.parameters()), x.device)
     handle = layer.module.register_forward_hook(layer)
     cam = None
     try:
-        cam = method_class(LogitsModel(model), [layer.output], reshape_transform=layer.as_map)
+        cam = Checked(_Classifier(model), [layer.output], reshape_transform=layer.as_map)
         # Some models modify their input in place, which PyTorch forbids for a leaf that requires gradients.
-        maps = cam(input_tensor=detached_copy(x, place).requires_grad_().clone(), targets=targets)
+        return torch.from_numpy(cam(input_tensor=detached_copy(x, device).requires_grad_().clone(), targets=targets))
     finally:
         handle.remove()
         if cam is not None:
             cam.activations_and_grads.release()
-    return torch.from_numpy(maps)
 
 
-def _warn_of_nan(maps: Tensor, x: Tensor) -> None:
-    which = maps.isnan().flatten(1).any(1).nonzero().flatten().tolist()
-    if which:
-        bad = not x[which].isfinite().all()
-        why = "x is not finite there" if bad else "the model's output or gradient is not finite"
-        warn(f"{len(which)} of {counted(len(maps), 'map')} {'is' if len(which) == 1 else 'are'} NaN: {why}.\n"
-             f"  images: {', '.join(map(str, which[:8]))}{', ...' if len(which) > 8 else ''}")  # fmt: skip
+def _warn_if_empty(maps: Tensor, layer: _WatchedLayer) -> None:
+    if bad := maps.isnan().flatten(1).any(1).nonzero().flatten().tolist():
+        warn(f"NaN in {len(bad)} of {counted(len(maps), 'map')}: x, the output or the gradient is not finite.\n"
+             f"  images: {some(bad)}")  # fmt: skip
+    if not maps.any():
+        warn(
+            f"the maps at {layer.name!r} are 0 everywhere: no positive evidence for this class at this layer.\n"
+            "  use another layer or class; in a vision transformer, a layer whose patch tokens are still used, such as "
+            "'blocks.11.norm1'"
+        )

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.diagnostics.figures import SCALE, as_images, get_figure
-from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.errors import LayerError
 from hookdrop.observe.cam import Target, check_is_model, grad_cam
 from hookdrop.observe.read_only_hooks import first_tensor
+from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.utils.select import Entries
 from hookdrop.utils.tables import html_table, text_table
 

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hookdrop.diagnostics.figures import Rows, blocks_figure, evenly_spaced, get_figure
-from hookdrop.diagnostics.recording import Recording
 from hookdrop.errors import LayerError
 from hookdrop.injection.handle import Injection
-from hookdrop.observe.layer_statistics import LayerStats
 from hookdrop.schedules import Schedule
 from hookdrop.utils.tables import counted, shape_text
 from hookdrop.utils.validation import count
@@ -21,12 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from hookdrop.observe.statistics import LayerStats
+
 BLUE, ORANGE = "#2166ac", "#d6604d"
 MOST_POINTS = 2000
 
 
 def plot_features(
-    what: Tensor | Mapping[str, Sequence[Any]] | Recording,
+    what: Tensor | Mapping[str, Sequence[Any]],
     *,
     sample: int = 0,
     channels: int = 8,
@@ -37,7 +37,7 @@ def plot_features(
 
     Args:
         what: a tensor; the result of `capture` (the last call of each layer, at most 6 layers from first to last), or
-            its `inputs` or `gradients`; or a recording, which calls its own `plot_features`.
+            its `inputs` or `gradients`. A recording has its own `plot_features`.
         sample: index into the batch.
         channels: maximum number of channels of a map. Tokens (N, L, C) and features (N, C) are one image.
         channel_dim: channel axis of a map; None is axis 1, or the last axis of (N, H, W, C) with H = W != C.
@@ -48,15 +48,6 @@ def plot_features(
         ShapeError: a tensor cannot be shown as images, or the batch has no such sample.
         LayerError: nothing was captured.
     """
-    if isinstance(what, Recording):
-        return what.plot_features(sample=sample, channels=channels, figure=figure)
-    if isinstance(what, list) and what and isinstance(what[-1], Tensor):
-        what = what[-1]
-    if not isinstance(what, Tensor | Mapping):
-        raise TypeError(
-            f"plot_features takes a tensor, the result of capture(), or a recording, got {type(what).__name__}.\n"
-            "  with capture(model, layers) as seen: model(x)   then plot_features(seen)"
-        )
     calls: Mapping[str, Any] = {"": [what]} if isinstance(what, Tensor) else what
     shown = {name: of_layer[-1] for name, of_layer in calls.items() if of_layer[-1] is not None}
     if not shown:
@@ -68,18 +59,6 @@ def plot_features(
     return blocks_figure(
         blocks, sample=sample, channels=channels, channel_dim=channel_dim, figure=figure, total=len(shown)
     )
-
-
-def plot_masks(
-    recording: Recording,
-    layers: str | Sequence[str] | None = None,
-    *,
-    sample: int = 0,
-    channels: int = 8,
-    figure: Any = None,
-) -> Figure:
-    """Draw kept and dropped elements: `recording.plot_masks(...)`."""
-    return recording.plot_masks(layers, sample, channels, figure)
 
 
 def plot_schedule(
@@ -142,13 +121,10 @@ def _draw_rates(axes: Axes, injection: Injection, at: list[int], multipliers: li
         axes.text(injection.step_count, 0.02, f"step {injection.step_count}", fontsize=8, color="gray", **place)
     if probability:
         axes.spines["right"].set_visible(True)
-        right = axes.secondary_yaxis("right", functions=(_complement, _complement))
+        complement: Any = lambda p: 1 - p  # noqa: E731
+        right = axes.secondary_yaxis("right", functions=(complement, complement))
         right.set_ylabel("keep_prob = 1 - p", fontsize=9)
         right.tick_params(labelsize=8)
-
-
-def _complement(p: Any) -> Any:
-    return 1 - p
 
 
 def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
@@ -157,17 +133,17 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
         raise LayerError("nothing to plot: no layer was called.")
     figure = get_figure(figure, 9.0, 1.2 + min(0.22, 16 / len(layers)) * len(layers))
     first, second, third = figure.subplots(1, 3, sharey=True)
-    lines, variances, norms = (
-        range(len(layers)),
-        [layer.variance for layer in layers],
-        [layer.gradient_norm for layer in layers],
-    )
+    lines = range(len(layers))
+    variances, norms = [layer.variance for layer in layers], [layer.gradient_norm for layer in layers]
     for axes, title, values in ((first, "variance of the output", variances), (second, "norm of the gradient", norms)):
         axes.plot([value if value > 0 else math.nan for value in values], lines, "o-", color=BLUE, markersize=4)
         _set_decades(axes, [value for value in values if 0 < value < math.inf])
         axes.set_xlabel(title, fontsize=9)
-    _draw_fractions(third, [layer.dead for layer in layers], "o", ORANGE, "dead channels")
-    _draw_fractions(third, [layer.saturated for layer in layers], "s", BLUE, "saturated elements")
+    dead, saturated = [layer.dead for layer in layers], [layer.saturated for layer in layers]
+    for label, fractions, style in (("dead channels", dead, "o"), ("saturated elements", saturated, "s")):
+        if known := [(value, line) for line, value in enumerate(fractions) if value is not None]:
+            color = ORANGE if fractions is dead else BLUE
+            third.plot(*zip(*known, strict=True), style, color=color, label=label, markersize=4)
     third.set_xlim(-0.03, 1.03)
     third.set_xlabel("fraction", fontsize=9)
     if third.lines:
@@ -189,8 +165,3 @@ def _set_decades(axes: Axes, values: list[float]) -> None:
         axes.set_xscale("log")
         axes.set_xlim(10.0**low * 0.8, 10.0 ** max(high, low + 1) * 1.25)
         axes.minorticks_off()
-
-
-def _draw_fractions(axes: Axes, values: Sequence[float | None], marker: str, color: str, label: str) -> None:
-    if known := [(value, line) for line, value in enumerate(values) if value is not None]:
-        axes.plot(*zip(*known, strict=True), marker, color=color, label=label, markersize=4)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from hookdrop.survey.isolation import uncompiled
 from hookdrop.errors import InjectionError, ShapeError, nothing_placed
 from hookdrop.hooks import compiling
+from hookdrop.survey.isolation import uncompiled
 from hookdrop.utils.select import Entries, Layer, select
 from hookdrop.utils.tensor_tree import TensorKey, describe, map_tensor, tensors
 from hookdrop.utils.torch_internals import functorch_stack
@@ -20,25 +20,21 @@ from hookdrop.utils.torch_internals import functorch_stack
 HookFunction = Callable[..., None]
 
 
-class LayerObserver:
-    """A layer with all of its names, and the hooks on its tensors."""
+class LayerObserver(ABC):
+    """Observes one layer, under all of its names, until `is_open` is False."""
 
     def __init__(self, layer: Layer) -> None:
         self.name, self.module = layer.name, layer.module
         self.names = {layer.name, *layer.aliases, *layer.wrapped_names}
-        self._handles: list[RemovableHandle] = []
+        self.is_open = True
 
-    def on_gradient(self, x: Tensor, fn: Callable[[Tensor], None]) -> RemovableHandle:
-        """Call `fn` with the gradient of `x`."""
-        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
-        self._handles.append(x.register_hook(fn))  # type: ignore[no-untyped-call]
-        return self._handles[-1]
+    @abstractmethod
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Receive the output of a call."""
 
-    def close(self) -> None:
-        """Remove the hooks on tensors."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def on_gradient(self, x: Tensor, function: Callable[[Tensor], None]) -> None:
+        """Call `function` with the gradient of `x`."""
+        x.register_hook(lambda gradient: function(gradient) if self.is_open else None)  # type: ignore[no-untyped-call]
 
 
 class ReadOnlyHook:
@@ -64,20 +60,23 @@ class ReadOnlyHook:
 
 
 @contextmanager
-def observed(
-    after: Iterable[tuple[nn.Module, HookFunction]], before: Sequence[tuple[nn.Module, HookFunction]] = ()
-) -> Iterator[None]:
-    """Call `function(module, args, output)` after each forward, and `function(module, args, kwargs)` before each.
+def observed(layers: Sequence[LayerObserver], before: Sequence[tuple[nn.Module, HookFunction]] = ()) -> Iterator[None]:
+    """Show the layers' calls to their observers, and call `function(module, args, kwargs)` before each.
 
-    With `before`, the functions in `after` also run after a forward that raised, with None as the output. Compiled code
-    runs uncompiled inside: it would skip hooks that it was not compiled with, or recompile.
+    With `before`, the observers also see a forward that raised, with None as the output. Compiled code runs uncompiled
+    inside: it would skip hooks that it was not compiled with, or recompile.
     """
     with uncompiled(), ExitStack() as handles:
-        for module, function in after:
-            handles.enter_context(module.register_forward_hook(ReadOnlyHook(function), always_call=bool(before)))
+        for layer in layers:
+            hook = ReadOnlyHook(layer.after_forward)
+            handles.enter_context(layer.module.register_forward_hook(hook, always_call=bool(before)))
         for module, function in before:
             handles.enter_context(module.register_forward_pre_hook(ReadOnlyHook(function), with_kwargs=True))
-        yield
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.is_open = False
 
 
 def chosen_layers(model: nn.Module, layers: Entries, exclude: Entries, what: str) -> list[Layer]:

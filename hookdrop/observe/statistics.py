@@ -6,15 +6,17 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hookdrop.diagnostics.figures import pixels
-from hookdrop.errors import did_you_mean, warn
-from hookdrop.observe.layer_statistics import ChannelAxes, LayerStats
+from hookdrop.errors import ShapeError, did_you_mean, warn
+from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.observe.plots import stats_figure
-from hookdrop.observe.read_only_hooks import chosen_layers, observed
+from hookdrop.observe.read_only_hooks import LayerObserver, chosen_layers, first_tensor, observed
+from hookdrop.utils.axes import channel_axis, channel_axis_of
 from hookdrop.utils.context import requires_with
-from hookdrop.utils.select import Entries, named_layers
+from hookdrop.utils.select import Entries, Layer, named_layers
 from hookdrop.utils.tables import html_table, some, text_table
 from hookdrop.utils.tensors import NotRecordedError
 from hookdrop.utils.validation import count
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_DOUBTS_SHOWN = 8
-LOWEST_AXIS = -8
-"""The lowest accepted `channel_dim`: no layer returns a tensor with more axes."""
+MARGIN = 0.05
+"""An output is saturated if it is within this fraction of the output range from a bound."""
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
 
@@ -38,8 +40,8 @@ def stats(
         model: any module, wrapped or not.
         layers: the layers to observe, as in `inject`; None is every module without children.
         channel_dim: axis of the channels or units, for `dead`. None is the axis that the layer's class defines
-            (convolutions, norms, linear layers), else that of the last such layer whose output had this shape, else
-            axis 1 of maps and the last axis of tokens and features.
+            (convolutions, norms, linear layers), else that of the last such layer observed whose output had this shape,
+            else axis 1 of maps and the last axis of tokens and features.
         exclude: layers to skip.
 
     Yields:
@@ -59,23 +61,171 @@ def stats(
         >>> seen["1"].calls, 0 < seen["1"].mean < 1, seen["1"].dead
         (5, True, 0.0)
     """
-    which = (
-        [layer.module for layer in named_layers(model) if not any(layer.module.children())]
-        if layers is None
-        else layers
-    )
-    axes = ChannelAxes(None if channel_dim is None else count(channel_dim, "channel_dim", "stats", LOWEST_AXIS))
+    leaves = [layer.module for layer in named_layers(model) if not any(layer.module.children())]
+    if channel_dim is not None:
+        channel_dim = count(channel_dim, "channel_dim", "stats", -8)
+    axes: dict[tuple[int, ...], int] = {}
     called: list[LayerStats] = []
-    chosen = [LayerStats(layer, axes, called) for layer in chosen_layers(model, which, exclude, "stats()")]
-    try:
-        with observed([*axes.hooks(model), *((layer.module, layer.look) for layer in chosen)]):
-            yield Stats(called, chosen)
-    finally:
-        for layer in chosen:
-            layer.close()
+    found = chosen_layers(model, leaves if layers is None else layers, exclude, "stats()")
+    chosen = [LayerStats(layer, channel_dim, axes, called) for layer in found]
+    with observed(chosen):
+        yield Stats(called, chosen)
     never = [layer.name for layer in chosen if not layer.calls]
     if never and (layers is not None or not called):
         warn(f"stats: these layers never ran, or returned no floating-point tensor: {some(never)}.")
+
+
+class Moments:
+    """Running mean and variance of the elements of all added tensors, in float64 (float32 on MPS). Stores no tensor.
+
+    Reference: Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+
+    def __init__(self) -> None:
+        self.count, self.parts = 0, 0
+        """Number of elements and of tensors."""
+        self._mean: Tensor | float = 0.0
+        self._deviations: Tensor | float = 0.0
+        """Sum of squared deviations from the mean. Both stay on the device, because reading them would synchronize."""
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """Add the elements of `x`; for a DTensor, those of this rank."""
+        x = _local(x.detach())
+        if not x.numel():
+            return
+        x = x.to(torch.float32 if x.device.type == "mps" else torch.float64)
+        var, mean = torch.var_mean(x, correction=0)
+        new, total = x.numel(), self.count + x.numel()
+        shift = mean - self._mean
+        self._mean = self._mean + shift * (new / total)
+        self._deviations = self._deviations + var * new + shift * shift * (self.count * new / total)
+        self.count, self.parts = total, self.parts + 1
+
+    @property
+    def mean(self) -> float:
+        """Mean of the elements; NaN without elements."""
+        return float(self._mean) if self.count else math.nan
+
+    @property
+    def variance(self) -> float:
+        """Variance of the elements, as `torch.var(correction=0)`; NaN without elements."""
+        return float(self._deviations) / self.count if self.count else math.nan
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the elements."""
+        return math.sqrt(self.variance + self.mean**2)
+
+    @property
+    def norm(self) -> float:
+        """L2 norm of a tensor: root mean square over the tensors."""
+        return self.rms * math.sqrt(self.count / self.parts) if self.parts else math.nan
+
+
+class LayerStats(LayerObserver):
+    """Statistics of one layer: `activation` and `gradient` of its output have `mean`, `variance`, `rms` and `norm`."""
+
+    def __init__(
+        self, layer: Layer, channel_dim: int | None, axes: dict[tuple[int, ...], int], called: list[LayerStats]
+    ) -> None:
+        super().__init__(layer)
+        self.kind, self.calls = type(layer.module).__name__, 0
+        self.activation, self.gradient = Moments(), Moments()
+        self._channel_dim, self._axes, self._called = channel_dim, axes, called
+        self._alive: Tensor | None = None
+        """bool, one element for each channel: whether it was ever nonzero."""
+        self._channels_vary = False
+        """Whether the number of channels differs between calls."""
+        self._bounds = _bounds(layer.module)
+        self._saturated: Tensor | int = 0
+
+    def __repr__(self) -> str:
+        gradient = f", gradient norm {self.gradient.norm:.3g}" if self.gradient.count else ""
+        return (
+            f"<LayerStats {self.name or 'the model'} ({self.kind}): {self.calls} calls, "
+            f"mean {self.activation.mean:.3g}, variance {self.activation.variance:.3g}{gradient}>"
+        )
+
+    @property
+    def mean(self) -> float:
+        """Mean of the output's elements over all calls."""
+        return self.activation.mean
+
+    @property
+    def variance(self) -> float:
+        """Variance of the output's elements, as `torch.var(correction=0)`."""
+        return self.activation.variance
+
+    @property
+    def gradient_norm(self) -> float:
+        """L2 norm of the gradient of a call's output: root mean square over the calls; NaN without a backward pass."""
+        return self.gradient.norm
+
+    @property
+    def dead(self) -> float | None:
+        """Fraction of channels (or feature units) that were exactly 0 in every element of every call.
+
+        None if the output has no channels, or if their number differs between calls.
+        """
+        return None if self._alive is None or self._channels_vary else float((~self._alive).double().mean())
+
+    @property
+    def saturated(self) -> float | None:
+        """Fraction of output elements within 5% of the output range from a bound.
+
+        Sigmoid and Hardsigmoid: below 0.05 or above 0.95. Tanh and Softsign: beyond +-0.9. Hardtanh: within 5% of its
+        range from its bounds. ReLU6: above 5.7. None for all other layers.
+        """
+        total = self.activation.count
+        return float(self._saturated) / total if self._bounds is not None and total else None
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return all statistics by their column in the table."""
+        g = self.gradient
+        of_gradient = (g.mean, g.variance, g.norm) if g.count else (None,) * 3
+        return dict(zip(HEADER[3:], (self.mean, self.variance, *of_gradient, self.dead, self.saturated), strict=True))
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook: add one call. From a recomputed forward of a checkpoint, add only the gradient."""
+        x = first_tensor(output)
+        if x is None or not x.is_floating_point():
+            return
+        if not is_recomputing():
+            if not self.calls:
+                self._called.append(self)
+            self.calls += 1
+            self._add_output(_local(x.detach()))
+        if x.requires_grad:
+            self.on_gradient(x, self.gradient.add)
+
+    def _add_output(self, x: Tensor) -> None:
+        self.activation.add(x)
+        if self._bounds is not None:
+            low, high = self._bounds
+            self._saturated = self._saturated + ((x <= low) | (x >= high)).sum()
+        if x.dim() < 2 or not x.numel():
+            return
+        alive = (x != 0).movedim(self._channel_axis(x), 0).flatten(1).any(1)
+        if self._alive is None:
+            self._alive = alive
+        elif self._alive.shape == alive.shape:
+            self._alive = self._alive | alive
+        else:
+            self._channels_vary = True
+
+    def _channel_axis(self, x: Tensor) -> int:
+        shape = tuple(x.shape)
+        if self._channel_dim is None:
+            if (own := channel_axis_of(self.module, shape)) is not None:
+                self._axes[shape] = own
+            return self._axes.get(shape, channel_axis(shape))
+        if not -len(shape) <= self._channel_dim < len(shape):
+            raise ShapeError(
+                f"{self.name!r} returned {shape}: channel_dim={self._channel_dim} is not one of its axes 0 to "
+                f"{len(shape) - 1}.\n  omit channel_dim, or skip this layer: stats(..., exclude={self.name!r})"
+            )
+        return self._channel_dim
 
 
 class Stats(Mapping[str, LayerStats]):
@@ -114,26 +264,33 @@ class Stats(Mapping[str, LayerStats]):
             dead: minimum fraction of dead channels to report.
             saturated: minimum fraction of saturated elements to report.
         """
-        found = []
-        first, last = self._called[:1], [layer for layer in self._called if layer.gradient.count][-1:]
+        found: list[str] = []
+        with_gradient = [layer for layer in self._called if layer.gradient.count]
         for layer in self._called:
-            for other in first:
-                found += _drift(
-                    layer, "output", vanishing, exploding, layer.activation.rms, other, other.activation.rms
-                )
-            for other in last if layer.gradient.count else ():
-                found += _drift(
-                    layer, "gradient", vanishing, exploding, layer.gradient_norm, other, other.gradient_norm
-                )
+            name, first = _name(layer), self._called[0]
+            reference = f"at {_name(first)} {first.activation.rms:.2g}"
+            drift = [("output", layer.activation.rms, first.activation.rms, reference)]
+            if layer.gradient.count:
+                last = with_gradient[-1]
+                reference = f"at {_name(last)} {last.gradient.norm:.2g}"
+                drift.append(("gradient", layer.gradient.norm, last.gradient.norm, reference))
+            for what, size, of_reference, reference in drift:
+                if not math.isfinite(size):
+                    found.append(f"{name}: {what} is not finite")
+                elif size == 0.0:
+                    found.append(f"{name}: {what} is 0 (expected at step 0 around zero-initialized layers)")
+                elif size < vanishing * of_reference or size > exploding * of_reference:
+                    verb = "vanishes" if size < of_reference else "explodes"
+                    found.append(f"{name}: {what} {verb} ({size:.2g}; {reference})")
             if layer.dead is not None and layer.dead >= dead:
-                found.append(f"{_name(layer)}: {layer.dead:.0%} of channels are dead (0 in every call)")
+                found.append(f"{name}: {layer.dead:.0%} of channels are dead (0 in every call)")
             if layer.saturated is not None and layer.saturated >= saturated:
-                found.append(f"{_name(layer)}: {layer.saturated:.0%} of outputs are saturated (within 5% of a bound)")
+                found.append(f"{name}: {layer.saturated:.0%} of outputs are saturated (within 5% of a bound)")
         return found
 
     def rows(self) -> list[tuple[object, ...]]:
         """Return one row for each layer."""
-        return [(layer.name, layer.kind, layer.calls, *_numbers(layer).values()) for layer in self._called]
+        return [(layer.name, layer.kind, layer.calls, *layer.numbers().values()) for layer in self._called]
 
     def plot(self, figure: Any = None) -> Figure:
         """Draw output variance, gradient norm, and dead and saturated fractions, one row for each layer.
@@ -151,7 +308,7 @@ class Stats(Mapping[str, LayerStats]):
             step: global step of the entries.
         """
         for layer in self._called:
-            for key, value in _numbers(layer).items():
+            for key, value in layer.numbers().items():
                 if value is not None:
                     writer.add_scalar(f"hookdrop/stats/{layer.name or 'model'}/{key.replace(' ', '_')}", value, step)
         writer.add_image("hookdrop/stats", pixels(self.plot()), step, dataformats="HWC")
@@ -167,27 +324,26 @@ class Stats(Mapping[str, LayerStats]):
         return html_table(HEADER, self.rows(), "; ".join(self.doubts()) or "outputs and gradients by layer")
 
 
-def _numbers(layer: LayerStats) -> dict[str, float | None]:
-    gradient = (
-        (layer.gradient_mean, layer.gradient_variance, layer.gradient_norm) if layer.gradient.count else (None,) * 3
-    )
-    values = (layer.mean, layer.variance, *gradient, layer.dead, layer.saturated)
-    return dict(zip(HEADER[3:], values, strict=True))
-
-
 def _name(layer: LayerStats) -> str:
     return repr(layer.name) if layer.name else "the model itself"
 
 
-def _drift(
-    layer: LayerStats, what: str, vanishing: float, exploding: float, size: float, other: LayerStats, reference: float
-) -> list[str]:
-    """Check a signal's size for vanishing and exploding, against the reference of another layer."""
-    if not math.isfinite(size):
-        return [f"{_name(layer)}: {what} is not finite"]
-    if size == 0.0:
-        return [f"{_name(layer)}: {what} is 0 (expected at step 0 around zero-initialized layers)"]
-    against = f"({size:.2g}; at {_name(other)} {reference:.2g})"
-    if size < vanishing * reference:
-        return [f"{_name(layer)}: {what} vanishes {against}"]
-    return [f"{_name(layer)}: {what} explodes {against}"] if size > exploding * reference else []
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _bounds(module: nn.Module) -> tuple[float, float] | None:
+    """Return the bounds: an output is saturated at or below the first, or at or above the second."""
+    match module:
+        case nn.ReLU6():  # `dead` covers its lower end
+            low, high = -math.inf, 6.0
+        case nn.Sigmoid() | nn.Hardsigmoid():
+            low, high = 0.0, 1.0
+        case nn.Tanh() | nn.Softsign():
+            low, high = -1.0, 1.0
+        case nn.Hardtanh():
+            low, high = float(module.min_val), float(module.max_val)
+        case _:
+            return None
+    margin = MARGIN * (high - (low if math.isfinite(low) else 0.0))
+    return low + margin, high - margin

@@ -12,7 +12,7 @@ from torch import nn
 
 from hookdrop.errors import InjectionError, LayerError, warn
 from hookdrop.guards import progress
-from hookdrop.guards.problems import stalled_schedule
+from hookdrop.guards.updates import schedule_problems
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import state_dict
 from hookdrop.injection.scheduled import ScheduledHandle, rate_lock
@@ -106,7 +106,8 @@ class DropoutChange(ScheduledHandle):
         if self._state.removed:
             return
         try:
-            for kind, text in stalled_schedule(self._state).items():
+            counter = self._state.live.update_counter
+            for kind, text in schedule_problems(self._state, counter is not None and counter.updates > 0).items():
                 self._state.warn_once(kind, text)
         finally:
             self._restore()

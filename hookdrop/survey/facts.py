@@ -13,6 +13,7 @@ from torch import nn
 
 from hookdrop.errors import InjectionError
 from hookdrop.survey.branches import Branch, find_branches
+from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, no_example
 from hookdrop.survey.trace import Call, Node, Trace, record
 from hookdrop.utils.select import named_layers
@@ -98,6 +99,18 @@ class Survey:
     def branches(self) -> tuple[Branch, ...]:
         """The residual branches, in the order of execution."""
         return find_branches(self.trace)
+
+    @cached_property
+    def drop_rates(self) -> DropRates:
+        """The dropout that the model already has. A model that does not run in training mode has its modules only."""
+        for fake in (True, False):
+            try:
+                self.count_forward()
+                return find_drop_rates(self.model, self.example.value, fake=fake)
+            except InjectionError as error:
+                reason = str(error).partition("\n")[2].partition("\n")[0].strip()
+        known = known_drop_rates(self.model)
+        return DropRates(known.rates, {f"functional dropout, as the model does not run in training mode: {reason}": ()})
 
 
 _CACHE: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Survey]] = weakref.WeakKeyDictionary()

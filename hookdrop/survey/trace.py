@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hookdrop.survey.isolation import call, restored_after, set_eval
+from hookdrop.survey.isolation import call, restored_after
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import bind_arguments, map_leaves
-from hookdrop.utils.torch_internals import fake_tensors, storage_of, version_of
+from hookdrop.utils.torch_internals import BatchNorm, fake_tensors, storage_of, version_of
 from hookdrop.utils.wrappers import unwrapped
 
 
@@ -169,24 +169,26 @@ def nodes_in(value: Any) -> list[Node]:
     return found
 
 
-def record(model: nn.Module, example: Any, *, fake: bool = True) -> Trace:
-    """Run `model` once on `example` in eval mode without gradients, restore its state, and return what it did.
+def record(model: nn.Module, example: Any, *, fake: bool = True, training: bool = False) -> Trace:
+    """Run `model` once on `example` without gradients, restore its state, and return what it did.
 
     Args:
         model: the model, possibly inside wrappers.
         example: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         fake: whether the tensors have no values, only shapes: this costs no memory and no arithmetic.
+        training: whether to run in training mode instead of eval mode. Batch norms stay in eval mode.
 
     Raises:
         InjectionError: the model does not accept the example, or needs values.
     """
     recorder = _Recorder(model)
     with ExitStack() as stack:
-        stack.enter_context(restored_after(model, trains=False))
+        stack.enter_context(restored_after(model, trains=training))
         stack.enter_context(_restored_attributes(model))
         stack.enter_context(_without_fused_attention())
         stack.enter_context(torch.no_grad())
-        set_eval(model)
+        for module in model.modules():
+            module.training = training and not isinstance(module, BatchNorm)  # which fails for one small map
         if fake:
             mode = stack.enter_context(fake_tensors())
             example = _map_tensors(example, mode.from_tensor)

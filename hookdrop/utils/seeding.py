@@ -1,4 +1,4 @@
-"""Seed the ranks of a distributed job differently.
+"""Seed the ranks of a distributed job differently, and detect ranks that share a seed.
 
 Masks are drawn from PyTorch's global generators, so ranks with equal seeds drop the same positions of their batches.
 """
@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import NamedTuple
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from hookdrop.utils.torch_internals import default_store
 from hookdrop.utils.validation import count
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 
 class _Seeded(NamedTuple):
@@ -62,11 +69,6 @@ def seed_per_rank(seed: int | None = None, *, rank: int | None = None, group: di
     return own
 
 
-def is_shared(seed: int) -> bool:
-    """Whether `seed` came from `seed_per_rank` with a group, so that ranks outside the group may have it too."""
-    return _last is not None and _last.shared and _last.own == seed
-
-
 def _job_seed() -> int:
     seed = torch.initial_seed()
     return _last.job if _last is not None and _last.own == seed else seed
@@ -89,7 +91,7 @@ def _own_rank(rank: int | None, group: dist.ProcessGroup | None) -> int:
         if own < 0:
             raise ValueError("seed_per_rank: this process is not in `group`; nothing was seeded.")
         return own
-    if in_job():
+    if _in_job():
         return dist.get_rank()
     text = os.environ.get("RANK", "0")
     if not text.isdecimal():
@@ -97,5 +99,115 @@ def _own_rank(rank: int | None, group: dist.ProcessGroup | None) -> int:
     return int(text)
 
 
-def in_job() -> bool:
+def _in_job() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+# --- detecting equal seeds
+#
+# Each rank writes its seed to the job's store, and its rank to the first free slot of that seed: two requests per rank
+# and seed. No rank waits for another. A check reads the slots.
+
+_announced: tuple[weakref.ref[Store], dict[str, tuple[int, str]]] | None = None
+"""A store, and the seed and slot that this process last wrote there, by device type."""
+
+_ABSENT = "-"
+
+
+class _Job(NamedTuple):
+    """A rank of the job and the seed of its masks."""
+
+    store: Store
+    rank: int
+    kind: str
+    """The device type of the generator: equal seeds give different masks on different types."""
+    seed: int
+
+    def key(self, what: str, of: int) -> str:
+        return f"hookdrop/{what} {self.kind} {of}"
+
+
+def announce(device: torch.device) -> None:
+    """Publish the seed of the masks on `device` to the other ranks of the job, once per seed."""
+    job = _job(device)
+    if job is not None and _written(job.store).get(job.kind, (None,))[0] != job.seed:
+        with suppress(RuntimeError):
+            _claim(job)
+
+
+def find_rank_with_same_seed(where: nn.Module | torch.device) -> tuple[int, int, int] | None:
+    """Return this rank, another rank that draws masks from the same seed, and the seed.
+
+    Returns None if no such rank has announced its seed yet, or if `torch.distributed` is not initialized.
+    """
+    job = _job(where if isinstance(where, torch.device) else _device_of(where))
+    if job is None:
+        return None
+    try:
+        first = _claim(job)
+        other = first if first != job.rank else _read(job.store, job.key("second with seed", job.seed))
+        if other in (None, job.rank) or _read(job.store, job.key("seed of", other)) != job.seed:
+            return None
+    except RuntimeError:  # the rank that hosted the store is gone, or the store is not readable
+        return None
+    return job.rank, other, job.seed
+
+
+def _job(device: torch.device) -> _Job | None:
+    """Return None if no other rank can draw the same masks, or if equal masks are intended."""
+    if not _in_job() or dist.get_world_size() < 2:
+        return None
+    kind, seed = _seed_in_use(device)
+    store = default_store()
+    if store is None or (_last is not None and _last.shared and _last.own == seed):
+        return None
+    return _Job(store, dist.get_rank(), kind, seed)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the accelerator, if any parameter is on one, or else the CPU."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "meta"}
+    return max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
+
+
+def _seed_in_use(device: torch.device) -> tuple[str, int]:
+    if device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(device)
+        # Fake tensors may be on a device that does not exist here.
+        if getattr(module, "is_initialized", lambda: True)():
+            return device.type, int(module.initial_seed())
+    return "cpu", torch.initial_seed()
+
+
+def _claim(job: _Job) -> int:
+    """Publish the seed once and claim one of its slots. Returns the first rank with this seed."""
+    store, written = job.store, _written(job.store)
+    seed, before = written.get(job.kind, (None, ""))
+    if seed != job.seed:
+        store.set(job.key("seed of", job.rank), str(job.seed))
+    slot = job.key("first with seed", job.seed)
+    first = int(store.compare_set(slot, "", str(job.rank)))
+    if first != job.rank and _read(store, job.key("seed of", first)) == job.seed:
+        slot = job.key("second with seed", job.seed)
+        store.set(slot, str(job.rank))
+    elif first != job.rank:  # that rank was reseeded
+        store.set(slot, str(job.rank))
+        first = job.rank
+    written[job.kind] = job.seed, slot
+    # Without this, a job that reseeds at every step would fill the store.
+    if before not in ("", slot) and _read(store, before) == job.rank:
+        store.delete_key(before)
+    return first
+
+
+def _written(store: Store) -> dict[str, tuple[int, str]]:
+    global _announced
+    if _announced is None or _announced[0]() is not store:
+        _announced = weakref.ref(store), {}
+    return _announced[1]
+
+
+def _read(store: Store, key: str) -> int | None:
+    """Read a key without blocking: `store.get` would wait for a missing key."""
+    text = store.compare_set(key, _ABSENT, _ABSENT).decode()
+    return None if text == _ABSENT else int(text)

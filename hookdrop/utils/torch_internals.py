@@ -39,6 +39,9 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 """The buffer table of a module, without those of its children. Dry runs replace the buffers by copies."""
 
+full_backward_hooks_of: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_backward_hooks")
+"""The backward hooks of a module, which PyTorch attaches to its output after the forward hooks."""
+
 HOOK_TABLES = (
     ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
     ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),

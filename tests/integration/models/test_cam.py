@@ -33,7 +33,7 @@ class TestTransformers:
     def test_all_zero_map_of_a_vit_suggests_another_layer(self) -> None:
         timm = pytest.importorskip("timm")
         model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=5)
-        with pytest.warns(HookdropWarning, match="are 0 everywhere.*\n  in a vision transformer"):
+        with pytest.warns(HookdropWarning, match="are 0 everywhere"):
             assert not grad_cam(model, torch.randn(2, 3, 64, 64), "blocks.1", 1).any()
 
     def test_swin_maps_are_channels_last(self) -> None:

@@ -111,7 +111,8 @@ class TestLostHooks:
     ) -> None:
         surgery, lost = LOSES_HOOKS[how]
         surgery(model)
-        model(images)
+        with pytest.warns(HookdropWarning, match="lost their hook"):  # in the first training forward
+            model(images)
         assert drop.check() == [
             f"'dropout': {len(lost)} of 4 sites lost their hook: {', '.join(map(repr, lost))}.\n"
             "  something replaced these modules after inject (reset_classifier, convert_sync_batchnorm, ...): "
@@ -142,7 +143,8 @@ class TestLostHooks:
         model = timm.create_model("resnet10t", num_classes=10)
         drop = inject(model, Dropout(0.5), layers=["fc", "layer1.*.bn1"])
         model.reset_classifier(3)
-        model(images)
+        with pytest.warns(HookdropWarning, match="lost their hook"):
+            model(images)
         (problem,) = drop.check()
         assert problem.startswith("'dropout': 1 of 2 sites lost their hook: 'fc'.")
 
@@ -193,7 +195,8 @@ class TestLostHooks:
     ) -> None:
         old = model.fc
         model.fc = nn.Linear(8, 10)
-        model(images)
+        with pytest.warns(HookdropWarning, match="lost their hook"):
+            model(images)
         wrapped = nn.DataParallel(model)
         for handle in (drop, *find(model), *find(wrapped)):
             (problem,) = handle.check()
@@ -279,12 +282,6 @@ def quantize_dynamically(model: Small) -> None:
     model.train()
 
 
-def add_lora(model: Small) -> None:
-    peft = pytest.importorskip("peft")
-    peft.get_peft_model(model, peft.LoraConfig(target_modules=["fc", "conv1"], r=2))
-    assert type(model.fc) is not nn.Linear
-
-
 def merge_lora(model: Small) -> None:
     peft = pytest.importorskip("peft")
     assert peft.get_peft_model(model, peft.LoraConfig(target_modules=["fc"], r=2)).merge_and_unload() is model
@@ -309,7 +306,6 @@ KEEPS_HOOKS: dict[str, Callable[[Small], Any]] = {
     "__class__": change_class,
     "quantize_dynamic": quantize_dynamically,
     "fuse_modules_qat": fuse_for_qat,
-    "peft": add_lora,
     "peft merge_and_unload": merge_lora,
     "a layer one level deeper": wrap_head,
 }
@@ -379,11 +375,11 @@ class TestMovedHooks:
         torch.ao.quantization.fuse_modules_qat(model, [["0", "1", "2"]], inplace=True)
         model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
         torch.ao.quantization.prepare_qat(model, inplace=True)
-        assert calls_by_site(drop, model, images) == {"0": 0, "2": 1, "3": 1}
+        with pytest.warns(HookdropWarning, match="lost their hook"):
+            assert calls_by_site(drop, model, images) == {"0": 0, "2": 1, "3": 1}
         for handle in (drop, *find(model)):
             assert "1 of 3 sites lost their hook: '0'" in handle.check()[0]
-        with pytest.warns(HookdropWarning, match="lost their hook"):
-            drop.remove()
+        drop.remove()
         assert hooked_modules(model) == []
 
     @pytest.mark.parametrize("at", ["output", "input"])
@@ -394,7 +390,7 @@ class TestMovedHooks:
         model = sequence()
         drop = inject(model, Dropout(0.5), layers=["0", "3"], at=at, schedule=LinearSchedule(4))
         drop.step(2)
-        fuse(model)(images)
+        fuse(model).eval()(images)
         assert hooked_modules(model) == (["0.0", "3"] if at == "output" else ["0", "0.0", "3"])
         (problem,) = [text for text in drop.check() if "copies" in text]
         assert problem == (
@@ -421,22 +417,25 @@ class TestCopiedHooks:
         """PEFT trains a copy of the layer and leaves the original in place."""
         peft = pytest.importorskip("peft")
         wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["conv1"], modules_to_save=["fc"], r=2))
-        wrapped(images)
+        with (
+            pytest.warns(HookdropWarning, match="'conv1' moved into an adapter"),
+            pytest.warns(HookdropWarning, match="this model also has copies of the hooks of 'fc'"),
+        ):
+            wrapped(images)
         assert "this model also has copies of the hooks of 'fc'" in drop.check()[0]
-        with pytest.warns(HookdropWarning, match="this model also has copies of the hooks"):
-            drop.remove()
+        drop.remove()
         assert len(hooked_modules(model)) == 1
         assert eject(wrapped) == 1
         assert hooked_modules(model) == []
 
     def test_copied_layer_is_reported(self, model: Small, drop: Injection, images: torch.Tensor) -> None:
         model.layer2[0] = copy.deepcopy(model.layer1[0])
-        model(images)
+        with pytest.warns(HookdropWarning, match="copies of the hooks"):
+            model(images)
         assert "this model also has copies of the hooks of 'layer1.0.bn1'" in drop.check()[0]
         assert [len(handle.check()) for handle in find(model)] == [1, 1]
         assert find(model.layer1).check() == []
-        with pytest.warns(HookdropWarning, match="copies of the hooks"):
-            find(model).remove()
+        find(model).remove()
         assert hooked_modules(model) == []
 
     def test_copy_of_a_submodule_reports_no_lost_hooks(self, model: Small, drop: Injection) -> None:
@@ -467,6 +466,41 @@ class TestCopiedHooks:
         model.layer2[0] = model.layer1[0]
         assert calls_by_site(drop, model, images)["layer1.0.bn1"] == 2
         assert drop.check() == []
+
+
+class TestAdapters:
+    """PEFT moves an adapted layer into a module that adds its own output to that of the layer."""
+
+    @pytest.mark.parametrize("at", ["output", "input"])
+    def test_an_adapter_around_a_hooked_layer_warns(self, model: Small, images: torch.Tensor, at: str) -> None:
+        peft = pytest.importorskip("peft")
+        drop = inject(model, Dropout(0.5), layers=LAYERS, at=at)
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["fc", "conv1"], r=2))
+        with pytest.warns(HookdropWarning, match="'conv1', 'fc' moved into an adapter after inject"):
+            model(images)
+        assert len(drop.check()) == 1
+        again = inject(model, Dropout(0.5), layers=LAYERS, at=at, on_existing="replace")
+        model(images)
+        assert again.check() == []
+
+
+class TestFullBackwardHooks:
+    """PyTorch attaches them after the forward hooks, so their gradients lack the mask."""
+
+    @pytest.mark.parametrize(
+        ("layer", "at", "warns"), [("0", "output", True), ("0", "input", False), ("1", "output", False)]
+    )
+    def test_only_outputs_of_layers_with_weights_warn(self, layer: str, at: str, warns: bool) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        drop = inject(model, Dropout(0.5), layers=layer, at=at)
+        for part in model:
+            part.register_full_backward_hook(lambda *_: None)
+        x = torch.ones(2, 4, requires_grad=True)
+        if warns:
+            with pytest.warns(HookdropWarning, match="full backward hooks on '0' get gradients without the mask"):
+                model(x)
+        model(x)
+        assert len(drop.check()) == warns
 
 
 class TestFunctional:

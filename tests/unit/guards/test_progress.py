@@ -134,6 +134,37 @@ class TestSchedules:
             drop.step()
         assert drop.check() == []
 
+    def test_schedule_that_advances_at_every_batch_warns(self) -> None:
+        """With accumulated gradients, it would end early. Two steps for one update are no coincidence after 20."""
+        model = nn.Sequential(nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def train_on_batches(count: int) -> None:
+            for batch in range(count):
+                model(torch.ones(2)).sum().backward()
+                drop.step()
+                if batch % 2:
+                    optimizer.step()
+
+        with pytest.warns(HookdropWarning, match="advanced 40 times during 20 updates") as caught:
+            train_on_batches(100)
+        assert len(caught) == 1
+
+    def test_lost_hooks_are_reported_instead_of_the_schedule(self) -> None:
+        """A followed optimizer no longer counts steps once all hooks are gone."""
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(1000))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        drop.follow(optimizer)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        model[1] = nn.Linear(2, 2)
+        with pytest.warns(HookdropWarning) as caught:
+            optimize(model, 3 * UPDATES_BEFORE_WARNING)
+        assert [str(w.message).partition(":")[2][:30] for w in caught] == [" 1 of 1 sites lost their hook:"]
+        assert len(drop.check()) == 1
+
     @pytest.mark.parametrize("ask", ["summary", "remove"])
     def test_summary_and_remove_warn_if_the_schedule_is_not_advancing(self, ask: str) -> None:
         model = nn.Sequential(nn.Identity())

@@ -16,7 +16,6 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hookdrop import Dropout, HookdropWarning, inject, seed_per_rank
-from hookdrop.guards import ranks
 from hookdrop.utils import seeding
 from tests.support.models import Small
 
@@ -104,7 +103,7 @@ def rank_with_same_seed(rank: int, seed: int, store: Any, model: Small) -> str:
     """Seed `rank`, and report the rank that has the same seed."""
     with acting_as(rank, store):
         torch.manual_seed(seed)
-        found = ranks.find_rank_with_same_seed(model)
+        found = seeding.find_rank_with_same_seed(model)
     return "" if found is None else f"{found[0]} as {found[1]}"
 
 
@@ -121,7 +120,7 @@ def test_seeding_at_every_step_does_not_fill_the_store(model: Small) -> None:
     with acting_as(0, store):
         for seed in range(5):
             torch.manual_seed(seed)
-            ranks.find_rank_with_same_seed(model)
+            seeding.find_rank_with_same_seed(model)
             keys.append(store.num_keys())
     assert keys == [keys[0]] * 5
 
@@ -138,10 +137,10 @@ def test_each_device_type_has_its_own_seeds(model: Small, monkeypatch: pytest.Mo
     for rank, seed, initialized in [(0, 5, True), (1, 6, True), (2, 6, True), (3, 6, False)]:
         Module.seed, Module.initialized = seed, initialized
         with acting_as(rank, store):
-            found.append(ranks.find_rank_with_same_seed(device))
+            found.append(seeding.find_rank_with_same_seed(device))
     with acting_as(1, store):
         # Nothing is drawn on the meta device: the CPU's seed counts.
-        found.append(ranks.find_rank_with_same_seed(torch.device("meta")))
+        found.append(seeding.find_rank_with_same_seed(torch.device("meta")))
     assert found == [None, None, (2, 1, 6), None, (1, 3, 0)]
 
 
@@ -191,12 +190,12 @@ def test_a_rank_is_never_reported_against_itself(monkeypatch: pytest.MonkeyPatch
     stores, notes = [dist.PrefixStore("job", shared) for _ in range(2)], [None, None]
 
     def seed_and_find(rank: int, seed: int) -> object:
-        monkeypatch.setattr(ranks, "default_store", lambda: stores[rank])
-        monkeypatch.setattr(ranks, "_announced", notes[rank])
+        monkeypatch.setattr(seeding, "default_store", lambda: stores[rank])
+        monkeypatch.setattr(seeding, "_announced", notes[rank])
         torch.manual_seed(seed)
         with acting_as(rank, dist.HashStore()):
-            found = ranks.find_rank_with_same_seed(device)
-        notes[rank] = ranks._announced
+            found = seeding.find_rank_with_same_seed(device)
+        notes[rank] = seeding._announced
         return found
 
     assert [seed_and_find(0, 1), seed_and_find(1, 1), seed_and_find(0, 2), seed_and_find(1, 1)] == [
@@ -238,7 +237,7 @@ def test_equal_seeds_do_not_warn_before_training_or_while_disabled(model: Small,
     drop, store = inject(model, Dropout(0.5), layers="layer1.*"), dist.HashStore()
     torch.manual_seed(0)
     with acting_as(1, store):
-        ranks.find_rank_with_same_seed(model)
+        seeding.find_rank_with_same_seed(model)
     with acting_as(0, store):
         drop.summary()
         model(images)

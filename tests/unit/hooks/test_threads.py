@@ -269,7 +269,7 @@ class TestNoLeaks:
         for _ in range(100):
             drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4))
             drop.follow(torch.optim.SGD(model.parameters(), 0.01))
-            drop._state.warned_kinds.add("optimizer gone")
+            drop._state.warned_kinds.add("optimizer_gone")
             drop.remove()
 
     def test_copies(self, model: nn.Sequential) -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import interpolate
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, HookdropError, HookdropWarning, LayerError, ShapeError, find, inject
-from hookdrop.observe import capture, compare_cam, edit_parameter_gradients, grad_cam, zero
+from hookdrop.observe import capture, compare_cam, grad_cam
 from hookdrop.utils.axes import as_map
 from tests.support.models import Small
 
@@ -59,27 +59,7 @@ class TestPapers:
             grad_cam(model, x, "conv1.0", 2), reference_grad_cam(model, x, "conv1.0", [2, 2]), atol=1e-4
         )
 
-    def test_cam_weights_the_features_by_the_class_weights(self) -> None:
-        model, x = Strided().eval(), torch.randn(3, 3, 32, 32)
-        with capture(model, "layer2") as seen, torch.no_grad():
-            classes = model(x).argmax(1)
-        maps = torch.einsum("nc,nchw->nhw", model.fc.weight[classes].detach(), seen["layer2"][0]).relu()
-        resized = interpolate(scale_maps(maps)[:, None], (32, 32), mode="bilinear", align_corners=False)[:, 0]
-        assert torch.allclose(grad_cam(model, x, "layer2", method="cam"), scale_maps(resized), atol=1e-4)
-
-    def test_gradcam_equals_cam_where_both_apply(self) -> None:
-        """Section 3.1 of the Grad-CAM paper."""
-        model, x = Strided(), torch.randn(3, 3, 32, 32)
-        both = [grad_cam(model, x, "layer2", 4, method=method) for method in ("cam", "gradcam")]
-        assert torch.allclose(*both, atol=1e-5)
-
-    def test_cam_without_pooling_and_linear_head_raises(self, model: Small, images: torch.Tensor) -> None:
-        with pytest.raises(
-            LayerError, match="average pooling and one linear layer follow 'layer1'.*\n  use method=\"gradcam\""
-        ):
-            grad_cam(model, images, "layer1", method="cam")
-
-    @pytest.mark.parametrize("method", ["gradcam", "gradcam++", "xgradcam", "hirescam", "layercam", "eigencam", "cam"])
+    @pytest.mark.parametrize("method", ["gradcam", "gradcam++", "xgradcam", "hirescam", "layercam", "eigencam"])
     def test_every_method_returns_maps_from_0_to_1(self, model: Small, images: torch.Tensor, method: str) -> None:
         maps = grad_cam(model, images, "layer2", 3, method)
         assert maps.shape == (4, 16, 16)
@@ -130,29 +110,17 @@ class TestTargets:
 
         assert torch.equal(grad_cam(model, images, "layer2", sixth), grad_cam(model, images, "layer2", 6))
 
-    @pytest.mark.parametrize("method", ["gradcam", "cam"])
-    def test_invalid_arguments_raise(self, model: Small, images: torch.Tensor, method: str) -> None:
-        with pytest.raises(ValueError, match="classes 0 to 9, got 10"):
-            grad_cam(model, images, "layer2", 10, method)
+    def test_invalid_arguments_raise(self, model: Small, images: torch.Tensor) -> None:
+        with pytest.raises(IndexError):
+            grad_cam(model, images, "layer2", 10)
         with pytest.raises(ValueError, match="one for each of the 4 images, got 3"):
-            grad_cam(model, images, "layer2", [1, 2, 3], method)
+            grad_cam(model, images, "layer2", [1, 2, 3])
         with pytest.raises(ValueError, match="target must be at least 0, got -1"):
-            grad_cam(model, images, "layer2", -1, method)
-        with pytest.raises(TypeError, match="target must be a class, not a function"):
-            grad_cam(model, images, "layer2", sum, "cam")
-        with pytest.raises(ValueError, match="did you mean: 'gradcam'"):
+            grad_cam(model, images, "layer2", -1)
+        with pytest.raises(ValueError, match="method must be one of 'gradcam'"):
             grad_cam(model, images, "layer2", method="grad_cam")
-        for strange in (None, ["gradcam"]):
-            with pytest.raises(ValueError, match="unknown method .*\n  methods: 'gradcam'"):
-                grad_cam(model, images, "layer2", method=strange)
-
-    def test_invalid_return_value_of_a_function_target_raises(self, model: Small, images: torch.Tensor) -> None:
-        with pytest.raises(TypeError, match=r"a tensor with one element, got 0.5 \(float\).\n.*without .item\(\)"):
-            grad_cam(model, images, "layer2", lambda output: 0.5)
-        with pytest.raises(ShapeError, match=r"one element, got \(2,\) float32 for an output \(classes,\)"):
-            grad_cam(model, images, "layer2", lambda output: output[:2])
-        one = grad_cam(model, images, "layer2", lambda output: output[3:4])
-        assert torch.equal(one, grad_cam(model, images, "layer2", 3))
+        with pytest.raises(ValueError, match="grid rows must be at least 1"):
+            grad_cam(model, images, "layer2", grid=(0, 4))
 
 
 class TestNoSideEffects:
@@ -173,7 +141,7 @@ class TestNoSideEffects:
         random_states = torch.get_rng_state(), random.getstate()
 
         if fails:
-            with pytest.raises(ValueError, match="classes 0 to 9"):
+            with pytest.raises(IndexError):
                 grad_cam(model, images, "layer2", 11)
         else:
             grad_cam(model, images, "layer2", 1)
@@ -196,10 +164,9 @@ class TestNoSideEffects:
         assert not any(site.fired for site in find(model)[0].sites)
 
     def test_parameter_gradient_hooks_are_not_called(self, model: Small, images: torch.Tensor) -> None:
-        with edit_parameter_gradients(model, "**", lambda g: pytest.fail("called")):
-            grad_cam(model, images, "layer2")
-        with edit_parameter_gradients(model, "**", zero):
-            assert grad_cam(model, images, "layer2").any()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: pytest.fail("called"))
+        assert grad_cam(model, images, "layer2").any()
 
     def test_grad_cam_between_a_forward_and_its_backward(self, model: Small, images: torch.Tensor) -> None:
         twin = copy.deepcopy(model)
@@ -319,40 +286,23 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"grad_cam: x must be a dense floating-point.*uint8.\n  pass x.float\(\)"):
             grad_cam(model, images.byte(), "layer2")
 
-    @pytest.mark.parametrize(
-        ("grid", "error", "message"),
-        [
-            (4, ValueError, r"must be \(rows, columns\), got 4"),
-            ((4,), ValueError, r"must be \(rows, columns\), got \(4,\)"),
-            ("44", ValueError, r"must be \(rows, columns\), got '44'"),
-            ((4, "a"), TypeError, "grid columns must be an integer"),
-            ((0, 4), ValueError, "grid rows must be at least 1"),
-        ],
-    )
-    def test_invalid_grids_raise(
-        self, model: Small, images: torch.Tensor, grid: object, error: type[Exception], message: str
-    ) -> None:
-        with pytest.raises(error, match=message):
-            grad_cam(model, images, "layer2", grid=grid)
-
     def test_nan_maps_warn(self, model: Small, images: torch.Tensor) -> None:
         bad = images.clone()
         bad[2, 0, 3, 3] = torch.nan
-        with pytest.warns(HookdropWarning, match="1 of 4 maps is NaN: x is not finite there.\n  images: 2$"):
+        with pytest.warns(HookdropWarning, match="NaN in 1 of 4 maps.*\n  images: 2$"):
             maps = grad_cam(model, bad, "layer2", 1)
         assert maps[2].isnan().all()
         assert torch.equal(maps[[0, 1, 3]], grad_cam(model, images, "layer2", 1)[[0, 1, 3]])
         with torch.no_grad():
             model.layer2[0].bn1.bias.fill_(torch.inf)
-        with pytest.warns(HookdropWarning, match="4 of 4 maps are NaN: the model's output or gradient"):
+        with pytest.warns(HookdropWarning, match="NaN in 4 of 4 maps"):
             grad_cam(model, images, "layer2", 1)
 
     def test_all_zero_map_warns(self, model: Small, images: torch.Tensor) -> None:
         with torch.no_grad():
             model.fc.weight[1] = 0
-        with pytest.warns(HookdropWarning, match="0 everywhere.*\n  use another layer or class") as caught:
+        with pytest.warns(HookdropWarning, match="0 everywhere.*\n  use another layer or class"):
             assert not grad_cam(model, images, "layer2", 1).any()
-        assert "transformer" not in str(caught[0].message)
 
     def test_invalid_shapes_of_images_and_model_output_raise(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(ShapeError, match=r"images \(N, C, H, W\), got \(3, 16, 16\)"):

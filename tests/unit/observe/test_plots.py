@@ -30,7 +30,6 @@ from hookdrop.observe import (
     capture,
     plot_cam,
     plot_features,
-    plot_masks,
     plot_schedule,
     stats,
 )
@@ -100,12 +99,12 @@ class TestRecordings:
         drop = inject(model, Dropout(0.3), layers=["layer1", "fc"])
         with drop.recording() as r:
             model(images)
-        shown = images_of(plot_masks(r, "layer1", sample=1, channels=3))
+        shown = images_of(r.plot_masks("layer1", sample=1, channels=3))
         assert len(shown) == 3
         assert np.array_equal(shown[2], r["layer1"].mask[1, 2])
-        assert len(titles(plot_masks(r))) == 2
+        assert len(titles(r.plot_masks())) == 2
         with pytest.raises(LayerError, match="no site 'layer2'"):
-            plot_masks(r, ["layer2"])
+            r.plot_masks(["layer2"])
 
     @pytest.mark.parametrize(
         ("shape", "size", "labels"),
@@ -115,7 +114,7 @@ class TestRecordings:
     def test_tokens_and_features_are_one_image_each(
         self, shape: tuple[int, ...], size: tuple[int, ...], labels: tuple[str, str]
     ) -> None:
-        figure = plot_features(recorded(nn.Identity(), Dropout(0.5), torch.randn(shape)))
+        figure = recorded(nn.Identity(), Dropout(0.5), torch.randn(shape)).plot_features()
         assert [image.shape for image in images_of(figure)] == [size] * 3
         axes = all_axes(figure)
         assert [a.get_title() for a in axes] == ["before", "mask", "after"]

@@ -1,0 +1,133 @@
+"""The messages of the guards by kind, and how a kind is looked up.
+
+A kind names what detects its situation: a property of `Planned`, `Comparison` or `Progress`, or a function. The table
+in `docs/architecture.md` has a row for each. In a message, `it` is what was looked at (mostly an injection).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hookdrop.utils.tables import counted, some
+
+
+def find(kinds: Iterable[str], it: object) -> dict[str, str]:
+    """Return the message of each situation that `it` is in, by kind."""
+    found = {kind: getattr(it, kind) for kind in kinds}
+    return {kind: message(kind, it, value) for kind, value in found.items() if value}
+
+
+def message(kind: str, it: object, found: Any = ()) -> str:
+    """Return the message about the sites (a list) or the values (a dict) that were found."""
+    if isinstance(found, list):
+        found = {"sites": some(found), "n": len(found), "counted": counted(len(found), "site")}
+    return MESSAGES[kind].format(it=it, **(found if isinstance(found, dict) else {}))
+
+
+MESSAGES = {
+    # --- in a plan: the first three without a forward
+    "nested": (
+        "{n} of {of} sites are nested inside other sites: activations are regularized up to {levels} times{rate}, at "
+        "{path}.\n  for one level only, end the pattern in '.*', not '.**'."
+    ),
+    "fused_encoder": (
+        "TransformerEncoderLayer leaves its fused eval path while a module inside it is hooked: eval output matches "
+        "that of the unhooked model up to rounding, not bit for bit."
+    ),
+    "wrong_time_axis": (
+        "LockedDropout at {site.name!r}: an {site.type} with batch_first={rnn.batch_first} expects {axes}, where "
+        "time_dim={drop.time_dim} is not T.\n  write time_dim={time_dim}"
+    ),
+    "whole_block": (
+        "{title} at {site.name!r}: the output includes the input (a whole residual block?), so {title} also {does} the "
+        "skip connection: hook the last layer of the branch, such as attn, mlp or bn3.{more}"
+    ),
+    "never_called": (
+        "{counted} never called in an eval forward, so the hooks there do not fire: {sites}.\n"
+        "  their parents iterate over them, use their weights directly, or call them only in training."
+    ),
+    "frozen": "{counted} on frozen layers, whose output is still regularized: {sites}.",
+    "before_batch_norm": (
+        "{counted} directly before a batch norm at p >= 0.3: {sites}.\n"
+        "  its running statistics would be those of dropped activations, which eval does not have (arXiv:1801.05134): "
+        "hook the norm instead."
+    ),
+    # --- changes of the model
+    "lost": (
+        "{it.name!r}: {n} of {it.known} sites lost their hook: {sites}.\n"
+        "  something replaced these modules after inject (reset_classifier, convert_sync_batchnorm, ...): "
+        'inject again with on_existing="replace"{it.and_resume}.'
+    ),
+    "copied": (
+        "{it.name!r}: this model also has copies of the hooks of {sites}.\n"
+        "  fuse_modules, PEFT's modules_to_save or a copied layer created them. This handle neither steps nor removes "
+        'them: use find(model) for all hooks, or inject again with on_existing="replace"{it.and_resume}.'
+    ),
+    "adapted": (
+        "{it.name!r}: {sites} moved into an adapter after inject, whose output refills what is dropped.\n"
+        '  regularize the adapter: inject again with on_existing="replace"{it.and_resume}.'
+    ),
+    "full_backward_hook": (
+        "{it.name!r}: full backward hooks on {sites} get gradients without the mask.\n"
+        "  per-sample gradients computed there (Opacus) are wrong; .grad is right. Hook an activation or, with "
+        'at="input", the next layer.'
+    ),
+    "discarded": (
+        "the model that {it.name!r} was injected into was deleted before it ran in training mode: nothing is dropped.\n"
+        "  if your trainer builds a new model (as ultralytics and FX quantization do), inject into that one, in a "
+        "callback that runs before training."
+    ),
+    # --- use of the model
+    "bypassed": (
+        "{it.name!r}: {sites} never ran, so it is not regularized.\n"
+        "  inputs_embeds bypass the embedding: pass input_ids to the model, or regularize the embeddings yourself."
+    ),
+    "silent": (
+        "{it.name!r}: {sites} never ran, so nothing is dropped there.\n"
+        "  PyTorch calls neither a ModuleList that is only iterated over nor a module whose weights are used directly: "
+        "hook the layers inside or after it."
+    ),
+    "always_in_eval": (
+        "{it.name!r}: {sites} only ran in eval mode, where nothing is dropped.\n"
+        "  call model.train() before training. If the model keeps a layer in eval mode (frozen batch norm), hook "
+        "another one, such as the preceding convolution."
+    ),
+    "equal_masks": (
+        "{it.name!r}: ranks {first} and {second} draw identical masks, because both are seeded with {seed}.\n"
+        "  on every rank, after building the model: hookdrop.seed_per_rank()\n"
+        "  if they process the same samples (tensor parallelism), identical masks are correct: "
+        "then call seed_per_rank(group=data_parallel_group)."
+    ),
+    "other_trained": (
+        "{it.name!r}: optimizers took {it.other_steps} steps for other models, and this one never ran in training "
+        "mode: nothing was dropped.\n"
+        "  if your trainer builds a new model (as ultralytics does), inject into that one, in a callback that runs "
+        "before training."
+    ),
+    # --- progress of the schedule
+    "optimizer_gone": (
+        "{it.name!r}: the optimizer that it followed no longer exists (rebuilt or copied?), so its schedule is not "
+        "advancing.\n  follow the new one: drop.follow(optimizer)"
+    ),
+    "not_advancing": (
+        "{it.name!r} is still at step {it.state.step_count} of {it.state.schedule}: its schedule is not advancing, "
+        "because nothing calls step(), seek() or follow().\n"
+        "  after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   "
+        "or: drop.seek(global_step)"
+    ),
+    "too_fast": (
+        "{it.name!r}: its schedule advanced {it.state.live.moves} times during {it.updates} updates of the weights, so "
+        "it ends early.\n"
+        "  count optimizer steps, not batches: drop.follow(optimizer), or drop.step() after each optimizer.step()"
+    ),
+    "trains_other_model": (
+        "{it.name!r} follows an optimizer that trains no parameter of this model: does it belong to another model?"
+    ),
+    "restarted": (
+        "{it.name!r} is at step {it.step_count} of {it.schedule}, but the optimizer that it follows has already taken "
+        "{steps} steps (resumed training?): the schedule is starting over.\n"
+        "  to resume: drop.seek({steps}) or drop.load_state_dict(...) before training; to restart on purpose: "
+        "drop.seek({it.step_count})"
+    ),
+}

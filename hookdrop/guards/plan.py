@@ -1,0 +1,117 @@
+"""What a plan can know before anything is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hookdrop.guards.messages import find
+from hookdrop.regularizers import (
+    DropBlock,
+    Dropout,
+    DropPath,
+    GaussianDropout,
+    LockedDropout,
+    ShakeDrop,
+    drops_elements,
+)
+
+WITHOUT_FORWARD = ("nested", "fused_encoder", "wrong_time_axis")
+WITH_FORWARD = ("whole_block", "never_called", "frozen", "before_batch_norm")
+
+# From this rate on, dropout's variance shift in a following batch norm outweighs its benefit (arXiv:1801.05134).
+_HIGH_RATE = 0.3
+
+
+def plan_warnings(model: nn.Module, sites: Sequence[Any], seen: Sequence[Any] = ()) -> list[str]:
+    """Return the warnings about planned sites.
+
+    Args:
+        model: the model.
+        sites: the `PlannedSite` of each layer.
+        seen: what a forward showed about each site (`LayerCalls`); without it, the warnings that need no forward.
+    """
+    return list(find(WITH_FORWARD if seen else WITHOUT_FORWARD, Planned(model, sites, seen)).values())
+
+
+class Planned:
+    """The sites of a plan."""
+
+    def __init__(self, model: nn.Module, sites: Sequence[Any], seen: Sequence[Any]) -> None:
+        self.model, self.sites = model, sites
+        self._seen = list(zip(sites, seen, strict=True)) if seen else []
+
+    @property
+    def nested(self) -> dict[str, Any]:
+        """The name of a site starts with that of another; the longest chain gives the effective rate."""
+        # The submodules of a block are not part of its skip.
+        by_name = {site.name: site for site in self.sites if site.at != "skip"}
+        chains = []
+        for name, site in by_name.items():
+            parents = ["", *(name[:i] for i, character in enumerate(name) if character == ".")] if name else []
+            if around := [by_name[parent] for parent in parents if parent in by_name]:
+                chains.append([*around, site])
+        if not chains:
+            return {}
+        longest, kept = max(chains, key=len), 1.0
+        for site in longest:
+            declared = None if site.regularizer is None else type(site.regularizer).rate
+            if declared is not None and declared.kind == "drop":
+                kept *= 1.0 - min(site.p or 0.0, 1.0)
+        rate = f" (effective rate {1 - kept:.2g})" if kept < 1 else ""
+        path = " > ".join(repr(site.name) for site in longest)
+        return {"n": len(chains), "of": len(self.sites), "levels": len(longest), "rate": rate, "path": path}
+
+    @property
+    def fused_encoder(self) -> bool:
+        """A hooked module is part of a `TransformerEncoderLayer`."""
+        encoders = [module for module in self.model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+        fused = {id(part) for encoder in encoders for part in encoder.modules()}
+        return not fused.isdisjoint([id(site.module) for site in self.sites])
+
+    @property
+    def wrong_time_axis(self) -> dict[str, Any]:
+        """`batch_first` of the RNN contradicts `time_dim`."""
+        for site in self.sites:
+            rnn, drop = site.module, site.regularizer
+            if isinstance(rnn, nn.RNNBase) and isinstance(drop, LockedDropout) and drop.time_dim % 3 != rnn.batch_first:
+                axes = "(N, T, C)" if rnn.batch_first else "(T, N, C)"
+                return {"site": site, "rnn": rnn, "axes": axes, "drop": drop, "time_dim": int(rnn.batch_first)}
+        return {}
+
+    @property
+    def whole_block(self) -> dict[str, Any]:
+        """The output of the forward is close to the sum of the input and something else."""
+        whole = [
+            s for s, seen in self._seen if seen.resembles_input and isinstance(s.regularizer, DropPath | ShakeDrop)
+        ]
+        if not whole:
+            return {}
+        regularizer, others = whole[0].regularizer, len(whole) - 1
+        more = f" (and {others} more site{'s' if others > 1 else ''} like it)" if others else ""
+        does = "drops" if drops_elements(regularizer) else "perturbs"
+        return {"title": regularizer.title, "site": whole[0], "does": does, "more": more}
+
+    @property
+    def never_called(self) -> list[str]:
+        """The forward of the example did not call the layer."""
+        return [site.name for site in self.sites if site.calls == 0]
+
+    @property
+    def frozen(self) -> list[str]:
+        """The layer has parameters, and none of them requires gradients."""
+        frozen = []
+        for site in self.sites:
+            trained = [parameter.requires_grad for parameter in site.module.parameters()]
+            if site.regularizer is not None and trained and not any(trained):
+                frozen.append(site.name)
+        return frozen
+
+    @property
+    def before_batch_norm(self) -> list[str]:
+        """The output of the site is the input of a batch norm, and its rate is at least 0.3."""
+        kinds = Dropout | DropBlock | GaussianDropout
+        high = [site for site, _ in self._seen if isinstance(site.regularizer, kinds) and (site.p or 0.0) >= _HIGH_RATE]
+        return [site.name for site, seen in self._seen if seen.feeds_norm and site in high]

@@ -1,0 +1,241 @@
+"""Find the dropout that a model already has: the attributes that its random drops read their rates from.
+
+For one forward in training mode, each number in [0, 1] that the model stores gets a value of its own. The value that
+arrives at a random drop (`F.dropout`, attention, `bernoulli_`, a comparison with `torch.rand`) then shows which
+attribute it came from, under any name and through any call, also where the rate is 0 now.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hookdrop.regularizers import Regularizer
+from hookdrop.survey.trace import Node, Op, Trace, record
+from hookdrop.utils.select import has_forward
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_COMPUTED = {"timm.layers.drop.DropBlock2d": "drop_prob", "torchvision.ops.drop_block.DropBlock2d": "p"}
+"""Modules whose rate no forward shows: they draw block seeds, whose probability they compute from it."""
+_DROPS = {
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout", "alpha_dropout"),
+    *("feature_dropout", "feature_alpha_dropout"),
+}
+_ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+"""Position of `dropout_p`."""
+_DRAWS = {"rand", "rand_like", "uniform"}
+_FILLS = {"full", "full_like", "new_full"}
+_COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+_NOT_SETTINGS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
+_RAISED = 1e-3
+"""The value of a rate of 0 during the run, because a forward may skip a drop at 0."""
+
+
+@dataclass(frozen=True)
+class DropRate:
+    """An attribute that a random drop reads its rate from."""
+
+    layer: str
+    """Full name of the module."""
+    attribute: str
+    """`"p"`, or `"config.layerdrop"` for an attribute of an object that the module holds."""
+
+
+@dataclass(frozen=True)
+class DropRates:
+    """The dropout of a model."""
+
+    rates: tuple[DropRate, ...]
+    """In the order of `named_modules()`."""
+    out_of_reach: Mapping[str, tuple[str, ...]]
+    """Random drops that read no attribute: descriptions, with the names of the modules that run them."""
+
+
+def known_drop_rates(model: nn.Module) -> DropRates:
+    """Return the rates of the modules whose class defines them, without a forward."""
+    found = [(name, _known_attribute(module)) for name, module in model.named_modules()]
+    return DropRates(tuple([DropRate(name, key) for name, key in found if key is not None]), {})
+
+
+def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True) -> DropRates:
+    """Run `model` once in training mode without gradients, and return all rates that its drops read.
+
+    Args:
+        model: a model without wrappers and without hooks of hookdrop.
+        example: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        fake: whether the tensors have no values, only shapes.
+
+    Raises:
+        InjectionError: the model does not run on the example in training mode.
+    """
+    with _marked(model) as sources, _Decisions():
+        trace = record(model, example, fake=fake, training=True)
+    arrivals = _Arrivals(model, sources)
+    arrivals.read(trace)
+    arrivals.add_unseen(trace)
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    rates = sorted(dict.fromkeys([*known_drop_rates(model).rates, *arrivals.found]), key=lambda rate: order[rate.layer])
+    return DropRates(tuple(rates), {what: tuple(layers) for what, layers in arrivals.out_of_reach.items()})
+
+
+def _known_attribute(module: nn.Module) -> str | None:
+    if isinstance(module, Regularizer):
+        return module.rate.attribute if module.rate is not None and module.rate.kind == "drop" else None
+    if isinstance(module, nn.MultiheadAttention) or (isinstance(module, nn.RNNBase) and module.num_layers > 1):
+        return "dropout"
+    names = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__]
+    return "p" if isinstance(module, _DROPOUT) else next((_COMPUTED[name] for name in names if name in _COMPUTED), None)
+
+
+class _Zero(int):
+    """An integer 0 that is known by its identity: it may be an index or an axis, so its value has to stay."""
+
+    source: tuple[DropRate, float]
+
+
+Sources = Mapping[float, tuple[DropRate, float]]
+"""The attributes, with their values before the run, by their values in the run."""
+
+
+@contextmanager
+def _marked(model: nn.Module) -> Iterator[Sources]:
+    """Give each number in [0, 1] that the model stores a value of its own."""
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    sources: dict[float, tuple[DropRate, float]] = {}
+    seen: set[int] = set()
+
+    def mark(table: dict[str, Any], layer: str, path: str = "") -> None:
+        if id(table) in seen:
+            return
+        seen.add(id(table))
+        for key, value in list(table.items()):
+            new: Any = None
+            source = DropRate(layer, path + key)
+            if type(value) is float and 0.0 <= value < 1.0:
+                new = (value or _RAISED) * (1 + 1e-12 * len(saved))  # above, so that `int(value * size)` stays
+                sources[new] = source, value
+            elif type(value) is int and value == 0:
+                new = _Zero()
+                new.source = source, 0.0
+            elif not path and hasattr(value, "__dict__") and not isinstance(value, _NOT_SETTINGS):
+                mark(vars(value), layer, f"{key}.")
+            if new is not None:
+                saved.append((table, key, value))
+                table[key] = new
+
+    try:
+        for name, module in model.named_modules():
+            mark(vars(module), name)
+        yield sources
+    finally:
+        for table, key, value in saved:
+            table[key] = value
+
+
+class _Decisions(TorchFunctionMode):
+    """Decides comparisons with a uniform random number, as if it were 0.5, because fake tensors have no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: dict[int, Tensor] = {}
+        self._outcomes: dict[int, tuple[Tensor, bool]] = {}
+        """Both by id, and kept, so that no other tensor gets the id."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "").strip("_")
+        if name in ("bool", "item") and id(args[0]) in self._outcomes:
+            return self._outcomes[id(args[0])][1]
+        output = function(*args, **kwargs or {})
+        if name in _DRAWS:
+            self._draws[id(output)] = output
+        elif name in _COMPARISONS and len(args) == 2:
+            values = [0.5 if id(arg) in self._draws else arg for arg in args]
+            if not any(isinstance(value, Tensor) for value in values):
+                self._outcomes[id(output)] = output, _COMPARISONS[name](*values)
+        return output
+
+
+class _Arrivals:
+    """The numbers that arrive at random drops."""
+
+    def __init__(self, model: nn.Module, sources: Sources) -> None:
+        self.found: list[DropRate] = []
+        self.out_of_reach: dict[str, list[str]] = {}
+        self._modules = dict(model.named_modules())
+        self._sources, self._complements = sources, {1 - value: source for value, source in sources.items()}
+
+    def read(self, trace: Trace) -> None:
+        """Find the drops among the operations."""
+        draws: set[Node] = set()
+        filled: dict[Node, Any] = {}
+        for op in trace.ops:
+            name, args, kwargs = op.name.strip("_"), op.args, op.kwargs
+            if op.call is None or _known_attribute(self._modules[op.call.name]) is not None:
+                continue
+            if name in _DRAWS:
+                draws.update(op.outputs)
+            elif name in _FILLS:
+                filled[op.outputs[0]] = kwargs.get("fill_value", args[-1])
+            elif name in _DROPS:
+                if kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True)):
+                    self._at_drop(op, kwargs.get("p", args[1] if len(args) > 1 else 0.5))
+            elif name in _ATTENTION:
+                if kwargs.get("training", True):
+                    self._at_drop(op, kwargs.get("dropout_p", (*args, *[0.0] * 11)[_ATTENTION[name]]))
+            elif name == "bernoulli":
+                self._at_draw(op, kwargs.get("p", args[1] if len(args) > 1 else filled.get(args[0])))
+            elif name in _COMPARISONS or name in ("add", "radd"):
+                operands = [arg for arg in args[:2] if arg not in draws]
+                if len(operands) == 1 and len(args) > 1:
+                    self._at_draw(op, operands[0])
+
+    def add_unseen(self, trace: Trace) -> None:
+        """Add the outermost parts that the forward did not run."""
+        for name, module in self._modules.items():
+            parent = name.rpartition(".")[0]
+            while parent and not has_forward(self._modules[parent]):
+                parent = parent.rpartition(".")[0]
+            if (
+                name not in trace.calls_of
+                and parent in trace.calls_of
+                and has_forward(module)
+                and any(module.children())
+            ):
+                self.out_of_reach.setdefault("the example does not run", []).append(name)
+
+    def _at_drop(self, op: Op, rate: Any) -> None:
+        """A function that drops with probability `rate`."""
+        if (source := self._source(rate)) is not None:
+            self.found.append(source[0])
+        elif isinstance(rate, Node) or rate:
+            self._miss(op, f"with a rate of {'a tensor' if isinstance(rate, Node) else f'{rate:g}'}")
+
+    def _at_draw(self, op: Op, number: Any) -> None:
+        """A random choice with probability `number`: that of dropping, or that of keeping."""
+        if isinstance(number, float) and number in self._complements:
+            self.found.append(self._complements[number][0])
+        elif (source := self._source(number)) is None:
+            if isinstance(number, float) and 0.0 < number < 1.0:
+                self._miss(op, f"with a probability of {number:g}")
+        elif source[1] < 0.5:
+            self.found.append(source[0])
+        else:
+            self._miss(op, f"with {source[0].attribute}, which may be the probability to keep")
+
+    def _source(self, number: Any) -> tuple[DropRate, float] | None:
+        if isinstance(number, _Zero):
+            return number.source
+        return self._sources.get(number) if isinstance(number, float) else None
+
+    def _miss(self, op: Op, how: str) -> None:
+        assert op.call is not None
+        layers = self.out_of_reach.setdefault(f"{op.call.type} calls {op.name} {how}", [])
+        if op.call.name not in layers:
+            layers.append(op.call.name)

@@ -1,0 +1,193 @@
+"""`find_drop_rates` finds the attributes that random drops read their rates from, by running the model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hookdrop
+from hookdrop import InjectionError
+from hookdrop.survey.drop_rates import find_drop_rates, known_drop_rates
+
+X = torch.randn(4, 3, 8)
+
+
+class Net(nn.Module):
+    """Its forward is a function of (self, x); its keyword arguments are attributes."""
+
+    def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def drop_path(x: Tensor, p: float, training: bool) -> Tensor:
+    """As in transformers."""
+    if p == 0.0 or not training:
+        return x
+    keep_prob = 1 - p
+    random_tensor = keep_prob + torch.rand((len(x), 1, 1), dtype=x.dtype, device=x.device)
+    return x.div(keep_prob) * random_tensor.floor_()
+
+
+def row_mask(x: Tensor, p: float) -> Tensor:
+    """As in timm and torchvision."""
+    return x * x.new_empty(len(x), 1, 1).bernoulli_(1.0 - p).div_(1.0 - p) if p > 0 else x
+
+
+def attention(x: Tensor, p: float) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, dropout_p=p)
+
+
+def helper(net: Any, x: Tensor, q: float = 0.9) -> Tensor:
+    return F.dropout(x, q, net.training)
+
+
+FOUND: dict[str, Net] = {
+    "positional": Net(lambda net, x: F.dropout(x, net.rate, net.training), rate=0.2),
+    "a rate of 0": Net(lambda net, x: F.dropout(x, net.rate, net.training), rate=0.0),
+    "an integer 0": Net(lambda net, x: attention(x, net.rate), rate=0),
+    "converted and conditional": Net(
+        lambda net, x: F.dropout1d(x, p=float(net.rate) if net.training else 0.0), rate=0.3
+    ),
+    "skipped at 0": Net(lambda net, x: F.dropout(x, net.rate) if net.rate > 0 else x, rate=0.0),
+    "alpha dropout": Net(lambda net, x: F.alpha_dropout(x, net.rate, net.training), rate=0.2),
+    "attention": Net(lambda net, x: attention(x, net.rate if net.training else 0.0), rate=0.2),
+    "an argument with a default": Net(lambda net, x: helper(net, x, net.rate), rate=0.2),
+    "transformers' drop path": Net(lambda net, x: drop_path(x, net.rate, net.training), rate=0.2),
+    "timm's drop path": Net(lambda net, x: row_mask(x, net.rate), rate=0.0),
+    "a random mask": Net(lambda net, x: x * (torch.rand_like(x) > net.rate), rate=0.1),
+    "an in-place comparison": Net(lambda net, x: x * torch.rand(4, 1, 1).ge_(net.rate).div(1 - net.rate), rate=0.1),
+    "a skipped layer": Net(lambda net, x: x if torch.rand([]) < net.rate else x + 1, rate=0.0),
+    "a random number": Net(lambda net, x: x if torch.rand(1).lt(net.rate).item() else x + 1, rate=0.05),
+    "a filled tensor": Net(lambda net, x: x * torch.bernoulli(torch.full_like(x, 1 - net.rate)), rate=0.05),
+}
+OUT_OF_REACH: dict[str, tuple[Net, str]] = {
+    "a literal": (Net(lambda net, x: F.dropout(x, 0.3, net.training)), "dropout with a rate of 0.3"),
+    "the default": (Net(lambda net, x: F.dropout(x)), "dropout with a rate of 0.5"),
+    "arithmetic": (Net(lambda net, x: F.dropout(x, 1 - net.keep), keep=0.9), "dropout with a rate of 0.1"),
+    "a list": (Net(lambda net, x: F.dropout(x, net.rates[0]), rates=[0.3]), "dropout with a rate of 0.3"),
+    "a module created in each call": (Net(lambda net, x: nn.Dropout(0.3)(x)), "dropout with a rate of 0.3"),
+    "a literal mask": (Net(lambda net, x: x * torch.empty(4, 1, 1).bernoulli_(0.7)), "bernoulli_ with a probability of 0.7"),
+    "a probability to keep": (
+        Net(lambda net, x: x * torch.empty_like(x).bernoulli_(net.keep), keep=0.9),
+        "bernoulli_ with keep, which may be the probability to keep",
+    ),
+}  # fmt: skip
+NO_DROPOUT: dict[str, Net] = {
+    "eval mode": Net(lambda net, x: F.dropout(x, 0.3, training=False)),
+    "a rate of 0": Net(lambda net, x: F.dropout(x, 0.0)),
+    "other numbers": Net(lambda net, x: F.layer_norm(x, (8,), eps=net.eps) * net.gain + (x > net.limit), eps=1e-5, gain=0.5, limit=0.1),
+}  # fmt: skip
+
+
+def rates(model: nn.Module, example: Any = X, **settings: Any) -> list[tuple[str, str]]:
+    return [(rate.layer, rate.attribute) for rate in find_drop_rates(model, example, **settings).rates]
+
+
+@pytest.mark.parametrize("fake", [True, False], ids=["fake", "values"])
+class TestForwards:
+    @pytest.mark.parametrize("name", FOUND)
+    def test_attribute_that_a_drop_reads_is_found(self, name: str, fake: bool) -> None:
+        model = nn.Sequential(nn.Identity(), FOUND[name])
+        found = find_drop_rates(model, X, fake=fake)
+        assert [(rate.layer, rate.attribute) for rate in found.rates] == [("1", "rate")]
+        assert found.out_of_reach == {}
+
+    @pytest.mark.parametrize("name", OUT_OF_REACH)
+    def test_drop_that_reads_no_attribute_is_out_of_reach(self, name: str, fake: bool) -> None:
+        model, text = OUT_OF_REACH[name]
+        found = find_drop_rates(nn.Sequential(model), X, fake=fake)
+        assert found.rates == ()
+        assert found.out_of_reach == {f"Net calls {text}": ("0",)}
+
+    @pytest.mark.parametrize("name", NO_DROPOUT)
+    def test_other_numbers_are_no_rates(self, name: str, fake: bool) -> None:
+        found = find_drop_rates(NO_DROPOUT[name], X, fake=fake)
+        assert (found.rates, found.out_of_reach) == ((), {})
+
+
+class TestPlaces:
+    def test_rate_in_a_tensor_is_out_of_reach(self) -> None:
+        model = Net(lambda net, x: F.dropout(x, net.p), p=torch.tensor(0.3))
+        assert list(find_drop_rates(model, X, fake=False).out_of_reach) == ["Net calls dropout with a rate of a tensor"]
+
+    def test_rate_in_a_config_object_is_found_once(self) -> None:
+        config = SimpleNamespace(dropout=0.3, other=0.5)
+        nets = [Net(lambda net, x: F.dropout(x, net.cfg.dropout, net.training), cfg=config) for _ in range(2)]
+        assert rates(nn.Sequential(*nets)) == [("0", "cfg.dropout")]
+
+    def test_rate_of_another_module_is_listed_under_that_module(self) -> None:
+        model = Net(lambda net, x: F.dropout(x, net.place.chance), place=Net(lambda net, x: x, chance=0.3))
+        assert rates(model) == [("place", "chance")]
+
+    def test_part_that_the_example_does_not_run_is_reported(self) -> None:
+        model = Net(lambda net, x: net.used(x), used=nn.Dropout(0.1), tower=nn.Sequential(nn.Linear(8, 8)))
+        found = find_drop_rates(model, X)
+        assert [rate.layer for rate in found.rates] == ["used"]
+        assert found.out_of_reach == {"the example does not run": ("tower",)}
+
+
+class TestKnownModules:
+    def test_no_forward_is_needed(self) -> None:
+        with pytest.warns(UserWarning, match="num_layers greater than 1"):
+            single = nn.LSTM(4, 4, 1, dropout=0.2)
+        parts = [
+            nn.Dropout(0.1),
+            single,
+            nn.GRU(4, 4, 2, dropout=0.2),
+            nn.TransformerEncoderLayer(4, 2),
+            nn.AlphaDropout(),
+        ]
+        found = known_drop_rates(nn.Sequential(*parts, hookdrop.DropBlock(0.2, 3), hookdrop.GaussianNoise(0.1)))
+        assert [(rate.layer, rate.attribute) for rate in found.rates] == [
+            ("0", "p"),
+            ("2", "dropout"),
+            ("3.self_attn", "dropout"),
+            *((f"3.{name}", "p") for name in ("dropout", "dropout1", "dropout2")),
+            ("4", "p"),
+            ("5", "p"),
+        ]
+
+    def test_shared_module_is_listed_once(self) -> None:
+        shared = nn.Dropout(0.1)
+        assert rates(nn.Sequential(shared, nn.ReLU(), shared)) == [("0", "p")]
+
+
+class TestNoSideEffects:
+    @pytest.mark.parametrize("fake", [True, False], ids=["fake", "values"])
+    @pytest.mark.parametrize("fails", [False, True], ids=["success", "error"])
+    def test_attributes_buffers_modes_and_random_states_are_restored(self, fake: bool, fails: bool) -> None:
+        def forward(net: Any, x: Tensor) -> Tensor:
+            net.calls = [x]
+            if fails:
+                raise ValueError
+            return F.dropout(net.norm(x), net.rate) * random.random() * torch.rand(())
+
+        config = SimpleNamespace(rate=0.0)
+        model = Net(forward, rate=0.0, gain=0.5, index=0, cfg=config, norm=nn.BatchNorm1d(3)).eval()
+        before = {name: (value, type(value)) for name, value in vars(model).items()}
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        random_states = torch.get_rng_state(), random.getstate()
+        if fails:
+            with pytest.raises(InjectionError):
+                find_drop_rates(model, X, fake=fake)
+        else:
+            assert rates(model, fake=fake) == [("", "rate")]
+        assert {name: (value, type(value)) for name, value in vars(model).items()} == before
+        assert (type(config.rate), config.rate) == (float, 0.0)
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), random_states[0])
+        assert random.getstate() == random_states[1]
+        assert not model.training
