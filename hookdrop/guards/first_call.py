@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.hooks.checkpointing import CheckpointedRates
+from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.utils.seeding import announce
@@ -69,7 +69,7 @@ def without_bookkeeping(model: nn.Module) -> Iterator[None]:
         hook.called = hook.trained = False
         hook.listeners = (note_call, check_first_shape) if is_unchecked(hook) else (note_call,)
     for live in lives:
-        live.checkpointed = CheckpointedRates()
+        live.checkpointed = CheckpointedCalls()
     try:
         yield
     finally:

@@ -10,9 +10,10 @@ import ctypes
 import inspect
 import math
 import sys
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ MAX_CALLS_PER_STATE = 8
 CAPACITY = 2**14
 """How many calls are remembered: about 100 sites in 100 forwards."""
 
+CAPACITY_WITH_TENSORS = 64
+"""The same for calls that hold tensors."""
+
 
 def is_recomputing() -> bool:
     """Whether a backward pass is running."""
@@ -59,10 +63,7 @@ def _saved_tensors_are_hooked() -> bool:
     if saved_tensors_hooks is not None:
         return saved_tensors_hooks(True) is not None
     # PyTorch 2.6 and 2.7 cannot report it, but `checkpoint` is on the call stack.
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not _checkpoint_code():
-        frame = frame.f_back
-    return frame is not None
+    return _is_called_by(lambda code: code is _checkpoint_code())
 
 
 @cache
@@ -73,14 +74,55 @@ def _checkpoint_code() -> CodeType:
     return code
 
 
-class CheckpointedRates(dict[Call, list[tuple[int, bool, "Rate | None"]]]):
-    """The rates of calls that a backward pass may recompute.
+_COLLECTORS = frozenset({"update_bn", "bn_update", "update_bn_stats"})
+"""The functions that collect batch-norm statistics: of PyTorch, of the authors of SWA, and of fvcore and mmengine. Many
+projects copied one of them, so they are recognized by name."""
 
-    Each call has the next autograd sequence number, whether gradients were enabled, and the rate.
+
+def collects_statistics() -> bool:
+    """Whether batch-norm statistics are being collected, which hooks that drop make those of dropped activations.
+
+    Nothing else distinguishes these forwards from those of a reentrant checkpoint or of a momentum encoder, which also
+    run in training mode without gradients.
     """
+    return _is_called_by(lambda code: code.co_name in _COLLECTORS)
+
+
+def dropped_statistics_text(name: str) -> str:
+    """The warning for statistics that are collected while an injection drops."""
+    return (
+        f"{name!r} drops activations while batch-norm statistics are collected, so these are wrong for eval mode.\n"
+        "  collect them with hookdrop.update_bn(loader, model), or inside: with hookdrop.find(model).disabled(): ..."
+    )
+
+
+def _is_called_by(matches: Callable[[CodeType], bool]) -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not matches(frame.f_code):
+        frame = frame.f_back
+    return frame is not None
+
+
+class NotedCall(NamedTuple):
+    """A call that a backward pass may recompute."""
+
+    sequence_number: int
+    """That of the next autograd node."""
+    with_gradients: bool
+    rate: Rate | None
+    """None if it dropped nothing."""
+    collected: Mapping[str, Any]
+    """What was collected from modules around the layer, which a checkpoint of a part of them does not run again."""
+
+
+class CheckpointedCalls(dict[Call, list[NotedCall]]):
+    """The calls that a backward pass may recompute."""
 
     complete = True
     """Whether no call was evicted."""
+
+    with_tensors: tuple[Call, ...] = ()
+    """The calls that hold tensors, such as attention masks."""
 
     @property
     def detects_redraws(self) -> bool:
@@ -88,35 +130,36 @@ class CheckpointedRates(dict[Call, list[tuple[int, bool, "Rate | None"]]]):
         # Before PyTorch 2.8, composable checkpoints are not detected: they are not on the call stack.
         return self.complete and (saved_tensors_hooks is not None or bool(self))
 
-    def note(self, call: Call, rate: Rate | None) -> None:
-        """Remember a call, and evict the oldest if there are more than `CAPACITY`."""
+    def note(self, call: Call, rate: Rate | None, collected: Mapping[str, Any]) -> None:
+        """Remember a call, and evict the oldest if there are too many."""
         same_state = self.pop(call, [])
         # If nothing is drawn, as inside `disabled`, the next forward starts from the same RNG state.
-        self[call] = [*same_state[1 - MAX_CALLS_PER_STATE :], (sequence_number(), torch.is_grad_enabled(), rate)]
+        noted = NotedCall(sequence_number(), torch.is_grad_enabled(), rate, collected)
+        self[call] = [*same_state[1 - MAX_CALLS_PER_STATE :], noted]
+        if any(isinstance(value, Tensor) for value in collected.values()):
+            self.with_tensors = (*self.with_tensors, call)
+        if len(self.with_tensors) > CAPACITY_WITH_TENSORS:
+            self._evict(self.with_tensors[0])
+            self.with_tensors = self.with_tensors[1:]
         if len(self) > CAPACITY:
-            del self[next(iter(self))]
-            self.complete = False
+            self._evict(next(iter(self)))
 
-    def find(self, call: Call) -> NotedRate | None:
-        """Return the rate of the forward that this call recomputes, or None if no forward had this RNG state."""
+    def _evict(self, call: Call) -> None:
+        self.pop(call, None)
+        self.complete = False
+
+    def find(self, call: Call) -> NotedCall | None:
+        """Return the forward that this call recomputes, or None if no forward had this RNG state."""
         same_state = self.get(call)
         if same_state is None:
             return None
-        if len({rate for _, _, rate in same_state}) == 1:
-            return NotedRate(same_state[-1][2])
+        if len({(noted.rate, *map(id, noted.collected.values())) for noted in same_state}) == 1:
+            return same_state[-1]
         node = current_node()
         # A reentrant checkpoint recomputes inside its own node, and its forward ran without gradients.
         with_gradients = not node.name().startswith("CheckpointFunction")
         number = node_sequence_number(node)
-        nearest = min(same_state, key=lambda noted: (noted[1] != with_gradients, _distance(number, *noted[:2])))
-        return NotedRate(nearest[2])
-
-
-class NotedRate:
-    """The rate of a remembered forward; None if it dropped nothing."""
-
-    def __init__(self, rate: Rate | None) -> None:
-        self.rate = rate
+        return min(same_state, key=lambda one: (one.with_gradients != with_gradients, _distance(number, *one[:2])))
 
 
 def _distance(now: int, noted: int, with_gradients: bool) -> float:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Proxy
@@ -17,38 +18,33 @@ from torch.fx import Proxy
 from hookdrop.errors import InjectionError, warn
 from hookdrop.utils import torch_internals
 
-OBSERVED_REASON = (
-    "measuring() and recording() need tensor values, so they break the graph.\n"
-    "  measure the uncompiled model, or use probe(x), which runs it uncompiled."
-)
-"""Why a hook breaks the graph while it is measured or recorded."""
-
 _ALTERNATIVES = "in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
 
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since PyTorch 2.7
 """Whether `torch.export` is exporting."""
 
-graph_break_functions: dict[str, Callable[..., Any]] = {}
-"""Functions that break the graph of compiled code, by reason. PyTorch shows the reason under `fullgraph=True`."""
 
-_waiting: dict[str, Callable[..., Any]] | None = {}
-"""Functions registered before the compiler was imported; None afterwards."""
+class GraphBreak:
+    """A function that compiled code calls outside of the graph. PyTorch shows the reason under `fullgraph=True`."""
+
+    waiting: ClassVar[list[GraphBreak] | None] = []
+    """Those made before the compiler was imported; None afterwards."""
+
+    def __init__(self, function: Callable[..., Any], reason: str) -> None:
+        self.call, self.reason = function, reason
+        if GraphBreak.waiting is None:
+            self.disable()
+        else:
+            GraphBreak.waiting.append(self)
+
+    def disable(self) -> None:
+        """Tell the compiler, which is imported now, not to trace the function."""
+        disable: Any = torch.compiler.disable
+        known = "reason" in inspect.signature(disable).parameters  # since PyTorch 2.8
+        self.call = disable(self.call, reason=self.reason) if known else disable(self.call)
 
 
-def register_graph_break(function: Callable[..., Any], reason: str) -> None:
-    """Add `function` to `graph_break_functions`, unless the reason is empty."""
-    if not reason or reason in graph_break_functions:
-        return
-    if _waiting is None:
-        graph_break_functions[reason] = _disabled(function, reason)
-    else:
-        _waiting[reason] = function
-
-
-def _disabled(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    disable: Any = torch.compiler.disable
-    known = "reason" in inspect.signature(disable).parameters  # since PyTorch 2.8
-    return disable(function, reason=reason) if known else disable(function)  # type: ignore[no-any-return]
+graph_break = lru_cache(maxsize=1024)(GraphBreak)
 
 
 _compiled_before = False
@@ -57,11 +53,11 @@ _compiled_before = False
 
 def _prepare() -> None:
     """Enable guards on hooks and mark the functions that must not be traced, once the compiler is imported."""
-    global _compiled_before, _waiting
+    global _compiled_before
     _compiled_before = torch_internals.enable_hook_guards()
-    waiting, _waiting = _waiting or {}, None
-    for reason, function in waiting.items():
-        register_graph_break(function, reason)
+    waiting, GraphBreak.waiting = GraphBreak.waiting or [], None
+    for one in waiting:
+        one.disable()
     for function in (warn_of_export, warn_of_redraws, *torch_internals.constants_of_a_trace):
         torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
 

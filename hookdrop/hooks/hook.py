@@ -8,18 +8,23 @@ an argument, not through shared state, so threads and recomputed forwards do not
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.utils.hooks import RemovableHandle
 
 from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks import compiling
-from hookdrop.hooks.batch_norm import collects_statistics, dropped_statistics_text
-from hookdrop.hooks.checkpointing import may_be_recomputed, rng_fingerprint
-from hookdrop.hooks.portable import deep_copied, reduced
+from hookdrop.hooks.call_context import LAYER_INPUT, MASK, SAMPLES, CallValue, layer_input, place_around
+from hookdrop.hooks.checkpointing import (
+    collects_statistics,
+    dropped_statistics_text,
+    may_be_recomputed,
+    rng_fingerprint,
+)
+from hookdrop.hooks.placed import CompanionHook, PlacedHook
 from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers.base import Rate, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.catalog import REGULARIZERS
@@ -51,26 +56,40 @@ NO_RATE = CurrentRate(None, False)
 """The regularizer is on, but takes no rate. (None means that it is off.)"""
 
 
-class SiteHook:
-    """A forward hook that regularizes one tensor of a layer's output."""
-
-    at = "output"
+class SiteHook(PlacedHook):
+    """A forward hook that regularizes one tensor of a layer's output, or a pre-hook for one of its arguments."""
 
     def __init__(
-        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState
+        self,
+        site: str,
+        regularizer: Regularizer,
+        p_scale: float,
+        tensor: TensorKey,
+        state: InjectionState,
+        at: str = "output",
+        samples: Any = None,
     ) -> None:
         self.site = site
         self.regularizer = regularizer
         self.p_scale = p_scale
         self.tensor = tensor
         self.state = state
+        self.at = at
+        """`"output"`, or `"input"` or `"skip"` for a pre-hook."""
+        self.samples = samples
+        """Where the rows of each sample are: an object with `axis`, `interleaved`, and `module`, the full name of the
+        module around the layer whose first tensor has one row for each sample. None: each row of axis 0 is a sample."""
+        self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
+        """What the regularizer needs from modules around the layer."""
+        self.companions: list[CompanionHook] = []
         self.target = self.initial_target = rate_of(regularizer)
-        self.handle: RemovableHandle | None = None
-        self.graph_break = regularizer.graph_break
-        """Why this hook breaks the graph of compiled code; empty if it does not break it."""
         self.replays = type(regularizer) in REGULARIZERS.values()
         """Whether compiled code that recomputes this hook draws the same random numbers."""
         self._start()
+
+    @property
+    def owner(self) -> SiteHook:
+        return self
 
     def _start(self) -> None:
         """Initialize the state that copies do not inherit."""
@@ -85,31 +104,34 @@ class SiteHook:
             value = self.target * self.state.multiplier * self.p_scale
             rate = CurrentRate(value, value == self.rate.neutral)
         self.set_rate(rate, self.state.on, self.state.sampling)
-        for reason in (self.graph_break, compiling.OBSERVED_REASON):
-            compiling.register_graph_break(_apply, reason)
+        reason = self.regularizer.graph_break
+        self.graph_break = compiling.graph_break(_apply, reason) if reason else None
+        """How compiled code runs the regularizer if it cannot be part of the graph."""
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("called", "trained", "last_shape", "listeners", "train_rate", "eval_rate")
+        own = ("called", "trained", "last_shape", "listeners", "train_rate", "eval_rate", "graph_break")
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduced(self.state.portable, self.handle) or super().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
-        return deep_copied(self, memo)
-
     # --- a call
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) and compiling.is_symbolic(output):
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        # PyTorch calls a hook with (args, kwargs), (args, output) or (args, kwargs, output). If another library
+        # re-registered it, the kwargs may be missing.
+        if self.at == "output":
+            value: Any = (args, rest[0] if len(rest) == 2 else {}, rest[-1])
+            symbolic = not isinstance(rest[-1], Tensor) and compiling.is_symbolic(rest[-1])
+        else:
+            value = args, rest[0] if rest else {}
+            symbolic = not (args and isinstance(args[0], Tensor)) and compiling.is_symbolic(value)
+        if symbolic:
             return self.state.warn_once("symbolic", compiling.fx_trace_text(self.where))
-        if is_compiling():
-            return self._call_in_graph(module, output)
-        return self._call(module, output)
+        changed = self._call_in_graph(module, value) if is_compiling() else self._call(module, value)
+        # Without kwargs, a pre-hook must return only `args`.
+        return changed[0] if changed is not None and self.at != "output" and not rest else changed
 
     def _call(self, module: nn.Module, value: Any) -> Any:
         rate = self.train_rate if module.training else self.eval_rate
@@ -131,8 +153,9 @@ class SiteHook:
         return self.edit(module, value, lambda x, **context: self.apply(x, rate, **context))
 
     def _note_forward(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> None:
-        """Remember the rate for a recompute, and warn if this forward collects batch-norm statistics."""
-        self.state.live.checkpointed.note((self.site, module.training, rng_fingerprint(value)), rate)
+        """Remember the call for a recompute, and warn if this forward collects batch-norm statistics."""
+        collected = {need: one.value for need, one in self.collected.items()}
+        self.state.live.checkpointed.note((self.site, module.training, self._fingerprint(value)), rate, collected)
         drops = module.training and rate is not None and not rate.neutral
         if drops and not torch.is_grad_enabled() and collects_statistics():
             self.state.warn_once("dropped statistics", dropped_statistics_text(self.state.name))
@@ -157,17 +180,27 @@ class SiteHook:
         checkpointed = self.state.live.checkpointed
         if not checkpointed and (rate is None or rate.neutral):
             return None
-        before = rng_fingerprint(value)
+        before = self._fingerprint(value)
         known = checkpointed.find((self.site, module.training, before))
         rate = rate if known is None else known.rate
         if rate is None or rate.neutral:
             return None
+        collected = {} if known is None else known.collected
+
+        def apply(x: Tensor, **context: Any) -> Tensor:
+            # The checkpoint may not run the modules around the layer again.
+            missing = {need: value for need, value in collected.items() if context[need] is None}
+            return self.apply(x, rate, **(context | missing))
+
         try:
-            return self.edit(module, value, lambda x, **context: self.apply(x, rate, **context))
+            return self.edit(module, value, apply)
         finally:
             # A checkpoint stops the recompute by an exception once all saved tensors are available.
-            if known is None and checkpointed.detects_redraws and rng_fingerprint(value) != before:
+            if known is None and checkpointed.detects_redraws and self._fingerprint(value) != before:
                 self.state.warn_once("different mask", _different_mask_text(self.state.name, self.site))
+
+    def _fingerprint(self, value: Any) -> int:
+        return rng_fingerprint(value[2] if self.at == "output" else value)
 
     def edit(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to the site's tensor in `value`, and add the site to errors."""
@@ -182,8 +215,19 @@ class SiteHook:
             raise
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
-        """Apply `fn` to the site's tensor in `value`. Subclasses pass `fn` what the regularizer needs besides."""
-        return map_tensor(value, self.tensor, fn)
+        """Apply `fn` to the site's tensor in `value`, with what the regularizer needs besides."""
+        if self.regularizer.needs:
+            fn = partial(fn, **self._context(module, value))
+        if self.at == "output":
+            return map_tensor(value[2], self.tensor, fn)
+        args, kwargs = value
+        return map_arguments(module, args, kwargs, self.tensor, fn)
+
+    def _context(self, module: nn.Module, value: Any) -> dict[str, Any]:
+        context = {need: one.value for need, one in self.collected.items()}
+        if LAYER_INPUT in self.regularizer.needs:
+            context[LAYER_INPUT] = layer_input(module, value[0], value[1], self.where)
+        return context
 
     def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         """Regularize `x` at a rate."""
@@ -195,9 +239,9 @@ class SiteHook:
     def apply_in_graph(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         """Like `apply`, for compiled code: reads nothing that changes between calls."""
         if self.state.live.observe is not None:
-            return compiling.graph_break_functions[compiling.OBSERVED_REASON](self, x, rate, **context)  # type: ignore[no-any-return]
-        if self.graph_break:
-            return compiling.graph_break_functions[self.graph_break](self, x, rate, **context)  # type: ignore[no-any-return]
+            return _OBSERVED.call(self, x, rate, **context)  # type: ignore[no-any-return]
+        if self.graph_break is not None:
+            return self.graph_break.call(self, x, rate, **context)  # type: ignore[no-any-return]
         self.regularizer.check(x.shape)
         if not compiling.is_exporting():
             self.last_shape = x.shape
@@ -239,19 +283,18 @@ class SiteHook:
     # --- registration
 
     def place(self, module: nn.Module) -> None:
-        """Register the hook on `module`."""
-        self.handle = module.register_forward_hook(self)
+        """Register the hook on `module`, and its companions."""
+        if self.collected:
+            place_around(self, module)
+        if self.at == "output":
+            self.handle = module.register_forward_hook(self, with_kwargs=LAYER_INPUT in self.regularizer.needs)
+        else:
+            self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
     def remove(self) -> None:
-        """Remove the hook from its module."""
-        if self.handle is not None:
-            self.handle.remove()
-        self.handle = None
-
-    @property
-    def placed(self) -> bool:
-        """Whether the hook was placed and not removed."""
-        return self.handle is not None
+        super().remove()
+        for companion in self.companions:
+            companion.remove()
 
     @property
     def is_attached(self) -> bool:
@@ -277,27 +320,6 @@ class SiteHook:
         raise AttributeError(script if name == "__name__" else f"{type(self).__name__!r} has no attribute {name!r}")
 
 
-class InputHook(SiteHook):
-    """A forward pre-hook that regularizes one tensor of a layer's arguments."""
-
-    at = "input"
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        if not (args and isinstance(args[0], Tensor)) and compiling.is_symbolic((args, kwargs)):
-            return self.state.warn_once("symbolic", compiling.fx_trace_text(self.where))
-        value = args, kwargs or {}
-        changed = self._call_in_graph(module, value) if is_compiling() else self._call(module, value)
-        # If another library re-registered the hook, it may be called without kwargs and must then return only `args`.
-        return changed[0] if changed is not None and kwargs is None else changed
-
-    def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
-        args, kwargs = value
-        return map_arguments(module, args, kwargs, self.tensor, fn)
-
-    def place(self, module: nn.Module) -> None:
-        self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
-
-
 def regularized(regularizer: Regularizer, x: Tensor, rate: Any, **context: Any) -> Tensor:
     """Regularize `x`, and check the result."""
     y = regularizer.regularize(x, rate, **context)
@@ -307,6 +329,13 @@ def regularized(regularizer: Regularizer, x: Tensor, rate: Any, **context: Any) 
 def _apply(hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
     # Not `hook.apply`: a `SkipHook` saves its input differently in compiled code than in eager code.
     return SiteHook.apply(hook, x, rate, **context)
+
+
+_OBSERVED = compiling.GraphBreak(
+    _apply,
+    "measuring() and recording() need tensor values, so they break the graph.\n"
+    "  measure the uncompiled model, or use probe(x), which runs it uncompiled.",
+)
 
 
 def _different_mask_text(name: str, site: str) -> str:

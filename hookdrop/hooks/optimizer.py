@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hookdrop.hooks.compiling import graph_break_functions, register_graph_break
+from hookdrop.hooks.compiling import GraphBreak
 
 # The attributes in which wrappers hold the inner optimizer: Accelerate, Lightning, timm's Lookahead, PostLocalSGD,
 # fastai's OptimWrapper.
 _INNER = ("optimizer", "base_optimizer", "_base_optimizer", "optim", "opt")
-
-_COUNT_REASON = "hookdrop counts optimizer steps."
 
 
 class Follower:
@@ -26,7 +24,6 @@ class Follower:
         self._advance = advance
         self._on_first_step: Callable[[int], None] | None = on_first_step
         """Called before the first step is counted, with the step count in the optimizer's state."""
-        register_graph_break(_count, _COUNT_REASON)
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     @property
@@ -54,7 +51,7 @@ class Follower:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Inside a compiled optimizer step, counting would trigger recompilation at every step.
         if torch.compiler.is_compiling():
-            graph_break_functions[_COUNT_REASON](self, optimizer)
+            _COUNT.call(self, optimizer)
         else:
             _count(self, optimizer)
 
@@ -66,6 +63,9 @@ def _count(follower: Follower, optimizer: Optimizer) -> None:
     if first is not None:
         first(_steps_taken(optimizer))
     follower._advance()
+
+
+_COUNT = GraphBreak(_count, "hookdrop counts optimizer steps.")
 
 
 def _do_nothing() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.hooks.companion import CompanionHook, Hook, owner_of
 from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.placed import PlacedHook
 from hookdrop.utils.torch_internals import HOOK_TABLES
 
 hidden_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -37,7 +37,7 @@ def remove_hooks(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
     wanted = {id(hook): hook for hook in hooks}
     for module in model.modules() if model is not None else ():
         for table, key in _entries(module):
-            if id(owner_of(getattr(module, HOOK_TABLES[table][0])[key])) in wanted:
+            if id(getattr(module, HOOK_TABLES[table][0])[key].owner) in wanted:
                 for name in (HOOK_TABLES[table][0], *HOOK_TABLES[table][1]):
                     getattr(module, name).pop(key, None)
     for hook in wanted.values():
@@ -69,11 +69,11 @@ def _entries(module: nn.Module) -> list[tuple[int, int]]:
         (index, key)
         for index, (name, _) in enumerate(HOOK_TABLES)
         for key, hook in getattr(module, name).items()
-        if isinstance(hook, SiteHook | CompanionHook)
+        if isinstance(hook, PlacedHook)
     ]
 
 
-def _hide(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any], dict[int, Hook]]]:
+def _hide(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any], dict[int, PlacedHook]]]:
     """Remove the hookdrop hooks from all tables. Returns (table, previous entries, hookdrop hooks by key)."""
     taken = []
     for index, (name, extras) in enumerate(HOOK_TABLES):
@@ -86,7 +86,7 @@ def _hide(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any], dict[
     return taken
 
 
-def _show(taken: list[tuple[dict[int, Any], dict[int, Any], dict[int, Hook]]]) -> None:
+def _show(taken: list[tuple[dict[int, Any], dict[int, Any], dict[int, PlacedHook]]]) -> None:
     for table, before, ours in taken:
         inside = dict(table)
         table.clear()

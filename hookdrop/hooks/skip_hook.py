@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError
-from hookdrop.hooks.companion import CompanionHook
-from hookdrop.hooks.hook import CurrentRate, InputHook
+from hookdrop.hooks.hook import CurrentRate, SiteHook
+from hookdrop.hooks.placed import CompanionHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey
@@ -38,10 +38,8 @@ class _SavedInput(NamedTuple):
         return type(None), ()
 
 
-class SkipHook(InputHook):
+class SkipHook(SiteHook):
     """A forward pre-hook on a residual block that regularizes only the identity skip."""
-
-    at = "skip"
 
     def __init__(
         self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, branch: str
@@ -57,7 +55,7 @@ class SkipHook(InputHook):
         self.recomputing_threads: set[int] = set()
         """Threads in which a checkpoint recomputes the block and has not reached the branch yet."""
         self.companion = RestoreInputHook(self)
-        super().__init__(site, regularizer, p_scale, tensor, state)
+        super().__init__(site, regularizer, p_scale, tensor, state, "skip")
 
     def __getstate__(self) -> dict[str, Any]:
         idle: dict[str, Any] = {
@@ -68,13 +66,13 @@ class SkipHook(InputHook):
         }
         return super().__getstate__() | idle
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         if not is_compiling():
             if self.pending_threads:  # left by a forward that did not reach the branch
                 self._clear_pending()
             if graph_task() != -1:
                 self.recomputing_threads.add(threading.get_ident())
-        return super().__call__(module, args, kwargs)
+        return super().__call__(module, args, *rest)
 
     def place(self, module: nn.Module) -> None:
         super().place(module)
@@ -82,10 +80,7 @@ class SkipHook(InputHook):
         self.companion.handle = module.get_submodule(self.branch).register_forward_pre_hook(
             self.companion, prepend=True, with_kwargs=True
         )
-
-    def remove(self) -> None:
-        super().remove()
-        self.companion.remove()
+        self.companions.append(self.companion)
 
     @property
     def is_attached(self) -> bool:
@@ -159,10 +154,10 @@ class SkipHook(InputHook):
 class RestoreInputHook(CompanionHook):
     """A forward pre-hook on the first layer of a residual branch that restores the input of the block."""
 
-    owner: SkipHook
+    _owner: SkipHook
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        restored = self.owner.restore(module, args, kwargs or {})
+        restored = self._owner.restore(module, args, kwargs or {})
         # If another library re-registered the hook, it may be called without kwargs and must then return only `args`.
         return restored[0] if restored is not None and kwargs is None else restored
 

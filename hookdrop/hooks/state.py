@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookdrop.errors import warn
-from hookdrop.hooks.checkpointing import CheckpointedRates
+from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.optimizer import Follower
 from hookdrop.schedules import ConstantSchedule, Schedule
 
@@ -53,8 +53,8 @@ class LiveState:
         self.contexts: list[Override] = []
         """The overrides of all contexts that have not exited."""
         self.observe: Callable[..., Tensor] | None = None
-        """Called with (hook, tensor, rate, *others) in place of the regularizer by `measuring` and `recording`."""
-        self.checkpointed = CheckpointedRates()
+        """Called with (hook, tensor, rate, **context) in place of the regularizer by `measuring` and `recording`."""
+        self.checkpointed = CheckpointedCalls()
         self.update_counter: Any = None
         """The `UpdateCounter` of `guards.updates`."""
 

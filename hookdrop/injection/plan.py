@@ -13,13 +13,11 @@ from hookdrop.errors import InjectionError, nothing_placed, warn
 from hookdrop.guards.plan import plan_warnings
 from hookdrop.guards.progress import watch
 from hookdrop.hooks import compiling
-from hookdrop.hooks.branch_hook import BranchHook
-from hookdrop.hooks.embedding_hook import EmbeddingHook
-from hookdrop.hooks.hook import InputHook, SiteHook
-from hookdrop.hooks.layer_hook import LayerHook
+from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hidden_modules, hooks_of
 from hookdrop.hooks.skip_hook import SkipHook
 from hookdrop.hooks.state import InjectionState
+from hookdrop.hooks.subset_hook import SubsetHook
 from hookdrop.injection.group import Injections, find
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.inspect import inspect_forward
@@ -215,13 +213,9 @@ def _make_hook(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> S
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     if site.at == "skip":
         return SkipHook(*settings, site.branch)
-    for need in site.regularizer.needs:
-        return _HOOKS[need](*settings)
-    return InputHook(*settings) if site.at == "input" else SiteHook(*settings)
-
-
-_HOOKS: dict[str, type[SiteHook]] = {"rows": BranchHook, "attention_mask": EmbeddingHook, "layer_input": LayerHook}
-"""The hooks of regularizers that need more than one tensor, by `Regularizer.needs`."""
+    if "rows" in site.regularizer.needs:
+        return SubsetHook(*settings)
+    return SiteHook(*settings, site.at)
 
 
 def _free_name(name: str, present: Injections) -> str:

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
@@ -64,6 +64,16 @@ STD = Rate("std", high=math.inf, kind="noise")
 """A standard deviation."""
 
 
+class SampleRows(NamedTuple):
+    """Where the rows of each sample are in a tensor."""
+
+    axis: int = 0
+    interleaved: bool = False
+    """Whether sample i of N has the rows i, i + N, ..., as in (T N), and not consecutive ones, as in (N T)."""
+    samples: int | None = None
+    """The number N of samples; None if each row is a sample."""
+
+
 def _regularize(self: Regularizer, x: Tensor, rate: Any, **context: Any) -> Tensor:
     """Regularize `x` at the given rate, in training and eval mode, without modifying `x` in place.
 
@@ -98,8 +108,13 @@ class Regularizer(nn.Module):
     """The number that a schedule drives, or None."""
 
     needs: Sequence[str] = ()
-    """What a hook passes to `regularize` by keyword: `"layer_input"`, the input of the layer, and `"attention_mask"`,
-    the mask of the innermost call around the layer that has one, or None."""
+    """What a hook passes to `regularize` by keyword, from the same call:
+
+    * `"layer_input"`: the input of the layer;
+    * `"attention_mask"`: that of the innermost module around the layer that takes one, or None;
+    * `"samples"`: the `SampleRows` of the tensor, or None if each row of axis 0 is a sample;
+    * `"rows"`: the samples that a branch ran on, which `select_rows(x, p)` chooses.
+    """
 
     only_at: str | None = None
     """`"output"` or `"input"` if it is only meaningful there. None: at both."""

@@ -57,7 +57,7 @@ class TestPartsOfModels:
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         outer: Any = nn.DataParallel(model)
         drop = inject(outer, Dropout(0.5), layers="*.0", schedule=LinearSchedule(100))
-        (drop if deleted == "wrapper" else find(model[0])[0]).follow(optimizer)
+        (drop if deleted == "wrapper" else find(model[0])).follow(optimizer)
         del outer
         if deleted == "part":
             model[0] = mlp()

@@ -5,7 +5,6 @@ A pre-hook on the branch passes on the rows of the kept samples, and a hook on i
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,37 +13,31 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError, ShapeError
-from hookdrop.hooks import compiling
-from hookdrop.hooks.call_arguments import hidden_states, refuse_cache
-from hookdrop.hooks.companion import CompanionHook
-from hookdrop.hooks.hook import CurrentRate, InputHook, SiteHook
+from hookdrop.hooks.call_context import CallValue, refuse_cache
+from hookdrop.hooks.compiling import GraphBreak
+from hookdrop.hooks.hook import CurrentRate, SiteHook
+from hookdrop.hooks.placed import CompanionHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.tensor_tree import TensorKey, describe, fits, map_leaves, map_tensor
+from hookdrop.utils.tensor_tree import TensorKey, bind_arguments, describe, first_tensor, fits, map_leaves, map_tensor
 
 
-class BranchHook(InputHook):
+class SubsetHook(SiteHook):
     """A forward pre-hook on a residual branch that selects samples. Its companion completes the output."""
-
-    at = "output"
 
     def __init__(
         self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState
     ) -> None:
-        self.companion = CompleteBatchHook(self)
-        self.selected: dict[int, tuple[Tensor, int, CurrentRate]] = {}
-        """The rows, the batch size and the rate of the call in progress, by thread."""
-        super().__init__(site, regularizer, p_scale, tensor, state)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"selected": {}}
+        super().__init__(site, regularizer, p_scale, tensor, state, "input")
+        self.selected = CallValue()
+        """The rows, the number of samples and the rate of the call in progress."""
 
     def _call(self, module: nn.Module, value: Any) -> Any:
-        self.selected.pop(threading.get_ident(), None)  # left by a branch that raised an error
+        self.selected.end()  # left by a compiled branch that raised an error
         return super()._call(module, value)
 
     def _call_in_graph(self, module: nn.Module, value: Any) -> Any:
-        return None if self.is_off(module) else compiling.graph_break_functions[_SELECTING](self, module, value)
+        return None if self.is_off(module) else _SELECT.call(self, module, value)
 
     def is_off(self, module: nn.Module) -> bool:
         """Whether the hook does nothing in the mode of the branch."""
@@ -52,20 +45,21 @@ class BranchHook(InputHook):
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         args, kwargs = value
-        x = hidden_states(module, args, kwargs)
+        bound = bind_arguments(module, args, kwargs)
+        x = first_tensor(bound)
         kept = fn(x)
         if kept is x:
             return None
-        refuse_cache(module, args, kwargs, self.where)
-        rows = self.selected[threading.get_ident()][0]
-        return map_leaves((args, kwargs), lambda leaf: kept if leaf is x else self._select(leaf, rows, x))
+        refuse_cache(bound, self.where)
+        rows = self.selected.value[0]
+        return map_leaves(value, lambda leaf: kept if leaf is x else self._select(leaf, rows, x))
 
     def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         """Return the rows of the samples that the branch runs on; `x` itself if it runs on all of them."""
         rows = self.regularizer.select_rows(x, rate.value)  # type: ignore[operator]
         if rows is None:
             return x
-        self.selected[threading.get_ident()] = rows, len(x), rate
+        self.selected.start((rows, len(x), rate))
         return x[rows]
 
     def _select(self, leaf: Any, rows: Tensor, x: Tensor) -> Any:
@@ -93,8 +87,8 @@ class BranchHook(InputHook):
 
     def complete(self, output: Any) -> Any:
         """Return the output of the branch for all samples, with zeros for those that it did not run on."""
-        selected = self.selected.pop(threading.get_ident(), None)
-        if selected is None:
+        selected = self.selected.end()
+        if selected is None or output is None:  # None after an error
             return None
         rows, samples, rate = selected
 
@@ -105,13 +99,15 @@ class BranchHook(InputHook):
         output = map_tensor(output, self.tensor, complete) if len(rows) == 1 else map_leaves(output, complete)
         return map_tensor(output, self.tensor, lambda y: SiteHook.apply(self, y, rate, rows=rows))
 
+    @property
+    def where(self) -> str:
+        return f"{self.regularizer.title} at {self.site!r}"
+
     def place(self, module: nn.Module) -> None:
         super().place(module)
-        self.companion.handle = module.register_forward_hook(self.companion)
-
-    def remove(self) -> None:
-        super().remove()
-        self.companion.remove()
+        companion = CompleteBatchHook(self)
+        companion.handle = module.register_forward_hook(companion, always_call=True)
+        self.companions.append(companion)
 
 
 def _among_zeros(x: Tensor, rows: Tensor, samples: int) -> Tensor:
@@ -122,18 +118,17 @@ def _among_zeros(x: Tensor, rows: Tensor, samples: int) -> Tensor:
 
 
 class CompleteBatchHook(CompanionHook):
-    """A forward hook on a residual branch that completes its output."""
+    """A forward hook on a residual branch that completes its output, and ends the call after an error."""
 
-    owner: BranchHook
+    _owner: SubsetHook
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not is_compiling():
-            return self.owner.complete(output)
-        return None if self.owner.is_off(module) else compiling.graph_break_functions[_COMPLETING](self.owner, output)
+            return self._owner.complete(output)
+        return None if self._owner.is_off(module) else _COMPLETE.call(self._owner, output)
 
 
 # The number of rows depends on the rate, so these functions run outside of compiled graphs.
-_REASON = "DropPath(mode='subset') changes the batch size of the branch.\n  remove fullgraph=True, or use mode='row'"
-_SELECTING, _COMPLETING = f"{_REASON}.", f"{_REASON}. "
-compiling.register_graph_break(BranchHook._call, _SELECTING)
-compiling.register_graph_break(BranchHook.complete, _COMPLETING)
+_REASON = "DropPath(mode='subset') changes the batch size of the branch.\n  remove fullgraph=True, or use mode='row'."
+_SELECT = GraphBreak(SubsetHook._call, _REASON)
+_COMPLETE = GraphBreak(SubsetHook.complete, _REASON)

@@ -1,0 +1,135 @@
+"""What a regularizer needs besides its tensor, from the call in progress.
+
+The input of a layer is an argument of its own call. The attention mask and the number of samples are arguments of
+modules around the layer: a pre-hook there stores the value, and a hook at the end of the same call, which also runs
+after an error, removes it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from hookdrop.errors import InjectionError
+from hookdrop.hooks.placed import CompanionHook
+from hookdrop.regularizers.base import SampleRows
+from hookdrop.utils.tensor_tree import bind_arguments, first_tensor, parameter_names, tensors
+
+if TYPE_CHECKING:
+    from hookdrop.hooks.hook import SiteHook
+
+MASK, SAMPLES, LAYER_INPUT = "attention_mask", "samples", "layer_input"
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "cache", "cache_params")
+
+
+class CallValue:
+    """A value of the calls in progress; that of the innermost call in this thread."""
+
+    def __init__(self) -> None:
+        self.by_thread: dict[int, tuple[Any, Any]] = {}
+        """(value, the entry of the call around), by thread; only threads with a call in progress."""
+        self.entry: tuple[Any, Any] | None = None
+        """The same for compiled code, which knows no threads."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"by_thread": {}, "entry": None}
+
+    def start(self, value: Any) -> None:
+        """Store the value of a call that starts."""
+        if is_compiling():
+            self.entry = (value, self.entry)
+            return
+        thread = threading.get_ident()
+        self.entry = self.by_thread[thread] = (value, self.by_thread.get(thread))
+
+    def end(self) -> Any:
+        """Remove and return the value of the call that ends; None if there is none."""
+        if is_compiling():
+            entry, self.entry = self.entry, None if self.entry is None else self.entry[1]
+        else:
+            thread = threading.get_ident()
+            entry = self.by_thread.pop(thread, None)
+            self.entry = None if entry is None else entry[1]
+            if self.entry is not None:
+                self.by_thread[thread] = self.entry
+        return None if entry is None else entry[0]
+
+    @property
+    def value(self) -> Any:
+        """The value of the innermost call; None without a call."""
+        entry = self.entry
+        if not is_compiling():
+            # Compiled code around an eager layer stores the entry without a thread.
+            entry = self.by_thread.get(threading.get_ident(), entry)
+        return None if entry is None else entry[0]
+
+
+class CallStart(CompanionHook):
+    """A forward pre-hook on a module around a site that stores a value of its call."""
+
+    def __init__(self, owner: SiteHook, need: str) -> None:
+        super().__init__(owner)
+        self.need = need
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        bound = bind_arguments(module, args, kwargs or {})
+        value = bound.get(MASK) if self.need == MASK else _rows(self.owner.samples, bound)
+        self.owner.collected[self.need].start(value)
+
+
+class CallEnd(CallStart):
+    """A forward hook on the same module that removes the value, also after an error."""
+
+    def __call__(self, *_: Any) -> None:
+        self.owner.collected[self.need].end()
+
+
+def place_around(owner: SiteHook, module: nn.Module) -> None:
+    """Place the companions of a site that collect what its regularizer needs from modules around it."""
+    for need in owner.collected:
+        for parent in _modules_around(owner, module, need):
+            start, end = CallStart(owner, need), CallEnd(owner, need)
+            start.handle = parent.register_forward_pre_hook(start, with_kwargs=True)
+            end.handle = parent.register_forward_hook(end, always_call=True)
+            owner.companions += [start, end]
+
+
+def _modules_around(owner: SiteHook, module: nn.Module, need: str) -> list[nn.Module]:
+    root = None if owner.state.live.root is None else owner.state.live.root()
+    if root is None or (need == SAMPLES and (owner.samples is None or owner.samples.module is None)):
+        return []
+    if need == SAMPLES:
+        return [root.get_submodule(owner.samples.module)]
+    found = [part for part in root.modules() if MASK in parameter_names(part) and module in part.modules()]
+    if not found:
+        raise InjectionError(
+            f"{owner.where}: no module around it takes {MASK!r}, so the padding is unknown.\n"
+            "  without the mask, padding gets noise too: attention_mask=False"
+        )
+    return found
+
+
+def _rows(samples: Any, bound: dict[str, Any]) -> SampleRows | None:
+    """The number of samples of a call, and where their rows are; None if the call has no tensor."""
+    size = next((x.shape[0] for x in tensors(bound) if x.dim() > 0), None)
+    return None if size is None else SampleRows(samples.axis, samples.interleaved, size)
+
+
+def layer_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Tensor:
+    """Return the first floating-point tensor among the arguments, in the order of the signature."""
+    bound = bind_arguments(module, args, kwargs)
+    refuse_cache(bound, where)
+    return first_tensor(bound)
+
+
+def refuse_cache(bound: dict[str, Any], where: str) -> None:
+    """Raise `InjectionError` if a call fills a KV cache, which would keep the keys of what is dropped."""
+    for name in _CACHES:
+        if bound.get(name) is not None:
+            raise InjectionError(
+                f"{where}: the layer fills a KV cache ({name}), which would hold keys of dropped layers or lack rows.\n"
+                "  model.config.use_cache = False   or pass use_cache=False to the model, or to TrainingArguments"
+            )

@@ -1,0 +1,26 @@
+"""`benchmarks/structure.py`: the figures of the package's structure stay within their limits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import structure
+from tests.support.programs import ROOT
+
+
+def test_figures_stay_within_their_limits() -> None:
+    figures = structure.measure(ROOT)
+    assert figures["entries at the root"] <= 17
+    assert figures["import levels"] <= 15
+    assert figures["lines of guards/"] <= 850
+
+
+def test_conditions_of_errors_and_warnings_are_counted() -> None:
+    text = "if x:\n    y = 1\n    raise ValueError(\n        y\n    )\nz = 2\nwarn(z)\ndef check(x):\n    pass\n"
+    assert structure.checking_lines(text) == 8
+
+
+def test_structure_prints_a_table() -> None:
+    done = subprocess.run([sys.executable, structure.__file__], capture_output=True, text=True, check=True)
+    assert "lines of the package" in done.stdout
