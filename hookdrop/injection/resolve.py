@@ -179,9 +179,9 @@ def resolve_recipe(
         raise LayerError(f"`exclude` removes every site of {name} ({len(found)}): nothing is left.")
     if schedule is not None:
         check_picklable(schedule, "the schedule")
-    groups = {site.group or site.name: everything[site.group or site.name] for site in chosen}
+    groups = recipe.groups(root, survey, chosen)
     wanted = recipe.p_scale if p_scale is None else p_scale
-    factors = [1.0] * len(groups) if wanted is None else rate_factors(list(groups.values()), wanted)
+    factors = [1.0] * len(groups) if wanted is None else rate_factors([everything[one] for one in groups], wanted)
     by_group = dict(zip(groups, factors, strict=True))
     sites = [_plan_recipe_site(root, everything[site.name], site) for site in chosen]
     _scale(sites, [site.factor * by_group[site.group or site.name] for site in chosen])

@@ -58,9 +58,13 @@ class Residual:
         return self.op.outputs[-1]
 
 
-def find_branches(trace: Trace) -> tuple[Branch, ...]:
-    """Return the residual branches of a trace, in the order of execution."""
-    everything = _Search(trace).run()
+def find_residuals(trace: Trace) -> list[Residual]:
+    """Return all residual additions of a trace, in the order of execution."""
+    return _Search(trace).run()
+
+
+def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
+    """Return the residual branches of a trace with these additions, in the order of execution."""
     residuals = _without_long_skips(everything)
     layers, usable = _layers(residuals), _always_ends(trace, everything)
     found: dict[tuple[str, str], Branch] = {}
@@ -124,7 +128,7 @@ class _Search:
             return self.roots.get(residual.skip, [residual.skip])
         inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data]
         same = op.name in _CROPS or all(one.size == node.size for one in inputs)
-        return self.roots.get(inputs[0], [inputs[0]]) if _is_linear(op) and len(inputs) == 1 and same else []
+        return self.roots.get(inputs[0], [inputs[0]]) if is_linear(op) and len(inputs) == 1 and same else []
 
     def _residual(self, op: Op) -> Residual | None:
         terms = added(op)
@@ -151,7 +155,7 @@ class _Search:
     def _linear_path(self, node: Node) -> Iterator[Node]:
         """Yield a node and those from which only linear operations on one tensor lead to it."""
         yield node
-        while node.op is not None and _is_linear(node.op):
+        while node.op is not None and is_linear(node.op):
             inputs = [one for one in node.op.inputs if one.fits and one.is_data]
             if len(inputs) != 1:
                 return
@@ -206,7 +210,7 @@ class _Search:
                     yield from self._ends(residual, term)
                 return
             inputs = [one for one in op.inputs if one.fits and self.ancestors[one] & root]
-            if not _is_linear(op) or len(inputs) != 1:
+            if not is_linear(op) or len(inputs) != 1:
                 break
             node = inputs[0]
         yield calls
@@ -242,7 +246,8 @@ def _lengths(node: Node, since: int) -> dict[Node, int]:
     return lengths
 
 
-def _is_linear(op: Op) -> bool:
+def is_linear(op: Op) -> bool:
+    """Whether an operation keeps the size of a tensor, or crops it, and is linear in it."""
     if op.name == "masked_fill":
         return bool(op.args[-1] == 0)
     return op.name in _LINEAR or op.name in _CROPS

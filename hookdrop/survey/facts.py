@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from hookdrop.errors import InjectionError
-from hookdrop.survey.branches import Branch, find_branches
+from hookdrop.survey.branches import Branch, Residual, find_branches, find_residuals
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, no_example
+from hookdrop.survey.skippable import find_skippable
 from hookdrop.survey.trace import Call, Node, Trace, record
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.wrappers import unwrapped
@@ -98,7 +99,16 @@ class Survey:
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
         """The residual branches, in the order of execution."""
-        return find_branches(self.trace)
+        return find_branches(self.trace, self._residuals)
+
+    @cached_property
+    def skippable(self) -> Mapping[str, str]:
+        """The layers around residual branches, by full name: empty if a layer is its input plus branches, or why not."""
+        return MappingProxyType(find_skippable(self.trace, self._residuals, self.branches))
+
+    @cached_property
+    def _residuals(self) -> list[Residual]:
+        return find_residuals(self.trace)
 
     @cached_property
     def drop_rates(self) -> DropRates:
