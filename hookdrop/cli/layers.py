@@ -13,7 +13,7 @@ from hookdrop.diagnostics.dry_run import dry_run
 from hookdrop.errors import ShapeError
 from hookdrop.injection.text import parse
 from hookdrop.regularizers import Regularizer
-from hookdrop.utils.globs import glob_expression
+from hookdrop.utils.names import glob_expression
 from hookdrop.utils.select import named_layers, select
 from hookdrop.utils.tables import counted, shape_text
 

@@ -14,10 +14,10 @@ from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
 from hookdrop.survey.isolation import call, restored_after, set_eval
+from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import count
-from hookdrop.utils.wrappers import unwrapped
 
 
 def probe(model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:

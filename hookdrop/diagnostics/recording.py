@@ -17,9 +17,9 @@ from hookdrop.errors import did_you_mean
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import drops_elements
-from hookdrop.utils.globs import glob_expression
+from hookdrop.utils.captures import CopyDevice, NotRecordedError, detached_copy, valid_device
+from hookdrop.utils.names import glob_expression
 from hookdrop.utils.tables import html_table, shape_text, some, text_table
-from hookdrop.utils.tensors import CopyDevice, NotRecordedError, detached_copy, valid_device
 from hookdrop.utils.torch_internals import graph_task
 from hookdrop.utils.validation import count
 

@@ -13,9 +13,9 @@ from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter, sched
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
+from hookdrop.utils.names import unwrapped
 from hookdrop.utils.seeding import find_rank_with_same_seed
 from hookdrop.utils.torch_internals import full_backward_hooks_of, parameters_of
-from hookdrop.utils.wrappers import unwrapped
 
 CHANGES = ("lost", "copied", "adapted", "full_backward_hook")
 USE = ("bypassed", "silent", "always_in_eval", "equal_masks", "other_trained")

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hookdrop.utils.wrappers import unwrapped
+from hookdrop.utils.names import unwrapped
 
 Device: TypeAlias = int | str | torch.device | None
 

@@ -18,8 +18,8 @@ from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.prediction import Settings, predict
+from hookdrop.utils.captures import CopyDevice
 from hookdrop.utils.tables import html_table
-from hookdrop.utils.tensors import CopyDevice
 
 _HEADER = ("name", "sites", "p", "step", "schedule")
 

@@ -24,9 +24,8 @@ from hookdrop.hooks.state import Override
 from hookdrop.injection import config, state_dict
 from hookdrop.injection.controller import Controller, largest_target
 from hookdrop.injection.prediction import Settings, predict
-from hookdrop.utils.context import requires_with
+from hookdrop.utils.captures import CopyDevice, requires_with
 from hookdrop.utils.tables import counted, html_table, text_table
-from hookdrop.utils.tensors import CopyDevice
 from hookdrop.utils.validation import count, number
 
 

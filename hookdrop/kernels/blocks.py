@@ -15,8 +15,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from hookdrop.utils.tensors import PLAIN_TYPES
-from hookdrop.utils.torch_internals import dispatch_modes, functorch_stack, is_tracing
+from hookdrop.utils.torch_internals import PLAIN_TYPES, dispatch_modes, functorch_stack, is_tracing
 from hookdrop.utils.validation import one_of
 
 

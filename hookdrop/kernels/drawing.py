@@ -13,8 +13,8 @@ from hookdrop.kernels import native, triton_dropblock
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import slices_to_front
 from hookdrop.kernels.random_numbers import MIN_EXPECTED_SUCCESSES, most_precise_dtype, successes, trials
-from hookdrop.utils.tensors import PLAIN_TYPES
 from hookdrop.utils.torch_internals import (
+    PLAIN_TYPES,
     dispatch_modes,
     functorch_stack,
     is_proxy_tracing,

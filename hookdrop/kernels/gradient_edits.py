@@ -11,8 +11,13 @@ from torch.compiler import is_compiling
 
 from hookdrop.kernels.masking import HALF
 from hookdrop.kernels.random_numbers import randn_like
-from hookdrop.utils.tensors import PLAIN_TYPES, on_plain_tensor, wraps_results
-from hookdrop.utils.torch_internals import forward_ad_level, functorch_stack
+from hookdrop.utils.torch_internals import (
+    PLAIN_TYPES,
+    forward_ad_level,
+    functorch_stack,
+    on_plain_tensor,
+    wraps_results,
+)
 
 Edit = Callable[..., Tensor]
 """A function of a gradient and settings that returns the edited gradient."""

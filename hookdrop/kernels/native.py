@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels.blocks import Blocks, contiguous_strides
-from hookdrop.utils.tensors import PLAIN_TYPES
-from hookdrop.utils.torch_internals import dispatch_modes, has_storage, is_tracing, is_zero_tensor
+from hookdrop.utils.torch_internals import PLAIN_TYPES, dispatch_modes, has_storage, is_tracing, is_zero_tensor
 
 _INTERFACE = 4
 _SIGNATURES = {  # p: a pointer, w: a 64-bit integer, d: a double

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from hookdrop.errors import LayerError, ShapeError, nearest, warn
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.observe.read_only_hooks import LayerObserver, chosen_layers, chosen_tensor, first_tensor, observed
-from hookdrop.utils.context import requires_with
+from hookdrop.utils.captures import CopyDevice, NotRecordedError, detached_copy, requires_with, valid_device
 from hookdrop.utils.select import Entries, Layer
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import TensorKey, describe
-from hookdrop.utils.tensors import CopyDevice, NotRecordedError, detached_copy, valid_device
 from hookdrop.utils.validation import count
 
 

@@ -16,13 +16,13 @@ from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.survey.isolation import restored_after, uncompiled
 from hookdrop.utils.axes import as_map
+from hookdrop.utils.captures import detached_copy
+from hookdrop.utils.names import unwrapped
 from hookdrop.utils.optional import needs
 from hookdrop.utils.select import Entries, Layer, select
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import describe, map_tensor
-from hookdrop.utils.tensors import detached_copy
 from hookdrop.utils.validation import count, floating, one_of
-from hookdrop.utils.wrappers import unwrapped
 
 Target = int | Tensor | Sequence[Any] | Callable[[Tensor], Tensor] | None
 METHODS = {

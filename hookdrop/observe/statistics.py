@@ -15,10 +15,9 @@ from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.observe.plots import stats_figure
 from hookdrop.observe.read_only_hooks import LayerObserver, chosen_layers, first_tensor, observed
 from hookdrop.utils.axes import channel_axis, channel_axis_of
-from hookdrop.utils.context import requires_with
+from hookdrop.utils.captures import NotRecordedError, requires_with
 from hookdrop.utils.select import Entries, Layer, named_layers
 from hookdrop.utils.tables import html_table, some, text_table
-from hookdrop.utils.tensors import NotRecordedError
 from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from hookdrop.recipes.source_analysis import dotted_path, reachable_methods
 from hookdrop.regularizers import HeadDropout
 from hookdrop.regularizers.head_dropout import heads_of
 from hookdrop.schedules import Schedule
+from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import Layer, layers_by_name, named_layers
-from hookdrop.utils.wrappers import unwrapped
 
 _PROJECTIONS = (
     *("o_proj", "out_proj", "proj", "c_proj", "o", "out_lin", "dense", "output.dense"),

@@ -16,10 +16,9 @@ from hookdrop.recipes.dropout_change import DropoutChange
 from hookdrop.recipes.dropout_rates import Rate, find_out_of_reach, find_rates
 from hookdrop.schedules import ConstantSchedule, Schedule
 from hookdrop.schedules.base import in_steps
-from hookdrop.utils.globs import glob_expression
+from hookdrop.utils.names import glob_expression, unwrapped
 from hookdrop.utils.tables import counted, html_table, some, text_table
 from hookdrop.utils.validation import rate as valid_rate
-from hookdrop.utils.wrappers import unwrapped
 
 Rates: TypeAlias = float | Callable[[str, float], float]
 _HEADER = ("name", "type", "rate")

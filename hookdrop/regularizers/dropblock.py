@@ -16,10 +16,8 @@ from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
 from hookdrop.kernels.drawing import NORMALIZE, BlockDrawing
 from hookdrop.kernels.masking import apply_mask
 from hookdrop.regularizers.base import P, Regularizer, describe_map, nhwc_warnings
-from hookdrop.utils.axes import given_channel_axis
-from hookdrop.utils.tensors import PLAIN_TYPES, on_plain_tensor, wraps_results
-from hookdrop.utils.torch_internals import dispatch_modes, is_tracing
-from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, one_of
+from hookdrop.utils.torch_internals import PLAIN_TYPES, dispatch_modes, is_tracing, on_plain_tensor, wraps_results
+from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, given_channel_axis, one_of
 
 
 def drop_block(

@@ -14,8 +14,7 @@ from hookdrop.kernels.custom_ops import draw_elements
 from hookdrop.kernels.drawing import ElementDrawing
 from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout
 from hookdrop.regularizers.base import P, Regularizer, describe_map, nhwc_warnings
-from hookdrop.utils.tensors import PLAIN_TYPES, on_plain_tensor, wraps_results
-from hookdrop.utils.torch_internals import functorch_stack, is_tracing
+from hookdrop.utils.torch_internals import PLAIN_TYPES, functorch_stack, is_tracing, on_plain_tensor, wraps_results
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating
 
 _MIN_NATIVE_ELEMENTS = 2**15

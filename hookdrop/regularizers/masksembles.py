@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from hookdrop.errors import ShapeError
 from hookdrop.kernels.fixed_masks import fixed_masks, ones_per_mask
 from hookdrop.regularizers.base import Rate, Regularizer, describe_map, nhwc_warnings
-from hookdrop.utils.axes import given_channel_axis
-from hookdrop.utils.validation import count, floating, number
+from hookdrop.utils.validation import count, floating, given_channel_axis, number
 
 MAX_SCALE = 6.0
 """As in the authors' code."""

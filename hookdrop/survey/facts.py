@@ -17,8 +17,8 @@ from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_ra
 from hookdrop.survey.examples import Example, examples, no_example
 from hookdrop.survey.skippable import find_skippable
 from hookdrop.survey.trace import Call, Node, Trace, record
+from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
-from hookdrop.utils.wrappers import unwrapped
 
 MAX_FORWARDS = 4
 

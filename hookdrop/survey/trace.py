@@ -33,10 +33,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookdrop.survey.isolation import call, restored_after
+from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import bind_arguments, map_leaves
 from hookdrop.utils.torch_internals import BatchNorm, fake_tensors, storage_of, version_of
-from hookdrop.utils.wrappers import unwrapped
 
 
 class Node:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from hookdrop.errors import ShapeError
-from hookdrop.utils.validation import count
 
 MAX_PREFIX_TOKENS = 8
 """Upper bound on class, distillation and register tokens combined."""
@@ -34,14 +33,6 @@ def channel_axis(shape: Sequence[int]) -> int:
     if len(shape) == 4 and shape[1] == shape[2] != shape[3]:
         return 3
     return len(shape) - 1 if len(shape) < 4 else 1
-
-
-def given_channel_axis(shape: Sequence[int], channel_dim: object, owner: str) -> int:
-    """Return `channel_dim`, which may count from the end, as an axis other than the first."""
-    rank, axis = len(shape), count(channel_dim, "channel_dim", owner, -5)
-    if not -rank < axis < rank or axis == 0:
-        raise ShapeError(f"got {tuple(shape)}: channel_dim={axis} is not one of its axes 1 to {rank - 1}.")
-    return axis % rank
 
 
 def channel_axis_of(module: nn.Module, shape: Sequence[int]) -> int | None:

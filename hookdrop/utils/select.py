@@ -16,10 +16,9 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hookdrop.errors import InjectionError, LayerError, nearest
-from hookdrop.utils.globs import glob_expression
+from hookdrop.utils.names import WRAPPER_ATTRIBUTES, glob_expression, wrapped_attribute
 from hookdrop.utils.tables import counted
 from hookdrop.utils.torch_internals import children_of
-from hookdrop.utils.wrappers import WRAPPER_ATTRIBUTES, wrapped_attribute
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import handle_torch_function, has_torch_function
 
 _C: Any = torch._C
 _jit: Any = torch.jit
@@ -63,6 +64,30 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 def storage_of(tensor: Tensor) -> int:
     """Return a number that tensors with the same memory share, with values or without; 0 if there is no memory."""
     return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else 0
+
+
+# Subclasses with a `__torch_function__`, such as MONAI's MetaTensor:
+
+PLAIN_TYPES = (Tensor, nn.Parameter)
+"""The types that are not such a subclass. Comparing with them is the fastest check."""
+
+
+def wraps_results(x: Tensor) -> bool:
+    """Whether the type of `x` wraps results in `__torch_function__` and stores its values in ordinary memory."""
+    return has_torch_function((x,)) and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def on_plain_tensor(function: Callable[..., Tensor], x: Tensor, *settings: Any) -> Tensor:
+    """Call `function` on the plain tensor and let the subclass wrap the result, as for any PyTorch function.
+
+    An autograd function must not receive the subclass: its `__torch_function__` would wrap the result in a view, and
+    in-place operations on that view raise.
+    """
+
+    def unwrapped(x: Tensor, *settings: Any) -> Tensor:
+        return function(x.as_subclass(Tensor), *settings)
+
+    return handle_torch_function(unwrapped, (x,), x, *settings)
 
 
 # --- modes and transforms that intercept operations

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hookdrop.errors import ShapeError
 
 
 def number(value: object, name: str, owner: str) -> float:
@@ -82,6 +85,14 @@ def count(value: Any, name: str, owner: str, low: int = 1) -> int:
     if result < low:
         raise ValueError(f"{owner}: {name} must be at least {low}, got {result}.")
     return result
+
+
+def given_channel_axis(shape: Sequence[int], channel_dim: object, owner: str) -> int:
+    """Return `channel_dim`, which may count from the end, as an axis other than the first."""
+    rank, axis = len(shape), count(channel_dim, "channel_dim", owner, -5)
+    if not -rank < axis < rank or axis == 0:
+        raise ShapeError(f"got {tuple(shape)}: channel_dim={axis} is not one of its axes 1 to {rank - 1}.")
+    return axis % rank
 
 
 def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) -> Any:

@@ -333,7 +333,7 @@ class TestHeadDropout:
 
 def inject_matches(model: nn.Module, pattern: str, name: str) -> bool:
     """Whether a glob matches the name of a layer."""
-    from hookdrop.utils.globs import glob_expression
+    from hookdrop.utils.names import glob_expression
 
     return glob_expression(pattern).fullmatch(name) is not None
 

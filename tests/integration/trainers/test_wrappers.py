@@ -10,7 +10,6 @@ import pytest
 from torch import nn
 
 from hookdrop import Dropout, find, inject
-from hookdrop.utils import wrappers
 
 
 def fabric(model: nn.Module) -> nn.Module:
@@ -45,7 +44,7 @@ def stand_in(name: str, attribute: str) -> Callable[[nn.Module], nn.Module]:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("deepspeed.runtime.engine", "ema_pytorch.ema_pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    wrappers.wrapped_attribute.cache_clear()  # type: ignore[attr-defined]
+    names.wrapped_attribute.cache_clear()  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*LeafSpec")
