@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hookdrop
-from families.layers import Run, watching
-from hookdrop.recipes.recipe import Recipe
+from families.layers import Run
+from hookdrop.errors import InjectionError, LayerError
+from hookdrop.recipes.base import Recipe
+from hookdrop.survey import survey
 from hookdrop.utils.tensor_tree import tensors
 from models.check import NotRunnable, require
 from models.footprint import bit_equal, differences, fingerprint, footprint
+
+
+@dataclass
+class Injected:
+    """What a recipe found in the runs of a model. All names are those of the model, not of its parts."""
+
+    runs: list[Run] = field(default_factory=list)
+    sites: dict[str, Any] = field(default_factory=dict)
+    """The regularizer of each site."""
+    blocks: dict[str, list[str]] = field(default_factory=dict)
+    """The ends of the residual branches of each layer, if they are sites."""
+    warnings: list[tuple[str, str]] = field(default_factory=list)
+    """The warnings of the plans, after the prefix of the names in them."""
 
 
 class RecipeCheck:
@@ -40,31 +56,50 @@ class RecipeCheck:
         # I-BERT replaces its buffers in each forward.
         self.before = {key: value for key, value in footprint(model).items() if value == self.before[key]}
 
-    def run(self, recipe: Recipe[...], settings: dict[str, Any]) -> hookdrop.Plan:
-        """Inject, evaluate, run one training step, and remove; return the plan.
+    def run(self, recipe: Recipe) -> Injected:
+        """Inject for each run, evaluate, run one training step, and remove; return the sites.
 
         Raises:
             LayerError, InjectionError: the recipe refuses the model.
             CheckFailed: a guarantee is broken.
         """
-        plan = recipe.plan(self.model, **settings)
+        found = self._plan(recipe)
         self._require_unchanged("plan")
-        drop = plan.apply()
+        drops = [hookdrop.inject(run.module, recipe, p_scale="equal", example_input=run.inputs) for run in found.runs]
         changed = [part for part in differences(self.before, footprint(self.model)) if part != "hooks"]
         require(not changed, f"inject changed {', '.join(changed)}")
         require(bit_equal(self._evaluate(), self.outputs), "eval output differs with hooks")
-        silent = [site.name for site in drop.sites if not site.fired]
-        if silent:  # the inputs may not call a cross-attention
-            silent = [name for name in silent if name in self._called()]
-            require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
+        silent = [site.name for drop in drops for site in drop.sites if not site.fired]
+        require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
         changed = sorted(self._train() ^ self.gradients)[:3]
         require(not changed, f"different parameters have gradients: {changed}")
-        drop.remove()
+        for drop in drops:
+            drop.remove()
         self._require_unchanged("remove")
         require(fingerprint(self.model) == self.checksums, "a parameter or buffer changed")
         require(bit_equal(self._evaluate(), self.outputs), "eval output differs after remove")
         require(not hookdrop.find(self.model), "hookdrop.find still finds an injection after remove")
-        return plan
+        return found
+
+    def _plan(self, recipe: Recipe) -> Injected:
+        """Plan each run, and raise the first refusal if there is no other run."""
+        found, refusals = Injected(), []
+        for run in self.runs:
+            try:
+                plan = hookdrop.plan(run.module, recipe, p_scale="equal", example_input=run.inputs)
+            except (LayerError, InjectionError) as error:
+                refusals.append(error)
+                continue
+            prefix = f"{run.name}." if run.name else ""
+            found.runs.append(run)
+            found.sites |= {f"{prefix}{site.name}": site.regularizer for site in plan.sites}
+            found.warnings += [(prefix, warning) for warning in plan.warnings]
+            for branch in survey(run.module, run.inputs).branches:
+                if f"{prefix}{branch.end}" in found.sites:
+                    found.blocks.setdefault(f"{prefix}{branch.layer}", []).append(f"{prefix}{branch.end}")
+        if not found.runs:
+            raise refusals[0]
+        return found
 
     def _require_unchanged(self, verb: str) -> None:
         changed = differences(self.before, footprint(self.model))
@@ -75,13 +110,6 @@ class RecipeCheck:
         self.model.eval()
         torch.manual_seed(0)
         return [x for run in self.runs for x in float_tensors(run())]
-
-    def _called(self) -> set[str]:
-        """Return the names of the modules that the runs call."""
-        called: set[int] = set()
-        with watching(self.model, called):
-            self._evaluate()
-        return {name for name, module in self.model.named_modules() if id(module) in called}
 
     def _train(self) -> set[str]:
         """Run a forward and a backward; return the names of the parameters with a gradient."""

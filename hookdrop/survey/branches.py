@@ -66,17 +66,17 @@ def find_residuals(trace: Trace) -> list[Residual]:
 def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
     """Return the residual branches of a trace with these additions, in the order of execution."""
     residuals = _without_long_skips(everything)
-    layers, usable = _layers(residuals), _always_ends(trace, everything)
+    layers, usable = _layers(residuals), _usable_ends(trace, everything)
     found: dict[tuple[str, str], Branch] = {}
     for residual in residuals:
+        start, skip = _start(trace, residual), _skip(residual)
+        block = "" if residual.op.call is None else residual.op.call.name
         for calls in residual.ends:
-            parts = tuple(dict.fromkeys(call.name for call in calls if call.name in usable))
-            if parts:
-                block = "" if residual.op.call is None else residual.op.call.name
-                shape = next(call for call in calls if call.name == parts[0]).outputs[0].shape
-                branch = Branch(
-                    block, layers[residual], parts[0], _start(trace, residual), _skip(residual), shape, parts
-                )
+            usable_calls = [call for call in calls if call.name in usable]
+            if usable_calls:
+                parts = tuple(dict.fromkeys(call.name for call in usable_calls))
+                shape = usable_calls[0].outputs[0].shape
+                branch = Branch(block, layers[residual], parts[0], start, skip, shape, parts)
                 found.setdefault((branch.layer, branch.end), branch)
     return tuple(found.values())
 
@@ -267,11 +267,21 @@ def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
     return [one for one in residuals if one not in left_out]
 
 
-def _always_ends(trace: Trace, residuals: list[Residual]) -> set[str]:
-    """Return the modules all of whose calls end a branch: others, such as a shared dropout, also run inside one."""
-    ends = {call for residual in residuals for calls in residual.ends for call in calls}
-    counts = Counter(call.name for call in ends)
-    return {name for name, count in counts.items() if name and count == len(trace.calls_of[name])}
+def _usable_ends(trace: Trace, residuals: list[Residual]) -> set[str]:
+    """Return the modules that may be ends: each of their calls is the end of a branch.
+
+    Others, such as a dropout that several branches share, also run inside a branch, or before the end of another.
+    """
+    terms = [calls for residual in residuals for calls in residual.ends]
+    counts = Counter(call.name for call in {call for calls in terms for call in calls})
+    usable = {name for name, count in counts.items() if name and count == len(trace.calls_of[name])}
+    while True:
+        ends = [next((call.name for call in calls if call.name in usable), "") for calls in terms]
+        inside = {call.name for calls, end in zip(terms, ends, strict=True) for call in calls if call.name != end}
+        wrong = inside & set(ends)
+        if not wrong:
+            return usable
+        usable -= wrong
 
 
 def _layers(residuals: list[Residual]) -> dict[Residual, str]:
