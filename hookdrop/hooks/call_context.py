@@ -15,7 +15,6 @@ from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError
 from hookdrop.hooks.placed import CompanionHook
-from hookdrop.regularizers.base import SampleRows
 from hookdrop.utils.tensor_tree import bind_arguments, first_tensor, parameter_names, tensors
 
 if TYPE_CHECKING:
@@ -76,7 +75,8 @@ class CallStart(CompanionHook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         bound = bind_arguments(module, args, kwargs or {})
-        value = bound.get(MASK) if self.need == MASK else _rows(self.owner.samples, bound)
+        # A tensor, not its size: a number that passes between compiled functions would be a constant.
+        value = bound.get(MASK) if self.need == MASK else next((x for x in tensors(bound) if x.dim() > 0), None)
         self.owner.collected[self.need].start(value)
 
 
@@ -110,12 +110,6 @@ def _modules_around(owner: SiteHook, module: nn.Module, need: str) -> list[nn.Mo
             "  without the mask, padding gets noise too: attention_mask=False"
         )
     return found
-
-
-def _rows(samples: Any, bound: dict[str, Any]) -> SampleRows | None:
-    """The number of samples of a call, and where their rows are; None if the call has no tensor."""
-    size = next((x.shape[0] for x in tensors(bound) if x.dim() > 0), None)
-    return None if size is None else SampleRows(samples.axis, samples.interleaved, size)
 
 
 def layer_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Tensor:

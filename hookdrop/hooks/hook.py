@@ -26,7 +26,7 @@ from hookdrop.hooks.checkpointing import (
 )
 from hookdrop.hooks.placed import CompanionHook, PlacedHook
 from hookdrop.hooks.state import InjectionState, all_states
-from hookdrop.regularizers.base import Rate, Regularizer, at_rate, rate_of
+from hookdrop.regularizers.base import P, Regularizer, SampleRows, at_rate, rate_of
 from hookdrop.regularizers.catalog import REGULARIZERS
 from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
@@ -79,10 +79,15 @@ class SiteHook(PlacedHook):
         self.samples = samples
         """Where the rows of each sample are: an object with `axis`, `interleaved`, and `module`, the full name of the
         module around the layer whose first tensor has one row for each sample. None: each row of axis 0 is a sample."""
-        self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
+        self.collected: dict[str, CallValue] = {}
         """What the regularizer needs from modules around the layer."""
+        for need in regularizer.needs:
+            if need in (MASK, SAMPLES):
+                self.collected[need] = CallValue()
         self.companions: list[CompanionHook] = []
         self.target = self.initial_target = rate_of(regularizer)
+        self.rate = type(regularizer).rate or P
+        """What the regularizer declares of its rate; of no use without a target."""
         self.replays = type(regularizer) in REGULARIZERS.values()
         """Whether compiled code that recomputes this hook draws the same random numbers."""
         self._start()
@@ -154,7 +159,7 @@ class SiteHook(PlacedHook):
 
     def _note_forward(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> None:
         """Remember the call for a recompute, and warn if this forward collects batch-norm statistics."""
-        collected = {need: one.value for need, one in self.collected.items()}
+        collected = self._collect()
         self.state.live.checkpointed.note((self.site, module.training, self._fingerprint(value)), rate, collected)
         drops = module.training and rate is not None and not rate.neutral
         if drops and not torch.is_grad_enabled() and collects_statistics():
@@ -189,7 +194,7 @@ class SiteHook(PlacedHook):
 
         def apply(x: Tensor, **context: Any) -> Tensor:
             # The checkpoint may not run the modules around the layer again.
-            missing = {need: value for need, value in collected.items() if context[need] is None}
+            missing = {need: value for need, value in collected.items() if self.collected[need].value is None}
             return self.apply(x, rate, **(context | missing))
 
         try:
@@ -224,10 +229,19 @@ class SiteHook(PlacedHook):
         return map_arguments(module, args, kwargs, self.tensor, fn)
 
     def _context(self, module: nn.Module, value: Any) -> dict[str, Any]:
-        context = {need: one.value for need, one in self.collected.items()}
+        context = self._collect()
         if LAYER_INPUT in self.regularizer.needs:
             context[LAYER_INPUT] = layer_input(module, value[0], value[1], self.where)
         return context
+
+    def _collect(self) -> dict[str, Any]:
+        """What the regularizer needs from modules around the layer."""
+        found = {need: one.value for need, one in self.collected.items()}
+        if SAMPLES in found:
+            batch = found[SAMPLES]
+            at = None if self.samples is None else (self.samples.axis, self.samples.interleaved)
+            found[SAMPLES] = at and SampleRows(*at, None if batch is None else batch.shape[0])
+        return found
 
     def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         """Regularize `x` at a rate."""
@@ -261,13 +275,6 @@ class SiteHook(PlacedHook):
         """Set the rate of training mode if `on`, and of eval mode if also `sampling`."""
         self.train_rate = rate if on else None
         self.eval_rate = rate if on and sampling else None
-
-    @property
-    def rate(self) -> Rate:
-        """What the regularizer declares of its rate. Only for hooks with a target."""
-        declared = type(self.regularizer).rate
-        assert declared is not None
-        return declared
 
     def valid_target(self, value: object) -> float:
         """Return `value` as a float, or raise if it is out of the regularizer's range."""

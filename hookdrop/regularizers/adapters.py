@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from hookdrop.errors import InjectionError
-from hookdrop.regularizers.base import Rate, Regularizer, rate_of
+from hookdrop.regularizers.base import Rate, Regularizer
 
 # Names of other libraries' classes and the equivalent hookdrop classes.
 _EQUIVALENTS = {name: name for name in ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath")}
@@ -139,15 +139,15 @@ def as_regularizer(given: object) -> Regularizer:
         raise InjectionError(
             f"{type(found).__name__} has no attribute {declared.attribute!r}, which its rate refers to."
         )
-    hidden = [name for name in vars(found) if callable(vars(Regularizer).get(name))]
-    if hidden:
+    if hidden := vars(found).keys() & _METHODS:
         raise InjectionError(
-            f"{type(found).__name__} has an attribute {hidden[0]!r}, which hides a method of Regularizer: rename it."
+            f"{type(found).__name__} has an attribute {hidden.pop()!r}, which hides a method of Regularizer: rename it."
         )
-    if declared is not None:
-        declared.valid(rate_of(found), found.title)
     check_picklable(found, "the regularizer")
     return found
+
+
+_METHODS = {name for name, value in vars(Regularizer).items() if callable(value)}
 
 
 def _foreign(module: nn.Module) -> ForeignModule:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import DSU, LinearSchedule, Masksembles, Regularizer, ShakeDrop, inject
+from hookdrop import DSU, LinearSchedule, Masksembles, NEFTune, Regularizer, ShakeDrop, inject
 from tests.support.compiling import Net, graphs
 from tests.support.tensors import all_equal, styled, within
+from tests.unit.hooks.test_call_context import IDS, MASK, TokenModel, Windowed, Windows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Skipping serialization:UserWarning")  # raised by PyTorch 2.6 itself
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -88,3 +90,47 @@ def test_compiled_masksembles_with_other_batch_sizes() -> None:
     assert graphs() == 2
     model.eval()
     assert torch.equal(fast(x), x)
+
+
+@pytest.mark.parametrize("part", ["model", "embed"])
+def test_the_attention_mask_reaches_a_compiled_embedding(part: str) -> None:
+    """In the graph, or from the eager model around it; a call without a mask has no padding."""
+    model = TokenModel()
+    inject(model, NEFTune(5, attention_mask=True), layers="embed")
+    clean = model.embed.weight[IDS]
+    if part == "embed":
+        model.embed.compile(backend="aot_eager", fullgraph=True)
+        fast: Any = model
+    else:
+        fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for mask in (MASK, 1 - MASK):
+        assert torch.equal((fast(IDS, mask) != clean).any(-1), mask == 1)
+    assert (fast(IDS) != clean).any(-1).all()
+    if part == "embed":
+        assert (model.embed(IDS) != clean).any(-1).all()
+
+
+def test_the_number_of_samples_reaches_a_compiled_layer() -> None:
+    model = Windowed()
+    inject(model, Spread(), layers="inner")
+    (hook,) = model.inner._forward_hooks.values()
+    hook.remove()
+    hook.samples = Windows()
+    hook.place(model.inner)
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for samples in (3, 5, 7):
+        assert fast(torch.zeros(samples, 8)).tolist() == [[samples] * 4] * (2 * samples)
+    assert graphs() <= 2, "one more for a dynamic batch size"
+
+
+class Spread(Regularizer):
+    """Returns the number of samples."""
+
+    needs = ("samples",)
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.p = p
+
+    def regularize(self, x: torch.Tensor, rate: Any, samples: Any = None) -> torch.Tensor:
+        return torch.full_like(x, samples.samples)

@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from hookdrop import Dropout, find, inject
+from hookdrop.utils import names
 
 
 def fabric(model: nn.Module) -> nn.Module:

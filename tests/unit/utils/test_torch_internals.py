@@ -92,6 +92,13 @@ def test_buffers_of() -> None:
     assert list(internals.buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
 
 
+def test_full_backward_hooks_of() -> None:
+    """A guard about per-sample gradients would never warn."""
+    layer = nn.Linear(2, 2)
+    handle = layer.register_full_backward_hook(lambda *_: None)
+    assert list(internals.full_backward_hooks_of(layer)) == [handle.id]
+
+
 def test_HOOK_TABLES() -> None:
     """Without them, hooks cannot be found on copied or unpickled models, or hidden for an export."""
     layer = nn.Linear(2, 2)
@@ -159,6 +166,27 @@ def test_storage_of() -> None:
 
 
 # --- modes and transforms that intercept operations
+
+
+class Tagged(torch.Tensor):
+    """A subclass that wraps results, as MONAI's MetaTensor."""
+
+
+def test_PLAIN_TYPES() -> None:
+    assert [type(x) in internals.PLAIN_TYPES for x in (torch.ones(1), nn.Parameter(torch.ones(1)))] == [True, True]
+    assert Tagged not in internals.PLAIN_TYPES
+
+
+def test_wraps_results() -> None:
+    assert internals.wraps_results(torch.ones(2).as_subclass(Tagged))
+    assert not internals.wraps_results(torch.ones(2))
+
+
+def test_on_plain_tensor() -> None:
+    """The function gets a plain tensor, and the subclass wraps the result."""
+    seen = []
+    y = internals.on_plain_tensor(lambda x: seen.append(type(x)) or x + 1, torch.ones(2).as_subclass(Tagged))
+    assert (seen, type(y)) == ([torch.Tensor], Tagged)
 
 
 def test_fake_tensors() -> None:

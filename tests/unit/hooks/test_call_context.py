@@ -1,0 +1,170 @@
+"""What a regularizer needs besides its tensor comes from the call in progress, and ends with it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hookdrop import NEFTune, Regularizer, ShapeError, inject
+from hookdrop.hooks.call_context import CallValue
+from hookdrop.hooks.hook import SiteHook
+
+IDS = torch.arange(12).view(2, 6)
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]])
+ALL = torch.ones(2, 6, dtype=torch.bool)
+
+
+class TokenModel(nn.Module):
+    """An embedding in a model that takes an attention mask, and may checkpoint the embedding."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.embed, self.how = nn.Embedding(50, 16), how
+
+    def forward(self, ids: Tensor, attention_mask: Any = None, fail: bool = False) -> Tensor:
+        if fail:
+            raise RuntimeError
+        if not self.how:
+            return self.embed(ids)
+        scale = torch.ones((), requires_grad=True)  # a reentrant checkpoint needs an argument with a gradient
+        part = lambda ids, scale: (self.embed(ids) * scale).sin()  # noqa: E731
+        return checkpoint(part, ids, scale, use_reentrant=self.how == "reentrant")
+
+
+def masked(how: str = "") -> TokenModel:
+    model = TokenModel(how)
+    inject(model, NEFTune(5, attention_mask=True), layers="embed")
+    return model
+
+
+def noisy(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Which tokens get noise."""
+    clean = model.get_submodule("embed").weight[IDS] if hasattr(model, "embed") else model.weight[IDS]
+    return (model(*args, **kwargs) != clean).any(-1)
+
+
+def values(model: TokenModel) -> CallValue:
+    (hook,) = model.embed._forward_hooks.values()
+    assert isinstance(hook, SiteHook)
+    return hook.collected["attention_mask"]
+
+
+class TestAttentionMask:
+    def test_it_is_that_of_the_call(self) -> None:
+        model = masked()
+        assert torch.equal(noisy(model, IDS, MASK), MASK == 1)
+        assert torch.equal(noisy(model, IDS), ALL)
+
+    def test_a_direct_call_of_the_embedding_has_none(self) -> None:
+        model = masked()
+        model(IDS, MASK)
+        assert torch.equal(noisy(model.embed, IDS), ALL)
+
+    def test_an_error_leaves_nothing_behind(self) -> None:
+        model = masked()
+        with pytest.raises(RuntimeError):
+            model(IDS, MASK, fail=True)
+        with pytest.raises(ShapeError):
+            model(IDS, MASK[:, :3])
+        assert torch.equal(noisy(model.embed, IDS), ALL)
+        assert (values(model).entry, values(model).by_thread) == (None, {})
+
+    @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+    @pytest.mark.parametrize("in_thread", [False, True])
+    def test_a_recomputed_embedding_uses_the_mask_of_its_forward(self, how: str, in_thread: bool) -> None:
+        """Two forwards with other masks before one backward; autograd may run in another thread."""
+        gradients = []
+        for way in ("", how):
+            torch.manual_seed(0)
+            model = masked(way)
+            outputs = [model(IDS, mask) if way else model(IDS, mask).sin() for mask in (MASK, 1 - MASK)]
+            loss = sum(y.square().sum() for y in outputs)
+            run = threading.Thread(target=loss.backward) if in_thread else None
+            loss.backward() if run is None else (run.start(), run.join())
+            gradients.append(model.embed.weight.grad)
+        assert torch.equal(*gradients)
+
+    def test_threads_do_not_mix_and_leave_nothing_behind(self) -> None:
+        model, found = masked(), {}
+
+        def run(index: int) -> None:
+            mask = MASK if index % 2 else None
+            found[index] = all(torch.equal(noisy(model, IDS, mask), ALL if mask is None else MASK == 1) for _ in "abc")
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert list(found.values()) == [True] * 8
+        assert values(model).by_thread == {}
+
+    def test_copies_collect_their_own(self) -> None:
+        model = masked()
+        twin = copy.deepcopy(model)
+        model.embed._forward_hooks.clear()
+        assert torch.equal(noisy(twin, IDS, MASK), MASK == 1)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Two consecutive rows of axis 0 for each sample of the model's input."""
+
+    axis: int = 0
+    interleaved: bool = False
+    module: str | None = ""
+
+
+class Sees(Regularizer):
+    """Records what it receives."""
+
+    needs = ("samples",)
+    seen: list[Any] = []
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.p = p
+
+    def regularize(self, x: Tensor, rate: Any, samples: Any = None) -> Tensor:
+        self.seen.append(samples)
+        return x
+
+
+class Windowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.view(-1, 4))
+
+
+def test_the_number_of_samples_is_that_of_the_module_around() -> None:
+    model = Windowed()
+    drop = inject(model, Sees(), layers="inner")
+    (hook,) = model.inner._forward_hooks.values()
+    hook.remove()
+    hook.samples = Windows()
+    hook.place(model.inner)
+    Sees.seen.clear()
+    model(torch.zeros(3, 8))
+    model(torch.zeros(5, 8))
+    model.inner(torch.zeros(3, 4))
+    assert Sees.seen == [(0, False, 3), (0, False, 5), (0, False, None)]
+    drop.remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_without_a_fact_each_row_is_a_sample() -> None:
+    model = Windowed()
+    inject(model, Sees(), layers="inner")
+    Sees.seen.clear()
+    model(torch.zeros(3, 8))
+    assert Sees.seen == [None]
