@@ -20,7 +20,9 @@ from rich.table import Table
 from terminal import make_console
 
 GUARDS = re.compile(r"guards/|diagnostics/(checks|watchdog|training|first_call|rank_seeds)|hooks/batch_norm|errors\.py")
-MACHINERY = re.compile(r"utils/(validation|torch_internals|wrappers|names|seeding)|hooks/(checkpointing|compiling|portable)")
+MACHINERY = re.compile(
+    r"utils/(validation|torch_internals|wrappers|names|seeding)|hooks/(checkpointing|compiling|portable)"
+)
 """Files that exist because of rare situations."""
 
 _CHECKS = re.compile(r"warn|check|require|valid|raise|error|problem|_text$")

@@ -52,7 +52,9 @@ def check_depth(check: RecipeCheck, injected: Injected) -> Record:
     Raises:
         CheckFailed: a site is not the end of a branch, or no warning names a layer without sites.
     """
-    rows = [name for name, drop in injected.sites.items() if drop.mode == "row" and getattr(drop, "samples", None) is None]
+    rows = [
+        name for name, drop in injected.sites.items() if drop.mode == "row" and getattr(drop, "samples", None) is None
+    ]
     found = check_sites(check.model, check.runs, injected.blocks, rows)
     silent = {
         name: problem

@@ -83,8 +83,8 @@ class stochastic_depth(Recipe):
 
     def groups(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         # Blocks without a skip, such as those of an EfficientNet that change the shape, count too.
-        order = {name: index for index, name in enumerate(survey.layers)}
-        return sorted((one for one in _like(model, super().groups(model, survey, sites)) if one in order), key=order.get)
+        every = set(_like(model, super().groups(model, survey, sites)))
+        return [name for name in survey.layers if name in every]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         groups = {site.group for site in sites}
@@ -111,9 +111,7 @@ def require_branches(recipe: Recipe, model: nn.Module, survey: Survey) -> Sequen
     return survey.branches
 
 
-def skipped_warnings(
-    model: nn.Module, survey: Survey, known: set[str], skipped: dict[str, list[str]]
-) -> Sequence[str]:
+def skipped_warnings(model: nn.Module, survey: Survey, known: set[str], skipped: dict[str, list[str]]) -> Sequence[str]:
     """Return the warnings about layers without sites: `skipped` by reason, and those like a `known` layer."""
     others = [name for name in _like(model, list(known)) if name not in known]
     for reason, names in {

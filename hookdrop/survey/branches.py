@@ -48,7 +48,10 @@ class Residual:
     branch: Node
     root: Node
     """The tensor from which both come: the skip, or what it is a sum with, or the input of a projection."""
+    is_projection: bool = False
+    """Whether the skip is computed from the root by layers."""
     projection: Call | None = None
+    """The call that returned the skip, if it is one."""
     ends: list[list[Call]] = field(default_factory=list)
     """The calls that may be the end of each term of the branch, the last of the forward first."""
 
@@ -56,6 +59,11 @@ class Residual:
     def output(self) -> Node:
         """The sum."""
         return self.op.outputs[-1]
+
+    @functools.cached_property
+    def before(self) -> dict[Node, int]:
+        """What the branch was computed from since the root."""
+        return _lengths(self.branch, self.root.index)
 
 
 def find_residuals(trace: Trace) -> list[Residual]:
@@ -66,7 +74,8 @@ def find_residuals(trace: Trace) -> list[Residual]:
 def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
     """Return the residual branches of a trace with these additions, in the order of execution."""
     residuals = _without_long_skips(everything)
-    layers, usable = _layers(residuals), _usable_ends(trace, everything)
+    usable = _usable_ends(trace, everything)
+    layers = _layers(residuals, usable)
     found: dict[tuple[str, str], Branch] = {}
     for residual in residuals:
         start, skip = _start(trace, residual), _skip(residual)
@@ -171,16 +180,16 @@ class _Search:
         root = max(common, key=lambda node: node.index)
         of_a, of_b = lengths[0][root], lengths[1][root]
         for skip, branch in ((a, b), (b, a)):  # a further branch beside the same projection
-            if skip in self.found and self.found[skip].projection is not None and self.found[skip].root is root:
-                return Residual(op, skip, branch, root, self.found[skip].projection)
+            if skip in self.found and self.found[skip].is_projection and self.found[skip].root is root:
+                return Residual(op, skip, branch, root, True, self.found[skip].projection)
         skip, branch, path = (a, b, lengths[0]) if of_a < of_b else (b, a, lengths[1])
         if of_a == of_b:
             return None
         for call in self._producers(skip):
             if root in call.inputs:
-                return Residual(op, skip, branch, root, call)
+                return Residual(op, skip, branch, root, True, call)
         projects = any(root in call.inputs and call.outputs[0] in path for call in self._calls_in(op.call))
-        return Residual(op, skip, branch, root) if projects and min(of_a, of_b) > 0 else None
+        return Residual(op, skip, branch, root, True) if projects and min(of_a, of_b) > 0 else None
 
     def _calls_in(self, call: Call | None) -> list[Call]:
         """Return the calls of modules with weights that the forward of a module makes itself."""
@@ -199,7 +208,7 @@ class _Search:
             calls += self._producers(node)
             op = node.op
             if node in self.found:
-                if self.found[node].projection is None or calls:
+                if not self.found[node].is_projection or calls:
                     break
                 del self.found[node]  # no projection: one of several branches
             if op is None:
@@ -258,8 +267,7 @@ def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
     left_out: set[Residual] = set()
     for outer in residuals:
         since, home = outer.root.index, _home_name(outer)
-        before = _lengths(outer.branch, since)
-        inner = [one for one in residuals if one.output in before and one.root.index >= since]
+        inner = [one for one in residuals if one.output in outer.before and one.root.index >= since]
         inner = [one for one in inner if _home_name(one) != home]
         homes = {_home_name(one) for one in inner}
         outermost = [name for name in homes if not any(f"{name}.".startswith(f"{one}.") for one in homes - {name})]
@@ -284,25 +292,29 @@ def _usable_ends(trace: Trace, residuals: list[Residual]) -> set[str]:
         usable -= wrong
 
 
-def _layers(residuals: list[Residual]) -> dict[Residual, str]:
+def _layers(residuals: list[Residual], usable: set[str]) -> dict[Residual, str]:
     """Return the layer of each residual: the outermost block around it, unless that block is a stack of layers."""
     homes = {residual: _home_name(residual) for residual in residuals}
-    patterns: dict[str, list[str]] = {}
+    ends = {one: next((call.name for calls in one.ends for call in calls if call.name in usable), "") for one in homes}
+    patterns: dict[str, dict[str, str]] = {}
     for residual, home in homes.items():
-        patterns.setdefault(home, []).append(re.sub(r"\.\d+(?=\.)", ".#", f".{residual.ends[0][0].name}."))
-    stacks = {home for home, ends in patterns.items() if not home or len(set(ends)) < len(ends)}
+        patterns.setdefault(home, {})[ends[residual]] = re.sub(r"\.\d+(?=\.)", ".#", f".{ends[residual]}.")
+    # Several ends whose names differ in an index only belong to several layers.
+    stacks = {home for home, names in patterns.items() if not home or len(set(names.values())) < len(names)}
     blocks = {home for home in homes.values() if home not in stacks}
     layers = {}
     for residual, home in homes.items():
         around = [block for block in blocks if f"{home}.".startswith(f"{block}.")]
-        layers[residual] = min(around, key=len) if around else residual.ends[0][0].name
+        layers[residual] = min(around, key=len) if around else ends[residual]
     return layers
 
 
 def _home(residual: Residual) -> Call | None:
     """Return the call that computes the branch: around a module that gets it as an argument, as in BERT's output."""
     call = residual.op.call
-    while call is not None and call.start > residual.root.index and residual.branch in call.inputs:
+    while call is not None and call.start > residual.root.index:
+        if not any(node in residual.before and node is not residual.root for node in call.inputs):
+            break
         call = call.parent
     return call
 
@@ -314,12 +326,11 @@ def _home_name(residual: Residual) -> str:
 
 def _start(trace: Trace, residual: Residual) -> str:
     """Return the first module of the branch: it takes the skip's tensor, and the branch depends on its output."""
-    lengths = _lengths(residual.branch, residual.root.index)
     home = _home(residual)
     for call in trace.calls:
         since = max(residual.root.index, -1 if home is None else home.start)
         inside = since < call.start and call.end < residual.op.index and call is not residual.projection
-        if inside and residual.root in call.inputs and any(node in lengths for node in call.outputs):
+        if inside and residual.root in call.inputs and any(node in residual.before for node in call.outputs):
             return call.name
     return ""
 

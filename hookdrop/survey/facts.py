@@ -103,7 +103,7 @@ class Survey:
 
     @cached_property
     def skippable(self) -> Mapping[str, str]:
-        """The layers around residual branches, by full name: empty if a layer is its input plus branches, or why not."""
+        """The layers around residual branches, by full name; empty if one is its input plus branches, or why not."""
         return MappingProxyType(find_skippable(self.trace, self._residuals, self.branches))
 
     @cached_property

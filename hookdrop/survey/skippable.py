@@ -54,12 +54,12 @@ def _reason(call: Call, sums: Mapping[Node, Residual]) -> str:
 def _source(node: Node, sums: Mapping[Node, Residual], since: int) -> tuple[Node, bool]:
     """Return the tensor from which skips and norms lead to a node, and whether there is an addition on the way."""
     added = False
-    while node.op is not None and node.index > since:
+    while (op := node.op) is not None and node.index > since:
         residual = sums.get(node)
-        inputs = [one for one in node.op.inputs if one.fits and one.is_data == node.is_data and one.size == node.size]
-        if residual is not None and residual.projection is None:
+        inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data and one.size == node.size]
+        if residual is not None and not residual.is_projection:
             node, added = residual.skip, True
-        elif len(inputs) == 1 and (is_linear(node.op) or "norm" in node.op.name):
+        elif len(inputs) == 1 and (is_linear(op) or "norm" in op.name):
             node = inputs[0]
         else:
             break
