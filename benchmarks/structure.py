@@ -21,7 +21,7 @@ from terminal import make_console
 
 GUARDS = re.compile(r"guards/|diagnostics/(checks|watchdog|training|first_call|rank_seeds)|hooks/batch_norm|errors\.py")
 MACHINERY = re.compile(
-    r"utils/(validation|torch_internals|wrappers|names|seeding)|hooks/(checkpointing|compiling|portable)"
+    r"utils/(validation|torch_internals|wrappers|names|seeding|weights)|hooks/(checkpointing|compiling|portable|placed)"
 )
 """Files that exist because of rare situations."""
 

@@ -30,6 +30,8 @@ from families import report, tiny
 from families.check import RecipeCheck
 from families.layers import attentions, find_runs, stacks
 from families.recipes import CASES, run_case
+from families.units import CASES as UNITS
+from families.units import run_units
 from models.check import CheckFailed, NotRunnable
 from models.report import lines, records
 from models.sweep import GIB, Journal, time_limit
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--recipe", choices=list(CASES), default="stochastic_depth")
+    parser.add_argument("--recipe", choices=[*CASES, *UNITS], default="stochastic_depth")
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="check part I of N; I starts at 1")
     parser.add_argument("--only", type=_regular_expression, default="", metavar="PATTERN", help="to search in names")
     parser.add_argument(
@@ -131,6 +133,8 @@ def _check_family(name: str, recipe: str, record: dict[str, Any]) -> dict[str, A
         if not missing:
             record.pop("error", None)
             record["runs"] = [run.name for run in runs]
+            if recipe in UNITS:
+                return run_units(recipe, model, runs)
             return run_case(CASES[recipe], RecipeCheck(model, runs))
         reason = reason or f"no inputs found for {', '.join(missing)}: {error}"
         record["error"] = reason

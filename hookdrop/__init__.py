@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hookdrop import schedules as _schedules
 from hookdrop.diagnostics.uncertainty import Prediction
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.injection.batch_norm import update_bn
@@ -14,17 +15,7 @@ from hookdrop.injection.verbs import eject, find, from_config, inject, plan, wit
 from hookdrop.regularizers import Rate, Regularizer
 from hookdrop.regularizers import catalog as _catalog
 from hookdrop.regularizers.catalog import *
-from hookdrop.schedules import (
-    ChainedSchedule,
-    ConstantSchedule,
-    CosineSchedule,
-    EarlySchedule,
-    ExponentialSchedule,
-    LambdaSchedule,
-    LateSchedule,
-    LinearSchedule,
-    Schedule,
-)
+from hookdrop.schedules import *
 from hookdrop.utils.seeding import seed_per_rank
 
 if TYPE_CHECKING:
@@ -34,25 +25,16 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "ChainedSchedule",
-    "ConstantSchedule",
-    "CosineSchedule",
-    "EarlySchedule",
-    "ExponentialSchedule",
     "HookdropError",
     "HookdropWarning",
     "Injection",
     "InjectionError",
     "Injections",
-    "LambdaSchedule",
-    "LateSchedule",
     "LayerError",
-    "LinearSchedule",
     "Plan",
     "Prediction",
     "Rate",
     "Regularizer",
-    "Schedule",
     "ShapeError",
     "StateError",
     "eject",
@@ -67,7 +49,7 @@ __all__ = [
     "update_bn",
     "without_hooks",
 ]
-__all__ += _catalog.__all__
+__all__ += _catalog.__all__ + _schedules.__all__
 __all__.sort()
 
 

@@ -28,6 +28,8 @@ class Injected:
     """The regularizer of each site."""
     blocks: dict[str, list[str]] = field(default_factory=dict)
     """The ends of the residual branches of each layer, if they are sites."""
+    inner: set[str] = field(default_factory=set)
+    """The layers whose first skip is not their input, so that they do not reduce to it."""
     warnings: list[tuple[str, str]] = field(default_factory=list)
     """The warnings of the plans, after the prefix of the names in them."""
 
@@ -57,7 +59,7 @@ class RecipeCheck:
         self.before = {key: value for key, value in footprint(model).items() if value == self.before[key]}
 
     def run(self, recipe: Recipe) -> Injected:
-        """Inject for each run, evaluate, run one training step, and remove; return the sites.
+        """Inject in each run, evaluate, run one training step, and remove; return the sites.
 
         Raises:
             LayerError, InjectionError: the recipe refuses the model.
@@ -65,21 +67,17 @@ class RecipeCheck:
         """
         found = self._plan(recipe)
         self._require_unchanged("plan")
-        drops = [hookdrop.inject(run.module, recipe, p_scale="equal", example_input=run.inputs) for run in found.runs]
-        changed = [part for part in differences(self.before, footprint(self.model)) if part != "hooks"]
-        require(not changed, f"inject changed {', '.join(changed)}")
-        require(bit_equal(self._evaluate(), self.outputs), "eval output differs with hooks")
-        silent = [site.name for drop in drops for site in drop.sites if not site.fired]
-        require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
-        changed = sorted(self._train() ^ self.gradients)[:3]
-        require(not changed, f"different parameters have gradients: {changed}")
-        for drop in drops:
-            drop.remove()
-        self._require_unchanged("remove")
-        require(fingerprint(self.model) == self.checksums, "a parameter or buffer changed")
-        require(bit_equal(self._evaluate(), self.outputs), "eval output differs after remove")
-        require(not hookdrop.find(self.model), "hookdrop.find still finds an injection after remove")
+        self._check(
+            [hookdrop.inject(run.module, recipe, p_scale="equal", example_input=run.inputs) for run in found.runs]
+        )
         return found
+
+    def run_value(self, recipe: Any, example: Any) -> hookdrop.Plan:
+        """The same in one run; return the plan."""
+        plan = hookdrop.plan(self.model, recipe, example_input=example)
+        self._require_unchanged("plan")
+        self._check([hookdrop.inject(self.model, recipe, example_input=example)])
+        return plan
 
     def _plan(self, recipe: Recipe) -> Injected:
         """Plan each run, and raise the first refusal if there is no other run."""
@@ -97,9 +95,26 @@ class RecipeCheck:
             for branch in survey(run.module, run.inputs).branches:
                 if f"{prefix}{branch.end}" in found.sites:
                     found.blocks.setdefault(f"{prefix}{branch.layer}", []).append(f"{prefix}{branch.end}")
+                    if branch.skip is None and found.blocks[f"{prefix}{branch.layer}"][1:] == []:
+                        found.inner.add(f"{prefix}{branch.layer}")
         if not found.runs:
             raise refusals[0]
         return found
+
+    def _check(self, drops: Sequence[hookdrop.Injection]) -> None:
+        changed = [part for part in differences(self.before, footprint(self.model)) if part != "hooks"]
+        require(not changed, f"inject changed {', '.join(changed)}")
+        require(bit_equal(self._evaluate(), self.outputs), "eval output differs with hooks")
+        silent = [site.name for drop in drops for site in drop.sites if not site.fired]
+        require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
+        changed = sorted(self._train() ^ self.gradients)[:3]
+        require(not changed, f"different parameters have gradients: {changed}")
+        for drop in drops:
+            drop.remove()
+        self._require_unchanged("remove")
+        require(fingerprint(self.model) == self.checksums, "a parameter or buffer changed")
+        require(bit_equal(self._evaluate(), self.outputs), "eval output differs after remove")
+        require(not hookdrop.find(self.model), "hookdrop.find still finds an injection after remove")
 
     def _require_unchanged(self, verb: str) -> None:
         changed = differences(self.before, footprint(self.model))

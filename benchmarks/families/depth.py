@@ -47,7 +47,11 @@ class Findings:
 
 
 def check_sites(
-    model: nn.Module, runs: Sequence[Run], blocks: Mapping[str, Sequence[str]], rows: Collection[str]
+    model: nn.Module,
+    runs: Sequence[Run],
+    blocks: Mapping[str, Sequence[str]],
+    rows: Collection[str],
+    inner: Collection[str] = (),
 ) -> Findings:
     """Check the sites of a model with random vectors.
 
@@ -55,12 +59,13 @@ def check_sites(
         model: the model, in eval mode.
         runs: forwards that call all layers.
         blocks: the names of the hooked modules, the ends of branches, by the names of the layers around them.
+        inner: the layers whose first skip is not their input.
         rows: the sites that draw a mask for each row of the first axis, which has to be the batch.
     """
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
         _randomize(model)
-        return _check_sites(model, runs, blocks, rows)
+        return _check_sites(model, runs, blocks, rows, inner)
     finally:
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -68,7 +73,11 @@ def check_sites(
 
 
 def _check_sites(
-    model: nn.Module, runs: Sequence[Run], blocks: Mapping[str, Sequence[str]], rows: Collection[str]
+    model: nn.Module,
+    runs: Sequence[Run],
+    blocks: Mapping[str, Sequence[str]],
+    rows: Collection[str],
+    inner: Collection[str] = (),
 ) -> Findings:
     sites = [end for ends in blocks.values() for end in ends]
     known = {name: ends for name, ends in blocks.items() if [name] != ends}
@@ -84,7 +93,7 @@ def _check_sites(
         for name, layer in layers:
             _check_layer(name, layer, plain, zeroed, found)
     for name, ends in known.items():
-        if name not in zeroed:
+        if name not in zeroed or name in inner:
             continue
         if name not in found.kinds:
             kind = reduction(zeroed[name]) or _projection(model, runs, name, zeros)

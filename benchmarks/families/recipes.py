@@ -52,10 +52,8 @@ def check_depth(check: RecipeCheck, injected: Injected) -> Record:
     Raises:
         CheckFailed: a site is not the end of a branch, or no warning names a layer without sites.
     """
-    rows = [
-        name for name, drop in injected.sites.items() if drop.mode == "row" and getattr(drop, "samples", None) is None
-    ]
-    found = check_sites(check.model, check.runs, injected.blocks, rows)
+    rows = [name for name, drop in injected.sites.items() if drop.mode == "row" and drop.samples is None]
+    found = check_sites(check.model, check.runs, injected.blocks, rows, injected.inner)
     silent = {
         name: problem
         for name, problem in found.problems.items()

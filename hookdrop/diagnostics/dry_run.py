@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.errors import ShapeError
-from hookdrop.guards.first_call import without_bookkeeping
+from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import TensorKey, fits, map_arguments, map_tensor, tensors

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.diagnostics.measurement import Measurement, SiteMeasurement, measured_into, require_values
-from hookdrop.guards.first_call import without_bookkeeping
+from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState

@@ -126,8 +126,8 @@ MESSAGES = {
     ),
     "restarted": (
         "{it.name!r} is at step {it.step_count} of {it.schedule}, but the optimizer that it follows has already taken "
-        "{steps} steps (resumed training?): the schedule is starting over.\n"
-        "  to resume: drop.seek({steps}) or drop.load_state_dict(...) before training; to restart on purpose: "
+        "{taken} (resumed training?): the schedule is starting over.\n"
+        "  to resume: drop.seek({to}) or drop.load_state_dict(...) before training; to restart on purpose: "
         "drop.seek({it.step_count})"
     ),
 }

@@ -26,13 +26,7 @@ _HIGH_RATE = 0.3
 
 
 def plan_warnings(model: nn.Module, sites: Sequence[Any], seen: Sequence[Any] = ()) -> list[str]:
-    """Return the warnings about planned sites.
-
-    Args:
-        model: the model.
-        sites: the `PlannedSite` of each layer.
-        seen: what a forward showed about each site (`LayerCalls`); without it, the warnings that need no forward.
-    """
+    """Return the warnings about planned sites: without a forward, or with what one has `seen` (`LayerCalls`)."""
     return list(find(WITH_FORWARD if seen else WITHOUT_FORWARD, Planned(model, sites, seen)).values())
 
 
@@ -102,12 +96,8 @@ class Planned:
     @property
     def frozen(self) -> list[str]:
         """The layer has parameters, and none of them requires gradients."""
-        frozen = []
-        for site in self.sites:
-            trained = [parameter.requires_grad for parameter in site.module.parameters()]
-            if site.regularizer is not None and trained and not any(trained):
-                frozen.append(site.name)
-        return frozen
+        weights = [(site, list(site.module.parameters())) for site in self.sites if site.regularizer is not None]
+        return [site.name for site, own in weights if own and not any(weight.requires_grad for weight in own)]
 
     @property
     def before_batch_norm(self) -> list[str]:

@@ -1,20 +1,23 @@
-"""Compare a model with its injection: what was lost, moved or copied, and what never ran."""
+"""Compare a model with its injection: what was lost, moved or copied, what never ran, and with which shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from hookdrop.guards.first_call import is_unchecked, shape_warnings
 from hookdrop.guards.messages import find
 from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter, schedule_problems
-from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.checkpointing import CheckpointedCalls
+from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.names import unwrapped
-from hookdrop.utils.seeding import find_rank_with_same_seed
+from hookdrop.utils.seeding import announce, find_rank_with_same_seed
 from hookdrop.utils.torch_internals import full_backward_hooks_of, parameters_of
 
 CHANGES = ("lost", "copied", "adapted", "full_backward_hook")
@@ -35,7 +38,7 @@ def find_problems(
     compared = Comparison(model, state, hooks, requested)
     found = find((*CHANGES, *USE), compared)
     for hook in compared.intact:
-        if is_unchecked(hook):
+        if check_first_shape in hook.listeners:
             found |= shape_warnings(hook)
     return found | schedule_problems(state, trained=any(hook.trained for hook in compared.intact))
 
@@ -169,3 +172,68 @@ class Comparison:
     def other_trained(self) -> bool:
         """Optimizers took 20 steps for other models before any hook ran in training mode; only in `check()`."""
         return self.requested and not self.started and self.other_steps >= UPDATES_BEFORE_WARNING
+
+
+# --- the first calls of a hook
+
+
+def note_call(hook: SiteHook, module: nn.Module, value: Any) -> None:
+    """Record that a layer ran. Unsubscribes once the layer has run in training mode."""
+    hook.called = True
+    if module.training:
+        hook.trained = hook.state.live.trained = True
+        hook.unsubscribe(note_call)
+
+
+def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
+    """Check the shape of the first tensor, even if the rate is still 0: a ramp would otherwise fail much later."""
+
+    def check(x: Tensor, **context: Any) -> Tensor:
+        hook.regularizer.check(x.shape)
+        # A symbolic size (make_fx) references its trace, which can be neither copied nor pickled.
+        if all(type(size) is int for size in x.shape):
+            hook.last_shape = x.shape
+            warn_about_shape(hook)
+        # Ranks announce their seeds when they draw their first masks.
+        announce(x.device)
+        return x
+
+    if (hook.train_rate if module.training else hook.eval_rate) is not None:
+        hook.edit(module, value, check)
+
+
+def warn_about_shape(hook: SiteHook) -> None:
+    """Warn about the last shape, once. Compiled graphs cannot raise warnings, so their shapes are checked in `step`."""
+    hook.unsubscribe(check_first_shape)
+    for kind, text in shape_warnings(hook).items():
+        hook.state.warn_once(kind, text)
+
+
+def shape_warnings(hook: SiteHook) -> dict[str, str]:
+    """Return the warnings about the last shape, by kind, so that similar blocks warn only once."""
+    found = [] if hook.last_shape is None else hook.regularizer.shape_warnings(hook.last_shape)
+    see_all = "\n  all sites: print(plan(..., example_input=x))"
+    return {re.sub(r"\d+", "#", text): f"{hook.where}: {text}{see_all}" for text in found}
+
+
+@contextmanager
+def without_bookkeeping(model: nn.Module) -> Iterator[None]:
+    """Restore the bookkeeping of all hooks afterwards: whether they ran, in which mode and with which shape."""
+    hooks = [hook for _, hook in hooks_of(model)]
+    marks = [(hook.called, hook.trained, hook.last_shape, hook.listeners) for hook in hooks]
+    lives = {hook.state.live: (hook.state.live.checkpointed, hook.state.live.trained) for hook in hooks}
+    for hook in hooks:
+        hook.called = hook.trained = False
+        hook.listeners = (note_call, check_first_shape) if check_first_shape in hook.listeners else (note_call,)
+    for live in lives:
+        live.checkpointed = CheckpointedCalls()
+    try:
+        yield
+    finally:
+        for hook, mark in zip(hooks, marks, strict=True):
+            hook.called, hook.trained, hook.last_shape, hook.listeners = mark
+        for live, saved in lives.items():
+            live.checkpointed, live.trained = saved
+
+
+first_listeners += [note_call, check_first_shape]

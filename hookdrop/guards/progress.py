@@ -43,11 +43,6 @@ def unwatch(state: InjectionState) -> None:
     _watched.pop(id(state), None)
 
 
-def is_watched(state: InjectionState) -> bool:
-    """Whether optimizer steps may still lead to a warning."""
-    return id(state) in _watched
-
-
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
@@ -63,7 +58,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             # Other threads are skipped: their `inject` may not have returned its handle yet.
             gone.append(weakref.ref(state))
         del state  # or the loop variable keeps a state alive that has no handle
-    if gone and not _trains_hooked_model(optimizer):
+    counters = [state.live.update_counter for state in all_states.snapshot()] if gone else []
+    if gone and not any(counter is not None and counter.is_trained_by(optimizer) for counter in counters):
         discarded(gone)
 
 
@@ -105,11 +101,6 @@ def _compare(counter: UpdateCounter, model: nn.Module, state: InjectionState) ->
         _warn(state, find_changes(model, state))
 
 
-def _trains_hooked_model(optimizer: Optimizer) -> bool:
-    counters = (state.live.update_counter for state in all_states.snapshot())
-    return any(counter is not None and counter.is_trained_by(optimizer) for counter in counters)
-
-
 def _warn(state: InjectionState, found: dict[str, str]) -> None:
     for kind, text in found.items():
         state.warn_once(kind, text)
@@ -127,7 +118,8 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
     model = None if counter is None else counter.model()
     if counter is not None and model is not None and module.training:
         _compare(counter, model, state)
-    if module.training and (counter is None or _needs_no_forwards(state) or counter.sampler not in (None, hook.site)):
+    driven = not state.scheduled or live.was_stepped or state.followed or "not_advancing" in state.warned_kinds
+    if module.training and (counter is None or driven or counter.sampler not in (None, hook.site)):
         return hook.unsubscribe(watch_forwards)
     if counter is None or model is None or not torch.is_grad_enabled():
         return None  # a copy, validation or inference
@@ -142,10 +134,6 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
             "always_in_eval", message("always_in_eval", state, [site for site in state.sites if site in idle])
         )
     return None
-
-
-def _needs_no_forwards(state: InjectionState) -> bool:
-    return not state.scheduled or state.live.was_stepped or state.followed or "not_advancing" in state.warned_kinds
 
 
 first_listeners.append(watch_forwards)

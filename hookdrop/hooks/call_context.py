@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError
 from hookdrop.hooks.placed import CompanionHook
+from hookdrop.utils.select import layers_by_name
 from hookdrop.utils.tensor_tree import bind_arguments, first_tensor, parameter_names, tensors
 
 if TYPE_CHECKING:
@@ -99,10 +100,11 @@ def place_around(owner: SiteHook, module: nn.Module) -> None:
 
 def _modules_around(owner: SiteHook, module: nn.Module, need: str) -> list[nn.Module]:
     root = None if owner.state.live.root is None else owner.state.live.root()
-    if root is None or (need == SAMPLES and (owner.samples is None or owner.samples.module is None)):
+    if root is None:
         return []
     if need == SAMPLES:
-        return [root.get_submodule(owner.samples.module)]
+        place = owner.regularizer.samples
+        return [] if place is None or place[0] is None else [layers_by_name(root)[place[0]].module]
     found = [part for part in root.modules() if MASK in parameter_names(part) and module in part.modules()]
     if not found:
         raise InjectionError(

@@ -26,8 +26,9 @@ from hookdrop.hooks.checkpointing import (
 )
 from hookdrop.hooks.placed import CompanionHook, PlacedHook
 from hookdrop.hooks.state import InjectionState, all_states
-from hookdrop.regularizers.base import P, Regularizer, SampleRows, at_rate, rate_of
+from hookdrop.regularizers.base import P, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.catalog import REGULARIZERS
+from hookdrop.regularizers.samples import SampleRows
 from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
 
@@ -67,7 +68,6 @@ class SiteHook(PlacedHook):
         tensor: TensorKey,
         state: InjectionState,
         at: str = "output",
-        samples: Any = None,
     ) -> None:
         self.site = site
         self.regularizer = regularizer
@@ -76,9 +76,6 @@ class SiteHook(PlacedHook):
         self.state = state
         self.at = at
         """`"output"`, or `"input"` or `"skip"` for a pre-hook."""
-        self.samples = samples
-        """Where the rows of each sample are: an object with `axis`, `interleaved`, and `module`, the full name of the
-        module around the layer whose first tensor has one row for each sample. None: each row of axis 0 is a sample."""
         self.collected: dict[str, CallValue] = {}
         """What the regularizer needs from modules around the layer."""
         for need in regularizer.needs:
@@ -238,9 +235,8 @@ class SiteHook(PlacedHook):
         """What the regularizer needs from modules around the layer."""
         found = {need: one.value for need, one in self.collected.items()}
         if SAMPLES in found:
-            batch = found[SAMPLES]
-            at = None if self.samples is None else (self.samples.axis, self.samples.interleaved)
-            found[SAMPLES] = at and SampleRows(*at, None if batch is None else batch.shape[0])
+            batch, place = found[SAMPLES], self.regularizer.samples
+            found[SAMPLES] = place and SampleRows(*place[1:], None if batch is None else batch.shape[0])
         return found
 
     def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:

@@ -19,12 +19,17 @@ _INNER = ("optimizer", "base_optimizer", "_base_optimizer", "optim", "opt")
 class Follower:
     """Calls `advance` after every optimizer step, except for steps that a GradScaler skips."""
 
-    def __init__(self, optimizer: Optimizer, advance: Callable[[], None], on_first_step: Callable[[int], None]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, advance: Callable[[], None], on_first_step: Callable[[int, bool], None]
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._advance = advance
-        self._on_first_step: Callable[[int], None] | None = on_first_step
-        """Called before the first step is counted, with the step count in the optimizer's state."""
+        self._on_first_step: Callable[[int, bool], None] | None = on_first_step
+        """Called before the first step is counted, with the step count in the optimizer's state, and with whether it
+        had a state before that step, such as momentum."""
+        self._had_state = False
         self._handle = optimizer.register_step_post_hook(self._after_step)
+        self._first_handle = optimizer.register_step_pre_hook(self._before_first_step)
 
     @property
     def title(self) -> str:
@@ -43,10 +48,15 @@ class Follower:
     def detach(self) -> None:
         """Stop following the optimizer."""
         self._handle.remove()
+        self._first_handle.remove()
 
     def release(self) -> None:
         """Stop counting and drop all references, without `detach`: a step is iterating over the optimizer's hooks."""
         self._advance, self._on_first_step = _do_nothing, None
+
+    def _before_first_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._had_state = any(optimizer.state.values())
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Inside a compiled optimizer step, counting would trigger recompilation at every step.
@@ -61,7 +71,8 @@ def _count(follower: Follower, optimizer: Optimizer) -> None:
         return
     first, follower._on_first_step = follower._on_first_step, None
     if first is not None:
-        first(_steps_taken(optimizer))
+        follower._first_handle.remove()
+        first(_steps_taken(optimizer), follower._had_state)
     follower._advance()
 
 

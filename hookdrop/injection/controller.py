@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from hookdrop.errors import InjectionError
-from hookdrop.guards.first_call import warn_about_shape
-from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems
+from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems, warn_about_shape
 from hookdrop.hooks.hook import NO_RATE, CurrentRate, SiteHook
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState, Override

@@ -106,6 +106,7 @@ def resolve(
     p_scale: PScale | None,
     at: str = "output",
     total_steps: int | None = None,
+    example_input: Any = None,
 ) -> Resolved:
     """Select the layers and assign their regularizers, without placing anything."""
     requested = None if schedule is None else as_schedule(schedule, "inject")
@@ -120,6 +121,7 @@ def resolve(
         _reject_keras_layers(model, selected)
     warnings += _unmatched_warnings(selection.unmatched_excludes)
     sites = []
+    survey = None if example_input is None else LazySurvey(model, example_input)
     for layer in selected:
         indices = selection.matched_by[layer.name]
         if len(regularizers) > 1 and len(indices) > 1:
@@ -128,7 +130,7 @@ def resolve(
                 f"{layer.name!r} matches more than one key of the mapping: {keys}.\n  give each layer one regularizer."
             )
         chosen = regularizers[indices[0] if len(regularizers) > 1 else 0]
-        sites.append(_plan_site(selection.root, layer, chosen, at))
+        sites.append(_plan_site(selection.root, layer, chosen, at, survey))
     if schedule is not None:
         check_picklable(schedule, "the schedule")
     if p_scale is not None:
@@ -183,20 +185,23 @@ def resolve_recipe(
     wanted = recipe.p_scale if p_scale is None else p_scale
     factors = [1.0] * len(groups) if wanted is None else rate_factors([everything[one] for one in groups], wanted)
     by_group = dict(zip(groups, factors, strict=True))
-    sites = [_plan_recipe_site(root, everything[site.name], site) for site in chosen]
+    facts = lazy if lazy.found is not None or example_input is not None else None
+    sites = [_plan_recipe_site(root, everything[site.name], site, facts) for site in chosen]
     _scale(sites, [site.factor * by_group[site.group or site.name] for site in chosen])
     for site in sites:
         _check_rate(site, schedule)
     return Resolved(root, sites, {name: len(sites)}, set(), warnings, schedule, requested)
 
 
-def _plan_recipe_site(root: nn.Module, layer: Layer, site: RecipeSite) -> PlannedSite:
-    planned = _plan_site(root, layer, site.regularizer, "output")
+def _plan_recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: LazySurvey | None) -> PlannedSite:
+    planned = _plan_site(root, layer, site.regularizer, "input" if site.at == "skip" else "output", survey)
     planned.at, planned.branch = site.at or planned.at, site.branch
     return planned
 
 
-def _plan_site(root: nn.Module, layer: Layer, regularizer: Regularizer | None, at: str) -> PlannedSite:
+def _plan_site(
+    root: nn.Module, layer: Layer, regularizer: Regularizer | None, at: str, survey: LazySurvey | None
+) -> PlannedSite:
     """Return the site of one layer. Some regularizers have only one place, and read settings from the model."""
     if regularizer is not None:
         if at == "input" and regularizer.only_at == "output":
@@ -205,7 +210,7 @@ def _plan_site(root: nn.Module, layer: Layer, regularizer: Regularizer | None, a
                 "  remove at=, and hook the layer before"
             )
         at = regularizer.only_at or at
-        regularizer = regularizer.for_layer(root, layer.name)
+        regularizer = regularizer.for_layer(root, layer.name, at, survey)
     return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, at=at)
 
 

@@ -155,7 +155,7 @@ def plan(
             resolved = resolve_recipe(model, given, exclude, schedule, p_scale, total_steps, example_input)
             name = type(given).__name__ if name is None else name
         else:
-            resolved = resolve(model, given, layers, exclude, schedule, p_scale, at, total_steps)
+            resolved = resolve(model, given, layers, exclude, schedule, p_scale, at, total_steps, example_input)
         return make_plan(
             model,
             resolved,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.errors import LayerError, ShapeError, warn
-from hookdrop.guards.first_call import without_bookkeeping
+from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.hooks import compiling
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.observe.read_only_hooks import first_tensor

@@ -67,7 +67,7 @@ class stochastic_depth(Recipe):
         return [RecipeSite(self._site(model, one), DropPath(self.p, self.mode), group=one.layer) for one in chosen]
 
     def _unknown_samples(self, survey: Survey, branch: Branch) -> str:
-        found = "" if self.mode == "batch" or not hasattr(survey, "samples") else survey.samples(branch.end)
+        found = "" if self.mode == "batch" else survey.samples(branch.end)
         return found if isinstance(found, str) else ""
 
     def _site(self, model: nn.Module, branch: Branch) -> str:

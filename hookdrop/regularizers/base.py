@@ -7,12 +7,13 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.errors import ShapeError
+from hookdrop.regularizers.samples import SamplePlace
 from hookdrop.utils.validation import as_rate_tensor, rate
 
 R = TypeVar("R", bound="Regularizer")
@@ -64,16 +65,6 @@ STD = Rate("std", high=math.inf, kind="noise")
 """A standard deviation."""
 
 
-class SampleRows(NamedTuple):
-    """Where the rows of each sample are in a tensor."""
-
-    axis: int = 0
-    interleaved: bool = False
-    """Whether sample i of N has the rows i, i + N, ..., as in (T N), and not consecutive ones, as in (N T)."""
-    samples: int | None = None
-    """The number N of samples; None if each row is a sample."""
-
-
 def _regularize(self: Regularizer, x: Tensor, rate: Any, **context: Any) -> Tensor:
     """Regularize `x` at the given rate, in training and eval mode, without modifying `x` in place.
 
@@ -112,9 +103,12 @@ class Regularizer(nn.Module):
 
     * `"layer_input"`: the input of the layer;
     * `"attention_mask"`: that of the innermost module around the layer that takes one, or None;
-    * `"samples"`: the `SampleRows` of the tensor, or None if each row of axis 0 is a sample;
+    * `"samples"`: the `SampleRows` of the tensor, according to the attribute `samples`;
     * `"rows"`: the samples that a branch ran on, which `select_rows(x, p)` chooses.
     """
+
+    samples: SamplePlace | None = None
+    """Where the samples of the batch are in the tensor; None: each row of axis 0 is one."""
 
     only_at: str | None = None
     """`"output"` or `"input"` if it is only meaningful there. None: at both."""
@@ -149,8 +143,14 @@ class Regularizer(nn.Module):
         """
         return False
 
-    def for_layer(self, model: nn.Module, name: str) -> Regularizer:
+    def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> Regularizer:
         """Return the regularizer for one layer of a model: this one, or one with settings that the model determines.
+
+        Args:
+            model: the model without wrappers.
+            name: the full name of the layer.
+            at: where it acts on the layer.
+            survey: what running the model shows (`hookdrop.survey`); None without an example.
 
         Raises:
             LayerError: it does not support the layer.

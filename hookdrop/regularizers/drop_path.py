@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.errors import LayerError
-from hookdrop.kernels.masking import slice_dropout, slice_mask
+from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import P, Regularizer, check_batch_axis
+from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
 from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import drop_rate, floating, one_of
 
@@ -72,13 +73,16 @@ class DropPath(Regularizer):
         p: probability of dropping a sample, in [0, 1].
         mode: `"row"` draws once for each sample, `"batch"` once for the whole batch, `"subset"` which samples the
             branch runs on.
+        samples: `(module, axis, interleaved)`, where the samples are in windows, frames or time steps. `inject` finds
+            this with `example_input=` (see `SamplePlace`); None: each row of axis 0 is a sample.
         scale: whether kept samples are scaled. False is timm's `scale_by_keep=False`; the mean then shrinks by 1 - p.
         keep_prob: 1 - p, instead of `p`.
 
-    Shape: (N, ...).
+    Shape: (N, ...), or any other if `samples` says where the samples are.
 
     Raises:
-        LayerError: in `inject` with `mode="subset"`, if the branch has batch norm, or no parameters.
+        LayerError: in `inject` with `mode="subset"`, if the branch has batch norm, or no parameters; with an example,
+            if it is unknown which rows belong to which sample.
         ShapeError, InjectionError: in forward with `mode="subset"`, if the rows of an argument cannot be selected.
 
     Example:
@@ -91,16 +95,27 @@ class DropPath(Regularizer):
     """
 
     def __init__(
-        self, p: float | None = None, mode: str = "row", *, scale: bool = True, keep_prob: float | None = None
+        self,
+        p: float | None = None,
+        mode: str = "row",
+        *,
+        scale: bool = True,
+        samples: SamplePlace | None = None,
+        keep_prob: float | None = None,
     ) -> None:
         super().__init__()
         self.p = drop_rate(p, keep_prob, self.title)
         self.mode: str = one_of(mode, "mode", self.title, _MODES)
         self.scale: bool = one_of(scale, "scale", self.title, (True, False))
+        self.samples = sample_place(samples, self.title)
+        if self.samples is not None and self.mode != "row":
+            raise ValueError(f"DropPath: samples= only applies to mode='row', got mode={self.mode!r}.")
         if self.mode == "subset":
             self.needs, self.only_at = ("rows",), "output"
+        elif self.samples is not None and self.samples[0] is not None:
+            self.needs = ("samples",)
 
-    def for_layer(self, model: nn.Module, name: str) -> DropPath:
+    def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> DropPath:
         if self.mode == "subset":
             branch = model.get_submodule(name)
             if not any(True for _ in branch.parameters()):
@@ -114,12 +129,24 @@ class DropPath(Regularizer):
                     f"DropPath(mode='subset') at {name!r}: {norms[0] or name!r} is a batch norm, whose statistics "
                     'would be those of the kept samples only.\n  use DropPath(p=..., mode="row")'
                 )
-        return self
+        if survey is None or self.mode == "batch" or self.samples is not None:
+            return self
+        found = survey.samples(name, at)
+        if isinstance(found, str) or (found.argument is not None and self.mode == "subset"):
+            raise LayerError(
+                f"DropPath(mode={self.mode!r}) at {name!r} draws for each sample, but the samples are not its rows: "
+                f"{found}.\n"
+                '  draw once for the batch: DropPath(p=..., mode="batch")'
+            )
+        return self if found.argument is None else DropPath(self.p, scale=self.scale, samples=found.argument)
 
     def check(self, shape: Sequence[int]) -> None:
         check_batch_axis(shape)
 
     def reading(self, shape: Sequence[int]) -> str:
+        if self.samples is not None:
+            module, axis, _ = self.samples
+            return f"{shape[axis]} rows on axis {axis}, N from {module!r}" if module is not None else f"N={shape[axis]}"
         if self.mode != "subset":
             return f"N={shape[0]}"
         kept = _kept(shape[0], self.p)
@@ -127,7 +154,7 @@ class DropPath(Regularizer):
 
     @property
     def independent_samples(self) -> bool:
-        return self.mode == "row"
+        return self.mode == "row" and self.samples is None
 
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
         if self.mode == "subset" and 0.0 < self.p < 1.0 and _kept(shape[0], self.p) == shape[0]:
@@ -139,8 +166,17 @@ class DropPath(Regularizer):
         kept = _kept(len(x), p)
         return None if kept >= len(x) else torch.randperm(len(x), device=x.device)[:kept]
 
-    def regularize(self, x: Tensor, rate: Any, rows: Tensor | None = None) -> Tensor:
-        if rows is None:
+    def regularize(self, x: Tensor, rate: Any, rows: Tensor | None = None, samples: SampleRows | None = None) -> Tensor:
+        if rows is not None:
+            kept = torch.zeros(len(x), dtype=torch.bool, device=x.device).index_fill(0, rows, True)
+            return _keep(x, kept.view(-1, *(1,) * (x.dim() - 1)), len(x) / len(rows) if self.scale else 1.0)
+        if self.samples is None:
             return _drop_path(x, rate, self.mode, self.scale)
-        kept = torch.zeros(len(x), dtype=torch.bool, device=x.device).index_fill(0, rows, True)
-        return _keep(x, kept.view(-1, *(1,) * (x.dim() - 1)), len(x) / len(rows) if self.scale else 1.0)
+        floating(x, self.title)
+        if x.numel() == 0:
+            return x
+        place = rows_in_call(self.samples, samples)
+        shape = [1] * x.dim()
+        shape[place.axis] = -1
+        kept = place.repeat(slice_mask(x, rate, (place.samples(x),)), x).view(shape)
+        return _keep(x, kept, keep_scale(rate) if self.scale else 1.0)

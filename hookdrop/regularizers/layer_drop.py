@@ -82,7 +82,7 @@ class LayerDrop(Regularizer):
         super().__init__()
         self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
 
-    def for_layer(self, model: nn.Module, name: str) -> LayerDrop:
+    def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> LayerDrop:
         path = name.split(".")
         if path[-1] in _BRANCHES:
             layer = ".".join(path[:-1])

@@ -127,7 +127,7 @@ class Masksembles(Regularizer):
         self.channel_dim = channel_dim
         self.site = ""
 
-    def for_layer(self, model: nn.Module, name: str) -> Masksembles:
+    def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> Masksembles:
         placed = Masksembles(self.n, self.scale, self.seed, self.channel_dim)
         placed.site = name
         return placed

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import P, Regularizer
-from hookdrop.regularizers.positions import why_tokens_must_stay
 from hookdrop.utils.validation import count, drop_rate, floating, one_of
 
 
@@ -124,7 +123,7 @@ class TokenDropout(Regularizer):
 
     Raises:
         ShapeError: in forward, if the input is not (N, L, C) with L > `prefix`.
-        LayerError: in `inject` with `remove`, if later layers need all tokens.
+        LayerError: in `inject` with `remove` and an example, if later layers need all tokens.
 
     Example:
         >>> _ = torch.manual_seed(4)
@@ -155,8 +154,8 @@ class TokenDropout(Regularizer):
             "  remove fullgraph=True: the graph breaks once, at this layer."
         )
 
-    def for_layer(self, model: nn.Module, name: str) -> TokenDropout:
-        if self.remove and (reason := why_tokens_must_stay(model)):
+    def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> TokenDropout:
+        if self.remove and survey is not None and (reason := survey.why_tokens_stay(name)):
             raise LayerError(
                 f"TokenDropout(remove=True) at {name!r}: {reason}.\n  use TokenDropout(p=...), which zeroes tokens"
             )

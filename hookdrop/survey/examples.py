@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +33,32 @@ class Example:
 
     def resized(self, batch: int) -> Any:
         """Return the input with another batch size: tensors whose first size is the batch repeat their rows."""
+        rows = torch.arange(batch) % self.batch
+        return self._with_batch(lambda x: x[rows.to(x.device)])
+
+    def two_samples(self) -> Any:
+        """Return the input with two samples that differ in all of their numbers, or, if they are integers, in some."""
+        generator = torch.Generator().manual_seed(0)
+
+        def vary(x: Tensor) -> Tensor:
+            first, second = x[0], x[-1]
+            if x.is_floating_point():
+                noise = torch.randn(first.shape, generator=generator).to(x)
+                second = second + noise * (1.0 if first.numel() < 2 or not first.std() else first.std())
+            elif first.dim() > 0 and torch.equal(first, second):
+                second = first.roll(1, -1)
+            return torch.stack([first, second])
+
+        return self._with_batch(vary)
+
+    def _with_batch(self, fn: Callable[[Tensor], Tensor]) -> Any:
+        """Apply `fn` to the tensors whose first size is the batch."""
         size = self.batch
 
-        def resize(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != size:
-                return leaf
-            return leaf[torch.arange(batch, device=leaf.device) % size]
+        def change(leaf: Any) -> Any:
+            return fn(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == size else leaf
 
-        return map_leaves(self.value, resize)
+        return map_leaves(self.value, change)
 
 
 def examples(model: nn.Module, given: Any) -> Iterator[Example]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,10 @@ from hookdrop.errors import InjectionError
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_residuals
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, no_example
+from hookdrop.survey.heads import Heads, find_heads
+from hookdrop.survey.samples import PLACES, Samples, growing_axis, row_orders
 from hookdrop.survey.skippable import find_skippable
+from hookdrop.survey.tokens import Patches, TokensNeededError, find_embedding, find_patches, removable_patches
 from hookdrop.survey.trace import Call, Node, Trace, record
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
@@ -54,9 +57,12 @@ class Survey:
         self._traces = {(example.batch, not has_values): trace}
         self.example = example
         self.forwards = forwards
-        """The number of forwards so far."""
+        """The number of forwards with values so far."""
+        self.is_fake = not has_values
+        """Whether the traces have shapes but no values."""
         self.source = example.source
         """Where the example came from."""
+        self._tokens: dict[str, Patches | TokensNeededError] = {}
         self.warnings: tuple[str, ...] = ()
         self.trace = trace
         """The forward with the batch size of the example."""
@@ -81,20 +87,94 @@ class Survey:
         key = self.example.batch if batch is None else batch, fake
         if key not in self._traces:
             value = self.example.value if batch is None else self.example.resized(batch)
-            self.count_forward()
+            if not fake:
+                self.count_forward()
             self._traces[key] = record(self.model, value, fake=fake)
         return self._traces[key]
 
     def count_forward(self) -> None:
-        """Count a forward, of which there are few: they may be long."""
+        """Count a forward with values, of which there are few: they may be long."""
         if self.forwards >= MAX_FORWARDS:
-            raise InjectionError(f"a survey runs at most {MAX_FORWARDS} forwards.")
+            raise InjectionError(f"a survey runs at most {MAX_FORWARDS} forwards with values.")
         self.forwards += 1
 
     @cached_property
     def layers(self) -> Mapping[str, LayerFacts]:
         """The layers that the forward called, by full name, in the order of their first calls."""
         return MappingProxyType({name: LayerFacts(tuple(calls)) for name, calls in self.trace.calls_of.items()})
+
+    @cached_property
+    def heads(self) -> Mapping[str, Heads]:
+        """The heads of attention, by the name of the layer whose input has them side by side: its output projection."""
+        return MappingProxyType(self._heads[0])
+
+    @cached_property
+    def no_heads(self) -> Mapping[str, str]:
+        """Why other layers that follow attention have no heads in their input."""
+        return MappingProxyType(self._heads[1])
+
+    @cached_property
+    def _heads(self) -> tuple[dict[str, Heads], dict[str, str]]:
+        return find_heads(self.trace)
+
+    def samples(self, name: str, at: str = "output") -> Samples | str:
+        """Return where the samples of the batch are in the first tensor of a layer, or why this is unknown."""
+        try:
+            found = growing_axis(*self._two_and_three, name, at)
+            if isinstance(found, str) or found.per_sample == 1:
+                return found
+            interleaved = self._row_orders[name, at, found.axis]
+        except InjectionError:
+            return "the model does not run on the example with 2 and 3 samples"
+        return interleaved if isinstance(interleaved, str) else replace(found, interleaved=interleaved)
+
+    @cached_property
+    def _two_and_three(self) -> tuple[Trace, Trace]:
+        return self.run(2, fake=self.is_fake), self.run(3, fake=self.is_fake)
+
+    @cached_property
+    def _row_orders(self) -> dict[tuple[str, str, int], bool | str]:
+        found = {(name, at): growing_axis(*self._two_and_three, name, at) for name in self.layers for at in PLACES}
+        sites = [(*key, one.axis) for key, one in found.items() if isinstance(one, Samples) and one.per_sample > 1]
+        self.forwards += 2
+        return row_orders(self.model, self.example.two_samples(), sites)
+
+    @cached_property
+    def patches(self) -> Patches:
+        """The tokens of image patches, if later layers do not need all of them.
+
+        Raises:
+            TokensNeededError: they do, or there are none.
+        """
+        layer = find_patches(self.trace)
+        if layer is None:
+            raise TokensNeededError("it has no tensor (N, L, C) of image patches from which all else is computed")
+        return self._removable(layer)
+
+    def why_tokens_stay(self, layer: str) -> str:
+        """Return why later layers need all tokens (N, L, C) that a layer returns; empty if they do not."""
+        try:
+            self._removable(layer)
+        except TokensNeededError as error:
+            return str(error)
+        return ""
+
+    def _removable(self, layer: str) -> Patches:
+        if layer not in self._tokens:
+            self.forwards += 3
+            try:
+                self._tokens[layer] = removable_patches(self.model, self.example.two_samples(), layer)
+            except TokensNeededError as error:
+                self._tokens[layer] = error
+        found = self._tokens[layer]
+        if isinstance(found, TokensNeededError):
+            raise found
+        return found
+
+    @cached_property
+    def token_embedding(self) -> str | None:
+        """The layer that looks up the integers that the model is called with; None if there is none."""
+        return find_embedding(self.trace)
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
@@ -154,7 +234,7 @@ def _survey(model: nn.Module, given: Any) -> Survey:
     for example in examples(model, given):
         # Values only if the model needs them, and never for an input that may be the wrong one.
         for fake in (True,) if example.is_assumed else (True, False):
-            forwards += 1
+            forwards += not fake
             try:
                 trace = record(model, example.value, fake=fake)
             except InjectionError:

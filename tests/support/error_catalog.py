@@ -143,10 +143,6 @@ class CachedLayer(nn.Module):
         return x
 
 
-class WindowAttention(nn.Linear):
-    """A stand-in for the attention of Swin."""
-
-
 class Argmax(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.argmax(-1)
@@ -328,8 +324,11 @@ def _() -> None:
 
 @case("tokens removed before windows")
 def _() -> None:
-    (model := ViT()).blocks[0] = WindowAttention(8, 8)
-    inject(model, TokenDropout(p=0.5, prefix=0, remove=True), layers="patch_embed")
+    import timm
+
+    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1))
+    tokens = TokenDropout(p=0.5, prefix=0, remove=True)
+    inject(model, tokens, layers="patch_embed", example_input=torch.randn(1, 3, 224, 224))
 
 
 @case("a batch norm in a branch that runs on part of the batch")
@@ -863,13 +862,15 @@ def _() -> None:
 @case("neftune of a model with the NEFTune of transformers")
 def _() -> None:
     (model := LanguageModel()).embed_tokens.neftune_noise_alpha = 5
-    recipes.neftune(model, embedding="embed_tokens")
+    inject(model, recipes.neftune(embedding="embed_tokens"))
 
 
 @case("patch_dropout of a model with windows")
 def _() -> None:
-    (model := ViT()).blocks[0] = WindowAttention(8, 8)
-    recipes.patch_dropout(model, p=0.5)
+    import timm
+
+    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1))
+    inject(model, recipes.patch_dropout(p=0.5), example_input=torch.randn(1, 3, 224, 224))
 
 
 @case("a recipe for a model that torch.fx has traced")

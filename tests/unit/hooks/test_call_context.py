@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hookdrop import NEFTune, Regularizer, ShapeError, inject
 from hookdrop.hooks.call_context import CallValue
 from hookdrop.hooks.hook import SiteHook
+from hookdrop.regularizers.samples import SampleRows
 
 IDS = torch.arange(12).view(2, 6)
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]])
@@ -113,24 +113,15 @@ class TestAttentionMask:
         assert torch.equal(noisy(twin, IDS, MASK), MASK == 1)
 
 
-@dataclass(frozen=True)
-class Windows:
-    """Two consecutive rows of axis 0 for each sample of the model's input."""
-
-    axis: int = 0
-    interleaved: bool = False
-    module: str | None = ""
-
-
 class Sees(Regularizer):
     """Records what it receives."""
 
     needs = ("samples",)
     seen: list[Any] = []
 
-    def __init__(self, p: float = 0.5) -> None:
+    def __init__(self, p: float = 0.5, *, samples: Any = None) -> None:
         super().__init__()
-        self.p = p
+        self.p, self.samples = p, samples
 
     def regularize(self, x: Tensor, rate: Any, samples: Any = None) -> Tensor:
         self.seen.append(samples)
@@ -148,16 +139,12 @@ class Windowed(nn.Module):
 
 def test_the_number_of_samples_is_that_of_the_module_around() -> None:
     model = Windowed()
-    drop = inject(model, Sees(), layers="inner")
-    (hook,) = model.inner._forward_hooks.values()
-    hook.remove()
-    hook.samples = Windows()
-    hook.place(model.inner)
+    drop = inject(model, Sees(samples=("", 0, False)), layers="inner")
     Sees.seen.clear()
     model(torch.zeros(3, 8))
     model(torch.zeros(5, 8))
     model.inner(torch.zeros(3, 4))
-    assert Sees.seen == [(0, False, 3), (0, False, 5), (0, False, None)]
+    assert Sees.seen == [SampleRows(0, False, 3), SampleRows(0, False, 5), SampleRows()]
     drop.remove()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -176,7 +177,9 @@ class TestResume:
     """A checkpoint restores the optimizer state but not the step count of the injection."""
 
     @staticmethod
-    def resumed(optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[nn.Module, Injection, Any]:
+    def resumed(
+        optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> tuple[nn.Module, Injection, Any]:
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         first = optimizer_class(model.parameters(), 1e-3)
         for _ in range(50):
@@ -198,6 +201,15 @@ class TestResume:
             self.step(model, optimizer)
         self.step(model, optimizer)
         assert drop.step_count == 2
+
+    def test_resumed_momentum_warns(self) -> None:
+        """SGD counts no steps, but only a new optimizer has no momentum."""
+        model, drop, optimizer = self.resumed(partial(torch.optim.SGD, momentum=0.9))
+        with pytest.warns(HookdropWarning, match=r"has already taken steps(.|\n)*drop.seek\(global_step\)"):
+            self.step(model, optimizer)
+        self.step(model, optimizer)
+        assert drop.step_count == 2
+        assert not optimizer._optimizer_step_pre_hooks
 
     @pytest.mark.parametrize("restore", ["seek", "load_state_dict", "seek(0)"])
     def test_restored_or_explicit_step_does_not_warn(self, restore: str) -> None:

@@ -49,7 +49,7 @@ class TestParse:
     def test_bare_name_error_lists_the_settings(self) -> None:
         with pytest.raises(
             ValueError,
-            match=r"has no arguments: write 'DropPath\(...\)'.\n  signature: DropPath\(p=None, mode='row', \*, scale=True, keep_prob=None\)$",
+            match=r"has no arguments: write 'DropPath\(...\)'.\n  signature: DropPath\(p=None, mode='row', \*, scale=True, samples=None, keep_prob=None\)$",
         ):
             parse("DropPath")
 

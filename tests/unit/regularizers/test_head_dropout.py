@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import HeadDropout, LayerError, ShapeError, inject
+from hookdrop import DropPath, HeadDropout, LayerError, ShapeError, inject, parse
 from hookdrop.functional import head_dropout
+from hookdrop.regularizers.samples import SampleRows
 
 
 def kept(y: torch.Tensor, heads: int) -> torch.Tensor:
@@ -54,57 +55,87 @@ def test_samples_of_a_map_of_windows_share_a_mask() -> None:
     assert torch.equal(y, y[:, :1, :1].expand_as(y))
 
 
-class TestNumberOfHeads:
-    def model(self, **attributes: object) -> nn.ModuleDict:
-        attention = nn.ModuleDict({"o_proj": nn.Linear(12, 12)})
-        for name, value in attributes.items():
-            setattr(attention, name, value)
-        return nn.ModuleDict({"attn": attention})
+def test_interleaved_heads() -> None:
+    y = head_dropout(torch.ones(64, 2, 12), 0.5, heads=3, interleaved=True)
+    assert torch.equal(y, y[..., :3].repeat(1, 1, 4))
+    assert {tuple(row) for row in (y[:, 0, :3] > 0).tolist()} > {(True, False, True)}
 
-    @pytest.mark.parametrize("name", ["num_heads", "num_attention_heads", "n_heads"])
-    def test_is_read_from_the_module_around_the_projection(self, name: str) -> None:
-        drop = inject(self.model(**{name: 3}), HeadDropout(0.2), layers="attn.o_proj")
+
+class TestSamples:
+    """Where each sample has several rows, or the batch is on another axis."""
+
+    @pytest.mark.parametrize("cls", [HeadDropout, DropPath])
+    @pytest.mark.parametrize(
+        ("rows", "by_sample"),
+        [
+            (SampleRows(0, False, 4), lambda y: y.unflatten(0, (4, 6))),
+            (SampleRows(0, True, 4), lambda y: y.unflatten(0, (6, 4)).transpose(0, 1)),
+            (SampleRows(1), lambda y: y.transpose(0, 1)),
+        ],
+        ids=["consecutive", "interleaved", "axis 1"],
+    )
+    def test_each_has_one_draw(self, rows: SampleRows, by_sample: Any, cls: Any) -> None:
+        drop = cls(0.5, samples=("" if rows.count else None, rows.axis, rows.interleaved))
+        drop.heads = 2
+        torch.manual_seed(0)
+        y = by_sample(drop.regularize(torch.ones(24, 24, 8), 0.5, samples=rows if rows.count else None))
+        y = y.flatten(1, -2)
+        assert torch.equal(y, y[:, :1].expand_as(y))
+        assert len(y[:, 0].unique(dim=0)) > 1
+
+    def test_rows_that_do_not_divide_raise(self) -> None:
+        with pytest.raises(ShapeError):
+            DropPath(0.5, samples=("", 0, False)).regularize(torch.ones(5, 2), 0.5, samples=SampleRows(0, False, 2))
+
+    def test_the_argument_is_checked_and_part_of_the_text(self) -> None:
+        assert repr(parse("DropPath(p=0.5, samples=('a.b', 0, True))")) == (
+            "DropPath(p=0.5, mode='row', samples=('a.b', 0, True))"
+        )
+        with pytest.raises(TypeError):
+            DropPath(0.5, samples="a")  # type: ignore[arg-type]
+        with pytest.raises(ValueError):
+            DropPath(0.5, "batch", samples=("a", 0, False))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o_proj = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        return self.o_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class TestNumberOfHeads:
+    def test_is_found_by_running_the_model(self) -> None:
+        drop = inject(Attention(), HeadDropout(0.2), layers="o_proj", example_input=torch.ones(2, 5, 12))
         assert drop.sites[0].regularizer == "HeadDropout(p=0.2, heads=3)"
 
-    def test_is_read_from_the_config_of_query_heads(self) -> None:
-        model = self.model(config=SimpleNamespace(num_attention_heads=6, num_key_value_heads=2))
-        assert "heads=6" in inject(model, HeadDropout(0.2), layers="attn.o_proj").sites[0].regularizer
-
     def test_can_be_given(self) -> None:
-        model = self.model(num_heads=3)
-        assert "heads=4" in inject(model, HeadDropout(0.2, heads=4), layers="attn.o_proj").sites[0].regularizer
+        assert "heads=4" in inject(Attention(), HeadDropout(0.2, heads=4), layers="o_proj").sites[0].regularizer
 
-    @pytest.mark.parametrize("name", ["attn.q_proj", "mlp.down_proj", "attn.qkv"])
-    def test_other_layers_raise_because_their_input_has_no_heads(self, name: str) -> None:
-        parent, _, attribute = name.partition(".")
-        model = self.model(num_heads=3)
-        model[parent] = model["attn"] if parent == "attn" else nn.ModuleDict()
-        model[parent][attribute] = nn.Linear(12, 12)
-        with pytest.raises(LayerError, match=rf"'{name}': this is not an output projection(.|\n)*o_proj"):
-            inject(model, HeadDropout(0.2), layers=name)
-        inject(model, HeadDropout(0.2, heads=3), layers=name)
+    def test_other_layers_raise_because_their_input_has_no_heads(self) -> None:
+        with pytest.raises(LayerError, match="it is not an output projection"):
+            inject(Attention(), HeadDropout(0.2), layers="qkv", example_input=torch.ones(2, 5, 12))
 
-    def test_unknown_raises_and_asks_for_it(self) -> None:
-        with pytest.raises(LayerError, match=r"do not say how many heads there are(.|\n)*heads=12"):
-            inject(self.model(), HeadDropout(0.2), layers="attn.o_proj")
+    def test_is_required_without_an_example(self) -> None:
+        with pytest.raises(LayerError, match=r"heads=12(.|\n)*example_input=x"):
+            inject(Attention(), HeadDropout(0.2), layers="o_proj")
 
     def test_that_does_not_divide_the_features_raises_with_those_that_do(self) -> None:
         with pytest.raises(LayerError, match=r"12 features do not divide into 5 heads(.|\n)*: 4, 6, 3|3, 4, 6"):
-            inject(self.model(num_heads=5), HeadDropout(0.2), layers="attn.o_proj")
+            inject(Attention(), HeadDropout(0.2, heads=5), layers="o_proj")
         with pytest.raises(ShapeError, match="12 features do not divide into 5 heads"):
             head_dropout(torch.ones(2, 3, 12), 0.2, heads=5)
 
-    def test_one_head_raises(self) -> None:
-        with pytest.raises(LayerError, match="heads must be at least 2, got 1"):
-            inject(self.model(num_heads=1), HeadDropout(0.2), layers="attn.o_proj")
-
 
 def test_acts_at_the_input_of_the_projection() -> None:
-    model = TestNumberOfHeads().model(num_heads=3)
+    model = Attention()
     seen: list[torch.Tensor] = []
-    inject(model, HeadDropout(0.5), layers="attn.o_proj")
-    model["attn"]["o_proj"].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    model["attn"]["o_proj"](torch.ones(64, 1, 12))
+    inject(model, HeadDropout(0.5, heads=3), layers="o_proj")
+    model.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model.o_proj(torch.ones(64, 1, 12))
     assert torch.equal(kept(seen[0], 3).any(1), torch.ones(64, dtype=torch.bool))
     assert not kept(seen[0], 3).all()
 

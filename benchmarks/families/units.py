@@ -1,0 +1,250 @@
+"""Check the sites of `head_dropout`, `patch_dropout` and `neftune` by their meaning, with values instead of a survey.
+
+* A head: with the head zeroed in the product of attention, the input of the projection is the same as with the features
+  zeroed that HeadDropout assigns to the head.
+* A sample: rows that change with one sample of the batch have one draw.
+* Patches: with half of them, in any order, the model computes the same.
+* Tokens: equal tokens have equal embeddings, wherever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import hookdrop
+from families.check import RecipeCheck, float_tensors
+from families.inputs import BATCH
+from families.layers import Run
+from hookdrop import HeadDropout, NEFTune, TokenDropout, recipes
+from hookdrop.errors import InjectionError, LayerError
+from hookdrop.recipes.base import Recipe
+from hookdrop.utils.tensor_tree import map_tensor, tensors
+from models.check import require
+
+Record = dict[str, Any]
+_PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
+
+
+def run_units(name: str, model: nn.Module, runs: list[Run]) -> Record:
+    """Check a recipe in each run of a model, and return the record; the recipe may refuse some parts."""
+    recipe, check = CASES[name]
+    sites, refused = 0, []
+    for run in runs:
+        try:
+            plan = RecipeCheck(run.module, [run]).run_value(recipe, run.inputs)
+        except (LayerError, InjectionError) as error:
+            refused.append(" ".join(str(error).partition("No hook was placed")[0].split()))
+            continue
+        sites += len(plan.sites)
+        check(run, plan)
+    if not sites:
+        return {"status": "refused", "error": refused[0][:250]}
+    return {"status": "partial" if refused else "passed", "sites": sites} | (
+        {"error": refused[0][:250]} if refused else {}
+    )
+
+
+def check_heads(run: Run, plan: hookdrop.Plan) -> None:
+    """Check that the features of a head are those that are 0 without it, and that each sample has one draw.
+
+    Raises:
+        CheckFailed: they are not.
+    """
+    base, cores = _inputs_of(run, [site.name for site in plan.sites])
+    for site in plan.sites:
+        drop = site.regularizer
+        if site.name not in base:
+            continue
+        assert isinstance(drop, HeadDropout)
+        assert drop.heads is not None
+        width = base[site.name].shape[-1]
+        owner = torch.arange(width) % drop.heads if drop.interleaved else torch.arange(width) // (width // drop.heads)
+        mine = _around(site.name, cores)
+        require(bool(mine), f"no attention runs around {site.name}")
+        for head in {0, drop.heads - 1}:
+            found, _ = _inputs_of(run, [site.name], mine, head, drop.heads)
+            wanted = base[site.name] * (owner != head)
+            close = torch.allclose(found[site.name], wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+            require(close, f"head {head} of {site.name} is not what HeadDropout drops")
+        _check_samples(run, site.name, drop)
+
+
+def _check_samples(run: Run, name: str, drop: HeadDropout) -> None:
+    """Check that rows that change with one sample have the same draw, and that samples differ."""
+    base = _inputs_of(run, [name])[0][name]
+    axis = drop.samples[1] if drop.samples else 0
+    with (
+        hookdrop.inject(run.module, drop, layers=name, name="one site") as injection,
+        injection.recording(last=1) as record,
+    ):
+        run.module.train()
+        run()
+        run.module.eval()
+    call = record.calls(name)[0]
+    kept = ((call.after != 0) | (call.before == 0)).movedim(axis, 0).flatten(1, -2).all(1)
+    by_head = kept.unflatten(-1, (-1, drop.heads)).mT if drop.interleaved else kept.unflatten(-1, (drop.heads, -1))
+    pattern = by_head.all(-1)  # (rows, heads)
+    for sample in range(BATCH):
+        changed = {k: _replaced(v, sample) for k, v in run.inputs.items()}
+        rows = (
+            (_inputs_of(Run(run.name, run.module, changed), [name])[0][name] != base).movedim(axis, 0).flatten(1).any(1)
+        )
+        require(len({tuple(row) for row in pattern[rows].tolist()}) <= 1, f"{name}: a sample has several draws")
+
+
+def _replaced(value: Any, sample: int) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != BATCH:
+        return value
+    value = value.clone()
+    value[sample] = value[sample] + 1.0 if value.is_floating_point() else value[sample].roll(1, -1)
+    return value
+
+
+class _Cores(TorchFunctionMode):
+    """Numbers the products of attention, and zeroes a head in some."""
+
+    def __init__(self, running: list[str], chosen: list[int], head: int, heads: int) -> None:
+        super().__init__()
+        self.running, self.chosen, self.head, self.heads = running, chosen, head, heads
+        self.weights: list[Tensor] = []
+        self.found: list[tuple[str, ...]] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        result = function(*args, **(kwargs or {}))
+        given = tensors((args, kwargs))
+        from_softmax = any(x is weight for x in given for weight in self.weights)
+        if name == "scaled_dot_product_attention" or (from_softmax and name in _PRODUCTS):
+            self.found.append(tuple(self.running))
+            return self._without_head(result) if len(self.found) - 1 in self.chosen else result
+        if isinstance(result, Tensor) and (name == "softmax" or (from_softmax and result.is_floating_point())):
+            self.weights.append(result)
+        return result
+
+    def _without_head(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        by_head = x if x.dim() > 3 else x.unflatten(0, (BATCH, -1))
+        by_head[:, torch.arange(by_head.shape[1]) % self.heads == self.head] = 0.0
+        return x
+
+
+@torch.no_grad()
+def _inputs_of(
+    run: Run, names: list[str], chosen: list[int] | None = None, head: int = 0, heads: int = 1
+) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
+    """Return the first input of each layer, and the modules that run around each product of attention."""
+    found: dict[str, Tensor] = {}
+    running: list[str] = []
+    run.module.eval()
+    with ExitStack() as stack:
+        for name, module in run.module.named_modules():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+            stack.callback(enter.remove)
+            stack.callback(module.register_forward_hook(lambda *_: void(running.pop())).remove)
+        for name in names:
+            site = run.module.get_submodule(name)
+            stack.callback(site.register_forward_pre_hook(_saved(found, name), with_kwargs=True).remove)
+        torch.manual_seed(0)
+        cores = stack.enter_context(_Cores(running, chosen or [], head, heads))
+        run()
+    return found, cores.found
+
+
+def _saved(found: dict[str, Tensor], name: str) -> Any:
+    return lambda module, *given: void(found.setdefault(name, float_tensors(given)[0].clone()))
+
+
+def void(value: object) -> None:
+    """Discard a value, because a hook must return None."""
+
+
+def _around(name: str, cores: list[tuple[str, ...]]) -> list[int]:
+    """Return the products that run in the innermost module around a layer in which one runs."""
+    while name:
+        name = name.rpartition(".")[0]
+        found = [index for index, running in enumerate(cores) if name in running]
+        if found:
+            return found
+    return []
+
+
+def check_patches(run: Run, plan: hookdrop.Plan) -> None:
+    """Check that the model computes the same from half of the patches in another order.
+
+    Raises:
+        CheckFailed: it does not.
+    """
+    site = plan.sites[0]
+    drop = site.regularizer
+    assert isinstance(drop, TokenDropout)
+    tokens: list[int] = []
+
+    def with_patches(order: Callable[[int], Tensor]) -> list[Tensor]:
+        def keep(module: nn.Module, args: Any, output: Any) -> Any:
+            def change(x: Tensor) -> Tensor:
+                tokens.append(x.shape[1])
+                return torch.cat([x[:, : drop.prefix], x[:, drop.prefix + order(x.shape[1] - drop.prefix)]], 1)
+
+            return map_tensor(output, None, change)
+
+        with _hooked(run.module.get_submodule(site.name), keep), torch.no_grad():
+            torch.manual_seed(0)
+            return float_tensors(run())
+
+    plain = with_patches(lambda count: torch.arange(0, count, 2))
+    turned = with_patches(lambda count: torch.arange(0, count, 2).flip(0))
+    kept = drop.prefix + (tokens[0] - drop.prefix + 1) // 2
+    order = torch.cat([torch.arange(drop.prefix), torch.arange(drop.prefix, kept).flip(0)])
+    for before, after in zip(plain, turned, strict=True):
+        axes = [axis for axis, size in enumerate(before.shape) if size == kept]
+        for axis in axes:
+            before = before.index_select(axis, order)
+        require(torch.allclose(before, after, rtol=1e-3, atol=1e-4), f"the order of the patches at {site.name} matters")
+
+
+@contextmanager
+def _hooked(module: nn.Module, hook: Any) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
+    """Check that the site returns one vector for each token id, whatever its position.
+
+    Raises:
+        CheckFailed: it does not.
+    """
+    require(len(plan.sites) == 1, "more than one embedding")
+    site = plan.sites[0]
+    assert isinstance(site.regularizer, NEFTune)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def save(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append((tensors(args)[0], tensors(output)[0]))
+
+    with _hooked(run.module.get_submodule(site.name), save), torch.no_grad():
+        run()
+    require(bool(seen), f"{site.name} does not run")
+    ids, vectors = seen[0][0].flatten(), seen[0][1].flatten(0, -2)
+    require(not seen[0][0].is_floating_point() and len(ids) == len(vectors), f"{site.name} does not look up tokens")
+    for token in ids.unique():
+        mine = vectors[ids == token]
+        require(torch.equal(mine, mine[:1].expand_as(mine)), f"{site.name} depends on more than the token")
+    given = [x for x in run.inputs.values() if isinstance(x, Tensor) and not x.is_floating_point()]
+    require(any(set(ids.tolist()) <= set(x.flatten().tolist()) for x in given), f"{site.name} does not get the tokens")
+
+
+CASES: dict[str, tuple[Recipe, Callable[[Run, hookdrop.Plan], None]]] = {
+    "head_dropout": (recipes.head_dropout(p=0.5), check_heads),
+    "patch_dropout": (recipes.patch_dropout(p=0.5), check_patches),
+    "neftune": (recipes.neftune(alpha=5.0), check_tokens),
+}

@@ -1,0 +1,77 @@
+"""One random number for each sample, where a tensor has several rows for each: windows, frames, time steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hookdrop.errors import ShapeError
+
+SamplePlace = tuple[str | None, int, bool]
+"""(module, axis, interleaved): the module whose first input has one row of axis 0 for each sample, the axis of the
+samples in the regularized tensor, and whether sample i of N has its rows i, i + N, ..., and not consecutive ones. The
+module is None if the tensor has one row for each sample too. A plain tuple, so that a text form is a literal."""
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """Where the rows of each sample are in a tensor."""
+
+    axis: int = 0
+    interleaved: bool = False
+    """Whether sample i of N has the rows i, i + N, ..., as in (T N), and not consecutive ones, as in (N T)."""
+    count: int | None = None
+    """The number N of samples; None if each row is a sample."""
+
+    def samples(self, x: Tensor) -> int:
+        """The number of samples in `x`.
+
+        Raises:
+            ShapeError: the rows do not divide into the samples.
+        """
+        size = x.shape[self.axis]
+        if self.count is None:
+            return size
+        if self.count == 0 or size % self.count:
+            raise ShapeError(
+                f"got {tuple(x.shape)}: the {size} rows of axis {self.axis} do not divide into {self.count} samples.\n"
+                '  use a regularizer that draws once for the batch, such as DropPath(p=..., mode="batch")'
+            )
+        return self.count
+
+    def repeat(self, values: Tensor, x: Tensor) -> Tensor:
+        """Repeat values (N, ...) for the rows of each sample: (rows, ...)."""
+        count, size = len(values), x.shape[self.axis]
+        if count == size:
+            return values
+        by_row = values.unsqueeze(0 if self.interleaved else 1)
+        order = (size // count, count) if self.interleaved else (count, size // count)
+        return by_row.expand(*order, *values.shape[1:]).reshape(size, *values.shape[1:])
+
+
+def sample_place(value: object, owner: str) -> SamplePlace | None:
+    """Return the argument `samples` of a regularizer, or raise a `TypeError`."""
+    if value is None:
+        return None
+    if isinstance(value, tuple | list) and len(value) == 3:
+        module, axis, interleaved = value
+        if isinstance(module, str | None) and type(axis) is int and isinstance(interleaved, bool):
+            return module, axis, interleaved
+    raise TypeError(f"{owner}: samples must be None or (module, axis, interleaved), got {value!r}.")
+
+
+def rows_in_call(place: SamplePlace | None, collected: SampleRows | None) -> SampleRows:
+    """Return where the samples are in a call, given what the hook collected.
+
+    Raises:
+        ShapeError: their number is unknown.
+    """
+    if place is None:
+        return SampleRows()
+    if place[0] is not None and (collected is None or collected.count is None):
+        raise ShapeError(
+            f"the number of samples is that of the first input of {place[0]!r}, which is not running.\n"
+            "  call the model, not a part of it; or remove samples=, if each row is a sample"
+        )
+    return SampleRows(*place[1:]) if collected is None else collected

@@ -1,0 +1,264 @@
+"""Find the layers whose input has the heads of attention side by side, and which feature belongs to which head.
+
+The search starts at the products of attention (`scaled_dot_product_attention`, or a product after a softmax) and
+follows their output to the first layer with weights, its projection. The operations in between are repeated on random
+numbers: what the first feature depends on is zeroed, and the features that become 0 with it are the first head. A norm
+over all heads, or a term that is added to them, then shows as features that change without becoming 0, or that do not
+become 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookdrop.survey.trace import Call, Node, Op, Trace
+from hookdrop.utils.tensor_tree import map_leaves, tensors
+
+_FUSED = "scaled_dot_product_attention"
+_PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "addmm", "einsum", "linear"})
+_MIXERS = _PRODUCTS | {"conv1d", "conv2d", "conv3d"}
+"""Functions that mix features if one of their arguments is a weight."""
+HIDDEN = frozenset({"multi_head_attention_forward", "_native_multi_head_attention"})
+"""Attention as one function, which applies the weight of the projection without calling the layer."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads in the last axis of a layer's input."""
+
+    count: int
+    """The number H of heads; with grouped queries, of query heads."""
+    interleaved: bool = False
+    """Whether feature f belongs to head f % H, as in (d H), and not to head f // d, as in (H d)."""
+
+
+class _NoHeadsError(Exception):
+    """Why the input of a layer cannot be divided into heads."""
+
+
+def find_heads(trace: Trace) -> tuple[dict[str, Heads], dict[str, str]]:
+    """Return the heads by the name of the layer whose input has them, and refused modules with the reason."""
+    heads: dict[str, Heads] = {}
+    refused = {op.call.name: "it computes its projection without calling the layer" for op in trace.ops
+               if op.name in HIDDEN and op.call is not None}  # fmt: skip
+    known: dict[str, Heads | _NoHeadsError] = {}
+    projections: dict[Node, _Projection] = {}
+    for core in attention_cores(trace):
+        found = _follow(trace, core)
+        if isinstance(found, str):
+            refused[core.call.name if core.call else ""] = found
+        elif found is not None:
+            projections.setdefault(found[1], _Projection(found[0].name, found[1], [])).cores.append(core)
+    for projection in projections.values():
+        chain = _Chain(trace, projection)
+        try:
+            found_heads = known.get(chain.key) or chain.heads()
+        except _NoHeadsError as error:
+            found_heads = error
+        known[chain.key] = found_heads
+        previous = heads.get(projection.layer, found_heads)
+        if isinstance(found_heads, _NoHeadsError) or previous != found_heads:
+            refused[projection.layer] = str(found_heads) if found_heads == previous else "its calls differ in the heads"
+        else:
+            heads[projection.layer] = found_heads
+    return {name: found for name, found in heads.items() if name not in refused}, refused
+
+
+class _Projection(NamedTuple):
+    layer: str
+    node: Node
+    """The input of the layer."""
+    cores: list[Op]
+
+
+def attention_cores(trace: Trace) -> Iterator[Op]:
+    """Yield the operations that multiply attention by the values."""
+    weights: set[Node] = set()
+    for op in trace.ops:
+        if op.name == _FUSED:
+            yield op
+        elif op.name == "softmax":
+            weights.update(op.outputs)
+        elif not weights.isdisjoint(op.inputs):
+            if op.name in _PRODUCTS and not _has_weight(op):
+                yield op
+            else:
+                weights.update(op.outputs)
+
+
+def _has_weight(op: Op) -> bool:
+    return any(not node.is_data for node in op.inputs)
+
+
+def _follow(trace: Trace, core: Op) -> tuple[Call, Node] | str | None:
+    """Return the layer that mixes the features of attention, with its input; or why none is called."""
+    reached = {*core.outputs}
+    for op in trace.ops[trace.ops.index(core) + 1 :]:
+        if reached.isdisjoint(op.inputs):
+            continue
+        if op.name in ("softmax", _FUSED):
+            return None
+        if op.name in _MIXERS and _has_weight(op):
+            return _entered(trace, op, core, reached) or "it computes its projection without calling a layer"
+        reached.update(op.outputs)
+    return None
+
+
+def _entered(trace: Trace, op: Op, core: Op, reached: set[Node]) -> tuple[Call, Node] | None:
+    """Return the innermost module around an operation that is called with a tensor that nothing else reads."""
+    for call in op.call.around() if op.call else ():
+        if call.start < core.index:
+            return None
+        entries = [node for node in call.inputs if node in reached]
+        if entries and all(call.start < user.index < call.end for user in trace.users[entries[-1]]):
+            return call, entries[-1]
+    return None
+
+
+class _Chain:
+    """The operations from the products of attention to the input of the projection."""
+
+    def __init__(self, trace: Trace, projection: _Projection) -> None:
+        self.starts = [core.outputs[0] for core in projection.cores]
+        self.end = projection.node
+        after = {*self.starts}
+        made = []
+        for op in trace.ops:
+            if op.index < self.end.index and op not in projection.cores and not after.isdisjoint(op.inputs):
+                after.update(op.outputs)
+                made.append(op)
+        needed = {self.end}
+        self.ops: list[Op] = []
+        for op in reversed(made):
+            if not needed.isdisjoint(op.outputs):
+                needed.update(op.inputs)
+                self.ops.insert(0, op)
+        self.constants: dict[Node, Tensor] = {}
+
+    @property
+    def key(self) -> str:
+        """The same text for chains with the same result."""
+        numbers: dict[Node, int] = {}
+
+        def plain(leaf: Any) -> Any:
+            return (numbers.setdefault(leaf, len(numbers)), leaf.shape) if isinstance(leaf, Node) else leaf
+
+        ops = [(op.name, op.args, op.kwargs, op.outputs) for op in self.ops]
+        return repr(map_leaves([self.starts, ops, [self.end]], plain))
+
+    def heads(self) -> Heads:
+        """Return the heads in the last axis of the end.
+
+        Raises:
+            _NoHeadsError: it has no heads.
+        """
+        try:
+            # A head is a matrix (L, d) of the product, or, if the queries of all heads are in one matrix, some rows.
+            for axes in (2, 1):
+                probe = _Probe(self, axes)
+                first = probe.zeroed_with(torch.arange(probe.width) == 0)
+                if not first.all():
+                    return probe.layout(first)
+        except _NoHeadsError:
+            raise
+        except Exception as error:
+            raise _NoHeadsError(f"the way from attention to it cannot be repeated: {error}") from error
+        raise _NoHeadsError("it has a single head, or what mixes the heads comes before it")
+
+    def repeat(self, values: Sequence[Tensor]) -> Tensor:
+        """Compute the end from other values of the products."""
+        known = dict(zip(self.starts, values, strict=True))
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, Node):
+                found = known.get(leaf)
+                return self._constant(leaf) if found is None else found
+            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+        for op in self.ops:
+            if op.function is None:
+                raise _NoHeadsError(f"the way from attention to it is hidden ({op.name})")
+            if _is_in_place(op):
+                known[op.inputs[0]] = value(op.inputs[0]).clone()
+            args, kwargs = map_leaves(op.args, value), map_leaves(op.kwargs, value)
+            result = op.function(*args, **kwargs)
+            made = [known[op.inputs[0]]] if _is_in_place(op) else tensors(result)
+            known.update(zip(op.outputs, made, strict=True))
+        return known[self.end]
+
+    def _constant(self, node: Node) -> Tensor:
+        """Random numbers in place of other tensors, such as gates and the weights of norms."""
+        if node not in self.constants:
+            floating = node.dtype.is_floating_point
+            self.constants[node] = torch.rand(node.shape).add(1.0).to(node.dtype) if floating else torch.ones(
+                node.shape, dtype=node.dtype)  # fmt: skip
+        return self.constants[node]
+
+
+def _is_in_place(op: Op) -> bool:
+    return op.name == "__setitem__" or op.name.startswith("__i") or (op.name.endswith("_") and op.name[-2] != "_")
+
+
+class _Probe:
+    """Zeroes parts of the products, and looks at the end.
+
+    Args:
+        chain: the operations.
+        axes: how many of the last axes of a product belong to one part.
+    """
+
+    def __init__(self, chain: _Chain, axes: int) -> None:
+        self.chain = chain
+        self.axes = tuple(range(-axes, 0))
+        with torch.enable_grad():
+            self.products = [torch.rand(node.shape).add(0.5).to(node.dtype).requires_grad_() for node in chain.starts]
+            self.end = chain.repeat([product.clone() for product in self.products])
+        self.width = self.end.shape[-1]
+
+    def zeroed_with(self, features: Tensor) -> Tensor:
+        """Zero all parts that some features depend on, and return which features are 0 then.
+
+        Raises:
+            _NoHeadsError: the features do not become 0, or others change without becoming 0.
+        """
+        chosen = self.end[..., features].float().sum()
+        slopes = torch.autograd.grad(chosen, self.products, retain_graph=True, allow_unused=True)
+        kept = [x.detach() if slope is None else x.detach() * (slope == 0).all(self.axes, keepdim=True)
+                for x, slope in zip(self.products, slopes, strict=True)]  # fmt: skip
+        with torch.no_grad():
+            end = self.chain.repeat(kept)
+        zero = (end == 0).flatten(0, -2).all(0)
+        same = (end == self.end).flatten(0, -2).all(0)
+        if not zero[features].all():
+            raise _NoHeadsError("something is added to attention before it")
+        if not (zero | same).all():
+            raise _NoHeadsError("a norm or another function mixes the heads before it")
+        return zero
+
+    def layout(self, first: Tensor) -> Heads:
+        """Return the heads, given the features of the first one, and check that each is separate.
+
+        Raises:
+            _NoHeadsError: they are not.
+        """
+        size = int(first.sum())
+        features = torch.arange(self.width)
+        for interleaved in (False, True):
+            heads = Heads(self.width // size, interleaved)
+            owner = features % heads.count if interleaved else features // size
+            if self.width % size == 0 and torch.equal(owner == 0, first):
+                break
+        else:
+            raise _NoHeadsError("the features of its heads are in no regular order")
+        for bit in range(math.ceil(math.log2(heads.count))):
+            for value in (0, 1):
+                chosen = (owner >> bit & 1) == value
+                if not torch.equal(self.zeroed_with(chosen), chosen):
+                    raise _NoHeadsError("its heads are not separate")
+        return heads

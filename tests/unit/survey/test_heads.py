@@ -1,0 +1,116 @@
+"""The heads of attention: which layer gets them, and in which layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hookdrop.survey import record, survey
+from hookdrop.survey.heads import Heads, find_heads
+
+H, D, L = 4, 3, 5
+
+
+class Attention(nn.Module):
+    """Attention whose layout and projection depend on `kind`."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+        self.qkv = nn.Linear(8, 3 * H * D)
+        self.outer = nn.RMSNorm(H * D)
+        self.out = nn.Linear(H * D, 8)
+        self.mixing = nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = self.kind
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4)
+        if kind == "eager":
+            y = F.dropout((q @ k.mT).float().softmax(-1).type_as(v), 0.1, self.training) @ v
+        elif kind == "folded":  # the heads are rows of the batch
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            y = torch.bmm((q @ k.mT).softmax(-1), v).unflatten(0, (-1, H))
+        elif kind == "multi-query":  # the queries of all heads in one matrix
+            y = F.scaled_dot_product_attention(q.flatten(1, 2), k[:, 0], v[:, 0]).unflatten(1, (H, L))
+        else:
+            y = F.scaled_dot_product_attention(q, k, v)
+        if kind == "differential":  # two maps for each head
+            y = y[:, : H // 2] - 0.5 * y[:, H // 2 :]
+            y = torch.cat([y, y], -1)
+        if kind == "inner norm":
+            y = F.rms_norm(y, (D,))
+        if kind == "mixed":
+            y = self.mixing(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        y = (y.permute(0, 2, 3, 1) if kind == "interleaved" else y.transpose(1, 2)).flatten(2)
+        if kind == "gate":
+            y = y * self.qkv(x)[..., : H * D].sigmoid()
+        if kind == "in place":
+            y.mul_(2.0)
+        if kind == "norm":
+            y = self.outer(y)
+        if kind == "added":
+            y = y + self.qkv(x)[..., : H * D]
+        return F.linear(y, self.out.weight) if kind == "functional" else self.out(y)
+
+
+def found(model: nn.Module) -> tuple[dict[str, Heads], dict[str, str]]:
+    return find_heads(record(model.eval(), torch.randn(2, L, 8)))
+
+
+@pytest.mark.parametrize("kind", ["", "eager", "folded", "multi-query", "inner norm", "gate", "in place"])
+def test_heads_side_by_side(kind: str) -> None:
+    assert found(nn.Sequential(nn.Identity(), Attention(kind))) == ({"1.out": Heads(H)}, {})
+
+
+def test_interleaved_heads() -> None:
+    assert found(Attention("interleaved")) == ({"out": Heads(H, interleaved=True)}, {})
+
+
+def test_a_layer_that_mixes_the_heads_gets_them_as_features() -> None:
+    assert found(Attention("mixed")) == ({"mixing": Heads(H)}, {})
+
+
+def test_two_maps_are_one_head() -> None:
+    assert found(Attention("differential")) == ({"out": Heads(H // 2)}, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "reason"),
+    [
+        ("norm", "out", "single head, or what mixes"),
+        ("added", "out", "added to attention"),
+        ("functional", "", "without calling a layer"),
+    ],
+)
+def test_what_is_refused(kind: str, layer: str, reason: str) -> None:
+    heads, refused = found(Attention(kind))
+    assert "out" not in heads
+    assert list(refused) == [layer]
+    assert reason in refused[layer]
+
+
+def test_multihead_attention_is_refused() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    assert found(model) == ({}, {"self_attn": "it computes its projection without calling the layer"})
+
+
+def test_a_shared_projection_must_get_the_same_heads() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Attention(), Attention("interleaved")
+            self.second.out = self.first.out
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    assert found(Twice()) == ({}, {"first.out": "its calls differ in the heads"})
+
+
+def test_the_search_for_heads_needs_no_values() -> None:
+    model = Attention()
+    facts = survey(model, torch.randn(2, L, 8))
+    assert facts.heads == {"out": Heads(H)}
+    assert facts.forwards == 0
