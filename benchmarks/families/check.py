@@ -29,7 +29,7 @@ class Injected:
     blocks: dict[str, list[str]] = field(default_factory=dict)
     """The ends of the residual branches of each layer, if they are sites."""
     inner: set[str] = field(default_factory=set)
-    """The layers whose first skip is not their input, so that they do not reduce to it."""
+    """The layers that are not their input plus branches, such as blocks with projections."""
     warnings: list[tuple[str, str]] = field(default_factory=list)
     """The warnings of the plans, after the prefix of the names in them."""
 
@@ -92,11 +92,11 @@ class RecipeCheck:
             found.runs.append(run)
             found.sites |= {f"{prefix}{site.name}": site.regularizer for site in plan.sites}
             found.warnings += [(prefix, warning) for warning in plan.warnings]
-            for branch in survey(run.module, run.inputs).branches:
+            facts = survey(run.module, run.inputs)
+            found.inner |= {f"{prefix}{name}" for name, reason in facts.skippable.items() if reason}
+            for branch in facts.branches:
                 if f"{prefix}{branch.end}" in found.sites:
                     found.blocks.setdefault(f"{prefix}{branch.layer}", []).append(f"{prefix}{branch.end}")
-                    if branch.skip is None and found.blocks[f"{prefix}{branch.layer}"][1:] == []:
-                        found.inner.add(f"{prefix}{branch.layer}")
         if not found.runs:
             raise refusals[0]
         return found

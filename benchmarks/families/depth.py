@@ -59,7 +59,7 @@ def check_sites(
         model: the model, in eval mode.
         runs: forwards that call all layers.
         blocks: the names of the hooked modules, the ends of branches, by the names of the layers around them.
-        inner: the layers whose first skip is not their input.
+        inner: layers that do not reduce to their input.
         rows: the sites that draw a mask for each row of the first axis, which has to be the batch.
     """
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -93,14 +93,14 @@ def _check_sites(
         for name, layer in layers:
             _check_layer(name, layer, plain, zeroed, found)
     for name, ends in known.items():
-        if name not in zeroed or name in inner:
+        if name not in zeroed:
             continue
         if name not in found.kinds:
             kind = reduction(zeroed[name]) or _projection(model, runs, name, zeros)
             if kind:
                 found.kinds[name] = kind
                 found.problems.pop(name, None)
-            else:
+            elif name not in inner:
                 found.problems[name] = f"{_kind(model, name)} does not reduce to its skip"
         for end in ends:
             if end not in plain or end not in rows:
@@ -108,7 +108,8 @@ def _check_sites(
             shape = plain[end].outputs[0].shape
             if len(shape) < 3 or shape[0] % BATCH or shape[0] != plain[name].inputs[0].shape[0]:
                 found.problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
-    found.problems |= _check_scale(model, runs, known, zeroed, set(plain))
+    reducing = {name: ends for name, ends in known.items() if name not in inner}
+    found.problems |= _check_scale(model, runs, reducing, zeroed, set(plain))
     return found
 
 

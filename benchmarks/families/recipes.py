@@ -57,7 +57,7 @@ def check_depth(check: RecipeCheck, injected: Injected) -> Record:
     silent = {
         name: problem
         for name, problem in found.problems.items()
-        if name in injected.blocks or not _is_warned(name, injected.warnings)
+        if not _is_warned(name, injected.warnings, exact=name in injected.blocks)
     }
     require(not silent, "; ".join(f"{name}: {problem}" for name, problem in [*silent.items()][:2]))
     record: Record = {"layers": found.layers, "reduces": sorted(set(found.kinds.values()))}
@@ -67,10 +67,10 @@ def check_depth(check: RecipeCheck, injected: Injected) -> Record:
     return record
 
 
-def _is_warned(name: str, warnings: Sequence[tuple[str, str]]) -> bool:
-    """Whether a warning names the layer or one inside it, or one with another index; a warning names only the first."""
+def _is_warned(name: str, warnings: Sequence[tuple[str, str]], exact: bool) -> bool:
+    """Whether a warning names the layer, or unless `exact` one like it: a warning names only the first of many."""
     named = [f"{prefix}{one}" for prefix, text in warnings for one in re.findall(r"'([\w.]+)'", text)]
-    return any(f"{_pattern(one)}.".startswith(f"{_pattern(name)}.") for one in named)
+    return name in named if exact else any(f"{_pattern(one)}.".startswith(f"{_pattern(name)}.") for one in named)
 
 
 def _pattern(name: str) -> str:

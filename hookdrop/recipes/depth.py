@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some
 
 if TYPE_CHECKING:
-    from hookdrop.survey import Branch, Survey
+    from hookdrop.survey import Branch, Call, Survey
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,26 @@ class stochastic_depth(Recipe):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         branches = require_branches(self, model, survey)
         _check_no_stochastic_depth(model, branches)
-        chosen = [branch for branch in branches if not self._unknown_samples(survey, branch)]
+        chosen = [branch for branch in branches if not self._refusal(survey, branch)]
         if not chosen:
             raise LayerError(
-                f"stochastic_depth draws for each sample, and the samples are unknown at all branches of "
-                f"{type(model).__name__}: at {branches[0].end!r}, {self._unknown_samples(survey, branches[0])}.\n"
-                '  draw once for the batch: stochastic_depth(p=..., mode="batch")'
+                f"stochastic_depth cannot drop any residual branch of {type(model).__name__}. The first ends at "
+                f"{branches[0].end!r}: {self._refusal(survey, branches[0])}."
             )
         return [RecipeSite(self._site(model, one), DropPath(self.p, self.mode), group=one.layer) for one in chosen]
 
-    def _unknown_samples(self, survey: Survey, branch: Branch) -> str:
+    def _refusal(self, survey: Survey, branch: Branch) -> str:
+        """Return why a branch cannot be dropped; empty if it can."""
+        if branch.layer in survey.layers:
+            inputs = survey.layers[branch.layer].inputs
+            if inputs and len(inputs[0].shape) > len(branch.shape) and inputs[0].size > math.prod(branch.shape):
+                return "the layer has several residual streams"
         found = "" if self.mode == "batch" else survey.samples(branch.end)
-        return found if isinstance(found, str) else ""
+        return (
+            f'the samples are unknown there (mode="batch" includes it): {found}'
+            if found and isinstance(found, str)
+            else ""
+        )
 
     def _site(self, model: nn.Module, branch: Branch) -> str:
         if self.mode != "subset":
@@ -90,12 +99,9 @@ class stochastic_depth(Recipe):
         groups = {site.group for site in sites}
         reasons: dict[str, list[str]] = {}
         for branch in survey.branches:
-            if branch.layer not in groups and (reason := self._unknown_samples(survey, branch)):
+            if branch.layer not in groups and (reason := self._refusal(survey, branch)):
                 reasons.setdefault(reason, []).append(branch.layer)
-        skipped = {
-            f'the samples are unknown ({reason}). mode="batch" includes them.': list(dict.fromkeys(names))
-            for reason, names in reasons.items()
-        }
+        skipped = {f"{reason}.": list(dict.fromkeys(names)) for reason, names in reasons.items()}
         return skipped_warnings(model, survey, {branch.layer for branch in survey.branches}, skipped)
 
 
@@ -122,7 +128,28 @@ def skipped_warnings(model: nn.Module, survey: Survey, known: set[str], skipped:
     }.items():
         if names:
             skipped = skipped | {reason: names}
+    if survey.endless:
+        skipped = skipped | {"a residual branch there does not end with a module.": list(survey.endless)}
+    if plain := _without_branches(survey, known):
+        skipped = skipped | {"they add no residual branches.": plain}
     return [f"skipped {counted(len(names), 'layer')}, {some(names)}: {reason}" for reason, names in skipped.items()]
+
+
+def _without_branches(survey: Survey, known: set[str]) -> list[str]:
+    """Return the numbered layers with attention that have no residual branch, the outermost ones only."""
+    mixing = {name for op in survey.trace.ops if op.name in _ATTENTION and op.call for name in _names(op.call)}
+    found: list[str] = []
+    for name in (one for one in survey.layers if one in mixing and one.rpartition(".")[2].isdigit()):
+        related = any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in (*known, *found))
+        found += [] if related else [name]
+    return found
+
+
+def _names(call: Call) -> list[str]:
+    return [one.name for one in call.around()]
+
+
+_ATTENTION = {"scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 
 
 def _like(model: nn.Module, names: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ import functools
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hookdrop.survey.trace import Call, Node, Op, Trace
@@ -62,8 +62,12 @@ class Residual:
 
     @functools.cached_property
     def before(self) -> dict[Node, int]:
-        """What the branch was computed from since the root."""
-        return _lengths(self.branch, self.root.index)
+        """What the branch was computed from since the root, if it depends on the root."""
+        found = {self.root: 0}
+        for node, length in sorted(_lengths(self.branch, self.root.index).items(), key=lambda item: item[0].index):
+            if node.op is not None and any(one in found for one in node.op.inputs):
+                found[node] = length
+        return found
 
 
 def find_residuals(trace: Trace) -> list[Residual]:
@@ -73,7 +77,7 @@ def find_residuals(trace: Trace) -> list[Residual]:
 
 def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
     """Return the residual branches of a trace with these additions, in the order of execution."""
-    residuals = _without_long_skips(everything)
+    residuals = _without_long_skips([residual for residual in everything if residual.ends])
     usable = _usable_ends(trace, everything)
     layers = _layers(residuals, usable)
     found: dict[tuple[str, str], Branch] = {}
@@ -88,6 +92,13 @@ def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...
                 branch = Branch(block, layers[residual], parts[0], start, skip, shape, parts)
                 found.setdefault((branch.layer, branch.end), branch)
     return tuple(found.values())
+
+
+def find_endless(residuals: list[Residual], branches: Iterable[Branch]) -> tuple[str, ...]:
+    """Return the layers like those around the branches in which another branch does not end with a module."""
+    known = {re.sub(r"\d+", "#", branch.layer) for branch in branches}
+    homes = [_home_name(residual) for residual in residuals if not residual.ends]
+    return tuple(home for home in dict.fromkeys(homes) if re.sub(r"\d+", "#", home) in known)
 
 
 class _Search:
@@ -126,7 +137,7 @@ class _Search:
                 self.found[residual.output] = residual
             for node in op.outputs:
                 self.roots[node] = [node, *self._inherited_roots(op, node, residual)]
-        return [residual for residual in self.found.values() if residual.ends]
+        return list(self.found.values())
 
     def _add(self, node: Node, ancestors: int, behind: int) -> None:
         self.bits[node] = bit = 1 << len(self.bits)
@@ -144,10 +155,15 @@ class _Search:
         if terms is None:
             return None
         a, b = terms
-        forward, backward = self._root(a, b), self._root(b, a)
+        forward = self._root(a, b) if self._is_only_added(b) else None
+        backward = self._root(b, a) if self._is_only_added(a) else None
         if (forward is None) != (backward is None):
             return Residual(op, a, b, forward) if forward is not None else Residual(op, b, a, backward or b)
         return self._projection(op, a, b)
+
+    def _is_only_added(self, branch: Node) -> bool:
+        """Whether an addition is the only use of a tensor: one that positions are added to goes on without them."""
+        return len([op for op in self.trace.users[branch] if any(node.fits for node in op.outputs)]) == 1
 
     def _root(self, skip: Node, branch: Node) -> Node | None:
         """Return the most recent root of `skip` that reaches `branch` through weights, or through a module."""
@@ -182,18 +198,17 @@ class _Search:
         for skip, branch in ((a, b), (b, a)):  # a further branch beside the same projection
             if skip in self.found and self.found[skip].is_projection and self.found[skip].root is root:
                 return Residual(op, skip, branch, root, True, self.found[skip].projection)
-        skip, branch, path = (a, b, lengths[0]) if of_a < of_b else (b, a, lengths[1])
+        skip, branch = (a, b) if of_a < of_b else (b, a)
         if of_a == of_b:
             return None
-        for call in self._producers(skip):
-            if root in call.inputs:
-                return Residual(op, skip, branch, root, True, call)
-        projects = any(root in call.inputs and call.outputs[0] in path for call in self._calls_in(op.call))
-        return Residual(op, skip, branch, root, True) if projects and min(of_a, of_b) > 0 else None
-
-    def _calls_in(self, call: Call | None) -> list[Call]:
-        """Return the calls of modules with weights that the forward of a module makes itself."""
-        return [one for one in self.trace.calls if one.parent is call and one.has_weights and one.outputs]
+        path = _path(skip, root)
+        # Otherwise these are two branches without a skip, such as routed and shared experts.
+        is_simple = bool(path) and root in path[-1].inputs and sum(map(_is_layer, path)) <= 1
+        for node in (one.outputs[0] for one in path if is_simple):
+            for call in self._producers(node):
+                if root in call.inputs and (call.has_weights or node is skip):
+                    return Residual(op, skip, branch, root, True, call if node is skip else None)
+        return None
 
     def _producers(self, node: Node) -> list[Call]:
         """Return the calls that returned a node before the current operation, the last first."""
@@ -238,6 +253,10 @@ def _has_weights(op: Op) -> bool:
     return op.name == "opaque" or any(node.has_weights and not node.is_data for node in op.inputs)
 
 
+def _is_layer(op: Op) -> bool:
+    return _has_weights(op) and "norm" not in op.name
+
+
 def _lengths(node: Node, since: int) -> dict[Node, int]:
     """Return the ancestors that a node has since a time, each with the most operations with weights in between."""
     lengths = {node: 0}
@@ -253,6 +272,18 @@ def _lengths(node: Node, since: int) -> dict[Node, int]:
                 waiting.append(one)
             lengths[one] = max(lengths.get(one, 0), lengths[node] + weighted)
     return lengths
+
+
+def _path(node: Node, root: Node) -> list[Op]:
+    """Return the operations on one tensor from the root to a node, the last first; those up to a second tensor."""
+    found: list[Op] = []
+    while node is not root and node.op is not None:
+        data = [one for one in node.op.inputs if one.fits and one.is_data]
+        if len(data) != 1:
+            break
+        found.append(node.op)
+        node = data[0]
+    return found
 
 
 def is_linear(op: Op) -> bool:
@@ -313,7 +344,7 @@ def _home(residual: Residual) -> Call | None:
     """Return the call that computes the branch: around a module that gets it as an argument, as in BERT's output."""
     call = residual.op.call
     while call is not None and call.start > residual.root.index:
-        if not any(node in residual.before and node is not residual.root for node in call.inputs):
+        if not any(node in residual.before and node.index > residual.root.index for node in call.inputs):
             break
         call = call.parent
     return call

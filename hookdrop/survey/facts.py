@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from hookdrop.errors import InjectionError
-from hookdrop.survey.branches import Branch, Residual, find_branches, find_residuals
+from hookdrop.survey.branches import Branch, Residual, find_branches, find_endless, find_residuals
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, no_example
 from hookdrop.survey.heads import Heads, find_heads
@@ -180,6 +180,11 @@ class Survey:
     def branches(self) -> tuple[Branch, ...]:
         """The residual branches, in the order of execution."""
         return find_branches(self.trace, self._residuals)
+
+    @cached_property
+    def endless(self) -> tuple[str, ...]:
+        """The layers with a residual branch that does not end with a module, so that no hook can drop it."""
+        return find_endless(self._residuals, self.branches)
 
     @cached_property
     def skippable(self) -> Mapping[str, str]:

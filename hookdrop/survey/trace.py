@@ -59,9 +59,8 @@ class Node:
     def __init__(self, index: int, tensor: Tensor, op: Op | None = None, leaf: str = "") -> None:
         self.index, self.shape, self.dtype, self.op, self.leaf = index, tuple(tensor.shape), tensor.dtype, op, leaf
         self.name = ""
-        sources = () if op is None or re.search("^new_|_like$", op.name) else op.inputs  # they read only a shape
-        self.is_data = any(node.is_data for node in sources)
-        self.has_weights = any(node.has_weights for node in sources)
+        self.is_data = op is not None and any(node.is_data for node in op.inputs)
+        self.has_weights = op is not None and any(node.has_weights for node in op.inputs)
 
     def __repr__(self) -> str:
         return f"Node({self.index}, {self.shape}, {self.name or self.leaf or getattr(self.op, 'name', '')})"
@@ -90,6 +89,7 @@ class Op:
     """The arguments, with nodes in place of tensors."""
     kwargs: dict[str, Any] = field(repr=False)
     inputs: tuple[Node, ...]
+    """The tensors whose values it reads: not those that `zeros_like` and `expand_as` take a shape from."""
     call: Call | None = field(repr=False)
     """The innermost running module."""
     outputs: list[Node] = field(default_factory=list)
@@ -279,6 +279,8 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _op(self, name: str, function: Any, args: Any, kwargs: Any, inputs: tuple[Node, ...]) -> Op:
+        if re.search("^new_|_like$|_as$", name):
+            inputs = inputs[:1] if name.endswith("_as") else ()
         op = Op(next(self.clock), name, function, args, kwargs, inputs, self.stack[-1] if self.stack else None)
         self.trace.ops.append(op)
         return op
