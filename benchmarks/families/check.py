@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import hookdrop
 from families.layers import Run
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes.base import Recipe
 from hookdrop.survey import survey
 from hookdrop.utils.tensor_tree import tensors
@@ -23,7 +22,6 @@ from models.footprint import bit_equal, differences, fingerprint, footprint
 class Injected:
     """What a recipe found in the runs of a model. All names are those of the model, not of its parts."""
 
-    runs: list[Run] = field(default_factory=list)
     sites: dict[str, Any] = field(default_factory=dict)
     """The regularizer of each site."""
     blocks: dict[str, list[str]] = field(default_factory=dict)
@@ -68,7 +66,7 @@ class RecipeCheck:
         found = self._plan(recipe)
         self._require_unchanged("plan")
         self._check(
-            [hookdrop.inject(run.module, recipe, p_scale="equal", example_input=run.inputs) for run in found.runs]
+            [hookdrop.inject(run.module, recipe, p_scale="equal", example_input=run.inputs) for run in self.runs]
         )
         return found
 
@@ -80,16 +78,10 @@ class RecipeCheck:
         return plan
 
     def _plan(self, recipe: Recipe) -> Injected:
-        """Plan each run, and raise the first refusal if there is no other run."""
-        found, refusals = Injected(), []
+        found = Injected()
         for run in self.runs:
-            try:
-                plan = hookdrop.plan(run.module, recipe, p_scale="equal", example_input=run.inputs)
-            except (LayerError, InjectionError) as error:
-                refusals.append(error)
-                continue
+            plan = hookdrop.plan(run.module, recipe, p_scale="equal", example_input=run.inputs)
             prefix = f"{run.name}." if run.name else ""
-            found.runs.append(run)
             found.sites |= {f"{prefix}{site.name}": site.regularizer for site in plan.sites}
             found.warnings += [(prefix, warning) for warning in plan.warnings]
             facts = survey(run.module, run.inputs)
@@ -97,8 +89,6 @@ class RecipeCheck:
             for branch in facts.branches:
                 if f"{prefix}{branch.end}" in found.sites:
                     found.blocks.setdefault(f"{prefix}{branch.layer}", []).append(f"{prefix}{branch.end}")
-        if not found.runs:
-            raise refusals[0]
         return found
 
     def _check(self, drops: Sequence[hookdrop.Injection]) -> None:
