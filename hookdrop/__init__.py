@@ -4,14 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hookdrop import schedules as _schedules
-from hookdrop.diagnostics.uncertainty import Prediction
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
-from hookdrop.injection.batch_norm import update_bn
-from hookdrop.injection.group import Injections
-from hookdrop.injection.handle import Injection
+from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.plan import Plan
+from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.text import parse
-from hookdrop.injection.verbs import eject, find, from_config, inject, plan, without_hooks
+from hookdrop.injection.uncertainty import Prediction
+from hookdrop.injection.update_bn import update_bn
+from hookdrop.injection.verbs import inject, plan, without_hooks
 from hookdrop.regularizers import Rate, Regularizer
 from hookdrop.regularizers import catalog as _catalog
 from hookdrop.regularizers.catalog import *
@@ -29,7 +29,7 @@ __all__ = [
     "HookdropWarning",
     "Injection",
     "InjectionError",
-    "Injections",
+    "InjectionSpec",
     "LayerError",
     "Plan",
     "Prediction",
@@ -37,9 +37,7 @@ __all__ = [
     "Regularizer",
     "ShapeError",
     "StateError",
-    "eject",
     "find",
-    "from_config",
     "inject",
     "observe",
     "parse",

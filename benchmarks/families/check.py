@@ -95,7 +95,7 @@ class RecipeCheck:
         changed = [part for part in differences(self.before, footprint(self.model)) if part != "hooks"]
         require(not changed, f"inject changed {', '.join(changed)}")
         require(bit_equal(self._evaluate(), self.outputs), "eval output differs with hooks")
-        silent = [site.name for drop in drops for site in drop.sites if not site.fired]
+        silent = [site.name for drop in drops for site in drop.sites if not site.called]
         require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
         changed = sorted(self._train() ^ self.gradients)[:3]
         require(not changed, f"different parameters have gradients: {changed}")

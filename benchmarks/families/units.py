@@ -79,15 +79,12 @@ def _check_samples(run: Run, name: str, drop: HeadDropout) -> None:
     """Check that rows that change with one sample have the same draw, and that samples differ."""
     base = _inputs_of(run, [name])[0][name]
     axis = drop.samples[1] if drop.samples else 0
-    with (
-        hookdrop.inject(run.module, drop, layers=name, name="one site") as injection,
-        injection.recording(last=1) as record,
-    ):
-        run.module.train()
+    injection = hookdrop.inject(run.module, drop, layers=name, name="one site")
+    with injection, injection.sampling(), injection.recording(last=1) as record, torch.no_grad():
         run()
-        run.module.eval()
     call = record.calls(name)[0]
-    kept = ((call.after != 0) | (call.before == 0)).movedim(axis, 0).flatten(1, -2).all(1)
+    kept = ((call.after != 0) | (call.before == 0)).movedim(axis, 0)
+    kept = kept.reshape(len(kept), -1, kept.shape[-1]).all(1)
     by_head = kept.unflatten(-1, (-1, drop.heads)).mT if drop.interleaved else kept.unflatten(-1, (drop.heads, -1))
     pattern = by_head.all(-1)  # (rows, heads)
     for sample in range(BATCH):
@@ -229,7 +226,7 @@ def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
     def save(module: nn.Module, args: Any, output: Any) -> None:
-        seen.append((tensors(args)[0], tensors(output)[0]))
+        seen.append((tensors(args)[0], tensors(output)[0].clone()))  # BLIP adds positions in place
 
     with _hooked(run.module.get_submodule(site.name), save), torch.no_grad():
         run()

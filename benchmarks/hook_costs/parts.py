@@ -119,7 +119,7 @@ def _cases_with_hookdrop(x: Tensor) -> dict[str, Case]:
         return module
 
     off, zero, waiting = hooked(), hooked(regularizer=Dropout(p=0.0)), hooked(schedule=LateSchedule(NEVER))
-    hookdrop.find(off)[0].disable()
+    next(iter(hookdrop.find(off))).enabled = False
     for module in (zero, waiting):
         module(x)  # The first call checks the shape, even at rate 0.
     return {
@@ -157,7 +157,7 @@ def place(options: argparse.Namespace, console: Console) -> dict[str, Row]:
             gc.collect()
             _time(samples, f"inject, {name}", turn, inject)
             _time(samples, f"find, {name}", turn, partial(hookdrop.find, model))
-            _time(samples, f"remove, {name}", turn, hookdrop.find(model)[0].remove)
+            _time(samples, f"remove, {name}", turn, next(iter(hookdrop.find(model))).remove)
     warn_if_busy(console, samples, "placing")
     return milliseconds({name: samples[name] for name in sorted(samples)}, {"inject": INJECT_MAX})
 
@@ -173,7 +173,7 @@ def scaling(options: argparse.Namespace, console: Console) -> dict[str, Row]:
         for count, model in models.items():
             gc.collect()
             _time(samples, f"inject, {count:,} sites", turn, partial(inject, model))
-            drop = hookdrop.find(model)[0]
+            drop = next(iter(hookdrop.find(model)))
             drop.step()  # the first one is different
             gc.collect()  # a full collection would take longer than the step
             _time(samples, f"step, {count:,} sites", turn, drop.step)

@@ -141,7 +141,7 @@ class Check:
         self._require_only_hooks_added(torch.equal(rng_state, torch.get_rng_state()))
         require(fingerprint(self.model) == self.checksums, "plan or inject changed a parameter or buffer")
         require(bit_equal(self._evaluate(), self.output), "eval output differs with hooks")
-        silent = [site.name for site in self.drop.sites if not site.fired]
+        silent = [site.name for site in self.drop.sites if not site.called]
         require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
 
     def _require_only_hooks_added(self, same_rng: bool) -> None:
@@ -155,12 +155,12 @@ class Check:
         self.drop = self.plan.apply()
         self._require_only_hooks_added(True)
         self._evaluate()
-        require(all(site.fired for site in self.drop.sites), "a site did not fire")
+        require(all(site.called for site in self.drop.sites), "a site did not fire")
         self.drop.remove()
         self._require_unchanged("remove", True)
 
     def _train(self) -> None:
-        with self.drop.measuring() as measured:
+        with self.drop.recording(last=0) as measured:
             self._loss_and_gradients()
         self._check_rates(measured)
         gradients = _gradients(self.model)

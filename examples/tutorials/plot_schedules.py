@@ -97,7 +97,7 @@ print(drop)
 # accumulation, which this loop uses: two batches make one step. (Without ``follow``, call ``drop.step()`` after each
 # ``optimizer.step()``, or ``drop.seek(global_step)``.)
 #
-# ``drop.metrics()`` returns the rate and the step as a flat dict for loggers. ``drop.measuring()`` counts what is
+# ``drop.metrics()`` returns the rate and the step as a flat dict for loggers. ``drop.recording(last=0)`` counts what is
 # really dropped in the forward passes inside the ``with`` block.
 
 drop.follow(optimizer)
@@ -108,9 +108,9 @@ def train(batches):
     log = []
     for batch in range(1, batches + 1):
         chosen = torch.randint(len(images), (32,))
-        with drop.measuring() as measured:
+        with drop.recording(last=0) as measured:
             loss = cross_entropy(model(images[chosen]), labels[chosen])
-        log.append({**drop.metrics(), "dropped": measured.dropped})
+        log.append({**drop.metrics(), "dropped": measured.totals.dropped})
         (loss / 2).backward()
         if batch % 2 == 0:
             optimizer.step()

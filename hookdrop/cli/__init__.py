@@ -13,10 +13,10 @@ from hookdrop.cli.layers import list_layers
 from hookdrop.cli.plan import show_plan
 from hookdrop.errors import HookdropError, HookdropWarning, LayerError
 from hookdrop.kernels import native
-from hookdrop.recipes import RECIPES
+from hookdrop.recipes import RECIPE_MODULES
 
 _ENTRY = "a full name, a quoted glob ('layer3.*', '**.bn[12]', '**'), or a class (type:BatchNorm2d)"
-_RECIPE = f"replaces --layers and --regularizer: {', '.join(RECIPES)}; with settings: 'stochastic_depth(p=0.2)'"
+_TEXT = f"'DropBlock(p=0.1, block_size=7)', or a recipe, which chooses its layers: {', '.join(RECIPE_MODULES)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,15 +58,15 @@ def _parser() -> argparse.ArgumentParser:
     what = "show what an injection would do, including warnings"
     plan = commands.add_parser("plan", help=what, description=what)
     _add_common(plan)
-    plan.add_argument("--recipe", metavar="NAME", help=_RECIPE)
+    plan.add_argument("regularizer", metavar="REGULARIZER", help=_TEXT)
     plan.add_argument("--layers", nargs="+", action="extend", default=[], metavar="ENTRY", help=_ENTRY)
     plan.add_argument("--exclude", nargs="+", action="extend", default=[], metavar="ENTRY", help="layers to skip")
-    plan.add_argument("--regularizer", metavar="TEXT", help="for example 'DropBlock(p=0.1, block_size=7)'")
     plan.add_argument("--at", choices=("output", "input"), help="side of the layers to regularize (default: output)")
     plan.add_argument("--tensor", type=_key, metavar="KEY", help="which of several tensors: an index, a key, or 'all'")
     plan.add_argument("--p-scale", choices=("depth", "depth_from_zero"), help="increase the rate with depth")
-    plan.add_argument("--schedule-steps", type=int, metavar="N", help="ramp the rate linearly over N optimizer steps")
-    plan.set_defaults(run=show_plan, refuse=plan.error)
+    plan.add_argument("--schedule", metavar="TEXT", help="how the rate changes, such as 'LinearSchedule(steps=1.0)'")
+    plan.add_argument("--total-steps", type=int, metavar="N", help="the length of the training in optimizer steps")
+    plan.set_defaults(run=show_plan)
     return parser
 
 

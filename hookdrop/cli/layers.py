@@ -68,7 +68,7 @@ def _next_command(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     text = next(text for text in _SUGGESTIONS if _fits(parse(text), shapes))
     size = ["--input-size", args.input_size] if args.input_size else []
     layers = args.match or [block]
-    return shlex.join(["hookdrop", "plan", args.model, *size, "--layers", *layers, "--regularizer", text])
+    return shlex.join(["hookdrop", "plan", args.model, text, *size, "--layers", *layers])
 
 
 def _fits(regularizer: Regularizer, shapes: list[tuple[int, ...]]) -> bool:

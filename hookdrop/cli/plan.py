@@ -1,140 +1,67 @@
-"""`hookdrop plan MODEL ...`: show what an injection would do."""
+"""`hookdrop plan MODEL REGULARIZER ...`: show what an injection would do."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from hookdrop.cli import models
-from hookdrop.cli.console import ROOT, Output
-from hookdrop.injection.plan import Plan
+from hookdrop.cli.console import Output
+from hookdrop.injection.plan import HEADER, Plan
 from hookdrop.injection.text import parse
 from hookdrop.injection.verbs import plan as make_plan
-from hookdrop.recipes import RECIPES
-from hookdrop.schedules import LinearSchedule
-from hookdrop.utils.call_syntax import Call, CallSyntax, parse_call, signature_of
+from hookdrop.recipes.base import Recipe
 from hookdrop.utils.select import Entry, entry_text
-from hookdrop.utils.tables import counted, shape_text
-
-_SYNTAX = CallSyntax("--recipe", "recipe", RECIPES, "dropblock_resnet(p=0.1, block_size=5)", bare=True)
-_SITE_OPTIONS = ("layers", "exclude", "regularizer", "at", "tensor", "p_scale")
-"""Options that cannot be combined with a recipe."""
-_HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
-
-
-@dataclass
-class _Planned:
-    """A plan and what to print with it."""
-
-    plan: Plan
-    model: models.LoadedModel
-    code: str
-    """The equivalent line of Python."""
-    counts: dict[str, int]
-    """Number of layers that each entry matched, by the entry as typed."""
+from hookdrop.utils.tables import counted
 
 
 def show_plan(args: argparse.Namespace) -> None:
-    """Print what an injection or a recipe would do."""
-    if args.recipe is None and (not args.layers or args.regularizer is None):
-        args.refuse("pass --recipe, or both --layers and --regularizer")
-    given = [name for name in _SITE_OPTIONS if getattr(args, name) not in (None, [])]
-    if args.recipe is not None and given:
-        args.refuse(f"--{', --'.join(given).replace('_', '-')} cannot be combined with --recipe")
+    """Print what an injection would do."""
+    source = parse(args.regularizer)  # reports a typo before the model is built
     console = None if args.json else Output()
-    planned = _by_layers(args) if args.recipe is None else _by_recipe(args)
-    if console is None:
-        print(json.dumps(_json_object(planned), indent=2))
-    else:
-        _show(console, planned)
-
-
-def _by_layers(args: argparse.Namespace) -> _Planned:
-    parse(args.regularizer)  # reports a typo before the model is built
-    schedule = None if args.schedule_steps is None else LinearSchedule(steps=args.schedule_steps)
     found = models.load(args.model, args.input_size)
-    entries = found.entries(args.layers)
-    options = {"layers": entries, "exclude": found.entries(args.exclude), "at": args.at, "tensor": args.tensor}
-    options |= {"p_scale": args.p_scale, "schedule": schedule}
+    options: dict[str, Any] = {"layers": found.entries(args.layers) or None, "exclude": found.entries(args.exclude)}
+    options |= {name: getattr(args, name) for name in ("at", "tensor", "p_scale", "schedule", "total_steps")}
     given = {name: value for name, value in options.items() if value not in (None, [])}
-    plan = make_plan(found.model, args.regularizer, example_input=found.example_input, **given)
-    counts = {e if isinstance(e, str) else f"type:{entry_text(e)}": plan.counts[entry_text(e)] for e in entries}
-    return _Planned(plan, found, _code(args.regularizer, given), counts)
+    planned = make_plan(found.model, source, example_input=found.example_input, **given)
+    code = _code(source, given)
+    if console is None:
+        print(json.dumps(_json_object(planned, found, code), indent=2))
+    else:
+        _show(console, planned, found, code)
 
 
-def _by_recipe(args: argparse.Namespace) -> _Planned:
-    call = parse_call(args.recipe, _SYNTAX)
-    recipe, settings = RECIPES[call.name], _settings(args, call)
-    found = models.load(args.model, args.input_size)
-    plan = recipe.plan(found.model, *call.args, example_input=found.example_input, **settings)
-    arguments = ["model", *map(repr, call.args), *(f"{name}={value!r}" for name, value in settings.items())]
-    follow = "" if plan.schedule is None else ".follow(optimizer)"
-    return _Planned(plan, found, f"drop = recipes.{call.name}({', '.join(arguments)}){follow}", plan.counts)
-
-
-def _settings(args: argparse.Namespace, call: Call) -> dict[str, Any]:
-    """Return the keyword arguments of a recipe: those in the text, and the schedule."""
-    settings, text = dict(call.kwargs), f"--recipe: {args.recipe!r}"
-    signature = inspect.signature(RECIPES[call.name])
-    try:
-        given = signature.bind(None, *call.args, **settings).arguments
-    except TypeError as error:
-        raise TypeError(f"{text}: {error}{signature_of(call.name, _SYNTAX)}") from None
-    if "example_input" in given:
-        raise ValueError(f"{text}: the command line creates example_input; remove it.\n  its size: --input-size 224")
-    if not isinstance(given.get("name", ""), str):
-        raise TypeError(f"{text}: name must be a string, got {given['name']!r}.\n  write: name='mine'")
-    if args.schedule_steps is None:
-        return settings
-    schedule = "schedule" if "schedule" in signature.parameters else "steps"
-    if schedule in given:
-        raise ValueError(
-            f"{text} has {schedule}={given[schedule]!r}, which conflicts with --schedule-steps {args.schedule_steps}.\n"
-            "  remove one of them."
-        )
-    steps = args.schedule_steps
-    return {**settings, schedule: LinearSchedule(steps=steps) if schedule == "schedule" else steps}
-
-
-def _json_object(planned: _Planned) -> dict[str, Any]:
-    plan = planned.plan
+def _json_object(planned: Plan, found: models.LoadedModel, code: str) -> dict[str, Any]:
     sites = [
         {"name": s.name, "type": s.type, "at": s.at, "shape": s.shape, "calls": s.calls, "reading": s.reading, "p": s.p}
-        | {"regularizer": repr(s.regularizer)}
-        for s in plan.sites
+        | {"regularizer": s.text}
+        for s in planned.sites
     ]
-    how = {"at": plan.at, "schedule": None if plan.schedule is None else repr(plan.schedule)}
-    notes = {"counts": planned.counts, "warnings": plan.warnings, "code": planned.code}
-    return {**planned.model.summary(), **how, "sites": sites, **notes}
+    how = {"at": planned.at, "schedule": None if planned.schedule is None else repr(planned.schedule)}
+    notes = {"counts": planned.counts, "warnings": planned.warnings, "code": code}
+    return {**found.summary(), **how, "sites": sites, **notes}
 
 
-def _show(out: Output, planned: _Planned) -> None:
-    plan = planned.plan
-    out.line(str(planned.model))
-    regularizers = [repr(site.regularizer) for site in plan.sites]
-    one = len(set(regularizers)) == 1
-    out.line(f"{regularizers[0] if one else plan.name} on {str(plan).partition(chr(10))[0]}")
-    names = [(s.name or ROOT) + (" (skip)" if s.at == "skip" else "") for s in plan.sites]
-    rows = [
-        (name, s.type, shape_text(s.shape), s.reading, s.calls, s.p, "" if one else text)
-        for name, s, text in zip(names, plan.sites, regularizers, strict=True)
-    ]
-    out.table(_HEADER, rows, dim=[s.calls == 0 for s in plan.sites])
-    for entry, count in plan.counts.items():
+def _show(out: Output, planned: Plan, found: models.LoadedModel, code: str) -> None:
+    out.line(str(found))
+    texts = {site.text for site in planned.sites}
+    one = len(texts) == 1
+    out.line(f"{texts.pop() if one else planned.name} on {planned.title}")
+    rows = [row[:-1] if one else row for row in planned.rows]
+    out.table(HEADER[: len(rows[0])], rows, dim=[site.calls == 0 for site in planned.sites])
+    for entry, count in planned.counts.items():
         out.line(f"{entry}: {counted(count, 'layer')}")
-    for text in plan.warnings:
+    for text in planned.warnings:
         out.line(f"warning: {text}", style="bold yellow")
-    out.line(f"in Python: {planned.code}")
+    out.line(f"in Python: {code}")
 
 
-def _code(regularizer: str, options: dict[str, Any]) -> str:
+def _code(source: Any, options: dict[str, Any]) -> str:
     """Return the line of Python that does what the plan shows."""
-    parts = ["model", repr(parse(regularizer))]
+    parts = ["model", f"{'recipes.' if isinstance(source, Recipe) else ''}{source!r}"]
     for name, value in options.items():
         code = f"[{', '.join(map(_entry_code, value))}]" if isinstance(value, list) else _quoted(value)
         parts.append(f"{name}={code}")
@@ -146,7 +73,7 @@ def _entry_code(entry: Entry) -> str:
     if not isinstance(entry, type):
         return _quoted(entry)
     name = entry.__name__
-    return f"nn.{name}" if getattr(nn, name, None) is entry else f"{entry.__module__}.{name}"
+    return f"nn.{name}" if getattr(nn, name, None) is entry else f"{entry.__module__}.{entry_text(entry)}"
 
 
 def _quoted(value: object) -> str:

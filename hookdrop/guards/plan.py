@@ -40,6 +40,8 @@ class Planned:
     @property
     def nested(self) -> dict[str, Any]:
         """The name of a site starts with that of another; the longest chain gives the effective rate."""
+        if len(self.sites) == 1:
+            return {}
         # The submodules of a block are not part of its skip.
         by_name = {site.name: site for site in self.sites if site.at != "skip"}
         chains = []

@@ -80,7 +80,7 @@ def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState
     counter.notice_update(state)
     if counter.awaiting_first_calls:
         counter.other_steps += not trains and not state.live.trained
-        counter.awaiting_first_calls = not all(hook.called for hook in state.live.members)
+        counter.awaiting_first_calls = not all(getattr(member, "called", True) for member in state.live.members)
         if trains:
             _compare(counter, model, state)
         if counter.awaiting_first_calls and trains and counter.was_updated():

@@ -58,8 +58,9 @@ def _prepare() -> None:
     waiting, GraphBreak.waiting = GraphBreak.waiting or [], None
     for one in waiting:
         one.disable()
+    mark_constant: Any = torch.compiler.assume_constant_result
     for function in (warn_of_export, warn_of_redraws, *torch_internals.constants_of_a_trace):
-        torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+        mark_constant(function)
 
 
 def reset_stale_compiler() -> None:

@@ -26,7 +26,7 @@ from hookdrop.hooks.checkpointing import (
 )
 from hookdrop.hooks.placed import CompanionHook, PlacedHook
 from hookdrop.hooks.state import InjectionState, all_states
-from hookdrop.regularizers.base import P, Regularizer, at_rate, rate_of
+from hookdrop.regularizers.base import P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.catalog import REGULARIZERS
 from hookdrop.regularizers.samples import SampleRows
 from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
@@ -83,8 +83,8 @@ class SiteHook(PlacedHook):
                 self.collected[need] = CallValue()
         self.companions: list[CompanionHook] = []
         self.target = self.initial_target = rate_of(regularizer)
-        self.rate = type(regularizer).rate or P
-        """What the regularizer declares of its rate; of no use without a target."""
+        self.rate: Rate = type(regularizer).rate or P
+        """What the regularizer declares of its rate; of no meaning without a target."""
         self.replays = type(regularizer) in REGULARIZERS.values()
         """Whether compiled code that recomputes this hook draws the same random numbers."""
         self._start()
@@ -248,10 +248,10 @@ class SiteHook(PlacedHook):
 
     def apply_in_graph(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         """Like `apply`, for compiled code: reads nothing that changes between calls."""
-        if self.state.live.observe is not None:
-            return _OBSERVED.call(self, x, rate, **context)  # type: ignore[no-any-return]
-        if self.graph_break is not None:
-            return self.graph_break.call(self, x, rate, **context)  # type: ignore[no-any-return]
+        outside = self.graph_break if self.state.live.observe is None else _OBSERVED
+        if outside is not None:
+            y: Tensor = outside.call(self, x, rate, **context)
+            return y
         self.regularizer.check(x.shape)
         if not compiling.is_exporting():
             self.last_shape = x.shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +90,8 @@ class InjectionState:
     enabled: bool = True
     portable: bool = False
     """Whether pickles of the model leave the hooks out."""
+    recipe: Mapping[str, Any] | None = None
+    """The arguments of `inject` with which a recipe chooses the same sites again."""
     removed: bool = False
     warned_kinds: set[str] = field(default_factory=set)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)

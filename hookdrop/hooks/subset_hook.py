@@ -56,7 +56,8 @@ class SubsetHook(SiteHook):
 
     def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         """Return the rows of the samples that the branch runs on; `x` itself if it runs on all of them."""
-        rows = self.regularizer.select_rows(x, rate.value)  # type: ignore[operator]
+        regularizer: Any = self.regularizer
+        rows = regularizer.select_rows(x, rate.value)
         if rows is None:
             return x
         self.selected.start((rows, len(x), rate))

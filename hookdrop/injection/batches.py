@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ def read_batches(model: nn.Module, data: Any, device: Device) -> tuple[Iterator[
             )
         read = (_arguments(model, _input_of(batch)) for batch in data)
         try:
-            length = len(data)  # type: ignore[arg-type]
+            length = len(cast(Sized, data))
         except TypeError:
             length = None
     moved = (inputs.map(lambda value: value.to(device) if hasattr(value, "to") else value) for inputs in read)

@@ -1,82 +1,235 @@
-"""The handle of one injection."""
+"""The handle of injections."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from hookdrop.diagnostics.measurement import Measurement, measured_into
-from hookdrop.diagnostics.probe import empty_measurement, probe
-from hookdrop.diagnostics.recording import Recording, recorded
-from hookdrop.diagnostics.uncertainty import Prediction
 from hookdrop.errors import InjectionError
+from hookdrop.guards import progress
 from hookdrop.guards.messages import message
-from hookdrop.guards.problems import find_problems
+from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems
+from hookdrop.guards.updates import restarted, schedule_problems, trains_other_model
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.state import Override
-from hookdrop.injection import config, state_dict
-from hookdrop.injection.controller import Controller, largest_target
-from hookdrop.injection.prediction import Settings, predict
+from hookdrop.hooks.optimizer import Follower, innermost
+from hookdrop.hooks.state import InjectionState
+from hookdrop.injection import rates, state_dict
+from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sinks_of
+from hookdrop.injection.spec import InjectionSpec, spec_of
+from hookdrop.schedules import Schedule
 from hookdrop.utils.captures import CopyDevice, requires_with
 from hookdrop.utils.tables import counted, html_table, text_table
 from hookdrop.utils.validation import count, number
 
+# Imported on first use, because most trainings neither measure nor predict.
+if TYPE_CHECKING:
+    from hookdrop.injection.measurement import Measurement
+    from hookdrop.injection.recording import Recording
+    from hookdrop.injection.uncertainty import Prediction
+
 
 @dataclass(frozen=True)
 class Site:
-    """The current state of one hooked layer."""
+    """The current state of one site."""
 
     name: str
-    """Fully qualified name of the layer."""
+    """Full name of the layer; for a dropout that the model already has, that of its rate."""
     p: float | None
     """The current rate, including `p_scale`; None for a regularizer without a rate."""
     p_scale: float
-    fired: bool
-    """Whether the layer has been called."""
+    called: bool | None
+    """Whether the layer has been called; None if that is not known, for a dropout that the model already has."""
     regularizer: str
     """The regularizer with its target rate."""
 
 
-class Injection(Controller):
-    """A handle for the hooks that one `inject` call placed.
+class Injection:
+    """A handle on one or several injections of a model, by name.
 
-    It does not keep the model alive, and all handles for the same hooks are interchangeable.
+    `inject` returns a handle on one, `find(model)` on all. `find(model)["dropblock"]` is one of these; iterating yields
+    one handle per name; the length is the number of names, and a handle is false if there is none. What changes the
+    rates changes all of them, or none after an error.
+
+    A handle does not keep its model alive, and all handles on the same injections are interchangeable.
     """
 
-    # --- name and sites
+    def __init__(
+        self, model: nn.Module, states: Sequence[InjectionState], sinks: Sequence[RateSink] | None = None
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._states = tuple(states)
+        self._found = sinks
+
+    # --- the set: copying or pickling a handle includes its model
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Injection) and other._states == self._states
+
+    def __hash__(self) -> int:
+        return hash(self._states)
+
+    def __getstate__(self) -> dict[str, Any]:
+        attributes = [sink for sink in self._sinks if isinstance(sink, AttributeSink)]
+        return {"model": self._require_model(), "states": self._states, "attributes": attributes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The hooks are found on first use: the model may still be under construction here.
+        Injection.__init__(self, state["model"], state["states"])
+
+    def __getitem__(self, name: str) -> Injection:
+        found = [state for state in self._live if state.name == name]
+        if not found:
+            names = ", ".join(dict.fromkeys(repr(state.name) for state in self._live))
+            raise InjectionError(f"there is no injection named {name!r} here; available: {names or 'none'}.")
+        return self._only(found)
+
+    def __contains__(self, name: object) -> bool:
+        return any(state.name == name for state in self._live)
+
+    def __iter__(self) -> Iterator[Injection]:
+        return iter([self[name] for name in dict.fromkeys(state.name for state in self._live)])
+
+    def __len__(self) -> int:
+        return len({state.name for state in self._live})
+
+    def _only(self, states: Sequence[InjectionState]) -> Injection:
+        narrowed = object.__new__(Injection)
+        narrowed._model, narrowed._states = self._model, tuple(states)
+        narrowed._found = None if self._found is None else [sink for sink in self._found if sink.state in states]
+        return narrowed
+
+    def _joined(self, other: Injection) -> Injection:
+        """Return a handle on the injections of both, which are on one model."""
+        return Injection(self._require_model(), (*self._states, *other._states))
+
+    @property
+    def _live(self) -> list[InjectionState]:
+        return [state for state in self._states if not state.removed]
+
+    @property
+    def _sinks(self) -> list[RateSink]:
+        """What the handle drives in its model, or in its part of a model."""
+        if self._found is None:
+            if any(state.live.hidden_count for state in self._states):
+                # `without_hooks` has taken the hooks off the model for now, so this list must not be stored.
+                placed = [sink for state in self._states for sink in state.live.members if sink.placed]
+                return sorted(placed, key=lambda sink: sink.state.sites.index(sink.site))
+            self._found = [sink for _, sink in sinks_of(self._require_model()) if sink.state in self._states]
+        return [sink for sink in self._found if sink.placed or sink.state.removed]
+
+    @property
+    def _members(self) -> list[RateSink]:
+        """All that has a rate, including sinks outside the handle's part of the model."""
+        return [sink for state in self._states for sink in state.live.members]
+
+    def _hooks(self, what: str) -> list[SiteHook]:
+        """Return the hooks, or raise if there are none, or if the handle also drives dropout that the model has."""
+        if not self._states:
+            raise InjectionError(f"{what}: there is no injection here.\n  call inject first")
+        sinks = self._sinks
+        hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
+        if len(hooks) < len(sinks):
+            own = next(sink for sink in sinks if not isinstance(sink, SiteHook))
+            raise InjectionError(
+                f"{what} needs hooks, but {own.state.name!r} changes dropout that the model has ({own.site!r}).\n"
+                f"  for an injection with hooks: find(model)[name].{what}"
+            )
+        return hooks
+
+    def _require_model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise self._model_gone_error()
+        return model
+
+    def _model_gone_error(self) -> InjectionError:
+        return InjectionError(
+            f"the model that {self.name!r} was injected into was deleted.\n"
+            "  a handle does not keep its model alive: keep a reference to the model. For a copied model: find(copy).\n"
+            "  if your trainer built a new model, inject into that one in a trainer callback."
+        )
+
+    def _common(self, what: str, values: Mapping[str, Any]) -> Any:
+        """Return the value that all names share."""
+        distinct = list(values.values())
+        if not distinct:
+            raise InjectionError(f"{what}: there is no injection here.")
+        if any(value != distinct[0] for value in distinct):
+            each = ", ".join(f"{name!r} {value}" for name, value in values.items())
+            raise InjectionError(f"{what} differs: {each}.\n  for one of them: find(model)[name].{what}")
+        return distinct[0]
+
+    # --- what and where
 
     @property
     def name(self) -> str:
-        """The injection's name, unique on its model."""
-        return self._state.name
+        """The injection's name, unique on its model; several names are joined by commas."""
+        return ", ".join(dict.fromkeys(state.name for state in self._states))
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The hooked layers in `named_modules()` order."""
-        return tuple(Site(hook.site, hook.p, hook.p_scale, hook.called, hook.describe()) for hook in self._hooks)
+        """The sites in `named_modules()` order."""
+        return tuple(
+            Site(sink.site, sink.p, sink.p_scale, getattr(sink, "called", None), sink.describe())
+            for sink in self._sinks
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the rate; `ConstantSchedule()` if none was given.
+
+        Raises:
+            InjectionError: the injections have different schedules.
+        """
+        return self._common("schedule", {state.name: state.schedule for state in self._states})  # type: ignore[no-any-return]
+
+    @property
+    def step_count(self) -> int:
+        """Number of optimizer steps taken.
+
+        Raises:
+            InjectionError: the injections are at different steps.
+        """
+        return self._common("step_count", {state.name: state.step_count for state in self._states})  # type: ignore[no-any-return]
+
+    @property
+    def spec(self) -> InjectionSpec:
+        """What was injected, with the resolved sites: `inject(model, spec)` places it again.
+
+        `spec.to_dict()` is ready for JSON and YAML.
+
+        Raises:
+            InjectionError: there are several injections.
+        """
+        self._check_not_removed("spec")
+        if len(self._states) != 1:
+            raise InjectionError(f"spec: there are {len(self._states)} injections.\n  write: [d.spec for d in drop]")
+        return spec_of(self._states[0], self._sinks)
 
     # --- the rate
 
     @property
     def p(self) -> float | None:
-        """The current rate before `p_scale`; the largest if sites differ.
+        """The current rate before `p_scale`; the largest if sites differ. To change it, set `target_p`.
 
         While disabled, it is the rate without effect: 0, or 1 for a factor. None if there is no rate, or if the sites'
         rates have different units (a probability and a standard deviation); see `sites[i].p` then.
         """
-        units = list(self._units.values())
-        return self._rate_of(units[0]) if len(units) == 1 else None
+        units = list(rates.rates_by_unit(self._members).values())
+        return rates.current_rate(units[0]) if len(units) == 1 else None
 
     @p.setter
     def p(self, value: float) -> None:
-        self._require_common_unit("p = ...")
         raise AttributeError(
             f"p is read-only, because the schedule sets it.\n  set the target: drop.target_p = {value}"
         )
@@ -84,52 +237,138 @@ class Injection(Controller):
     @property
     def keep_prob(self) -> float | None:
         """1 - p; None if p is not a drop probability (noise, `Cutout`) or is None."""
-        return 1.0 - self.p if self.p is not None and "p" in self._units else None
-
-    @keep_prob.setter
-    def keep_prob(self, value: float) -> None:
-        self._require_common_unit("keep_prob = ...")
-        raise AttributeError(
-            f"keep_prob is read-only, because the schedule sets it.\n  set the target: drop.target_p = 1 - {value}"
-        )
+        p = self.p
+        return 1.0 - p if p is not None and "p" in rates.rates_by_unit(self._members) else None
 
     @property
     def target_p(self) -> float | None:
         """The rate that the schedule multiplies; the largest if sites differ, and None if `p` is None.
 
-        It can be set at any time; sites with different rates keep their proportions.
+        It can be set at any time; the sites of an injection with different rates keep their proportions.
         """
-        return self._target
+        units = list(rates.rates_by_unit(self._members).values())
+        return rates.largest_target(units[0]) if len(units) == 1 else None
 
     @target_p.setter
     def target_p(self, value: float) -> None:
         self._check_not_removed("target_p = ...")
-        largest = self._require_common_unit("target_p = ...")
+        sinks = self._require_common_unit("target_p = ...")
         value = number(value, "target_p", self.name)
-        hooks = next(iter(self._units.values()))
-        base = [hook.initial_target if largest == 0 else hook.target for hook in hooks]
-        reference = max((target for target in base if target is not None), key=abs)
-        with self._changing():
-            for hook, target in zip(hooks, base, strict=True):
-                assert target is not None
-                hook.target = hook.valid_target(value * (target / reference) if reference else value)
+        with rates.changing(self._states):
+            for state in self._states:
+                rates.set_targets([sink for sink in sinks if sink.state is state], value)
 
-    def _rate_of(self, hooks: list[SiteHook]) -> float:
-        """Return the largest current rate among hooks of one unit, before `p_scale`."""
-        state = self._state
-        if not state.on:
-            neutral = {hook.rate.neutral for hook in hooks}
-            return neutral.pop() if len(neutral) == 1 else 0.0
-        if state.override is not None and state.override.p is not None:
-            return state.override.p
-        return largest_target(hooks) * state.multiplier
+    def _require_common_unit(self, what: str) -> list[RateSink]:
+        """Return the sinks with a rate, or raise if there is none or the units differ."""
+        units = rates.rates_by_unit(self._members)
+        if not units:
+            sinks = self._sinks
+            because = f"{sinks[0].describe()} has none of p, drop_prob, drop_rate" if sinks else "it has no site"
+            raise InjectionError(f"{what}: {self.name!r} has no rate to set: {because}.")
+        if len(units) > 1:
+            sites = "\n".join(
+                f"  {unit}: {', '.join(sorted(repr(sink.site) for sink in sinks))}" for unit, sinks in units.items()
+            )
+            raise InjectionError(
+                f"{what}: the sites of {self.name!r} have rates with different units.\n{sites}\n"
+                "  use separate injections, each with its own target. No rate was changed."
+            )
+        return next(iter(units.values()))
+
+    # --- steps
+
+    def step(self, n: int = 1) -> None:
+        """Count `n` optimizer steps. Call it after each `optimizer.step()`, unless `follow` does.
+
+        Raises:
+            InjectionError: an optimizer is followed, so each step would be counted twice.
+        """
+        for state in self._states:
+            if state.followed:
+                raise InjectionError(
+                    f"{state.name!r} follows an optimizer, which counts the steps: this call would count them twice.\n"
+                    f"  remove drop.step(), or stop following with drop.follow(None). Still at step {state.step_count}."
+                )
+        self._advance(count(n, "n", "step"))
+
+    def seek(self, step: int) -> None:
+        """Set the number of optimizer steps taken. Idempotent, for trainers and for resuming."""
+        self._check_not_removed("seek()")
+        step = count(step, "step", "seek", 0)
+        self._move(lambda state: step)
+
+    def follow(self, optimizer: Optimizer | None) -> Injection:
+        """Count the steps that `optimizer` takes; skipped steps do not count.
+
+        Args:
+            optimizer: any torch optimizer, also inside a wrapper of Accelerate, Lightning, Lookahead, or fastai.
+                Following the same optimizer again has no effect; None stops following.
+
+        Returns:
+            This handle.
+
+        Raises:
+            InjectionError: another optimizer is followed. Nothing changed.
+        """
+        self._check_not_removed("follow()")
+        if optimizer is None:
+            for state in self._states:
+                if state.followed and state.live.follower is not None:
+                    state.live.follower.detach()
+                state.live.follower, state.live.was_stepped = None, False
+            return self
+        inner = innermost(optimizer)
+        for state in self._states:
+            current = state.live.follower
+            if state.followed and current is not None and not current.follows(inner):
+                raise InjectionError(
+                    f"{state.name!r} already follows an optimizer ({current.title}); nothing changed.\n"
+                    "  to switch: drop.follow(None), then drop.follow(optimizer)"
+                )
+        new = [state for state in self._states if not state.followed]
+        for state in new:
+            trains_other_model(state, self._require_model(), inner)
+        for state in new:
+            state.live.follower = Follower(inner, self._only([state])._advance, partial(restarted, state))
+        return self
+
+    def _advance(self, n: int = 1) -> None:
+        for state in self._states:
+            if state.followed and state.live.follower is not None and not _is_attached(state):
+                # The modules no longer exist, so the optimizer must stop counting.
+                state.live.follower.release()
+        self._check_not_removed("step()")
+        self._move(lambda state: state.step_count + n)
+
+    def _move(self, step_of: Callable[[InjectionState], int]) -> None:
+        for state in rates.seek(self._states, step_of):
+            if state.live.moves % STEPS_BEFORE_WARNING == 0:
+                self._only([state])._warn_about_problems()
 
     # --- disabling and sampling
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything drops in training mode. It can be set; while False, nothing drops, and schedules continue.
+
+        Inside a context, a change lasts until the context exits.
+        """
+        return any(state.on for state in self._states)
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._check_not_removed("enabled = ...")
+        if not isinstance(value, bool):
+            raise TypeError(f"enabled must be True or False, got {value!r}.")
+        with rates.changing(self._states):
+            for state in self._states:
+                state.set_enabled(value)
 
     @contextmanager
     def disabled(self) -> Iterator[Injection]:
         """Disable inside the `with` block, and restore the previous state on exit. Contexts can be nested."""
-        with self._overriding(Override(sampling=False)):
+        self._check_not_removed("contexts")
+        with rates.overriding(self._states, sampling=False):
             yield self
 
     @contextmanager
@@ -143,21 +382,26 @@ class Injection(Controller):
             InjectionError: the rate has no effect, so all samples would be equal.
         """
         self._check_not_removed("sampling()")
+        self._hooks("sampling()")
         if p is not None:
-            self._require_common_unit(f"sampling(p={p})")
-            p = next(iter(self._units.values()))[0].valid_target(p)
-        multiplier = self._state.multiplier
-        rated = [hook for hooks in self._units.values() for hook in hooks]
-        rates = {hook.target * multiplier if p is None else p for hook in rated if hook.target is not None}
-        neutral = {hook.rate.neutral for hook in rated}
-        if rated and len(rates | neutral) == 1:
+            p = self._require_common_unit(f"sampling(p={p})")[0].valid_target(p)
+        for state in self._states:
+            self._check_effect(state, p)
+        with rates.overriding(self._states, sampling=True, p=p):
+            yield self
+
+    def _check_effect(self, state: InjectionState, p: float | None) -> None:
+        multiplier = state.multiplier
+        rated = [sink for sink in state.live.members if sink.target is not None]
+        at = {sink.target * multiplier if p is None else p for sink in rated}
+        neutral = {sink.rate.neutral for sink in rated}
+        if rated and len(at | neutral) == 1:
+            target = rates.largest_target(rated)
             raise InjectionError(
-                f"sampling at rate {rates.pop():g} gives the same output each time: {self.name!r} is at step "
-                f"{self.step_count} of {self.schedule}.\n  pass a rate: sampling(p={self.target_p or 0.1:g})   or "
+                f"sampling at rate {at.pop():g} gives the same output each time: {state.name!r} is at step "
+                f"{state.step_count} of {state.schedule}.\n  pass a rate: sampling(p={target or 0.1:g})   or "
                 "seek() to the training step (a copy, such as an EMA, has its own step count)."
             )
-        with self._overriding(Override(sampling=True, p=p)):
-            yield self
 
     def predict(
         self,
@@ -221,9 +465,12 @@ class Injection(Controller):
         Reference: Gal & Ghahramani 2016, "Dropout as a Bayesian approximation", arXiv:1506.02142; Houlsby et al. 2011,
         "Bayesian active learning for classification and preference learning", arXiv:1112.5745 (mutual information).
         """
+        from hookdrop.injection.prediction import Settings, predict
+
         self._check_not_removed("predict()")
         settings = Settings(samples, activation, output, rows, device, progress)
-        return predict(self._require_model(), self._hooks, lambda: self.sampling(p), data, settings)
+        hooks = self._hooks("predict()")
+        return predict(self._require_model(), hooks, lambda: self.sampling(p), data, settings)
 
     # --- inspecting
 
@@ -242,27 +489,24 @@ class Injection(Controller):
             and input, and the calls; and whether eval output is bit-identical with and without hooks. `print` shows a
             table.
         """
+        from hookdrop.injection.probe import probe
+
         self._check_not_removed("probe()")
-        at_step = Override(step=None if step is None else count(step, "step", "probe", 0))
-        with self._overriding(at_step):
-            return probe(self._require_model(), self._state, self._hooks, x, forwards)
+        hooks = self._hooks("probe()")
+        with rates.overriding(self._states, step=None if step is None else count(step, "step", "probe", 0)):
+            return probe(self._require_model(), hooks, x, forwards)
 
-    @contextmanager
-    def measuring(self) -> Iterator[Measurement]:
-        """Measure the forwards inside the `with` block. Regularizers run twice; masks and results do not change."""
-        self._check_not_removed("measuring()")
-        with measured_into(self._state, empty_measurement(self._hooks)) as measurement:
-            yield measurement
-
-    @requires_with("with drop.recording() as r: model(x)   then r[site], r.plot_features()")
+    @requires_with("with drop.recording() as r: model(x)   then r[site], r.totals, r.plot_features()")
     def recording(self, last: int = 1, to: CopyDevice = None) -> Iterator[Recording]:
         """Record the forwards inside the `with` block: `r["layer4.0"].before`, `.mask`, `.after`, and their plots.
 
-        Regularizers run twice; masks and results do not change. Recording causes graph breaks in compiled code, which
-        are an error with `fullgraph=True`: record the uncompiled model instead.
+        `r.totals` measures all forwards, as `probe` does. Regularizers run twice; masks and results do not change.
+        Recording causes graph breaks in compiled code, which are an error with `fullgraph=True`: record the uncompiled
+        model instead.
 
         Args:
-            last: number of calls to keep per site; `r.calls("layer4.0")` lists them.
+            last: number of calls to keep per site; `r.calls("layer4.0")` lists them. 0 keeps no tensors, for `r.totals`
+                over a whole training.
             to: device of the recorded tensors, such as `"cpu"`; None keeps the original device.
 
         Example:
@@ -272,83 +516,143 @@ class Injection(Controller):
             ...     _ = model(torch.randn(2, 3, 16, 16))
             >>> r["1"].before.shape, r["1"].mask.dtype, bool((r["1"].after[~r["1"].mask] == 0).all())
             (torch.Size([2, 8, 14, 14]), torch.bool, True)
+            >>> r.totals.calls
+            1
         """
+        from hookdrop.injection.recording import recorded
+
         self._check_not_removed("recording()")
-        with recorded(self._state, self._hooks, last, to) as recording:
+        with recorded(self._hooks("recording()"), last, to) as recording:
             yield recording
 
     def check(self) -> list[str]:
         """List current problems: lost sites, layers that never ran or ran only in eval mode, a stalled schedule."""
-        model, state = self._model(), self._state
+        model = self._model()
         if model is None:
-            return [str(self._model_gone_error()) if state.live.trained else message("discarded", state)]
-        return list(find_problems(model, state, self._hooks, requested=True).values())
+            discarded = [message("discarded", state) for state in self._states if not state.live.trained]
+            return discarded or [str(self._model_gone_error())]
+        return [text for state in self._states for text in self._problems(state, model, requested=True).values()]
+
+    def _problems(self, state: InjectionState, model: nn.Module, requested: bool = False) -> dict[str, str]:
+        sinks = [sink for sink in self._sinks if sink.state is state]
+        hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
+        if hooks or not sinks:
+            return find_problems(model, state, hooks, requested=requested)
+        counter = state.live.update_counter
+        return schedule_problems(state, counter is not None and counter.updates > 0)
+
+    def _warn_about_problems(self) -> None:
+        if (model := self._model()) is not None:
+            for state in self._states:
+                for kind, text in self._problems(state, model).items():
+                    state.warn_once(kind, text)
 
     def metrics(self) -> dict[str, float]:
-        """Return rate and step as a flat dict for any logger, with keys under `hookdrop/<name>/`."""
+        """Return rates and steps as a flat dict for any logger, with keys under `hookdrop/<name>/`."""
         self._check_not_removed("metrics()")
-        numbers = self._rates_by_name()
-        if self.keep_prob is not None:
-            numbers["keep_prob"] = self.keep_prob
-        numbers |= {"step": float(self.step_count), "enabled": float(self._state.on)}
-        return {f"hookdrop/{self.name}/{key}": value for key, value in numbers.items()}
+        found: dict[str, float] = {}
+        for one in self:
+            numbers = one._rates_by_name()
+            if one.keep_prob is not None:
+                numbers["keep_prob"] = one.keep_prob
+            numbers |= {"step": float(one.step_count), "enabled": float(one.enabled)}
+            found |= {f"hookdrop/{one.name}/{key}": value for key, value in numbers.items()}
+        return found
 
-    def summary(self) -> str:
-        """Return a table of the sites with their current rates."""
-        self._warn_about_problems()
-        return f"{self!r}\n{text_table(_HEADER, self._rows())}"
+    def _rates_by_name(self) -> dict[str, float]:
+        return {name: rates.current_rate(sinks) for name, sinks in rates.rates_by_name(self._members).items()}
 
     def __repr__(self) -> str:
-        if self._state.removed:
-            return f"<Injection {self.name!r}, removed>"
+        return "\n".join(self._only([state])._text() for state in self._states) or "<no injections>"
+
+    def _text(self) -> str:
+        (state,) = self._states
+        if state.removed:
+            return f"<Injection {state.name!r}, removed>"
         if self._model() is None:
-            return f"<Injection {self.name!r}, whose model was deleted>"
-        targets = {name: largest_target(hooks) for name, hooks in self._units_by_name().items()}
+            return f"<Injection {state.name!r}, whose model was deleted>"
+        targets = {name: rates.largest_target(sinks) for name, sinks in rates.rates_by_name(self._members).items()}
         p = "".join(f" {name}={rate:.4g} of {targets[name]:.4g}," for name, rate in self._rates_by_name().items())
-        off = "" if self._state.on else " disabled,"
-        sites = counted(len(self._hooks), "site")
-        return f"<Injection {self.name!r}: {sites},{p}{off} step {self.step_count} of {self.schedule}>"
+        off = "" if state.on else " disabled,"
+        sites = counted(len(self._sinks), "site")
+        return f"<Injection {state.name!r}: {sites},{p}{off} step {state.step_count} of {state.schedule}>"
+
+    def __str__(self) -> str:
+        """The sites as a table, with the problems that the training has shown so far."""
+        return "\n\n".join(self._only([state])._table(state) for state in self._states) or repr(self)
+
+    def _table(self, state: InjectionState) -> str:
+        if state.removed or (model := self._model()) is None:
+            return repr(self)
+        problems = [f"problem: {text}" for text in self._problems(state, model).values()]
+        return "\n".join([repr(self), text_table(_HEADER, self._rows()), *problems])
 
     def _repr_html_(self) -> str:
-        return html_table(_HEADER, self._rows(), repr(self))
+        return html_table(_HEADER, [] if self._model() is None else self._rows(), repr(self))
+
+    def _rows(self) -> list[tuple[str, float | None, float, str, str]]:
+        called = {True: "yes", False: "no", None: "-"}
+        return [(s.name, s.p, s.p_scale, called[s.called], s.regularizer) for s in self.sites]
 
     # --- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step count, target rates, and whether it is enabled, for `load_state_dict`."""
+        """Return step counts, target rates, switches and specs by name, for `load_state_dict`, as plain values."""
         self._check_not_removed("state_dict()")
-        return state_dict.save(self._state, self._hooks)
+        return state_dict.save([(state, self._sinks_at(state)) for state in self._states])
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Resume from a saved state, with the schedule that the code sets.
+        """Resume from a saved state, with the settings that the code has; a warning lists settings that differ.
+
+        Args:
+            state: what `state_dict` returned.
+            strict: whether all names and sites must agree; otherwise those that agree are loaded.
 
         Raises:
-            StateError: the sites differ (with `strict`), or `state` is invalid. Nothing was loaded.
+            StateError: the names or the sites differ (with `strict`), or `state` is invalid. Nothing was loaded.
         """
         self._check_not_removed("load_state_dict()")
-        state_dict.load(self._state, self._hooks, state, strict, self._changing)
+        state_dict.load([(one, self._sinks_at(one)) for one in self._states], state, strict)
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """JSON-serializable settings with resolved site names, for `from_config`.
-
-        Raises:
-            StateError: a setting is not JSON-serializable, such as a function.
-        """
-        self._check_not_removed("config")
-        return config.to_config(self._state, self._hooks)
+    def _sinks_at(self, state: InjectionState) -> list[RateSink]:
+        return [sink for sink in self._sinks if sink.state is state]
 
     # --- removing
 
     def remove(self) -> None:
         """Remove the hooks and restore the model. Calling it again has no effect."""
-        if self._state.removed:
+        if not self._live:
             return
         compiling.raise_if_tracing("remove()")
         try:
-            self._warn_about_problems()
+            self._only(self._live)._warn_about_problems()
         finally:
             self._detach()
+
+    def _detach(self) -> None:
+        """Remove the hooks without emitting warnings; a handle on part of a model removes only that part's."""
+        model = self._model()
+        remove_sinks(model, self._sinks if model is not None else self._found or [])
+        for state in self._live:
+            removed = [sink for sink in state.live.members if not sink.placed]
+            remaining = {sink.site for sink in state.live.members if sink.placed}
+            state.sites = tuple(site for site in state.sites if site in remaining)
+            if not remaining:
+                if state.live.follower is not None:
+                    state.live.follower.detach()
+                state.live.follower, state.removed = None, True
+                progress.unwatch(state)
+            for sink in removed:
+                if isinstance(sink, SiteHook):
+                    sink.train_rate = sink.eval_rate = None
+                if remaining:  # the removed targets no longer count
+                    state.live.members.discard(sink)
+
+    def _check_not_removed(self, what: str) -> None:
+        for state in self._states:
+            if state.removed:
+                raise InjectionError(f"{what}: {state.name!r} was removed from its model.\n  call inject() again.")
+        compiling.raise_if_tracing(what)
 
     def __enter__(self) -> Injection:
         return self
@@ -361,18 +665,32 @@ class Injection(Controller):
         else:  # do not distract from the error with warnings
             self._detach()
 
-    def _units_by_name(self) -> dict[str, list[SiteHook]]:
-        """Group the hooks by the name of their rate, such as `p` or `std`, or by unit if two units share a name."""
-        units = self._units
-        names = {unit: "p" if unit == "p" else hooks[0].rate.attribute for unit, hooks in units.items()}
-        shared = {name for name in names.values() if list(names.values()).count(name) > 1}
-        return {unit if names[unit] in shared else names[unit]: hooks for unit, hooks in units.items()}
-
-    def _rates_by_name(self) -> dict[str, float]:
-        return {name: self._rate_of(hooks) for name, hooks in self._units_by_name().items()}
-
-    def _rows(self) -> list[tuple[str, float | None, float, str, str]]:
-        return [(s.name, s.p, s.p_scale, "yes" if s.fired else "no", s.regularizer) for s in self.sites]
-
 
 _HEADER = ("site", "p", "p_scale", "called", "regularizer")
+
+
+def _is_attached(state: InjectionState) -> bool:
+    # Check the hooks, not the model: a wrapper may be deleted before its parts.
+    return any(sink.is_attached for sink in state.live.members)
+
+
+def find(model: nn.Module) -> Injection:
+    """Return a handle on all injections of `model`, which may be copied, wrapped, or unpickled.
+
+    `find(model)["dropblock"]` is one of them, iterating yields one per name, and the handle is false if there is none.
+
+    Args:
+        model: any module.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> _ = inject(model, Dropout(p=0.5), layers="1")
+        >>> twin = copy.deepcopy(model)
+        >>> find(twin)
+        <Injection 'dropout': 1 site, p=0.5 of 0.5, step 0 of ConstantSchedule()>
+        >>> find(twin).remove()
+        >>> bool(find(twin))
+        False
+    """
+    sinks = [sink for _, sink in sinks_of(model)]
+    return Injection(model, list(dict.fromkeys(sink.state for sink in sinks)), sinks)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.uncertainty import Prediction, Statistics, Summary, concatenated
 from hookdrop.errors import InjectionError, ShapeError, warn
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.injection.batches import Device, Inputs, is_batch, read_batches
+from hookdrop.injection.uncertainty import Prediction, Statistics, Summary, concatenated
 from hookdrop.regularizers import rows_alone
 from hookdrop.survey.isolation import eval_mode, forked_rng, uncompiled
 from hookdrop.utils.optional import ProgressBar, progress_bar

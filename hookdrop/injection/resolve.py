@@ -7,15 +7,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from hookdrop.errors import InjectionError, LayerError
+from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.text import as_schedule, parse
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable, rate_of
+from hookdrop.regularizers.base import P
 from hookdrop.schedules import Schedule
 from hookdrop.schedules.base import in_steps
 from hookdrop.utils.select import (
@@ -29,11 +32,11 @@ from hookdrop.utils.select import (
     has_forward,
     layers_by_name,
     matches,
-    named_layers,
     select,
 )
 from hookdrop.utils.tables import counted, some
-from hookdrop.utils.validation import number
+from hookdrop.utils.tensor_tree import TensorKey
+from hookdrop.utils.validation import number, one_of
 
 if TYPE_CHECKING:
     from hookdrop.survey import Survey
@@ -63,12 +66,29 @@ class PlannedSite:
     """Calls per forward; None without `example_input`."""
     reading: str = ""
     """How the regularizer interprets the axes."""
+    attribute: str = ""
+    """For a dropout that the model already has: the attribute with its rate."""
+    target: float | None = None
+    """The rate before `p_scale`; None if there is none."""
+    label: str = ""
+    """The name that the handle shows."""
+
+    def __post_init__(self) -> None:
+        self.label = self.label or self.name
+        if self.regularizer is not None:
+            self.target = rate_of(self.regularizer)
 
     @property
     def p(self) -> float | None:
         """The target rate, including `p_scale`."""
-        rate = None if self.regularizer is None else rate_of(self.regularizer)
-        return None if rate is None else rate * self.p_scale
+        return None if self.target is None else self.target * self.p_scale
+
+    @property
+    def text(self) -> str:
+        """The regularizer, or the current rate of a dropout that the model already has."""
+        if self.attribute:
+            return f"{self.type}.{self.attribute} (now {float(attrgetter(self.attribute)(self.module)):g})"
+        return "" if self.regularizer is None else repr(self.regularizer)
 
 
 @dataclass
@@ -85,6 +105,11 @@ class Resolved:
     """In optimizer steps."""
     requested_schedule: Schedule | None
     """As passed by the user, possibly in fractions of the training."""
+    name: str = ""
+    """The name of the recipe."""
+    recipe: Mapping[str, Any] | None = None
+    """The arguments with which the recipe chooses the same sites again."""
+    survey: LazySurvey | None = None
 
 
 def as_source(given: Any) -> Any:
@@ -95,6 +120,30 @@ def as_source(given: Any) -> Any:
     if isinstance(found, Schedule):
         raise TypeError(f"{found!r} is a schedule, not a regularizer.\n  write: inject(model, ..., schedule={found!r})")
     return found
+
+
+def check_options(at: str, tensor: TensorKey, name: str | None, on_existing: str, portable: bool) -> None:
+    """Raise if an argument of `inject` that does not depend on the model is invalid."""
+    if at not in ("output", "input"):
+        one_of(at, "at", "inject", ("output", "input"))
+    if isinstance(tensor, bool) or not isinstance(tensor, TensorKey):
+        raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {tensor!r}.")
+    if on_existing not in ("error", "replace", "stack"):
+        one_of(on_existing, "on_existing", "inject", ("error", "replace", "stack"))
+    if not isinstance(portable, bool):
+        one_of(portable, "portable", "inject", (True, False))
+    if name is not None and (not isinstance(name, str) or not name or "/" in name):
+        raise InjectionError(f"inject: name must be a non-empty string without '/', got {name!r}.")
+
+
+def check_recipe_arguments(recipe: Recipe, layers: Entries | None, at: str, tensor: TensorKey) -> None:
+    """Raise for arguments of `inject` that a recipe replaces."""
+    given = {"layers": layers is not None, "at": at != "output", "tensor": tensor is not None}
+    if used := [name for name, is_given in given.items() if is_given]:
+        raise TypeError(
+            f"the recipe {type(recipe).__name__} chooses its layers: remove {' and '.join(f'{n}=' for n in used)}.\n"
+            "  to leave some out: exclude=   to choose them yourself: pass a regularizer instead of a recipe"
+        )
 
 
 def resolve(
@@ -119,7 +168,8 @@ def resolve(
         warnings = []
     elif any(map(is_keras, map(type, model.modules()))):
         _reject_keras_layers(model, selected)
-    warnings += _unmatched_warnings(selection.unmatched_excludes)
+    if selection.unmatched_excludes:
+        warnings += _unmatched_warnings(selection.unmatched_excludes)
     sites = []
     survey = None if example_input is None else LazySurvey(model, example_input)
     for layer in selected:
@@ -153,7 +203,8 @@ class LazySurvey:
             from hookdrop.survey import survey
 
             self.found = survey(*self._arguments)
-        return getattr(self.found, name)
+        with hooks_removed(self._arguments[0]):  # an injection is no part of the model
+            return getattr(self.found, name)
 
 
 def resolve_recipe(
@@ -168,34 +219,54 @@ def resolve_recipe(
     """Let a recipe choose the sites."""
     requested = None if schedule is None else as_schedule(schedule, "inject")
     schedule = None if requested is None else in_steps(requested, total_steps)
+    if schedule is not None:
+        check_picklable(schedule, "the schedule")
     everything, name = layers_by_name(model), type(recipe).__name__
     root = everything[""].module
     lazy = LazySurvey(model, example_input)
     survey = cast("Survey", lazy)
-    found = list(recipe.sites(root, survey))
-    names = {name for site in found for name in (site.name, site.group)}
-    excluded, _, unmatched = excluded_names(named_layers(model), exclude, names)
-    chosen = [site for site in found if excluded.isdisjoint((site.name, site.group or site.name))]
-    warnings = [*recipe.warnings(root, survey, found), *_unmatched_warnings(unmatched)]
+    found = [(site, site.group or site.name) for site in recipe.sites(root, survey)]
+    excluded, _, unmatched = excluded_names(
+        list(everything.values()), exclude, {name for site, group in found for name in (site.name, group)}
+    )
+    chosen = [(site, group) for site, group in found if excluded.isdisjoint((site.name, group))]
     if not chosen:
         raise LayerError(f"`exclude` removes every site of {name} ({len(found)}): nothing is left.")
-    if schedule is not None:
-        check_picklable(schedule, "the schedule")
-    groups = recipe.groups(root, survey, chosen)
+    groups = recipe.groups(root, survey, [site for site, _ in chosen])
     wanted = recipe.p_scale if p_scale is None else p_scale
-    factors = [1.0] * len(groups) if wanted is None else rate_factors([everything[one] for one in groups], wanted)
-    by_group = dict(zip(groups, factors, strict=True))
+    scales = [1.0] * len(groups) if wanted is None else rate_factors([everything[one] for one in groups], wanted)
     facts = lazy if lazy.found is not None or example_input is not None else None
-    sites = [_plan_recipe_site(root, everything[site.name], site, facts) for site in chosen]
-    _scale(sites, [site.factor * by_group[site.group or site.name] for site in chosen])
+    factors = dict(zip(groups, scales, strict=True))
+    sites = [_plan_recipe_site(root, everything[site.name], site, facts) for site, _ in chosen]
+    if any(site.regularizer is not None for site in sites):
+        check_picklable(recipe, "the recipe")
+    _scale(sites, [site.factor * factors[group] for site, group in chosen])
     for site in sites:
         _check_rate(site, schedule)
-    return Resolved(root, sites, {name: len(sites)}, set(), warnings, schedule, requested)
+    warnings = [*recipe.warnings(root, survey, [site for site, _ in found]), *_unmatched_warnings(unmatched)]
+    again = {
+        "regularizer": recipe,
+        "exclude": tuple(sorted(excluded & {name for site, group in found for name in (site.name, group)})),
+        "p_scale": p_scale if p_scale is None or isinstance(p_scale, str) else factors,
+    }
+    counts = {name: len(sites)}
+    return Resolved(root, sites, counts, set(), warnings, schedule, requested, name, again, lazy)
 
 
 def _plan_recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: LazySurvey | None) -> PlannedSite:
+    if site.regularizer is None:
+        return PlannedSite(
+            layer.name,
+            type(layer.module).__name__,
+            layer.module,
+            None,
+            at="attribute",
+            attribute=site.attribute,
+            target=P.valid(site.p, site.label or site.name),
+            label=site.label,
+        )
     planned = _plan_site(root, layer, site.regularizer, "input" if site.at == "skip" else "output", survey)
-    planned.at, planned.branch = site.at or planned.at, site.branch
+    planned.at, planned.branch, planned.label = site.at or planned.at, site.branch, site.label or planned.label
     return planned
 
 
@@ -355,9 +426,9 @@ def _scale(sites: list[PlannedSite], scales: list[float]) -> None:
 
 def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
     """Raise if the rate at the schedule's peak is out of range, or if the schedule has no rate to drive."""
-    if site.regularizer is None:
+    if site.regularizer is None and not site.attribute:
         return
-    target, declared = rate_of(site.regularizer), type(site.regularizer).rate
+    target, declared = site.target, P if site.regularizer is None else type(site.regularizer).rate
     if target is None or declared is None:
         if schedule is not None:
             raise InjectionError(
@@ -368,7 +439,7 @@ def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
     peak = 1.0 if schedule is None else schedule.peak
     rate = target * site.p_scale * (schedule(0) if peak is None and schedule is not None else peak or 0.0)
     try:
-        declared.valid(rate, site.regularizer.title)
+        declared.valid(rate, site.type if site.regularizer is None else site.regularizer.title)
     except ValueError as error:
         times = f" x schedule {rate / (target * site.p_scale):g}" if math.isfinite(rate) and rate else ""
-        raise ValueError(f"{error}\n  at {site.name!r}: p {target:g} x p_scale {site.p_scale:g}{times}.") from None
+        raise ValueError(f"{error}\n  at {site.label!r}: p {target:g} x p_scale {site.p_scale:g}{times}.") from None

@@ -1,148 +1,147 @@
-"""Save and load the state of an injection: the minimum that the code cannot rebuild."""
+"""Save and load the state of injections: what the code cannot rebuild, and the settings that it was saved with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from hookdrop.errors import StateError, warn
-from hookdrop.hooks.hook import SiteHook
+from hookdrop.errors import InjectionError, StateError, warn
 from hookdrop.hooks.state import InjectionState
+from hookdrop.injection.rates import changing
+from hookdrop.injection.sinks import RateSink
+from hookdrop.injection.spec import described, spec_of
 from hookdrop.utils.tables import counted
 from hookdrop.utils.validation import count
 
-VERSION = 1
-_KEYS = ("version", "name", "sites", "step_count", "target_p", "declared_p", "enabled", "schedule")
+VERSION = 2
+_KEYS = ("step_count", "enabled", "target_p", "spec")
+
+Parts: TypeAlias = Sequence[tuple[InjectionState, Sequence[RateSink]]]
+"""The states, each with the sinks of a handle."""
 
 
-class Rated(Protocol):
-    """A hook, or an attribute that `set_dropout` changes."""
-
-    site: str
-    target: float | None
-    initial_target: float | None
-
-    def valid_target(self, value: object) -> float:
-        """Return `value` as a float, or raise if it is out of range."""
-
-
-def save(state: InjectionState, hooks: Sequence[Rated]) -> dict[str, Any]:
-    """Return plain numbers, strings, and lists, for `torch.load(weights_only=True)` and JSON.
-
-    `declared_p` and `schedule` record the settings in the code: loading compares them, and does not restore them.
-    """
-    return {
-        "version": VERSION,
-        "name": state.name,
-        "sites": [hook.site for hook in hooks],
-        "step_count": state.step_count,
-        "target_p": [hook.target for hook in hooks],
-        "declared_p": [hook.initial_target for hook in hooks],
-        "enabled": state.enabled,
-        "schedule": repr(state.schedule),
-    }
+def save(parts: Parts) -> dict[str, Any]:
+    """Return plain numbers, strings, lists and dicts, for `torch.load(weights_only=True)` and JSON."""
+    saved: dict[str, Any] = {}
+    for state, sinks in parts:
+        if state.name in saved:
+            raise InjectionError(
+                f"two injections here are named {state.name!r} (in a copy inside the model?).\n"
+                "  save each: find(part).state_dict()   or inject with name=..."
+            )
+        saved[state.name] = {
+            "step_count": state.step_count,
+            "enabled": state.enabled,
+            "target_p": {sink.site: sink.target for sink in sinks},
+            # With the rates that the code declares: loading compares the settings, and does not restore them.
+            "spec": described(spec_of(state, sinks, declared=True)),
+        }
+    return {"version": VERSION, "injections": saved}
 
 
-def load(
-    state: InjectionState,
-    hooks: Sequence[Rated],
-    saved: Mapping[str, Any],
-    strict: bool,
-    changing: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """Validate `saved`, then apply it; `changing` undoes the change if a rate is out of range."""
-    step, enabled = _validated(saved)
-    if strict:
-        _check_same_sites(state, hooks, saved)
-    targets = dict(zip(saved["sites"], saved["target_p"], strict=True))
-    known = [hook for hook in hooks if hook.site in targets]
-    if not known:
-        raise StateError(f"the state has none of the sites of {state.name!r}. Nothing was loaded.")
-    new = [(hook, _valid_target(hook, targets[hook.site])) for hook in known]
-    _warn_about_differences(state, hooks, saved, known)
+def load(parts: Parts, saved: Any, strict: bool) -> None:
+    """Validate `saved`, then apply it to all injections, or to none after an error."""
+    injections = _validated(saved)
+    here = [state.name for state, _ in parts]
+    if strict and sorted(here) != sorted(injections):
+        raise StateError(
+            "the state does not have the injections that are here. Nothing was loaded.\n"
+            f"  only in the state: {sorted(set(injections) - set(here))}\n"
+            f"  only here:         {sorted(set(here) - set(injections))}\n"
+            + ("  load what matches: load_state_dict(state, strict=False)" if here else "  inject first, then load.")
+        )
+    wanted = [(state, sinks, injections[state.name]) for state, sinks in parts if state.name in injections]
+    targets = [list(_matched(state, sinks, one, strict)) for state, sinks, one in wanted]
+    for state, sinks, one in wanted:
+        _warn_about_differences(state, sinks, one)
     try:
-        with changing():
-            for hook, target in new:
-                hook.target = target
-            state.step_count, state.enabled = step, enabled
+        with changing([state for state, _, _ in wanted]):
+            for (state, _, one), own in zip(wanted, targets, strict=True):
+                state.step_count, state.enabled = one["step_count"], one["enabled"]
+                for sink, target in own:
+                    sink.target = target
     except ValueError as error:
         raise StateError(f"{error} Nothing was loaded.") from None
 
 
-def _validated(saved: Mapping[str, Any]) -> tuple[int, bool]:
-    missing = [key for key in _KEYS if not isinstance(saved, Mapping) or key not in saved]
-    if missing:
+def _validated(saved: Any) -> Mapping[str, Any]:
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("injections"), Mapping):
         raise StateError(
-            f"this is not the state of an injection: it lacks {', '.join(missing)}. Nothing was loaded.\n"
-            "  load what drop.state_dict() returned (not the model's). For all injections of a model: "
-            "find(model).state_dict() and find(model).load_state_dict()."
+            "this is not the state of injections. Nothing was loaded.\n"
+            "  load what drop.state_dict() or find(model).state_dict() returned, not the state of the model."
         )
-    if saved["version"] != VERSION:
+    if saved.get("version") != VERSION:
         raise StateError(
-            f"the state has version {saved['version']!r}, this hookdrop reads version {VERSION}. Nothing was loaded."
+            f"the state has version {saved.get('version')!r}, this hookdrop reads version {VERSION}. "
+            "Nothing was loaded."
         )
-    lists = [saved[key] for key in ("sites", "target_p", "declared_p")]
-    if not all(isinstance(each, list | tuple) for each in lists):
-        raise StateError("the state's sites, target_p, and declared_p must be lists. Nothing was loaded.")
-    if len(set(map(len, lists))) > 1:
-        raise StateError("the state's sites, target_p, and declared_p differ in length. Nothing was loaded.")
-    if not isinstance(saved["enabled"], bool):
-        raise StateError(f"the state's enabled must be a bool, got {saved['enabled']!r}. Nothing was loaded.")
-    try:
-        return count(saved["step_count"], "step_count", "state", 0), saved["enabled"]
-    except (TypeError, ValueError) as error:
-        raise StateError(f"{error} Nothing was loaded.") from None
+    found: Mapping[str, Any] = saved["injections"]
+    for name, one in found.items():
+        missing = [key for key in _KEYS if not isinstance(one, Mapping) or key not in one]
+        if missing:
+            raise StateError(f"the state of {name!r} lacks {', '.join(missing)}. Nothing was loaded.")
+        try:
+            count(one["step_count"], "step_count", "state", 0)
+        except (TypeError, ValueError) as error:
+            raise StateError(f"the state of {name!r}: {error} Nothing was loaded.") from None
+        for key, kind in (("enabled", bool), ("target_p", Mapping), ("spec", Mapping)):
+            if not isinstance(one[key], kind):
+                raise StateError(
+                    f"the state of {name!r}: {key} must be a {kind.__name__}, got {one[key]!r}. Nothing was loaded."
+                )
+    return found
 
 
-def _check_same_sites(state: InjectionState, hooks: Sequence[Rated], saved: Mapping[str, Any]) -> None:
-    here, there = [hook.site for hook in hooks], list(saved["sites"])
-    if saved["name"] == state.name and here == there:
-        return
-    lines = [f"the state does not match {state.name!r}. Nothing was loaded."]
-    if saved["name"] != state.name:
-        lines.append(f"  name:              {saved['name']!r} in the state, {state.name!r} here")
-    lines += [f"  only in the state: {site!r}" for site in there if site not in here]
-    lines += [f"  only here:         {site!r}" for site in here if site not in there]
-    if sorted(here) == sorted(there) and here != there:
-        lines.append("  the same sites in a different order")
-    if set(here) & set(there):
-        lines.append("  load what matches: load_state_dict(state, strict=False)")
-    raise StateError("\n".join(lines))
+def _matched(
+    state: InjectionState, sinks: Sequence[RateSink], saved: Mapping[str, Any], strict: bool
+) -> Iterator[tuple[RateSink, float | None]]:
+    """Yield each sink that the state has, with its target."""
+    here, there = [sink.site for sink in sinks], list(saved["target_p"])
+    if (strict and here != there) or not set(here) & set(there):
+        lines = [f"the state does not match {state.name!r}. Nothing was loaded."]
+        lines += [f"  only in the state: {site!r}" for site in there if site not in here]
+        lines += [f"  only here:         {site!r}" for site in here if site not in there]
+        if sorted(here) == sorted(there):
+            lines.append("  the same sites in a different order")
+        if set(here) & set(there):
+            lines.append("  load what matches: load_state_dict(state, strict=False)")
+        raise StateError("\n".join(lines))
+    for sink in sinks:
+        if sink.site in there:
+            yield sink, _valid_target(sink, saved["target_p"][sink.site])
 
 
-def _valid_target(hook: Rated, target: Any) -> float | None:
-    if hook.target is None and target is None:
+def _valid_target(sink: RateSink, target: Any) -> float | None:
+    if sink.target is None and target is None:
         return None
-    if hook.target is None:
-        raise StateError(f"the state has a rate of {target} for {hook.site!r}, which has none. Nothing was loaded.")
+    if sink.target is None:
+        raise StateError(f"the state has a rate of {target} for {sink.site!r}, which has none. Nothing was loaded.")
     try:
-        return hook.valid_target(target)
+        return sink.valid_target(target)
     except (TypeError, ValueError) as error:
-        raise StateError(f"the state's target_p of {hook.site!r}: {error} Nothing was loaded.") from None
+        raise StateError(f"the state's target_p of {sink.site!r}: {error} Nothing was loaded.") from None
 
 
-def _warn_about_differences(
-    state: InjectionState, hooks: Sequence[Rated], saved: Mapping[str, Any], known: Sequence[Rated]
-) -> None:
-    if saved["schedule"] != repr(state.schedule):
+def _warn_about_differences(state: InjectionState, sinks: Sequence[RateSink], saved: Mapping[str, Any]) -> None:
+    """Warn about settings of the code that the state was not saved with; those of the code apply."""
+    here, there = described(spec_of(state, sinks, declared=True)), saved["spec"]
+    lines = []
+    for key in sorted((here.keys() | there.keys()) - {"name"}):
+        new, old = here.get(key), there.get(key)
+        if key == "layers":
+            more, fewer = len(set(new or ()) - set(old)), len(set(old) - set(new or ()))
+            if more or fewer:
+                lines.append(
+                    f"  {counted(more, 'site')} only here (unchanged), {counted(fewer, 'site')} not here (ignored)"
+                )
+        elif isinstance(new, Mapping) and isinstance(old, Mapping):
+            changed = [site for site in new if site in old and new[site] != old[site]]
+            lines += [f"  {key} of {site!r}: {old[site]} in the state, {new[site]} here" for site in changed[:1]]
+        elif new != old:
+            lines.append(f"  {key}: {old} in the state, {new} here")
+    if lines:
         warn(
-            f"{state.name!r} uses the schedule in the code, {state.schedule}; the state was saved with "
-            f"{saved['schedule']}. The step count ({saved['step_count']}) comes from the state."
-        )
-    declared = dict(zip(saved["sites"], saved["declared_p"], strict=True))
-    changed = [hook for hook in known if declared[hook.site] != hook.initial_target]
-    if changed:
-        first = changed[0]
-        settable = isinstance(first, SiteHook)
-        instead = f"drop.target_p = {first.initial_target}" if settable else f"drop.seek({saved['step_count']}) instead"
-        warn(
-            f"{state.name!r} uses the target rates of the state; at {first.site!r} the rate in the code changed "
-            f"from {declared[first.site]} to {first.initial_target}.\n  to use the code's rate: {instead}"
-        )
-    only_here, only_saved = len(hooks) - len(known), len(saved["sites"]) - len(known)
-    if only_here or only_saved:
-        warn(
-            f"{state.name!r}: {counted(only_here, 'site')} here not in the state (unchanged), "
-            f"{counted(only_saved, 'site')} in the state not here (ignored)."
+            "\n".join([f"{state.name!r} was saved with other settings than it has here:", *lines])
+            + f"\n  those here apply; the step count ({saved['step_count']}) and the target rates come from the state."
+            "\n  for another target rate: drop.target_p = ..."
         )

@@ -1,37 +1,26 @@
-"""Create regularizers, schedules and recipes from text. Text is never evaluated as code."""
+"""The text form of regularizers, recipes and schedules: a call by name with literal settings, never evaluated as code.
+
+`parse` reads what `repr` writes. Classes and functions from elsewhere have their full name, and reading them requires
+that the caller allows each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from hookdrop import recipes
-from hookdrop.regularizers import REGULARIZERS
+from hookdrop.errors import StateError, nearest
+from hookdrop.recipes.base import Recipe
+from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer
 from hookdrop.schedules import SCHEDULES, Schedule
-from hookdrop.utils.call_syntax import Call, CallSyntax, parse_call, signature_of
 
+Allowed: TypeAlias = Sequence[Callable[..., Any]]
 
-class _Names(Mapping[str, Callable[..., Any]]):
-    """The names that `parse` knows. A recipe is imported when it is first used."""
-
-    def __getitem__(self, name: str) -> Callable[..., Any]:
-        if name in recipes.RECIPE_MODULES:
-            return getattr(recipes, name)  # type: ignore[no-any-return]
-        return REGULARIZERS[name] if name in REGULARIZERS else SCHEDULES[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*REGULARIZERS, *recipes.RECIPE_MODULES, *SCHEDULES))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __contains__(self, name: object) -> bool:
-        return name in REGULARIZERS or name in recipes.RECIPE_MODULES or name in SCHEDULES
-
-
-_SYNTAX = CallSyntax(
-    "parse", "regularizer, recipe or schedule", _Names(), "DropBlock(p=0.1, block_size=7)", nested=True
-)
+NAMES = (*REGULARIZERS, *recipes.RECIPE_MODULES, *SCHEDULES)
+"""All names that `parse` knows. A recipe is imported when it is first used."""
 
 
 def parse(text: str) -> Any:
@@ -53,7 +42,18 @@ def parse(text: str) -> Any:
         >>> parse("ChainedSchedule([LinearSchedule(steps=2), ConstantSchedule(0.0)], [4])").simulate(6)
         [0.0, 0.5, 1.0, 1.0, 0.0, 0.0]
     """
-    return _build(parse_call(text, _SYNTAX), text)
+    return read(text)
+
+
+def read(text: str, allow: Allowed = ()) -> Any:
+    """Like `parse`, also for the full names of the classes and functions in `allow`."""
+    if not isinstance(text, str):
+        raise TypeError(f"parse: text must be a str, got {text!r} ({type(text).__name__}).")
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        return _read(node, text, {qualified_name(each): each for each in allow})
+    except (SyntaxError, RecursionError, MemoryError):
+        raise _unreadable(text) from None
 
 
 def as_schedule(given: object, owner: str) -> Schedule:
@@ -74,15 +74,126 @@ def as_schedule(given: object, owner: str) -> Schedule:
     raise TypeError(f"{owner}: schedule must be a hookdrop schedule, got {given!r}.\n  write: schedule={write}")
 
 
-def _build(call: Call, text: str) -> Any:
-    args, kwargs = [_built(arg, text) for arg in call.args], {n: _built(value, text) for n, value in call.kwargs}
+def text_of(thing: Regularizer | Recipe | Schedule) -> str:
+    """Return the text that `read` understands.
+
+    Raises:
+        StateError: a setting is not a literal, such as a function in a schedule.
+    """
+    if isinstance(thing, ForeignFunction):
+        return qualified_name(thing.function)
+    if isinstance(thing, ForeignModule):
+        settings = ", ".join(f"{name}={value!r}" for name, value in thing.settings().items())
+        text = f"{qualified_name(type(thing.module))}({settings})"
+    else:
+        name, _, settings = repr(thing).partition("(")
+        text = f"{name if name in NAMES else qualified_name(type(thing))}({settings}"
     try:
-        return _SYNTAX.known[call.name](*args, **kwargs)
+        for node in ast.walk(ast.parse(text, mode="eval")):
+            if isinstance(node, ast.Call):
+                list(map(_check_literal, [*node.args, *(keyword.value for keyword in node.keywords)]))
+    except (SyntaxError, ValueError):
+        raise StateError(
+            f"{text} cannot be saved: a setting is not a literal.\n"
+            "  functions can't be saved: keep them in code, and save state_dict() instead."
+        ) from None
+    return text
+
+
+def qualified_name(thing: Any) -> str:
+    """Return `package.module.Name`, which is compared with the entries of `allow`."""
+    if not hasattr(thing, "__qualname__"):
+        raise StateError(f"{thing!r} is not a plain function or class: a text cannot name it.")
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def _check_literal(node: ast.expr) -> None:
+    parts = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+    for part in parts:
+        if not isinstance(part, ast.Call):
+            ast.literal_eval(part)
+
+
+def _read(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
+    """Create what a node of the text describes: a call by name, or the name of an allowed function."""
+    function = node.func if isinstance(node, ast.Call) else node
+    name = _dotted(function)
+    if name in allowed and not isinstance(allowed[name], type) and not isinstance(node, ast.Call):
+        return allowed[name]
+    if isinstance(function, ast.Name) and name in NAMES and not isinstance(node, ast.Call):
+        raise ValueError(f"parse: {text!r} has no arguments: write '{name}(...)'.{_signature(name, _named(name))}")
+    if not name or not isinstance(node, ast.Call):
+        raise _unreadable(text)
+    if name not in NAMES and name not in allowed:
+        raise ValueError(_unknown(name))
+    if any(keyword.arg is None for keyword in node.keywords):
+        raise _unreadable(text)
+    names = [keyword.arg for keyword in node.keywords]
+    if duplicate := next((one for one in names if names.count(one) > 1), None):
+        raise ValueError(f"parse: {text!r} sets {duplicate!r} more than once: keep one value.")
+    args = [_value(arg, text, allowed) for arg in node.args]
+    kwargs = {str(keyword.arg): _value(keyword.value, text, allowed) for keyword in node.keywords}
+    return _construct(name, allowed.get(name) or _named(name), args, kwargs, text)
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return a name, possibly with dots; empty for other nodes."""
+    if isinstance(node, ast.Attribute):
+        return f"{before}.{node.attr}" if (before := _dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _value(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
+    """The value of a literal, of a call, or of a list of calls."""
+    if isinstance(node, ast.Call) and ((name := _dotted(node.func)) in allowed or nearest(name, NAMES)):
+        return _read(node, text, allowed)
+    if isinstance(node, ast.List | ast.Tuple) and any(isinstance(part, ast.Call) for part in node.elts):
+        return [_value(part, text, allowed) for part in node.elts]
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        raise ValueError(
+            f"parse: {text!r} contains an argument that is not a literal; nothing was evaluated."
+        ) from None
+
+
+def _construct(name: str, make: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any], text: str) -> Any:
+    """Call a class. The classes accept any truthy value for a bool; a text must not."""
+    try:
+        signature = inspect.signature(make)
+        for setting, value in signature.bind(*args, **kwargs).arguments.items():
+            if isinstance(signature.parameters[setting].default, bool) and not isinstance(value, bool):
+                raise TypeError(f"{setting} must be True or False, got {value!r}")
+        return make(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"parse: {text!r}: {error}{signature_of(call.name, _SYNTAX)}") from None
+        raise TypeError(f"parse: {text!r}: {error}.{_signature(name, make)}") from None
 
 
-def _built(value: Any, text: str) -> Any:
-    if isinstance(value, Call):
-        return _build(value, text)
-    return [_built(element, text) for element in value] if isinstance(value, list) else value
+def _named(name: str) -> Callable[..., Any]:
+    if name in recipes.RECIPE_MODULES:
+        return getattr(recipes, name)  # type: ignore[no-any-return]
+    return REGULARIZERS[name] if name in REGULARIZERS else SCHEDULES[name]
+
+
+def _signature(name: str, make: Callable[..., Any]) -> str:
+    """Return a message line with the signature of a class, without types."""
+    signature = inspect.signature(make)
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return f"\n  signature: {name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
+
+
+def _unknown(name: str) -> str:
+    if "." in name:
+        own = name.rpartition(".")[2]
+        hint = f"write {own!r}, or " if own in NAMES else ""
+        return f"parse: {name!r} is not part of hookdrop.\n  {hint}if you trust it: from_dict(..., allow=[{name}])"
+    near = nearest(name, NAMES)
+    hint = f"did you mean: {', '.join(near)}" if near else f"available: {', '.join(NAMES)}"
+    return f"parse: {name!r} is not a hookdrop regularizer, recipe or schedule.\n  {hint}"
+
+
+def _unreadable(text: str) -> ValueError:
+    return ValueError(
+        f"parse: cannot parse {text!r}.\n  write one name with literal arguments and no module prefix: "
+        f"'DropBlock(p=0.1, block_size=7)'\n  available: {', '.join(NAMES)}"
+    )

@@ -1,34 +1,39 @@
-"""The public functions: `inject`, `plan`, `eject`, `without_hooks`, and `from_config`."""
+"""The public functions `inject`, `plan` and `without_hooks`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from hookdrop.errors import LayerError, StateError, nothing_placed
+from hookdrop.errors import nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.hooks.registry import hooks_removed
-from hookdrop.injection.config import Allowed, ConfiguredSite, InjectionConfig, read_config
-from hookdrop.injection.group import Injections, find
 from hookdrop.injection.handle import Injection
+from hookdrop.injection.place import place
 from hookdrop.injection.plan import Plan, make_plan
-from hookdrop.injection.resolve import PScale, Regularizers, as_source, resolve, resolve_recipe
+from hookdrop.injection.resolve import (
+    PScale,
+    Regularizers,
+    as_source,
+    check_options,
+    check_recipe_arguments,
+    resolve,
+    resolve_recipe,
+)
+from hookdrop.injection.spec import InjectionSpec
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer
 from hookdrop.schedules import Schedule
-from hookdrop.utils.select import Entries, Layer, layers_by_name, select
+from hookdrop.utils.select import Entries
 from hookdrop.utils.tensor_tree import TensorKey
-from hookdrop.utils.validation import one_of
-
-__all__ = ["Injections", "eject", "find", "from_config", "inject", "plan", "without_hooks"]
 
 
 def inject(
     model: nn.Module,
-    regularizer: Regularizers,
+    regularizer: Regularizers | InjectionSpec,
     *,
     layers: Entries | None = None,
     exclude: Entries | None = (),
@@ -49,7 +54,10 @@ def inject(
     Args:
         model: any `nn.Module`, wrapped (DDP, torch.compile, ...) or not.
         regularizer: a hookdrop regularizer, a module without parameters that maps a tensor to a tensor, a picklable
-            function, a string for `parse`, or a mapping from `layers` entries to these. Each site gets a copy.
+            function, a string for `parse`, or a mapping from `layers` entries to these. Each site gets a copy. A recipe
+            of `hookdrop.recipes`, such as `stochastic_depth(p=0.2)`, chooses its layers itself; `layers`, `at` and
+            `tensor` then keep their defaults. An `InjectionSpec` has all arguments but `total_steps` and
+            `example_input`.
         layers: the layers to hook: a fully qualified name, a glob (`*` matches within a segment, `**` across
             segments), a compiled regular expression, a module class, a module, a function of (name, module), or a
             list of these.
@@ -61,9 +69,10 @@ def inject(
             None keeps it constant.
         total_steps: the length of the training in optimizer steps, for a schedule with fractions of it, such as
             `LinearSchedule(steps=1.0)`.
-        p_scale: a factor for the rate of each site: `"depth"` (l / L), `"depth_from_zero"` (0 to 1), a mapping from
-            patterns to factors, or a function of (name, index, count).
-        name: the injection's name; None uses the regularizer's class name in lower case.
+        p_scale: a factor for the rate of each site, or of each block of a recipe: `"depth"` (l / L),
+            `"depth_from_zero"` (0 to 1), `"equal"` (1), a mapping from patterns to factors, or a function of (name,
+            index, count). None is 1, or the recipe's own choice.
+        name: the injection's name; None uses the name of the recipe, or the regularizer's class name in lower case.
         on_existing: what to do if a site already has an injection: `"error"`, `"replace"`, or `"stack"`.
         portable: whether `torch.save(model)` and pickle leave the hooks out, so that the file loads where hookdrop is
             not installed. Copies and processes started with the model have the hooks.
@@ -74,7 +83,7 @@ def inject(
         The handle, with `step`, `follow`, `disable`, `probe`, `remove`, ...
 
     Raises:
-        LayerError: an entry matches nothing.
+        LayerError: an entry matches nothing, or a recipe finds no site.
         ShapeError: the regularizer would misinterpret the example's shapes.
         InjectionError: a site is taken, the model can't be hooked, the schedule has no rate to drive, or it has
             fractions and `total_steps` is missing.
@@ -90,26 +99,28 @@ def inject(
     """
     if regularizer is None:
         raise TypeError("inject: the regularizer is None: pass one, such as DropBlock(p=0.1).")
-    return plan(
-        model,
-        regularizer,
-        layers=layers,
-        exclude=exclude,
-        at=at,
-        tensor=tensor,
-        schedule=schedule,
-        total_steps=total_steps,
-        p_scale=p_scale,
-        name=name,
-        on_existing=on_existing,
-        portable=portable,
-        example_input=example_input,
-    ).apply()
+    with nothing_placed():
+        planned = plan(
+            model,
+            regularizer,
+            layers=layers,
+            exclude=exclude,
+            at=at,
+            tensor=tensor,
+            schedule=schedule,
+            total_steps=total_steps,
+            p_scale=p_scale,
+            name=name,
+            on_existing=on_existing,
+            portable=portable,
+            example_input=example_input,
+        )
+        return place(planned)
 
 
 def plan(
     model: nn.Module,
-    regularizer: Regularizers | None = None,
+    regularizer: Regularizers | InjectionSpec | None = None,
     *,
     layers: Entries | None = None,
     exclude: Entries | None = (),
@@ -128,7 +139,7 @@ def plan(
     Without a regularizer, it lists layers: `print(plan(model, layers="**"))`.
 
     Returns:
-        The plan, with `sites`, `counts`, `warnings`, and `apply()`. Printing it shows a table.
+        The plan, with `sites`, `counts` and `warnings`. Printing it shows a table.
 
     Raises:
         The same errors as `inject`.
@@ -144,18 +155,23 @@ def plan(
     """
     with nothing_placed():
         compiling.raise_if_tracing("inject() or plan()")
+        if isinstance(regularizer, InjectionSpec):
+            given = (layers, exclude, at, tensor, schedule, p_scale, name, on_existing, portable)
+            if given != (None, (), "output", None, None, None, None, "error", False):
+                raise TypeError("inject: a spec has all settings: pass only total_steps= and example_input= with it.")
+            planned = plan(model, **regularizer.arguments(model), total_steps=total_steps, example_input=example_input)
+            if planned.recipe is not None:
+                regularizer.check_sites([site.label for site in planned.sites])
+            return planned
         if isinstance(model, Regularizer):
             raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
-        one_of(at, "at", "inject", ("output", "input"))
-        if isinstance(tensor, bool) or not isinstance(tensor, TensorKey):
-            raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {tensor!r}.")
-        given = as_source(regularizer)
-        if isinstance(given, Recipe):
-            _check_recipe_arguments(given, layers, at, tensor)
-            resolved = resolve_recipe(model, given, exclude, schedule, p_scale, total_steps, example_input)
-            name = type(given).__name__ if name is None else name
+        check_options(at, tensor, name, on_existing, portable)
+        source = as_source(regularizer)
+        if isinstance(source, Recipe):
+            check_recipe_arguments(source, layers, at, tensor)
+            resolved = resolve_recipe(model, source, exclude, schedule, p_scale, total_steps, example_input)
         else:
-            resolved = resolve(model, given, layers, exclude, schedule, p_scale, at, total_steps, example_input)
+            resolved = resolve(model, source, layers, exclude, schedule, p_scale, at, total_steps, example_input)
         return make_plan(
             model,
             resolved,
@@ -167,31 +183,6 @@ def plan(
         )
 
 
-def _check_recipe_arguments(recipe: Recipe, layers: Entries | None, at: str, tensor: TensorKey) -> None:
-    given = {"layers": layers is not None, "at": at != "output", "tensor": tensor is not None}
-    if used := [name for name, is_given in given.items() if is_given]:
-        raise TypeError(
-            f"the recipe {type(recipe).__name__} chooses its layers: remove {' and '.join(f'{n}=' for n in used)}.\n"
-            "  to leave some out: exclude=   to choose them yourself: pass a regularizer instead of a recipe"
-        )
-
-
-def eject(model: nn.Module, name: str | None = None) -> int:
-    """Remove every injection from a model, or only the one with this name.
-
-    Returns:
-        The number of removed hooks.
-
-    Raises:
-        InjectionError: there is no injection with this name.
-    """
-    found = find(model) if name is None else [find(model)[name]]
-    count = sum(len(injection.sites) for injection in found)
-    for injection in found:
-        injection.remove()
-    return count
-
-
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
     """Remove all of hookdrop's hooks inside the `with` block, for export and scripting, and restore them on exit.
@@ -200,65 +191,12 @@ def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         >>> _ = inject(model, Dropout(p=0.5), layers="0")
         >>> with without_hooks(model):
-        ...     len(find(model))
-        0
-        >>> len(find(model))
-        1
+        ...     bool(find(model))
+        False
+        >>> bool(find(model))
+        True
     """
     compiling.raise_if_tracing("without_hooks()")
     compiling.reset_stale_compiler()
     with hooks_removed(model):
         yield model
-
-
-def from_config(
-    model: nn.Module, config: Mapping[str, Any], allow: Allowed = (), *, total_steps: int | None = None
-) -> Injection:
-    """Recreate the injection that `Injection.config` describes.
-
-    Args:
-        model: a model with the sites of the config.
-        config: from `Injection.config`, with or without a round trip through JSON.
-        allow: classes and functions from outside hookdrop that the config may name. Nothing is imported.
-        total_steps: as in `inject`, for a config written by hand with fractions in its schedule.
-
-    Raises:
-        StateError: the config is invalid or names a class that is not allowed; the message has the path and value.
-        LayerError: the model lacks a site.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        >>> config = inject(model, Dropout(p=0.5), layers="0").config
-        >>> from_config(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), config).sites[0].name
-        '0'
-    """
-    with nothing_placed():
-        layers = layers_by_name(model)
-        return _plan_from_config(model, layers, read_config(config, allow), total_steps).apply()
-
-
-def _plan_from_config(
-    model: nn.Module, layers: Mapping[str, Layer], config: InjectionConfig, total_steps: int | None
-) -> Plan:
-    sites: dict[nn.Module, ConfiguredSite] = {}
-    for site in config.sites:
-        if site.name not in layers:
-            select(model, site.name)  # its error lists the nearest names
-            raise LayerError(f"the config's site {site.name!r} is a pattern, not the full name of a layer.")
-        module = layers[site.name].module
-        if module in sites:
-            raise StateError(f"the config has two sites on one layer: {sites[module].name!r} and {site.name!r}.")
-        if site.branch and site.branch not in dict(module.named_modules()):
-            raise LayerError(f"the config's site {site.name!r} has no layer {site.branch!r} to use as its branch.")
-        sites[module] = site
-    try:
-        scales = None if all(s.p_scale == 1.0 for s in config.sites) else {m: s.p_scale for m, s in sites.items()}
-        regularizers = {module: site.regularizer for module, site in sites.items()}
-        resolved = resolve(model, regularizers, None, (), config.schedule, scales, total_steps=total_steps)
-        for planned in resolved.sites:
-            planned.at, planned.branch = sites[planned.module].at, sites[planned.module].branch
-        return make_plan(model, resolved, tensor=config.tensor, name=config.name, portable=config.portable)
-    except LayerError:
-        raise
-    except Exception as error:
-        raise StateError(f"the config is invalid for this model: {error}") from error

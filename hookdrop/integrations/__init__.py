@@ -1,9 +1,1 @@
-"""Callbacks for trainers, and injections described by plain values.
-
-The callbacks are in modules of their own, which import the trainer: `hookdrop.integrations.lightning`, `.transformers`
-and `.fastai`.
-"""
-
-from hookdrop.integrations.spec import InjectionSpec
-
-__all__ = ["InjectionSpec"]
+"""Callbacks for trainers, which import the trainer: `hookdrop.integrations.lightning`, `.transformers`, `.fastai`."""

@@ -12,8 +12,8 @@ from fastai.learner import Learner
 from fastai.torch_core import find_bs, num_distrib, rank_distrib
 
 from hookdrop.injection.handle import Injection
+from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
-from hookdrop.integrations.spec import InjectionSpec
 from hookdrop.utils.seeding import seed_per_rank as seed_this_rank
 
 
@@ -33,8 +33,8 @@ class InjectionCallback(Callback):  # type: ignore[misc]
 
     Example:
         >>> callback = InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="1", schedule="LinearSchedule(1.0)"))
-        >>> callback.injections  # the handles, during a fit
-        []
+        >>> callback.injection is None  # the handle, during a fit
+        True
     """
 
     order = 61  # after ParamScheduler, which replaces `recorder.hps` after the fit
@@ -47,9 +47,9 @@ class InjectionCallback(Callback):  # type: ignore[misc]
         self._recorded: dict[str, list[float]] = {}
 
     @property
-    def injections(self) -> list[Injection]:
-        """The handles, during a fit."""
-        return self._placement.injections
+    def injection(self) -> Injection | None:
+        """The handle on all injections, during a fit."""
+        return self._placement.injection
 
     def before_fit(self) -> None:
         """Prepare to remove the hooks when the epochs end; fastai has no event for an exception."""
@@ -60,7 +60,7 @@ class InjectionCallback(Callback):  # type: ignore[misc]
         """Place the hooks if this is the first batch of a training."""
         if hasattr(self.learn, "lr_finder"):
             return
-        if not self.injections:
+        if self.injection is None:
             self._place()
         if self.log:
             for name, value in self._placement.metrics().items():

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from hookdrop.errors import InjectionError
 from hookdrop.injection.handle import Injection
+from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement, submodule
-from hookdrop.integrations.spec import InjectionSpec
 from hookdrop.utils.seeding import seed_per_rank as seed_this_rank
 from hookdrop.utils.tables import counted
 from hookdrop.utils.validation import count
@@ -63,9 +63,9 @@ class InjectionCallback(Callback):
         self._is_collecting = False
 
     @property
-    def injections(self) -> list[Injection]:
-        """The handles, from the start of the training."""
-        return self._placement.injections
+    def injection(self) -> Injection | None:
+        """The handle on all injections, from the start of the training."""
+        return self._placement.injection
 
     @property
     def state_key(self) -> str:
@@ -86,9 +86,8 @@ class InjectionCallback(Callback):
                 f"{counted(optimizers, 'optimizer')}.\n  the first is optimizer=0"
             )
         self._placement.place(submodule(pl_module, self.module), self._total_steps(trainer))
-        if optimizers > 1:
-            for drop in self.injections:
-                drop.follow(trainer.optimizers[self.optimizer])
+        if optimizers > 1 and self.injection is not None:
+            self.injection.follow(trainer.optimizers[self.optimizer])
         if self.seed_per_rank and trainer.world_size > 1:
             seed_this_rank(rank=trainer.global_rank)
 
@@ -141,8 +140,8 @@ class InjectionCallback(Callback):
         """StochasticWeightAveraging adds an epoch without backward passes, in train mode, for batch-norm statistics."""
         if getattr(trainer.fit_loop, "_skip_backward", False) and not self._is_collecting:
             self._is_collecting = True
-            for drop in self.injections:
-                self._disabled.enter_context(drop.disabled())
+            if self.injection is not None:
+                self._disabled.enter_context(self.injection.disabled())
 
     def _stop_collecting(self) -> None:
         self._disabled.close()

@@ -1,4 +1,4 @@
-"""The injections of a trainer callback: placed together, restored before or after placement, and removed together."""
+"""The injection of a trainer callback: placed, restored before or after placement, and removed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.errors import LayerError, StateError, did_you_mean
+from hookdrop.errors import LayerError, did_you_mean
 from hookdrop.injection.handle import Injection
-from hookdrop.integrations.spec import InjectionSpec
+from hookdrop.injection.spec import InjectionSpec
+from hookdrop.injection.verbs import inject
 
 
 class Placement:
@@ -30,7 +31,7 @@ class Placement:
         if not given:
             raise TypeError('pass at least one spec, such as InjectionSpec("Dropout(p=0.1)", layers="head")')
         self.specs = [one if isinstance(one, InjectionSpec) else InjectionSpec.from_dict(one) for one in given]
-        self.injections: list[Injection] = []
+        self.injection: Injection | None = None
         self.pending: Mapping[str, Any] | None = None
 
     @property
@@ -47,8 +48,9 @@ class Placement:
         self.remove()
         try:
             for spec in self.specs:
-                self.injections.append(spec.place(model, total_steps))
-            if self.pending is not None:
+                placed = inject(model, spec, total_steps=total_steps)
+                self.injection = placed if self.injection is None else self.injection._joined(placed)
+            if self.pending:
                 self.load_state_dict(self.pending)
         except BaseException:
             self.remove()
@@ -58,23 +60,22 @@ class Placement:
 
     def seek(self, step: int) -> None:
         """Set the step of all schedules."""
-        for drop in self.injections:
-            if drop.step_count != step:
-                drop.seek(step)
+        if self.injection is not None:
+            self.injection.seek(step)
 
     def metrics(self) -> dict[str, float]:
         """The metrics of all injections, for loggers."""
-        return {name: value for drop in self.injections for name, value in drop.metrics().items()}
+        return {} if self.injection is None else self.injection.metrics()
 
     def remove(self) -> None:
         """Remove all hooks; while an exception is handled, without warnings that would distract from it."""
-        for drop in self.injections:
-            drop.__exit__(*sys.exc_info())
-        self.injections = []
+        if self.injection is not None:
+            self.injection.__exit__(*sys.exc_info())
+        self.injection = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the injections by name."""
-        return {drop.name: drop.state_dict() for drop in self.injections}
+        """The state of the injections; empty before they are placed."""
+        return {} if self.injection is None else self.injection.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the injections; before they are placed, keep the state for `place`.
@@ -82,18 +83,10 @@ class Placement:
         Raises:
             StateError: the state is that of other injections.
         """
-        if not self.injections:
+        if self.injection is None:
             self.pending = state
-            return
-        own = [drop.name for drop in self.injections]
-        if sorted(own) != sorted(state):
-            raise StateError(
-                f"the checkpoint has the injections {', '.join(map(repr, state))}, the callback has "
-                f"{', '.join(map(repr, own))}.\n"
-                "  to resume, use the specs of the checkpoint; for other specs, load only its weights"
-            )
-        for drop in self.injections:
-            drop.load_state_dict(state[drop.name])
+        else:
+            self.injection.load_state_dict(state)
 
 
 def submodule(model: nn.Module, name: str | None) -> nn.Module:

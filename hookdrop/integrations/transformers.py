@@ -11,8 +11,8 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import TrainOutput
 
 from hookdrop.injection.handle import Injection
+from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
-from hookdrop.integrations.spec import InjectionSpec
 from hookdrop.utils.seeding import seed_per_rank as seed_this_rank
 from hookdrop.utils.tables import counted
 
@@ -37,7 +37,7 @@ class InjectionCallback(TrainerCallback, ExportableState):
         StateError: a setting is not a plain value, as the Trainer's checkpoints require.
 
     Example:
-        >>> InjectionCallback(InjectionSpec(recipe="residual_dropout(p=0.1)", schedule="LinearSchedule(steps=1.0)"))
+        >>> InjectionCallback(InjectionSpec("residual_dropout(p=0.1)", schedule="LinearSchedule(steps=1.0)"))
         <InjectionCallback: 1 spec>
     """
 
@@ -67,9 +67,9 @@ class InjectionCallback(TrainerCallback, ExportableState):
         return self
 
     @property
-    def injections(self) -> list[Injection]:
-        """The handles, from the start of the training."""
-        return self._placement.injections
+    def injection(self) -> Injection | None:
+        """The handle on all injections, from the start of the training."""
+        return self._placement.injection
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

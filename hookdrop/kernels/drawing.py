@@ -32,7 +32,8 @@ class Drawing:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `(dropped, scale)` for `masking.apply_mask`, respecting the `randomness` of `torch.func.vmap`."""
         if functorch_stack() is not None:
-            return _Draw.apply(x, _slice_marker(), self)  # type: ignore[no-any-return]
+            drawn: tuple[Tensor, Tensor] = _Draw.apply(x, _slice_marker(), self)
+            return drawn
         return self.draw(x)
 
     def draw(self, x: Tensor) -> tuple[Tensor, Tensor]:

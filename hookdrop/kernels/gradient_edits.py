@@ -32,12 +32,14 @@ def edit_gradient(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
         return _EditGradient.apply(x, edit, *settings) if torch.is_grad_enabled() and x.requires_grad else x
     # Inside a transform, `requires_grad` does not tell whether a slice needs a gradient.
     if functorch_stack() is not None or forward_ad_level() >= 0:
-        return _EditGradientInTransform.apply(x, edit, *settings)  # type: ignore[no-any-return]
+        y: Tensor = _EditGradientInTransform.apply(x, edit, *settings)
+        return y
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     if type(x) not in PLAIN_TYPES and wraps_results(x):
         return on_plain_tensor(edit_gradient, x, edit, *settings)
-    return _EditGradient.apply(x, edit, *settings)  # type: ignore[no-any-return]
+    edited: Tensor = _EditGradient.apply(x, edit, *settings)
+    return edited
 
 
 class _EditGradient(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,11 +44,12 @@ def apply_mask_no_grad(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks
 
 def apply_mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None) -> Tensor:
     """`apply_mask_no_grad` with derivatives of any order in reverse and forward mode, and a `torch.func.vmap` rule."""
+    apply: Callable[..., Tensor] = apply_mask_no_grad
     if functorch_stack() is not None or forward_ad_level() >= 0:
-        return _ApplyMaskInTransform.apply(x, dropped, scale, blocks)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _ApplyMask.apply(x, dropped, scale, blocks)  # type: ignore[no-any-return]
-    return apply_mask_no_grad(x, dropped, scale, blocks)
+        apply = _ApplyMaskInTransform.apply
+    elif torch.is_grad_enabled() and x.requires_grad:
+        apply = _ApplyMask.apply
+    return apply(x, dropped, scale, blocks)
 
 
 class _ApplyMask(torch.autograd.Function):

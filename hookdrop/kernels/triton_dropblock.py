@@ -34,6 +34,7 @@ _MAX_HALO = 4096
 _MAX_SAMPLE, _MAX_ELEMENTS = 2**30, 2**32
 """Offsets within a sample are 32-bit numbers, and so are counts of dropped elements."""
 _ROWS = 64
+_device_of: Any = torch.cuda.device_of
 
 
 DEVICE_TYPE = "cuda"
@@ -83,7 +84,7 @@ def draw(blocks: Blocks, seed_rate: float, normalize: str | None, device: torch.
     lanes = _lanes(words, halo)
     tiles = -(-words // (lanes - halo))
     per_sample = int(normalize == "sample")
-    with torch.cuda.device_of(packed):  # type: ignore[no-untyped-call]
+    with _device_of(packed):
         draw_kernel[(blocks.samples * tiles,)](
             *(packed.view(torch.int32), state, _fixed_point(seed_rate)),
             *(tiles, words, halo, blocks.elements_per_sample),
@@ -123,7 +124,7 @@ def mask(x: Tensor, packed: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | N
     groups, length, group_stride, stride, bit_stride = strides
     tiles = -(-groups * -(-length // 32) // _ROWS)
     scales = scale.numel() - _SEED_WORDS if counted else 1
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+    with _device_of(x):
         mask_kernel[(blocks.samples * tiles,)](
             *(y, x, bits, scale if counted else bits, 1.0 if counted else scale.item()),
             *(blocks.samples // scales * blocks.elements_per_sample, tiles, bits.shape[1]),

@@ -3,7 +3,7 @@
 Figures, class activation maps and TensorBoard need `pip install 'hookdrop[observe]'`; the rest only needs PyTorch.
 """
 
-from hookdrop.diagnostics.recording import Record, Recording
+from hookdrop.injection.recording import Record, Recording
 from hookdrop.observe.activations import Captured, capture
 from hookdrop.observe.cam import grad_cam
 from hookdrop.observe.cam_comparison import CamComparison, compare_cam, plot_cam

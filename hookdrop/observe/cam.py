@@ -81,7 +81,6 @@ def grad_cam(
         torch.Size([8, 224, 224])
     """
     compiling.raise_if_tracing("grad_cam()")
-    check_is_model(model, "grad_cam", "model, x, layer")
     one_of(method, "method", "grad_cam", tuple(METHODS))
     if not isinstance(x, Tensor) or x.dim() != 4 or not x.numel():
         raise ShapeError(f"grad_cam: x must be images (N, C, H, W), got {describe(x)}.")
@@ -101,12 +100,6 @@ def grad_cam(
     peaks = maps.amax((1, 2), keepdim=True)
     # The library divides by the maximum plus an epsilon, which matters when the gradients are as small.
     return maps / torch.where(peaks > 0.0, peaks, 1.0)
-
-
-def check_is_model(model: object, owner: str, order: str) -> None:
-    """Raise `TypeError` if `model` is not a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{owner}: the model comes first, got {describe(model)}.\n  write: {owner}({order})")
 
 
 def _targets(target: Target, samples: int) -> list[Any] | None:
@@ -153,6 +146,11 @@ class _WatchedLayer:
         if is_recomputing():
             return None
         self.calls += 1
+        if self.calls > 1:  # the library would use the first call
+            raise LayerError(
+                f"{self.name!r} was called 2 times in one forward; a map needs one call.\n"
+                "  choose a layer that is called once, such as the block that contains it"
+            )
         return map_tensor(output, None, self.output)
 
     def as_map(self, x: Tensor) -> Tensor:
@@ -185,29 +183,24 @@ def _isolated(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _compute_maps(cam_class: Any, model: nn.Module, layer: _WatchedLayer, x: Tensor, targets: Any) -> Tensor:
-    class Checked(cam_class):  # type: ignore[misc]  # a class at runtime
-        def compute_cam_per_layer(self, *args: Any) -> Any:
-            """Refuse what the library would misread."""
-            if layer.calls != 1:
-                raise LayerError(
-                    f"{layer.name!r} was called {layer.calls} times in one forward; a map needs exactly one call.\n"
-                    "  choose a layer that is called once, such as the block that contains it"
-                )
-            if self.uses_gradients and not self.activations_and_grads.gradients:
-                raise LayerError(f"no gradient flows from the model's output to {layer.name!r}.")
-            return super().compute_cam_per_layer(*args)
-
     device = next((parameter.device for parameter in model.parameters()), x.device)
     handle = layer.module.register_forward_hook(layer)
     cam = None
     try:
-        cam = Checked(_Classifier(model), [layer.output], reshape_transform=layer.as_map)
+        cam = cam_class(_Classifier(model), [layer.output], reshape_transform=layer.as_map)
         # Some models modify their input in place, which PyTorch forbids for a leaf that requires gradients.
-        return torch.from_numpy(cam(input_tensor=detached_copy(x, device).requires_grad_().clone(), targets=targets))
+        maps = torch.from_numpy(cam(input_tensor=detached_copy(x, device).requires_grad_().clone(), targets=targets))
+    except AttributeError as error:  # what the library raises without an activation or a gradient
+        if not hasattr(cam, "outputs"):  # the model raised it
+            raise
+        if layer.calls == 0:
+            raise LayerError(f"{layer.name!r} was called 0 times in one forward; a map needs one call.") from error
+        raise LayerError(f"no gradient flows from the model's output to {layer.name!r}.") from error
     finally:
         handle.remove()
         if cam is not None:
             cam.activations_and_grads.release()
+    return maps
 
 
 def _warn_if_empty(maps: Tensor, layer: _WatchedLayer) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.figures import SCALE, as_images, get_figure
 from hookdrop.errors import LayerError
-from hookdrop.observe.cam import Target, check_is_model, grad_cam
+from hookdrop.injection.figures import SCALE, as_images, get_figure
+from hookdrop.observe.cam import Target, grad_cam
 from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.utils.select import Entries
@@ -52,8 +52,6 @@ def compare_cam(
     Reference: the DropBlock paper (arXiv:1810.12890, section 4.2, figure 6) uses such maps to show that a network
     trained with DropBlock uses several regions of an image, and a network trained without it fewer.
     """
-    for model in (before, after):
-        check_is_model(model, "compare_cam", "before, after, x, layer")
     if target is None:
         with restored_after(after), torch.no_grad():
             set_eval(after)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookdrop.diagnostics.figures import Rows, blocks_figure, evenly_spaced, get_figure
 from hookdrop.errors import LayerError
+from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced, get_figure
 from hookdrop.injection.handle import Injection
 from hookdrop.schedules import Schedule
 from hookdrop.utils.tables import counted, shape_text
@@ -103,7 +103,7 @@ def plot_schedule(
 
 def _draw_rates(axes: Axes, injection: Injection, at: list[int], multipliers: list[float]) -> None:
     targets: dict[float, list[str]] = {}
-    for hook in injection._hooks:
+    for hook in injection._sinks:
         if hook.target is not None:
             targets.setdefault(hook.target * hook.p_scale, []).append(hook.site)
     if not targets:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.figures import pixels
 from hookdrop.errors import ShapeError, did_you_mean, warn
 from hookdrop.hooks.checkpointing import is_recomputing
+from hookdrop.injection.figures import pixels
 from hookdrop.observe.plots import stats_figure
 from hookdrop.observe.read_only_hooks import LayerObserver, chosen_layers, first_tensor, observed
 from hookdrop.utils.axes import channel_axis, channel_axis_of

@@ -11,12 +11,9 @@ if TYPE_CHECKING:
     from hookdrop.recipes.detection import dropblock_detector as dropblock_detector
     from hookdrop.recipes.dropblock import dropblock_resnet as dropblock_resnet
     from hookdrop.recipes.dropblock import timm_dropblock as timm_dropblock
-    from hookdrop.recipes.dropout_change import DropoutChange as DropoutChange
     from hookdrop.recipes.embeddings import neftune as neftune
     from hookdrop.recipes.heads import head_dropout as head_dropout
     from hookdrop.recipes.layers import layer_drop as layer_drop
-    from hookdrop.recipes.model_dropout import DropoutReport as DropoutReport
-    from hookdrop.recipes.model_dropout import report_dropout as report_dropout
     from hookdrop.recipes.model_dropout import set_dropout as set_dropout
     from hookdrop.recipes.patches import patch_dropout as patch_dropout
     from hookdrop.recipes.recipe import Recipe as Recipe
@@ -32,22 +29,17 @@ RECIPE_MODULES = {
     "neftune": "embeddings",
     "patch_dropout": "patches",
     "residual_dropout": "residual",
+    "set_dropout": "model_dropout",
     "stochastic_depth": "depth",
     "timm_dropblock": "dropblock",
 }
 """The module of each recipe, by name."""
 
 _MODULES = RECIPE_MODULES | {
-    "DropoutChange": "dropout_change",
-    "DropoutReport": "model_dropout",
     "Recipe": "recipe",
-    "report_dropout": "model_dropout",
-    "set_dropout": "model_dropout",
 }
 
 __all__ = [
-    "DropoutChange",
-    "DropoutReport",
     "Recipe",
     "dropblock_detector",
     "dropblock_resnet",
@@ -56,7 +48,6 @@ __all__ = [
     "layer_drop",
     "neftune",
     "patch_dropout",
-    "report_dropout",
     "residual_dropout",
     "set_dropout",
     "stochastic_depth",

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from hookdrop.errors import InjectionError, LayerError, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.injection.handle import Injection
+from hookdrop.injection.place import place
 from hookdrop.injection.plan import Plan, make_plan
 from hookdrop.injection.resolve import PScale, rate_factors, resolve
 from hookdrop.schedules import Schedule
@@ -55,7 +56,7 @@ class Recipe(Generic[P]):
             return self._make(*args, **kwargs)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Injection:
-        return self.plan(*args, **kwargs).apply()
+        return place(self.plan(*args, **kwargs))
 
     def __repr__(self) -> str:
         return f"<recipe {self._make.__name__}{inspect.signature(self._make)}>"
@@ -84,7 +85,7 @@ def plan_sites(
     resolved.counts = {name: len(resolved.sites)}
     resolved.warnings += warnings
     return make_plan(
-        model, resolved, name=name, on_existing=on_existing, portable=portable, example_input=example_input
+        model, resolved, tensor=None, name=name, on_existing=on_existing, portable=portable, example_input=example_input
     )
 
 

@@ -33,9 +33,10 @@ class ForeignModule(Regularizer):
         super().__init__()
         self.module = copy.deepcopy(module).train()
         self.attribute = attribute
-        for part in self.module.modules():
+        parts: list[Any] = list(self.module.modules())
+        for part in parts:
             if getattr(part, "inplace", False) is True:
-                part.inplace = False  # type: ignore[assignment]
+                part.inplace = False
 
     @property
     def p(self) -> float:
@@ -53,7 +54,8 @@ class ForeignModule(Regularizer):
             module = copy.deepcopy(module)
             setattr(module, self.attribute, float(rate))
             self.module = module
-        return module(x)  # type: ignore[no-any-return]
+        y: Tensor = module(x)
+        return y
 
     @property
     def independent_samples(self) -> bool:

@@ -46,6 +46,8 @@ class Rate:
 
     def valid(self, value: object, owner: str) -> float:
         """Return `value` as a float, or raise a `ValueError` or `TypeError` that states the valid range."""
+        if type(value) is float and -math.inf < self.low <= value < self.high:
+            return value
         return rate(value, self.attribute, owner, self.high, low=self.low, open_end=self.open_end)
 
     def argument(self, value: float | Tensor, owner: str) -> float | Tensor:
@@ -220,10 +222,8 @@ def rows_alone(regularizer: Regularizer) -> int:
 def _init_parameters(cls: type) -> dict[str, inspect.Parameter]:
     """The named parameters of `__init__`, except `keep_prob`, which is an alternative to `p`."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    return {
-        name: one for name, one in parameters.items() if name not in ("self", "keep_prob") and one.kind not in variadic
-    }
+    parameters = inspect.signature(cls).parameters
+    return {name: one for name, one in parameters.items() if name != "keep_prob" and one.kind not in variadic}
 
 
 def describe_map(shape: Sequence[int], channel: int) -> str:

@@ -56,8 +56,8 @@ def _kept_heads(samples: int, heads: int, p: float | Tensor, device: torch.devic
 
 def check_heads(shape: Sequence[int], heads: int | None, owner: str) -> None:
     """Raise `ShapeError` unless `shape` is (N, ..., H d)."""
-    if len(shape) < 3:
-        raise ShapeError(f"got {tuple(shape)}: {owner} expects the input of an output projection, (N, L, H d).")
+    if len(shape) < 2:
+        raise ShapeError(f"got {tuple(shape)}: {owner} expects the input of an output projection, (N, ..., H d).")
     if heads is not None and shape[-1] % heads:
         raise ShapeError(f"got {tuple(shape)}: {_indivisible(shape[-1], heads)}")
 

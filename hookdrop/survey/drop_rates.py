@@ -124,8 +124,8 @@ def _marked(model: nn.Module) -> Iterator[Sources]:
             elif type(value) is int and value == 0:
                 new = _Zero()
                 new.source = source, 0.0
-            elif not path and hasattr(value, "__dict__") and not isinstance(value, _NOT_SETTINGS):
-                mark(vars(value), layer, f"{key}.")
+            elif not path and type(value).__dictoffset__ and not issubclass(type(value), _NOT_SETTINGS):
+                mark(object.__getattribute__(value, "__dict__"), layer, f"{key}.")  # runs no code of the object
             if new is not None:
                 saved.append((table, key, value))
                 table[key] = new

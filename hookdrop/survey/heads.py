@@ -58,6 +58,8 @@ def find_heads(trace: Trace) -> tuple[dict[str, Heads], dict[str, str]]:
     for projection in projections.values():
         chain = _Chain(trace, projection)
         try:
+            if len({core.outputs[0].shape for core in projection.cores}) > 1:
+                raise _NoHeadsError("different products are joined before it")
             found_heads = known.get(chain.key) or chain.heads()
         except _NoHeadsError as error:
             found_heads = error

@@ -19,8 +19,11 @@ additions inside them. Code that `torch.jit` compiled is one operation, named "o
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -190,6 +193,7 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: bool 
         for module in model.modules():
             module.training = training and not isinstance(module, BatchNorm)  # which fails for one small map
         if fake:
+            stack.callback(_clear_function_caches, model)
             mode = stack.enter_context(fake_tensors())
             example = _map_tensors(example, mode.from_tensor)
         recorder.mark_inputs(example)
@@ -327,6 +331,23 @@ def _restored_attributes(model: nn.Module) -> Iterator[None]:
         for value, contents in caches:
             value.clear()
             value.extend(contents) if isinstance(value, list) else value.update(contents)
+
+
+def _clear_function_caches(model: nn.Module) -> None:
+    """Clear the `lru_cache`s of the code of a model: BEiT of transformers would go on with fake tensors."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
+    modules = {cls.__module__: sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules}
+    for owner in (*own, *modules.values()):
+        for value in list(vars(owner).values()):
+            function = getattr(value, "__func__", value)  # of a static method
+            wrapped = inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ()
+            for cached in (function, *wrapped):
+                if isinstance(cached, _LRU_CACHE):
+                    cached.cache_clear()
+
+
+_LRU_CACHE = type(functools.lru_cache(int))
 
 
 @contextmanager

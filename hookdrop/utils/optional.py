@@ -59,7 +59,8 @@ def progress_bar(total: int | None, shown: bool | None, worthwhile: bool = True)
         return nullcontext(_Hidden())
     with needs("progress"):
         from tqdm.auto import tqdm
-    return tqdm(total=total, unit="sample")  # type: ignore[no-any-return]
+    bar: AbstractContextManager[ProgressBar] = tqdm(total=total, unit="sample")
+    return bar
 
 
 def _is_seen() -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ TensorKey = int | str | None
 TensorFunction = Callable[[Tensor], Tensor]
 
 
-def fits(value: object) -> bool:
+def fits(value: object) -> TypeGuard[Tensor]:
     """Whether `value` can be regularized: a floating-point tensor with at least one dimension."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
 
@@ -131,7 +131,7 @@ def first_tensor(value: Any) -> Tensor:
     """Return the first tensor in `value` that can be regularized, depth first. Raises `ShapeError` if there is none."""
     for _, leaf in _leaves(value):
         if fits(leaf):
-            return leaf  # type: ignore[no-any-return]
+            return leaf
     raise ShapeError(f"got {describe(value)}: no floating-point tensor with at least one dimension.")
 
 
@@ -197,8 +197,9 @@ def _edit(value: Any, path: tuple[Any, ...], fn: TensorFunction) -> Any:
 def _edit_tuple(value: tuple[Any, ...], key: int, rest: tuple[Any, ...], fn: TensorFunction) -> tuple[Any, ...]:
     items = list(value)
     items[key] = _edit(items[key], rest, fn)
-    if hasattr(value, "_make"):
-        return value._make(items)  # type: ignore[no-any-return]  # a named tuple
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        named: tuple[Any, ...] = value._make(items)
+        return named
     if type(value).__module__ == torch.return_types.__name__:
         return type(value)(items)
     return tuple(items) if type(value) is tuple else type(value)(items)

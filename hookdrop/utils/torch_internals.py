@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import logging
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
@@ -93,11 +95,18 @@ def on_plain_tensor(function: Callable[..., Tensor], x: Tensor, *settings: Any) 
 # --- modes and transforms that intercept operations
 
 
-def fake_tensors() -> Any:
-    """Return a mode in which tensors have shapes but no values. Parameters of any model can be used inside."""
+@contextmanager
+def fake_tensors() -> Iterator[Any]:
+    """Yield a mode in which tensors have shapes but no values. Parameters of any model can be used inside."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback for each wrong shape
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        logger.disabled = disabled
 
 
 dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
@@ -249,9 +258,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if name != self.name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec: Any = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = partial(self._run, spec.loader.exec_module)  # type: ignore[method-assign]
+            spec.loader.exec_module = partial(self._run, spec.loader.exec_module)
         return spec
 
     def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:

@@ -46,8 +46,6 @@ def rate(
     open_end: bool = False,
 ) -> float:
     """Return `value` as a finite float in [low, high], or in [low, high) if `open_end`."""
-    if type(value) is float and -math.inf < low <= value < high:
-        return value
     result = number(value, name, owner)
     if low <= result < high or (result == high and not open_end):
         return result

@@ -25,11 +25,11 @@ def test_step_evaluates_the_schedule_once() -> None:
 
 def test_a_hook_has_no_listeners_in_steady_state() -> None:
     drop, model = calls.ramp(3)
-    assert all(hook.listeners for hook in drop._hooks)
+    assert all(hook.listeners for hook in drop._sinks)
     for _ in range(2):
         drop.step()
         model(calls.torch.ones(2))
-    assert [hook.listeners for hook in drop._hooks] == [()] * 3
+    assert [hook.listeners for hook in drop._sinks] == [()] * 3
 
 
 def test_only_calls_in_the_package_are_counted() -> None:

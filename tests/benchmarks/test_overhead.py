@@ -20,6 +20,7 @@ from torch import nn
 
 from hookdrop import Dropout, LateSchedule, inject, plan
 from hookdrop.hooks.hook import SiteHook
+from hookdrop.injection.place import place
 from hookdrop.utils import select as layers
 from tests.support.models import Small
 
@@ -251,7 +252,7 @@ class TestHookOverhead:
         for count in (1, 50):
             model = nn.Sequential(nn.Sequential(*(nn.Identity() for _ in range(count)), nn.Linear(4, 4))).eval()
             model.requires_grad_(not frozen)
-            (hook,) = inject(model, Dropout(0.1), layers="0", at=at)._hooks
+            (hook,) = inject(model, Dropout(0.1), layers="0", at=at)._sinks
             with torch.no_grad():
                 model(x)
                 arguments = (x,), x if at == "output" else {}
@@ -267,7 +268,7 @@ class TestHookOverhead:
             for _ in range(2):
                 model(x)
                 drop.step()
-            (hook,) = drop._hooks
+            (hook,) = drop._sinks
             counts.append(count_calls(lambda hook=hook, layer=model[0]: hook(layer, (x,), x)))
         assert counts[0] == counts[1] <= MAX_CALLS
 
@@ -288,7 +289,7 @@ class TestHookOverhead:
         planned = [site.regularizer for site in drafted.sites]
         assert len({id(regularizer) for regularizer in (given, *planned)}) == 1 + len(entries)
         given.p = 0.9
-        hooks = drafted.apply()._hooks
+        hooks = place(drafted)._sinks
         placed = [hook.regularizer for hook in hooks]
         assert len({id(regularizer) for regularizer in (*planned, *placed)}) == len(entries) + 5
         assert [hook.p for hook in hooks] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])

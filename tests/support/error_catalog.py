@@ -31,6 +31,7 @@ from hookdrop import (
     DropPath,
     GaussianNoise,
     HeadDropout,
+    InjectionSpec,
     LambdaSchedule,
     LayerDrop,
     LinearSchedule,
@@ -39,7 +40,6 @@ from hookdrop import (
     TokenDropout,
     inject,
     observe,
-    plan,
     recipes,
 )
 from hookdrop.cli import main
@@ -185,15 +185,6 @@ def command(*arguments: str) -> None:
 def injected(regularizer: Any = None, schedule: Any = None) -> tuple[ResNet, Any]:
     model = ResNet()
     return model, inject(model, regularizer or DropBlock(p=0.1, block_size=3), layers="**.bn1", schedule=schedule)
-
-
-def config(*regularizers: dict[str, Any]) -> dict[str, Any]:
-    """A config of one site, with another regularizer if one is given."""
-    model = ResNet()
-    made = inject(model, Dropout(p=0.1), layers="fc").config
-    for regularizer in regularizers:
-        made["sites"][0]["regularizer"] = regularizer
-    return made
 
 
 # --- choosing layers
@@ -555,13 +546,6 @@ def _() -> None:
     torch.fx.symbolic_trace(model)
 
 
-@case("a plan of a model that changed since")
-def _() -> None:
-    made = plan(model := ResNet(), Dropout(p=0.1), layers="fc")
-    model.fc = nn.Linear(8, 2)
-    made.apply()
-
-
 # --- training
 
 
@@ -639,14 +623,14 @@ def _() -> None:
 def _() -> None:
     model, drop = injected()
     model.layer2[0].bn1 = nn.BatchNorm2d(8)
-    drop.summary()
+    drop.remove()
 
 
 @case("a hooked module is copied within the model")
 def _() -> None:
     model, drop = injected()
     model.layer3 = copy.deepcopy(model.layer2)
-    drop.summary()
+    drop.remove()
 
 
 @case("an activation checkpoint that does not restore the random state")
@@ -668,7 +652,8 @@ def _() -> None:
     for rank in range(2):  # two ranks in turn, with one store
         dist.init_process_group("fake", rank=rank, world_size=2, store=store)
         train(model, 1)
-        drop.summary()
+        if rank:
+            drop.remove()
         dist.destroy_process_group()
 
 
@@ -691,8 +676,8 @@ def _() -> None:
 @case("removing an injection twice by name")
 def _() -> None:
     model, _ = injected()
-    hookdrop.eject(model, "dropblock")
-    hookdrop.eject(model, "dropblock")
+    hookdrop.find(model)["dropblock"].remove()
+    hookdrop.find(model)["dropblock"].remove()
 
 
 @case("one target for rates of mixed units")
@@ -793,7 +778,7 @@ def _() -> None:
 @case("the state of another schedule")
 def _() -> None:
     _model, drop = injected(schedule=LinearSchedule(steps=100))
-    drop.load_state_dict(drop.state_dict() | {"schedule": "LinearSchedule(steps=50)"})
+    drop.load_state_dict(injected(schedule=LinearSchedule(steps=50))[1].state_dict())
 
 
 @case("the state_dict of the model")
@@ -802,25 +787,44 @@ def _() -> None:
     drop.load_state_dict(model.state_dict())
 
 
-@case("a config with an invalid value")
+@case("a spec with an invalid value")
 def _() -> None:
-    hookdrop.from_config(ResNet(), config() | {"at": "middle"})
+    InjectionSpec.from_dict({"regularizer": "Dropout(p=2)", "layers": "fc"})
 
 
-@case("a config with an invalid rate")
+@case("a spec with an unknown setting")
 def _() -> None:
-    hookdrop.from_config(ResNet(), config({"type": "Dropout", "p": 2}))
+    InjectionSpec.from_dict({"regularizer": "Dropout(p=0.1)", "layer": "fc"})
 
 
-@case("a config of a class that is not allowed")
+@case("a spec of a class that is not allowed")
 def _() -> None:
-    hookdrop.from_config(ResNet(), config({"type": "timm.layers.drop.DropPath", "drop_prob": 0.1}))
+    InjectionSpec.from_dict({"regularizer": "timm.layers.drop.DropPath(drop_prob=0.1)", "layers": "fc"})
 
 
-@case("the config of a schedule with a function")
+@case("the spec of a schedule with a function")
 def _() -> None:
     _model, drop = injected(schedule=LambdaSchedule(half))
-    print(drop.config)
+    drop.spec.to_dict()
+
+
+@case("the spec of a recipe that chooses other sites")
+def _() -> None:
+    model = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1))
+    inject(model, InjectionSpec("set_dropout(p=0.2)", layers=["0"]), example_input=torch.ones(1))
+
+
+@case("a value that differs between injections")
+def _() -> None:
+    model, _ = injected()
+    inject(model, Dropout(p=0.1), layers="fc", schedule=LinearSchedule(steps=10)).step()
+    print(hookdrop.find(model).step_count)
+
+
+@case("sampling of dropout that the model has")
+def _() -> None:
+    drop = inject(nn.Sequential(nn.Dropout(0.1)), recipes.set_dropout(0.2), example_input=torch.ones(1))
+    drop.probe(torch.ones(1))
 
 
 # --- recipes
@@ -885,32 +889,50 @@ def _() -> None:
 
 @case("set_dropout that reaches nothing")
 def _() -> None:
-    recipes.set_dropout(ResNet(), 0.1)
+    inject(ResNet(), recipes.set_dropout(p=0.1), example_input=IMAGES)
 
 
 @case("set_dropout with a pattern that matches nothing")
 def _() -> None:
-    recipes.set_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), {"drop": 0.2})
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    inject(model, recipes.set_dropout(p={"drop": 0.2}), example_input=torch.ones(2))
+
+
+@case("set_dropout without an example input")
+def _() -> None:
+    inject(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), recipes.set_dropout(p=0.2))
+
+
+@case("set_dropout of a model with a constant rate")
+def _() -> None:
+    class Head(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(x, 0.5, self.training)
+
+    inject(nn.Sequential(nn.Dropout(0.1), Head()), recipes.set_dropout(p=0.2), example_input=torch.ones(2))
 
 
 @case("set_dropout with a schedule beyond 1")
 def _() -> None:
-    recipes.set_dropout(nn.Sequential(nn.Dropout(0.1)), 0.6, schedule=LinearSchedule(steps=10, end=2.0))
+    schedule = LinearSchedule(steps=10, end=2.0)
+    inject(nn.Sequential(nn.Dropout(0.1)), recipes.set_dropout(p=0.6), schedule=schedule, example_input=torch.ones(2))
 
 
 @case("a schedule of rates that changed again")
 def _() -> None:
     model = nn.Sequential(nn.Dropout(0.1))
-    first = recipes.set_dropout(model, 0.2, schedule=LinearSchedule(steps=10))
-    _second = recipes.set_dropout(model, 0.3)
-    first.step()
+    schedule = LinearSchedule(steps=10)
+    drop = inject(model, recipes.set_dropout(p=0.2), schedule=schedule, example_input=torch.ones(2))
+    model[0].p = 0.3
+    drop.step()
 
 
-@case("set_dropout removed in the wrong order")
+@case("set_dropout removed after another change")
 def _() -> None:
     model = nn.Sequential(nn.Dropout(0.1))
-    first, _second = recipes.set_dropout(model, 0.2), recipes.set_dropout(model, 0.3)
-    first.remove()
+    drop = inject(model, recipes.set_dropout(p=0.2), example_input=torch.ones(2))
+    model[0].p = 0.3
+    drop.remove()
 
 
 # --- observing
@@ -937,12 +959,12 @@ def _() -> None:
 
 @case("command line: a misspelled regularizer")
 def _() -> None:
-    command("plan", "resnet18", "--layers", "layer1", "--regularizer", "DropBlok(p=0.1)")
+    command("plan", "resnet18", "DropBlok(p=0.1)", "--layers", "layer1")
 
 
 @case("command line: a misspelled model")
 def _() -> None:
-    command("plan", "resnet5O", "--layers", "layer1", "--regularizer", "Dropout(p=0.1)")
+    command("plan", "resnet5O", "Dropout(p=0.1)", "--layers", "layer1")
 
 
 @case("command line: a package is not installed")
@@ -951,24 +973,19 @@ def _() -> None:
         command("layers", "resnet18")
 
 
-@case("command line: no regularizer")
+@case("command line: no layers")
 def _() -> None:
-    command("plan", "resnet18", "--layers", "layer1")
+    command("plan", "resnet18", "Dropout(p=0.1)")
 
 
-@case("command line: --recipe and --layers")
+@case("command line: a recipe and --layers")
 def _() -> None:
-    command("plan", "resnet18", "--recipe", "stochastic_depth", "--layers", "layer1")
-
-
-@case("command line: a misspelled recipe")
-def _() -> None:
-    command("plan", "resnet18", "--recipe", "dropblock")
+    command("plan", "resnet18", "stochastic_depth(p=0.1)", "--layers", "layer1")
 
 
 @case("command line: an unreadable input size")
 def _() -> None:
-    command("plan", "resnet18", "--recipe", "stochastic_depth", "--input-size", "big")
+    command("plan", "resnet18", "Dropout(p=0.1)", "--layers", "layer1", "--input-size", "big")
 
 
 # --- printing

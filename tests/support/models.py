@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hookdrop.utils.select import select
@@ -93,50 +92,3 @@ def from_torchvision(name: str, **settings: Any) -> Callable[[], nn.Module]:
 def names(model: nn.Module, layers: object, exclude: object = ()) -> list[str]:
     """The names of the layers that are selected."""
     return [layer.name for layer in select(model, layers, exclude).layers]
-
-
-# --- models with dropout
-
-
-OFF = 0.0
-
-
-class DropoutInMethod(nn.Module):
-    """The forward calls a method, which calls `F.dropout` with a rate from an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.rate = nn.Linear(16, 16), 0.3
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.linear(x))
-
-    def head(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.rate, self.training)
-
-
-class SubmoduleRate(nn.Module):
-    """The rate of a submodule that is never called, and a constant rate of 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn_drop = nn.Dropout(0.3)
-
-    def forward(this, x: Tensor) -> Tensor:
-        x = F.dropout(x, OFF)
-        return F.scaled_dot_product_attention(x, x, x, dropout_p=this.attn_drop.p if this.training else 0.0)
-
-
-class TwoRates(nn.Module):
-    """Drops at two rates and does nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rate, self.rate2 = 0.3, 0.2
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(F.dropout(x, self.rate, self.training), self.rate2, self.training)
-
-
-class TwoDropouts(TwoRates):
-    """A class whose name contains Dropout."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from hookdrop import (
     LinearSchedule,
     Schedule,
     find,
-    from_config,
     inject,
     plan,
 )
@@ -48,7 +46,7 @@ def test_schedule_that_is_not_a_dataclass_and_returns_tensors() -> None:
     assert "TensorSchedule()" in repr(drop)
     assert drop.metrics()["hookdrop/dropout/p"] == 0.25
     assert type(drop.p) is float
-    assert drop.state_dict()["schedule"] == "TensorSchedule()"
+    assert "TensorSchedule()" in str(drop.state_dict())
     assert model is not None
 
 
@@ -303,7 +301,7 @@ class TestTotalSteps:
         model = nn.Sequential(nn.Linear(2, 2))
         planned = plan(model, Dropout(0.2), layers="0", schedule=LinearSchedule(steps=0.5), total_steps=50)
         assert str(planned).startswith("1 site of Sequential, LinearSchedule(steps=0.5) = LinearSchedule(steps=25)\n")
-        assert planned.apply().schedule == LinearSchedule(steps=25)
+        assert planned.schedule == LinearSchedule(steps=25)
 
     def test_a_missing_total_places_nothing(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
@@ -318,9 +316,7 @@ class TestTotalSteps:
                 nn.Linear(2, 2), Dropout(0.2), layers=nn.Linear, schedule=LinearSchedule(steps=0.5), total_steps=total
             )
 
-    def test_the_config_of_an_injection_is_in_steps(self) -> None:
+    def test_the_spec_of_an_injection_is_in_steps(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.2), layers="0", schedule=LinearSchedule(steps=0.5), total_steps=50)
-        config = json.loads(json.dumps(drop.config))
-        drop.remove()
-        assert from_config(model, config).schedule == LinearSchedule(steps=25)
+        assert drop.spec.schedule == LinearSchedule(steps=25)

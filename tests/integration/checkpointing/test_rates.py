@@ -25,7 +25,7 @@ class TestRateChangedBetweenForwardAndBackward:
         "stepped": lambda drop: drop.step(3),
         "target changed": lambda drop: setattr(drop, "target_p", 0.1),
         "to zero": lambda drop: drop.seek(0),
-        "disabled": lambda drop: drop.disable(),
+        "disabled": lambda drop: setattr(drop, "enabled", False),
     }
 
     @pytest.mark.parametrize("mode", MODES)
@@ -103,10 +103,10 @@ class TestRateChangedBetweenForwardAndBackward:
         drop.seek(1)
         out = mode(model, x.requires_grad_())
         drop.seek(4)
-        with drop.measuring() as m:
+        with drop.recording(last=0) as m:
             out.sum().backward()
-        assert m.asked == pytest.approx(0.2)
-        assert m.dropped == pytest.approx(0.2, abs=0.05)
+        assert m.totals.asked == pytest.approx(0.2)
+        assert m.totals.dropped == pytest.approx(0.2, abs=0.05)
 
 
 def gradient(scenario: Callable[[nn.Sequential, torch.Tensor, Forward], torch.Tensor], way: Forward) -> torch.Tensor:

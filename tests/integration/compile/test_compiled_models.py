@@ -18,7 +18,7 @@ from hookdrop import (
     InjectionError,
     LinearSchedule,
     Regularizer,
-    eject,
+    find,
     inject,
     without_hooks,
 )
@@ -132,7 +132,7 @@ def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
         assert zeroed() == 0
     inject(model, regularizer, layers="1")
     assert zeroed() > 0.4
-    eject(model)
+    find(model).remove()
     assert zeroed() == 0
 
 
@@ -224,9 +224,9 @@ def test_contexts_and_enable_take_effect() -> None:
     assert zeroed(fast) > 0.4
     with drop.disabled():
         assert zeroed(fast) == 0
-    drop.disable()
+    drop.enabled = False
     assert zeroed(fast) == 0
-    drop.enable()
+    drop.enabled = True
     model.eval()
     assert zeroed(fast) == 0
     with drop.sampling(p=0.2):
@@ -239,9 +239,9 @@ def test_measuring_and_probing_a_compiled_model() -> None:
     drop = inject(model, Dropout(0.5), layers="0")
     fast = compiled(model)
     fast(X)
-    with drop.measuring() as m:
+    with drop.recording(last=0) as m:
         fast(X)
-    assert m.dropped == pytest.approx(0.5, abs=0.02)
+    assert m.totals.dropped == pytest.approx(0.5, abs=0.02)
     assert drop.probe(X).eval_identical
 
 
@@ -293,7 +293,7 @@ def test_set_dropout_changes_the_rate_of_compiled_code() -> None:
     model = nn.Sequential(nn.Dropout(0.5)).train()
     fast = torch.compile(model, backend="aot_eager")
     assert zeroed(fast) == pytest.approx(0.5, abs=0.02)
-    with set_dropout(model, 0.0):
+    with inject(model, set_dropout(p=0.0), example_input=X):
         assert zeroed(fast) == 0
     assert zeroed(fast) == pytest.approx(0.5, abs=0.02)
 
@@ -323,7 +323,7 @@ def test_scheduled_set_dropout_never_keeps_an_old_rate(
 ) -> None:
     """Each rate is compiled anew; beyond PyTorch's limit of recompilations, the code runs uncompiled."""
     model = nn.Sequential(layer()).train()
-    change = set_dropout(model, 0.6, LinearSchedule(recompile_limit + 4))
+    change = inject(model, set_dropout(p=0.6), schedule=LinearSchedule(recompile_limit + 4), example_input=X)
     fast = torch.compile(model, backend=backend)
     while change.step_count < change.schedule.settles_at:
         change.step()
@@ -338,7 +338,7 @@ def test_scheduled_attention_dropout_of_compiled_llama(recompile_limit: int) -> 
     size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.LlamaConfig(**size, num_key_value_heads=2, vocab_size=50)
     model, tokens = transformers.LlamaModel(config).train(), torch.arange(8)[None]
-    change = set_dropout(model, 0.6, LinearSchedule(recompile_limit + 2))
+    change = inject(model, set_dropout(p=0.6), schedule=LinearSchedule(recompile_limit + 2))
     fast = torch.compile(model, backend="eager")
     found = []
     for step in range(change.schedule.settles_at + 1):
@@ -352,7 +352,7 @@ def test_scheduled_attention_dropout_of_compiled_llama(recompile_limit: int) -> 
 
 def test_switching_set_dropout_compiles_two_graphs() -> None:
     model = nn.Sequential(nn.Dropout(0.5)).train()
-    change = set_dropout(model, 0.5, EarlySchedule(3))
+    change = inject(model, set_dropout(p=0.5), schedule=EarlySchedule(3), example_input=X)
     fast = torch.compile(model, backend="eager", fullgraph=True)
     for step in range(12):
         assert (zeroed(fast) > 0.4) == (step < 3)
@@ -362,7 +362,7 @@ def test_switching_set_dropout_compiles_two_graphs() -> None:
 
 def test_set_dropout_inside_compiled_code_raises() -> None:
     model = nn.Sequential(nn.Dropout(0.5))
-    change = set_dropout(model, 0.1)
+    change = inject(model, set_dropout(p=0.1), example_input=X)
 
     def forward(x: Tensor) -> Tensor:
         change.step()

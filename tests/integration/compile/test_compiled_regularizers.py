@@ -399,7 +399,7 @@ def test_standalone_layer_follows_its_rate(text: str) -> None:
 def test_measuring_under_fullgraph_raises_with_a_hint() -> None:
     model = Net()
     drop = inject(model, Dropout(0.4), layers="inner")
-    with drop.measuring(), pytest.raises(torch._dynamo.exc.Unsupported, match="measure the uncompiled model"):
+    with drop.recording(last=0), pytest.raises(torch._dynamo.exc.Unsupported, match="measure the uncompiled model"):
         compiled(model)(X)
 
 
@@ -408,9 +408,11 @@ def test_measuring_causes_only_a_temporary_graph_break(text: str) -> None:
     drop = inject(model, text, layers="inner")
     fast = compiled(model, fullgraph=False)
     fast(x)
-    with drop.measuring() as m:
+    with drop.recording(last=0) as m:
         fast(x)
-    assert m.asked == pytest.approx(0.0 if text.startswith("Cutout") else 0.4)  # its p is not a fraction of elements
+    assert m.totals.asked == pytest.approx(
+        0.0 if text.startswith("Cutout") else 0.4
+    )  # its p is not a fraction of elements
     assert measured_rate(text, fast(x)) == pytest.approx(0.4, abs=bound(text))
     before = graphs()
     fast(x)

@@ -83,7 +83,7 @@ def test_layers_suggests_a_plan_of_the_later_blocks(run: Any) -> None:
     lines = run("layers", "resnet18")
     assert lines[3].split()[0] == "conv1"
     assert re.fullmatch(r"(\d+) modules: \1 hookable", lines[-2])
-    assert lines[-1] == f"next: hookdrop plan resnet18 --layers 'layer3.*' --regularizer '{DROPBLOCK}'"
+    assert lines[-1] == f"next: hookdrop plan resnet18 '{DROPBLOCK}' --layers 'layer3.*'"
 
 
 def test_layers_counts_the_calls_of_a_reused_layer(run: Any) -> None:
@@ -116,15 +116,15 @@ def test_match_without_a_matching_layer_is_an_error(run_error: Any) -> None:
 @pytest.mark.parametrize("name", ["resnet18", "test_vit", "efficientnet_b0", "swin_t"])
 def test_suggested_plan_command_works_without_warnings(run: Any, name: str) -> None:
     *_, last = run("layers", name)
-    command = re.fullmatch(r"next: hookdrop plan (\S+) --layers '(.*)' --regularizer '(.*)'", last)
+    command = re.fullmatch(r"next: hookdrop plan (\S+) '(.*)' --layers '(.*)'", last)
     assert command is not None
-    lines = run("plan", command[1], "--layers", command[2], "--regularizer", command[3])
+    lines = run("plan", command[1], command[2], "--layers", command[3])
     assert not [line for line in lines if line.startswith("warning")]
 
 
 def test_suggested_plan_command_keeps_match_and_input_size(run: Any) -> None:
     *_, last = run("layers", "resnet18", "--match", "layer?.0", "--input-size", "448")
-    assert last == (f"next: hookdrop plan resnet18 --input-size 448 --layers 'layer?.0' --regularizer '{DROPBLOCK}'")
+    assert last == f"next: hookdrop plan resnet18 '{DROPBLOCK}' --input-size 448 --layers 'layer?.0'"
 
 
 def test_no_suggested_plan_command_without_hookable_layers(run: Any) -> None:
@@ -226,7 +226,7 @@ def test_name_missing_from_its_library_is_an_error(run_error: Any, name: str) ->
 
 
 def test_plan_output(run: Any) -> None:
-    assert run("plan", "resnet18", "--layers", "layer3.*", "fc", "--exclude", "fc", "--regularizer", DROPBLOCK) == [
+    assert run("plan", "resnet18", DROPBLOCK, "--layers", "layer3.*", "fc", "--exclude", "fc") == [
         "resnet18 from timm, input 1x3x224x224 (also in torchvision: torchvision:resnet18)",
         "DropBlock(p=0.1, block_size=7) on 2 sites of ResNet",
         "site      type        shape        read as          calls    p",
@@ -240,12 +240,12 @@ def test_plan_output(run: Any) -> None:
 
 
 def test_plan_warns_if_a_block_covers_the_map(run: Any) -> None:
-    lines = run("plan", "resnet18", "--layers", "layer4.*", "--regularizer", DROPBLOCK)
+    lines = run("plan", "resnet18", DROPBLOCK, "--layers", "layer4.*")
     assert any(re.match("warning: DropBlock at 'layer4.0': block_size=7 covers the whole 7x7 map", x) for x in lines)
 
 
 def test_plan_warns_about_nested_sites(run: Any) -> None:
-    lines = run("plan", "resnet18", "--layers", "layer3.**", "--regularizer", DROPBLOCK)
+    lines = run("plan", "resnet18", DROPBLOCK, "--layers", "layer3.**")
     assert any(re.match(r"warning: \d+ of \d+ sites are nested inside other sites", line) for line in lines)
 
 
@@ -254,7 +254,7 @@ def test_terminal_styles_of_warnings_and_uncalled_layers(run: Any, monkeypatch: 
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "40")
-    lines = run("plan", "test_vit", "--layers", "blocks.0.attn.*", "--regularizer", "Dropout(p=0.1)")
+    lines = run("plan", "test_vit", "Dropout(p=0.1)", "--layers", "blocks.0.attn.*")
     dim = [line for line in lines if line.startswith("\x1b[2mblocks")]
     assert ["attn_drop" in line for line in dim] == [True]
     assert sum(line.startswith("\x1b[1;33mwarning: ") for line in lines) == 1
@@ -262,32 +262,30 @@ def test_terminal_styles_of_warnings_and_uncalled_layers(run: Any, monkeypatch: 
 
 
 def test_class_entry_includes_subclasses(run: Any) -> None:
-    lines = run("plan", "convnext_atto", "--layers", "type:LayerNorm", "--regularizer", "Dropout(p=0.1)")
+    lines = run("plan", "convnext_atto", "Dropout(p=0.1)", "--layers", "type:LayerNorm")
     assert cells(lines, "stem.1")[0] == "LayerNorm2d"
     assert "LayerNorm: 17 layers" in lines
     assert lines[-1].endswith("layers=[nn.LayerNorm])")
 
 
 def test_class_entry_omits_subclasses_with_the_same_name(run: Any) -> None:
-    lines = run("plan", "test_vit", "--layers", "type:LayerNorm", "--regularizer", "Dropout(p=0.1)")
+    lines = run("plan", "test_vit", "Dropout(p=0.1)", "--layers", "type:LayerNorm")
     assert lines[-1].endswith("layers=[nn.LayerNorm])")  # and not timm.layers.norm.LayerNorm, derived from it
 
 
 def test_class_entry_outside_torch_prints_its_module(run: Any) -> None:
-    lines = run("plan", "swin_t", "--layers", "type:PatchMerging", "--regularizer", "Dropout(p=0.1)")
+    lines = run("plan", "swin_t", "Dropout(p=0.1)", "--layers", "type:PatchMerging")
     assert lines[-1].endswith("layers=[torchvision.models.swin_transformer.PatchMerging])")
 
 
 def test_unknown_class_suggests_classes_of_the_model(run_error: Any) -> None:
-    wanted = ("--regularizer", "Dropout(p=0.1)")
-    assert "did you mean: type:BatchNorm2d" in run_error("plan", "resnet18", "--layers", "type:BatchNorm", *wanted)
-    assert "available:    AdaptiveAvgPool2d, " in run_error(
-        "plan", "torchvision:resnet18", "--layers", "type:Q", *wanted
-    )
+    wanted = ("Dropout(p=0.1)", "--layers")
+    assert "did you mean: type:BatchNorm2d" in run_error("plan", "resnet18", *wanted, "type:BatchNorm")
+    assert "available:    AdaptiveAvgPool2d, " in run_error("plan", "torchvision:resnet18", *wanted, "type:Q")
 
 
 def test_class_without_type_prefix_gets_a_hint(run_error: Any) -> None:
-    message = run_error("plan", "resnet18", "--layers", "BatchNorm2d", "--regularizer", "Dropout(p=0.1)")
+    message = run_error("plan", "resnet18", "Dropout(p=0.1)", "--layers", "BatchNorm2d")
     assert "the class BatchNorm2d itself" in message
     assert "write a class as type:BatchNorm2d" in message
 
@@ -297,12 +295,12 @@ def test_class_without_type_prefix_gets_a_hint(run_error: Any) -> None:
     [
         ["--layers", "layer3.*", "layer2.0.bn1"],
         ["--layers", "type:BatchNorm2d", "--exclude", "layer?.0.**", "--at", "input"],
-        ["--layers", "layer1.*", "--tensor", "all", "--p-scale", "depth", "--schedule-steps", "100"],
+        ["--layers", "layer1.*", "--tensor", "all", "--p-scale", "depth", "--schedule", "LinearSchedule(100)"],
     ],
 )
 def test_printed_python_line_reproduces_the_plan(run: Any, options: list[str]) -> None:
     timm = pytest.importorskip("timm")
-    result = json.loads("\n".join(run("plan", "resnet18", *options, "--regularizer", "GaussianNoise(0.1)", "--json")))
+    result = json.loads("\n".join(run("plan", "resnet18", "GaussianNoise(0.1)", *options, "--json")))
     model = timm.create_model("resnet18")
     names: dict[str, Any] = {name: getattr(hookdrop, name) for name in hookdrop.__all__}
     names |= {"model": model, "nn": nn, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
@@ -311,42 +309,38 @@ def test_printed_python_line_reproduces_the_plan(run: Any, options: list[str]) -
     assert [(site.name, site.p_scale) for site in drop.sites] == [
         (site["name"], pytest.approx(site["p"] / 0.1)) for site in result["sites"]
     ]
-    assert drop.config["at"] == result["at"]
-    assert drop.config["tensor"] == ("all" if "--tensor" in options else None)
+    assert drop.spec.at == result["at"]
+    assert drop.spec.tensor == ("all" if "--tensor" in options else None)
     names["optimizer"].step()
-    assert drop.step_count == ("--schedule-steps" in options)
-    assert (result["schedule"] is None) == ("--schedule-steps" not in options)
+    assert drop.step_count == ("--schedule" in options)
+    assert (result["schedule"] is None) == ("--schedule" not in options)
     assert repr(drop.schedule) == (result["schedule"] or "ConstantSchedule()")
 
 
 def test_tensor_option_selects_by_index(run: Any, run_error: Any) -> None:
-    wanted = ("--layers", "**.self_attention", "--regularizer", "Dropout(p=0.1)")
+    wanted = ("Dropout(p=0.1)", "--layers", "**.self_attention")
     assert run("plan", "vit_b_16", *wanted, "--tensor", "0")[-1].endswith("tensor=0)")
     assert "tensor=1" in run_error("plan", "vit_b_16", *wanted, "--tensor", "1")
 
 
 def test_unknown_layer_suggests_names(run_error: Any) -> None:
-    message = run_error("plan", "resnet18", "--layers", "layer5", "--regularizer", DROPBLOCK)
+    message = run_error("plan", "resnet18", DROPBLOCK, "--layers", "layer5")
     assert "did you mean: 'layer4'" in message
 
 
 def test_uncalled_layer_given_by_name_is_an_error(run_error: Any) -> None:
     name = "encoder.layers.encoder_layer_0.self_attention.out_proj"
-    assert "a hook on it never fires" in run_error(
-        "plan", "vit_b_16", "--layers", name, "--regularizer", "Dropout(p=0.1)"
-    )
+    assert "a hook on it never fires" in run_error("plan", "vit_b_16", "Dropout(p=0.1)", "--layers", name)
 
 
 def test_dropblock_on_tokens_is_an_error(run_error: Any) -> None:
-    assert "DropBlock at 'blocks.0'" in run_error(
-        "plan", "test_vit", "--layers", "blocks.*", "--regularizer", DROPBLOCK
-    )
+    assert "DropBlock at 'blocks.0'" in run_error("plan", "test_vit", DROPBLOCK, "--layers", "blocks.*")
 
 
 def test_code_in_the_regularizer_is_not_executed(run_error: Any, tmp_path: Path) -> None:
     trap = tmp_path / "ran"
     text = f"Dropout(p=__import__('pathlib').Path({str(trap)!r}).touch())"
-    assert "nothing was evaluated" in run_error("plan", "resnet18", "--layers", "fc", "--regularizer", text)
+    assert "nothing was evaluated" in run_error("plan", "resnet18", text, "--layers", "fc")
     assert not trap.exists()
 
 
@@ -356,89 +350,29 @@ def test_code_in_the_regularizer_is_not_executed(run_error: Any, tmp_path: Path)
         ("DropBlok(p=0.1)", "did you mean: DropBlock"),
         ("Dropout(p=10)", "write p=0.1"),
         ("Dropout(q=0.1)", "signature: Dropout("),
-        ("nn.Dropout(0.1)", "cannot parse"),
+        ("nn.Dropout(0.1)", "write 'Dropout'"),
         ("", "cannot parse"),
     ],
 )
 def test_invalid_regularizer_is_reported_before_a_model_is_built(run_error: Any, text: str, message: str) -> None:
-    assert message in run_error("plan", "no_such_model", "--layers", "fc", "--regularizer", text)
+    assert message in run_error("plan", "no_such_model", text, "--layers", "fc")
 
 
-def test_schedule_steps_must_be_at_least_1(run_error: Any) -> None:
-    argv = ("plan", "resnet18", "--layers", "fc", "--regularizer", "Dropout(p=0.1)", "--schedule-steps", "0")
-    assert "steps must be at least 1" in run_error(*argv)
+def test_a_schedule_in_fractions_needs_the_total(run: Any, run_error: Any) -> None:
+    argv = ("plan", "resnet18", "Dropout(p=0.1)", "--layers", "fc", "--schedule", "LinearSchedule(steps=0.5)")
+    assert "total_steps=" in run_error(*argv)
+    assert "LinearSchedule(steps=0.5) = LinearSchedule(steps=50)" in run(*argv, "--total-steps", "100")[1]
 
 
-# plan --recipe
-
-
-def test_recipe_output(run: Any) -> None:
-    lines = run("plan", "torchvision:resnet18", "--recipe", "dropblock_resnet(block_size=3)", "--schedule-steps", "10")
-    assert lines[1] == "DropBlock(p=0.1, block_size=3) on 12 sites of ResNet, LinearSchedule(steps=10)"
-    assert any(line.startswith("layer4.1 (skip)") for line in lines)
-    assert lines[-1] == "in Python: drop = recipes.dropblock_resnet(model, block_size=3, steps=10).follow(optimizer)"
-
-
-def test_recipe_with_different_settings_per_site(run: Any) -> None:
-    lines = run("plan", "resnet18", "--recipe", "timm_dropblock", "--schedule-steps", "10")
-    assert lines[1].startswith("timm_dropblock on 4 sites")
-    assert [line.split("  ")[-1] for line in lines if line.startswith("layer")] == [
-        "DropBlock(p=0.025, block_size=5)",
-        "DropBlock(p=0.025, block_size=5)",
-        "DropBlock(p=0.1, block_size=3)",
-        "DropBlock(p=0.1, block_size=3)",
-    ]
-    assert "schedule=LinearSchedule(steps=10)).follow(optimizer)" in lines[-1]
-
-
-def test_printed_python_line_reproduces_the_recipe(run: Any) -> None:
-    argv = ("plan", "resnet18", "--recipe", "stochastic_depth(p=0.2, mode='batch')", "--json")
-    result = json.loads("\n".join(run(*argv)))
-    scope = {"model": models.load("resnet18").model, "recipes": hookdrop.recipes}
-    exec(result["code"], scope)
-    assert [(site.name, site.p) for site in scope["drop"].sites] == [(s["name"], s["p"]) for s in result["sites"]]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("dropblock_resnt", "did you mean: dropblock_resnet"),
-        ("stochastic_depth(q=0.2)", "unexpected keyword argument 'q'"),
-        ("set_dropout", "is not a hookdrop recipe"),
-        ("stochastic_depth(p=open('x'))", "not a literal"),
-        ("recipes.stochastic_depth", "cannot parse"),
-        ("stochastic_depth(example_input=1)", "the command line creates example_input"),
-        ("stochastic_depth(p=0.1, p=0.2)", "sets 'p' more than once"),
-        ("stochastic_depth(name=[])", "name must be a string, got []"),
-    ],
-)
-def test_invalid_recipe_is_reported_before_a_model_is_built(run_error: Any, text: str, message: str) -> None:
-    assert message in run_error("plan", "no_such_model", "--recipe", text)
-
-
-@pytest.mark.parametrize(
-    ("text", "setting"),
-    [
-        ("dropblock_resnet(steps=10)", "steps=10"),
-        ("dropblock_resnet(0.1, 7, 10)", "steps=10"),
-        ("stochastic_depth(schedule=None)", "schedule=None"),
-    ],
-)
-def test_schedule_steps_conflicts_with_the_schedule_of_a_recipe(run_error: Any, text: str, setting: str) -> None:
-    message = run_error("plan", "resnet18", "--recipe", text, "--schedule-steps", "100")
-    assert f"has {setting}, which conflicts with --schedule-steps 100" in message
-
-
-def test_recipe_without_a_matching_layer_raises(run_error: Any) -> None:
-    assert "found no matching layer in VGG" in run_error("plan", "vgg11", "--recipe", "stochastic_depth")
-
-
-@pytest.mark.parametrize("option", [["--layers", "fc"], ["--regularizer", "Dropout(0.1)"], ["--at", "input"]])
-def test_recipe_cannot_be_combined_with_site_options(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["plan", "resnet18", "--recipe", "stochastic_depth", *option])
-    assert end.value.code == 2
-    assert f"{option[0]} cannot be combined with --recipe" in capsys.readouterr().err
+def test_a_recipe_takes_the_same_options(run: Any, run_error: Any) -> None:
+    timm = pytest.importorskip("timm")
+    argv = ("plan", "test_vit", "head_dropout(p=0.2)")
+    result = json.loads("\n".join(run(*argv, "--exclude", "blocks.0.**", "--schedule", "LinearSchedule(9)", "--json")))
+    scope = {"model": timm.create_model("test_vit"), "recipes": hookdrop.recipes, "inject": hookdrop.inject}
+    scope["optimizer"] = torch.optim.SGD(scope["model"].parameters(), 0.1)
+    exec(result["code"].replace(").follow", ", example_input=torch.zeros(1, 3, 160, 160)).follow"), scope | globals())
+    assert {site["regularizer"].partition("(")[0] for site in result["sites"]} == {"HeadDropout"}
+    assert "chooses its layers: remove layers=" in run_error(*argv, "--layers", "fc")
 
 
 # JSON, extras, and usage
@@ -464,8 +398,18 @@ def test_json_of_layers(run: Any) -> None:
 
 
 def test_json_of_a_plan(run: Any) -> None:
-    argv = ("plan", "resnet18", "--layers", "layer4.1", "type:Conv2d", "--exclude", "**.conv[12]", "conv1")
-    result = json.loads("\n".join(run(*argv, "**.downsample.0", "--regularizer", "DropBlock(0.1)", "--json")))
+    argv = (
+        "plan",
+        "resnet18",
+        "DropBlock(0.1)",
+        "--layers",
+        "layer4.1",
+        "type:Conv2d",
+        "--exclude",
+        "**.conv[12]",
+        "conv1",
+    )
+    result = json.loads("\n".join(run(*argv, "**.downsample.0", "--json")))
     (warning,) = result.pop("warnings")
     assert "covers the whole 7x7 map" in warning
     assert result == {
@@ -486,7 +430,7 @@ def test_json_of_a_plan(run: Any) -> None:
                 "regularizer": "DropBlock(p=0.1, block_size=7)",
             }
         ],
-        "counts": {"layer4.1": 1, "type:Conv2d": 20},
+        "counts": {"'layer4.1'": 1, "Conv2d": 20},
         "code": 'drop = inject(model, DropBlock(p=0.1, block_size=7), layers=["layer4.1", nn.Conv2d], '
         'exclude=["**.conv[12]", "conv1", "**.downsample.0"])',
     }

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hookdrop
-from hookdrop import InjectionError, LayerError, LinearSchedule
-from hookdrop.recipes import report_dropout, residual_dropout, set_dropout
-from tests.support.models import DropoutInMethod, SubmoduleRate, TwoDropouts, TwoRates
+from hookdrop import InjectionError, LayerError, LinearSchedule, inject, plan
+from hookdrop.recipes import residual_dropout, set_dropout
 from tests.support.tensors import all_equal
 
 timm = pytest.importorskip("timm")
@@ -25,51 +23,6 @@ SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 
 
 TOKENS = {"input_ids": torch.arange(8)[None]}
-
-
-class Inherited(nn.Dropout):
-    """The forward of the base class reads the rate."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-
-class OverriddenMethod(DropoutInMethod):
-    """The inherited forward calls this method, which calls the method of the base class."""
-
-    def head(self, x: Tensor) -> Tensor:
-        return super().head(x).relu()
-
-
-class ArbitraryNames(nn.Module):
-    """Rates with unspecific names, some of them passed through a local variable or an argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.p, self.prob, self.noise, self.chance = 0.2, 0.3, 0.4, 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.linear(x), self.p, self.training)
-        x = F.dropout1d(x, p=float(self.prob) if self.training else 0.0)
-        p = self.noise if self.training else 0.0
-        x = x + F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=p)[0]
-        return self.head(x, self.chance)
-
-    def head(self, x: Tensor, q: float = 0.9) -> Tensor:
-        return torchvision.ops.stochastic_depth(x, q, "row", self.training)
-
-
-class RenamedSelf(nn.Module):
-    """The forward uses another name for `self`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rate, self.drop_rate = 0.3, 0.2
-
-    def forward(net, x: Tensor) -> Tensor:
-        x = F.dropout(x, net.rate, net.training)
-        return F.dropout(x, getattr(net, "drop_rate"), net.training)  # noqa: B009
 
 
 def bert() -> nn.Module:
@@ -88,14 +41,6 @@ def lora(lora_dropout: float) -> nn.Module:
     peft = pytest.importorskip("peft")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, num_key_value_heads=2, vocab_size=50))
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], lora_dropout=lora_dropout))
-
-
-class InheritedTwice(Inherited):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x)
-
-    def head(self, x: Tensor) -> Tensor:
-        return Inherited.forward(self, x)
 
 
 def bart() -> nn.Module:
@@ -120,13 +65,6 @@ ROWS = (torch.randn(8, 16),)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "a Dropout subclass": (lambda: nn.Sequential(Inherited(0.3)), ROWS),
-    "a subclass of a Dropout subclass": (lambda: InheritedTwice(0.3), ROWS),
-    "an overridden method": (OverriddenMethod, ROWS),
-    "rates with arbitrary names": (ArbitraryNames, ROWS),
-    "the rate of a submodule": (SubmoduleRate, (torch.randn(2, 4, 16),)),
-    "a forward that renames self": (RenamedSelf, ROWS),
-    "two rates in one module": (TwoDropouts, ROWS),
     "a stack of LSTMs": (lambda: nn.LSTM(16, 16, 2, dropout=0.3), (torch.randn(4, 2, 16),)),
     "a transformer layer": (lambda: nn.TransformerEncoderLayer(16, 2, 16, 0.2), (torch.randn(2, 4, 16),)),
     "attention": (lambda: nn.MultiheadAttention(16, 2, dropout=0.3), (torch.randn(4, 2, 16),) * 3),
@@ -160,6 +98,7 @@ def outputs(model: nn.Module, given: Any, seed: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:out of reach")
 class TestEveryModel:
     @pytest.fixture
     def model(self, name: str) -> nn.Module:
@@ -171,59 +110,44 @@ class TestEveryModel:
         return MODELS[name][1]
 
     def test_all_rates_at_0_make_the_forward_deterministic(self, model: nn.Module, given: Any) -> None:
-        """No rate was missed: with all reported rates at 0 the outputs do not depend on the seed."""
-        assert not all_equal(outputs(model, given, 0), outputs(model, given, 1))
-        with set_dropout(model, 0.0):
-            assert all_equal(outputs(model, given, 0), outputs(model, given, 1))
-
-    def test_each_reported_rate_alone_makes_the_forward_random(self, model: nn.Module, given: Any) -> None:
-        """Each rate is read: with all other rates at 0 the outputs depend on the seed."""
-        for rate in report_dropout(model).rates:
-            if "layerdrop" in rate.name:
-                continue  # the model has only one layer to drop
-            with (
-                set_dropout(model, 0.0),
-                set_dropout(model, lambda name, p, rate=rate: 0.6 if name == rate.name else p),
-            ):
-                assert any(
-                    not all_equal(outputs(model, given, 0), outputs(model, given, seed)) for seed in (1, 2, 3)
-                ), rate
-
-    def test_remove_restores_rates_and_outputs(self, model: nn.Module, given: Any) -> None:
+        """No rate was missed: with all rates at 0 the outputs do not depend on the seed."""
         before = outputs(model, given, 0)
-        rates = [rate.value for rate in report_dropout(model).rates]
-        change = set_dropout(model, 0.9)
-        assert not all_equal(outputs(model, given, 0), before)
-        change.remove()
-        assert [rate.value for rate in report_dropout(model).rates] == rates
+        assert not all_equal(before, outputs(model, given, 1))
+        with inject(model, set_dropout(p=0.0), example_input=given):
+            assert all_equal(outputs(model, given, 0), outputs(model, given, 1))
         assert all_equal(outputs(model, given, 0), before)
 
+    def test_each_rate_alone_makes_the_forward_random(self, model: nn.Module, given: Any) -> None:
+        """Each rate is read: with all other rates at 0 the outputs depend on the seed."""
+        for site in plan(model, set_dropout(), example_input=given).sites:
+            if "layerdrop" in site.label:
+                continue  # the model has only one layer to drop
+            others = inject(model, set_dropout(p=0.0), example_input=given)
+            with inject(model, set_dropout(p={site.label: 0.6}), example_input=given, name="one", on_existing="stack"):
+                assert any(
+                    not all_equal(outputs(model, given, 0), outputs(model, given, seed)) for seed in (1, 2, 3)
+                ), site
+            others.remove()
 
-class TestReportDropout:
-    def test_rate_read_from_the_config_is_out_of_reach(self) -> None:
-        config = transformers.Wav2Vec2Config(**SIZE, conv_dim=(16,), conv_stride=(2,), conv_kernel=(2,), layerdrop=0.1)
-        report = report_dropout(transformers.Wav2Vec2Model(config))
-        assert report.out_of_reach == {"Wav2Vec2Encoder.forward reads config.layerdrop": ["encoder"]}
 
-
-class TestSourceAnalysis:
-    @pytest.mark.parametrize(
-        "model", [ArbitraryNames(), SubmoduleRate(), RenamedSelf(), OverriddenMethod(), Inherited(0.1), TwoRates()]
-    )
-    def test_changeable_rates_are_not_out_of_reach(self, model: nn.Module) -> None:
-        assert report_dropout(model).out_of_reach == {}
+class TestTransformers:
+    def test_rate_that_a_forward_reads_from_the_config_changes(self) -> None:
+        config = transformers.Wav2Vec2Config(
+            **SIZE, conv_dim=(16,), conv_stride=(2,), conv_kernel=(2,), layerdrop=0.1, apply_spec_augment=False
+        )
+        model = transformers.Wav2Vec2Model(config)
+        with inject(model, set_dropout(p={"*.layerdrop": 1.0}), example_input=torch.randn(2, 64)):
+            assert config.layerdrop == 1.0
+        assert config.layerdrop == 0.1
 
     @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
     def test_lora_dropout_is_listed(self) -> None:
         """PEFT calls it as `dropout = self.lora_dropout[name]; dropout(x)`."""
-        model = lora(0.1)
-        report = report_dropout(model)
-        names = [rate.name for rate in report.rates if rate.value]
+        found = plan(lora(0.1), set_dropout(), example_input=TOKENS)
+        names = [site.label for site in found.sites if site.p]
         assert names == [f"model.layers.{i}.self_attn.q_proj.lora_dropout.default" for i in (0, 1)]
-        assert report.out_of_reach == {}
+        assert found.warnings == []
 
-
-class TestSetDropout:
     @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral"])
     @pytest.mark.parametrize("attention", ["eager", "sdpa"])
     def test_schedule_drives_the_attention_dropout(self, name: str, attention: str) -> None:
@@ -239,23 +163,23 @@ class TestSetDropout:
         }
         model = built[0.0]
         clean = outputs(model, TOKENS, 0)
-        change = set_dropout(model, 0.4, LinearSchedule(2))
-        assert {name.rpartition(".")[2] for name in change.rates} == {"attention_dropout"}
-        assert len(change.rates) == 2
+        drop = inject(model, set_dropout(p=0.4), schedule=LinearSchedule(2), example_input=TOKENS)
+        assert [site.name for site in drop.sites] == [f"layers.{i}.self_attn.attention_dropout" for i in (0, 1)]
         for rate, twin in built.items():
             twin.load_state_dict(model.state_dict())
-            assert change.rates.popitem()[1][1] == rate
+            assert drop.p == rate
             assert all_equal(outputs(model, TOKENS, 1), outputs(twin, TOKENS, 1) if rate else clean)
-            change.step()
-        change.remove()
+            drop.step()
+        drop.remove()
         assert all_equal(outputs(model, TOKENS, 1), clean)
 
     def test_state_dict_and_config_do_not_change(self) -> None:
         model = llama(attention_dropout=0.3)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        set_dropout(model, 0.5)
+        drop = inject(model, set_dropout(p=0.5))
         assert model.config.attention_dropout == 0.3
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        drop.remove()
 
 
 DECODERS: dict[str, dict[str, Any]] = {

@@ -122,10 +122,10 @@ def test_called_more_than_once(case: tuple[Callable[[], nn.Module], str, int]) -
     drop = inject(model, Dropout(0.3), layers=name)
     outputs: list[torch.Tensor] = []
     model.get_submodule(name).register_forward_hook(lambda module, args, output: outputs.append(output))
-    with drop.measuring() as m:
+    with drop.recording(last=0) as m:
         model(torch.cat([x, x]))
-    assert m.calls == len(outputs) == calls
-    assert m.dropped == pytest.approx(0.3, abs=0.02)
+    assert m.totals.calls == len(outputs) == calls
+    assert m.totals.dropped == pytest.approx(0.3, abs=0.02)
     for first, second in itertools.pairwise(outputs):
         if first.shape == second.shape:
             assert not torch.equal(first == 0, second == 0)

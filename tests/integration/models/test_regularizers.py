@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import DropPath, LinearSchedule, StateError, TokenDropout, from_config, inject, plan
+from hookdrop import DropPath, InjectionSpec, LinearSchedule, TokenDropout, inject, plan
 from hookdrop.functional import drop_block
 from tests.support.injections import injected
 from tests.support.models import Small
@@ -63,11 +63,11 @@ def test_schedule_controls_the_rate_of_foreign_modules(make: object, model: Smal
     drop = inject(model, theirs, layers="layer1.*.bn1", schedule=LinearSchedule(4))
     assert drop.sites[0].p == 0
     drop.step(4)
-    with drop.measuring() as m:
+    with drop.recording(last=0) as m:
         for _ in range(40):
             model(images)
     assert drop.p == 0.4
-    assert m.dropped == pytest.approx(0.4, abs=0.08)
+    assert m.totals.dropped == pytest.approx(0.4, abs=0.08)
     assert "0.4" in repr(theirs), "the module that was passed in was changed"
 
 
@@ -77,10 +77,11 @@ def test_classes_of_other_libraries_must_be_in_allow() -> None:
     for regularizer in (nn.Dropout2d(0.3), DropPath(0.3)):
         _, drop = injected(regularizer=regularizer)
         twin = Small()
-        with pytest.raises(StateError, match=r"which is not part of hookdrop(.|\n)*allow=\[") as error:
-            from_config(twin, drop.config)
-        assert "No hook was placed" in str(error.value)
-        assert from_config(twin, drop.config, allow=[type(regularizer)]).config == drop.config
+        settings = drop.spec.to_dict()
+        with pytest.raises(ValueError, match=r"is not part of hookdrop(.|\n)*allow=\["):
+            InjectionSpec.from_dict(settings)
+        again = inject(twin, InjectionSpec.from_dict(settings, allow=[type(regularizer)]))
+        assert again.spec.to_dict() == settings
 
 
 def test_token_dropout_keeps_the_class_token_of_a_vit() -> None:

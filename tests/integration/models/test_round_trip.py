@@ -21,7 +21,6 @@ from hookdrop import (
     GaussianDropout,
     HookdropWarning,
     LinearSchedule,
-    from_config,
     inject,
     parse,
     without_hooks,
@@ -173,7 +172,7 @@ def test_round_trip(case: str) -> None:
 
     regularized, plain = train_step(model, x), train_step(clean, x)
     assert regularized != plain, "nothing was dropped"
-    assert all(site.fired for site in drop.sites)
+    assert all(site.called for site in drop.sites)
     clean.load_state_dict(model.state_dict())
 
     trained = forward(clean, x)
@@ -262,8 +261,8 @@ def test_train_copy_pickle_and_remove(text: str, make: Make, layer: str) -> None
     with drop.disabled():
         assert all_equal(trained(model), clean)
     assert drop.probe(x).eval_identical
-    config = drop.config
+    spec = drop.spec
     drop.remove()
     assert all_equal(trained(model), clean)
-    from_config(model, config).seek(2)
+    inject(model, spec).seek(2)
     assert all_equal(trained(model), regularized)

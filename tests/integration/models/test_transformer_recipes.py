@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import InjectionError, LayerError, NEFTune, TokenDropout, find, inject
+from hookdrop import DropPath, HeadDropout, InjectionError, LayerError, NEFTune, TokenDropout, find, inject, plan
 from hookdrop.recipes import head_dropout, layer_drop, neftune, patch_dropout
 from tests.support.training import train_step
 
@@ -99,14 +100,14 @@ class TestNEFTune:
     )
     def test_finds_the_embedding_that_runs(self, make: Callable[[], nn.Module], site: str) -> None:
         model = make()
-        drop = neftune(model)
+        drop = inject(model, neftune())
         run(model)
-        assert [(s.name, s.fired) for s in drop.sites] == [(site, True)]
+        assert [(s.name, s.called) for s in drop.sites] == [(site, True)]
 
     @pytest.mark.parametrize("make", [llama, gpt2, bert, bart, t5])
     def test_attention_mask_spares_the_padding(self, make: Callable[[], nn.Module]) -> None:
         model = make()
-        drop = neftune(model, attention_mask=True)
+        drop = inject(model, neftune(attention_mask=True))
         with drop.recording(last=9) as recording:
             run(model)
         first = recording.calls(drop.sites[0].name)[0]
@@ -115,7 +116,7 @@ class TestNEFTune:
     def test_an_encoder_and_a_decoder_that_share_the_embedding_use_their_own_masks(self) -> None:
         model = t5()
         model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared
-        drop = neftune(model, attention_mask=True)
+        drop = inject(model, neftune(attention_mask=True))
         with drop.recording(last=2) as recording:
             model(input_ids=IDS, attention_mask=MASK, decoder_input_ids=IDS[:, :5], decoder_attention_mask=MASK[:, :5])
         masks = [(r.before != r.after).any(-1) for r in recording.calls(drop.sites[0].name)]
@@ -126,7 +127,7 @@ class TestNEFTune:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
         model.train()
-        drop = neftune(model, attention_mask=True)
+        drop = inject(model, neftune(attention_mask=True))
         with drop.recording() as recording:
             run(model)
         record = recording[drop.sites[0].name]
@@ -135,7 +136,7 @@ class TestNEFTune:
     def test_is_part_of_a_compiled_graph(self) -> None:
         torch.compiler.reset()
         model = llama()
-        drop = neftune(model, attention_mask=True, schedule="LinearSchedule(steps=4)")
+        drop = inject(model, neftune(attention_mask=True), schedule="LinearSchedule(steps=4)")
         fast, losses = torch.compile(model, backend="aot_eager", fullgraph=True), []
         for _ in range(4):
             torch.manual_seed(0)
@@ -149,24 +150,27 @@ class TestNEFTune:
         model = llama()
         activate_neftune(model, 5)
         with pytest.raises(InjectionError, match="own NEFTune is already active at 'model.embed_tokens'"):
-            neftune(model)
+            inject(model, neftune())
 
     @pytest.mark.parametrize("make", [vit, lambda: timm.create_model("resnet18")])
     def test_a_model_without_a_token_embedding_raises(self, make: Callable[[], nn.Module]) -> None:
-        with pytest.raises(LayerError, match=r"found no matching layer(.|\n)*embedding="):
-            neftune(make())
+        with pytest.raises(LayerError, match=r"looks up the tokens(.|\n)*embedding="):
+            inject(make(), neftune(), example_input=PIXELS)
 
     def test_an_embedding_can_be_given(self) -> None:
         model = nn.ModuleDict({"tok_embeddings": nn.Embedding(9, 4), "other": nn.Embedding(9, 4)})
-        assert neftune(model, embedding="tok_embeddings").sites[0].name == "tok_embeddings"
-        assert neftune.plan(model, embedding=model["other"], name="b").sites[0].name == "other"
+        assert inject(model, neftune(embedding="tok_embeddings")).sites[0].name == "tok_embeddings"
         with pytest.raises(LayerError, match="matches 2 layers"):
-            neftune(model, embedding="*", name="c")
+            inject(model, neftune(embedding="*"), name="c")
+
+    def test_of_another_library_is_found_by_running_the_model(self) -> None:
+        model = nn.Sequential(nn.Embedding(99, 4), nn.Linear(4, 4))
+        assert inject(model, neftune(), example_input=IDS).sites[0].name == "0"
 
     def test_generation_with_inputs_embeds_is_unchanged(self) -> None:
         model = llama()
         clean = model.eval()(IDS).logits
-        neftune(model)
+        inject(model, neftune())
         assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(IDS)).logits, clean)
 
 
@@ -192,7 +196,7 @@ class TestLayerDrop:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        drop = layer_drop(model, p=0.5)
+        drop = inject(model, layer_drop(p=0.5))
         assert [site.name for site in drop.sites] == sites
         drop.target_p = 1 - 1e-7
         with drop.recording() as recording:
@@ -210,7 +214,7 @@ class TestLayerDrop:
             model = llama().train()
             if checkpointing:
                 model.gradient_checkpointing_enable()
-            layer_drop(model, p=0.5)
+            inject(model, layer_drop(p=0.5))
             for seed in range(4):
                 torch.manual_seed(seed)
                 run(model).loss.backward()
@@ -219,123 +223,152 @@ class TestLayerDrop:
 
     def test_a_kv_cache_in_training_raises_and_generation_works(self) -> None:
         model = llama(use_cache=True).train()
-        layer_drop(model, p=0.5)
+        inject(model, layer_drop(p=0.5))
         with pytest.raises(InjectionError, match=r"KV cache \(past_key_values\)(.|\n)*config.use_cache = False"):
             model(IDS)
         model.eval().generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
     def test_rates_of_layer_skip(self) -> None:
         model = llama(num_hidden_layers=5)
-        drop = layer_drop(model, p=0.2, p_scale=lambda name, i, n: 2 ** (i / (n - 1)) - 1)
+        drop = inject(model, layer_drop(p=0.2), p_scale=lambda name, i, n: 2 ** (i / (n - 1)) - 1)
         assert [site.p for site in drop.sites] == pytest.approx([0.2 * (2 ** (i / 4) - 1) for i in range(5)])
 
     def test_is_part_of_a_compiled_graph(self) -> None:
         torch.compiler.reset()
         model = llama()
-        layer_drop(model, p=0.5)
+        inject(model, layer_drop(p=0.5))
         fast = torch.compile(model, backend="aot_eager", fullgraph=True)
         losses = {round(fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item(), 5) for _ in range(20)}
         assert 1 < len(losses) <= 4, "two layers, each dropped or not"
 
     def test_a_residual_cnn_raises(self) -> None:
-        with pytest.raises(LayerError, match=r"for residual CNNs, use stochastic_depth"):
-            layer_drop(timm.create_model("resnet18"))
+        with pytest.raises(LayerError, match=r"could be skipped(.|\n)*stochastic_depth"):
+            inject(timm.create_model("resnet18"), layer_drop())
+
+
+def example(model: nn.Module) -> Any:
+    """An input of the model."""
+    if not hasattr(model, "config"):
+        return PIXELS
+    if hasattr(model.config, "patch_size"):
+        return {"pixel_values": PIXELS}
+    inputs = {"input_ids": IDS, "attention_mask": MASK}
+    return inputs | ({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {})
 
 
 def value_weight(attention: nn.Module) -> torch.Tensor:
     """The rows of the value projection, for each head of the output."""
-    for name in ("v_proj", "v", "value"):
-        if hasattr(attention, name):
-            return getattr(attention, name).weight
+    for name in ("v_proj", "v", "value", "self.value"):
+        if name in dict(attention.named_modules()):
+            return attention.get_submodule(name).weight
     return attention.qkv.weight[-attention.qkv.weight.shape[0] // 3 :]
 
 
-HEADS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "llama": (llama, "model.layers.*.self_attn", "o_proj"),
-    "bart": (bart, "model.*.layers.*.self_attn", "out_proj"),
-    "t5": (t5, "encoder.block.*.layer.0.SelfAttention", "o"),
-    "vit": (vit, "vit.layers.*.attention", "o_proj"),
-    "timm": (lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32), "blocks.*.attn", "proj"),
-    "timm swin": (
-        lambda: timm.create_model("swin_tiny_patch4_window7_224", img_size=56),
-        "layers.*.blocks.*.attn",
+def diffllama() -> nn.Module:
+    return transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SIZE, **TEXT, num_key_value_heads=4))
+
+
+def fsmt() -> nn.Module:
+    languages = {"langs": ["en", "de"], "src_vocab_size": 99, "tgt_vocab_size": 99}
+    return transformers.FSMTForConditionalGeneration(transformers.FSMTConfig(**SEQ2SEQ, **languages, use_cache=False))
+
+
+def swin() -> nn.Module:
+    return timm.create_model("swin_tiny_patch4_window7_224", img_size=32, window_size=4, depths=(2, 2), num_classes=5)
+
+
+def nest() -> nn.Module:
+    return timm.create_model("nest_tiny", img_size=32, num_classes=5)
+
+
+# The model, one of its attentions, the projection in it, its heads, and the axis with the samples.
+HEADS: dict[str, tuple[Callable[[], nn.Module], str, str, int, int]] = {
+    "llama": (llama, "model.layers.1.self_attn", "o_proj", 4, 0),
+    "bart": (bart, "model.decoder.layers.1.encoder_attn", "out_proj", 4, 0),
+    "t5": (t5, "encoder.block.1.layer.0.SelfAttention", "o", 4, 0),
+    "bert": (bert, "bert.encoder.layer.1.attention", "output.dense", 4, 0),
+    "vit": (vit, "vit.layers.1.attention", "o_proj", 4, 0),
+    "timm vit": (
+        lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32),
+        "blocks.1.attn",
         "proj",
+        3,
+        0,
     ),
+    "swin": (swin, "layers.0.blocks.1.attn", "proj", 3, 0),
+    "nest": (nest, "levels.1.transformer_encoder.1.attn", "proj", 6, 0),
+    "fsmt": (fsmt, "model.decoder.layers.1.self_attn", "out_proj", 4, 1),
+    "diffllama": (diffllama, "model.layers.1.self_attn", "o_proj", 2, 0),
 }
 
 
 class TestHeadDropout:
     @pytest.mark.parametrize("name", HEADS)
-    def test_a_head_is_the_slice_that_its_values_determine(self, name: str) -> None:
+    def test_a_head_is_what_its_values_determine(self, name: str) -> None:
         """Without the values of one head, the projection's input is 0 exactly where HeadDropout zeroes that head."""
-        make, attention, end = HEADS[name]
+        make, owner, end, heads, axis = HEADS[name]
         model = make().eval()
-        drop = head_dropout(model, p=0.5)
-        sites = {site.name: site.regularizer for site in drop.sites}
-        owner = next(n for n, _ in model.named_modules() if n and inject_matches(model, attention, n))
-        heads = int(sites[f"{owner}.{end}"].rpartition("heads=")[2].rstrip(")"))
+        plan_ = plan(model, head_dropout(p=0.5), example_input=example(model))
+        site = next(site for site in plan_.sites if site.name == f"{owner}.{end}")
+        drop = site.regularizer
+        assert isinstance(drop, HeadDropout)
+        assert drop.heads == heads
+        assert (drop.samples or (None, 0, False))[1] == axis
         weight = value_weight(model.get_submodule(owner))
-        groups = heads * weight.shape[0] // model.get_submodule(f"{owner}.{end}").in_features  # key and value heads
-        seen: list[torch.Tensor] = []
-        model.get_submodule(f"{owner}.{end}").register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        groups = 4 if name == "diffllama" else weight.shape[0] * heads // site.module.in_features
         size = weight.shape[0] // groups
+        zeroed = [0, 2] if name == "diffllama" else [0]  # the two maps of a head
+        seen: list[torch.Tensor] = []
+        site.module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         with torch.no_grad():
-            weight[:size] = 0
-            for bias in (
-                getattr(getattr(model.get_submodule(owner), n, None), "bias", None) for n in ("v_proj", "qkv")
-            ):
-                if bias is not None:
-                    bias.zero_()
-            if name == "vit":
-                model.get_submodule(owner).v_proj.bias.zero_()
-            x = torch.randn(2, 3, 56, 56) if name == "timm swin" else PIXELS
-            if "timm" in name:
-                model(x)
-            elif name == "vit":
-                model(pixel_values=PIXELS)
-            else:
-                run(model)
-        zero = (seen[0].unflatten(-1, (heads, -1)) == 0).all(-1).flatten(0, -2).all(0)
-        per_group = heads // groups
+            for layer in model.get_submodule(owner).modules():
+                if isinstance(layer, nn.Linear) and layer.bias is not None:
+                    layer.bias.zero_()
+            for head in zeroed:
+                weight[head * size : (head + 1) * size] = 0
+            inputs = example(model)
+            model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        x = seen[0].unflatten(-1, (-1, heads)).mT if drop.interleaved else seen[0].unflatten(-1, (heads, -1))
+        zero = (x == 0).all(-1).flatten(0, -2).all(0)
+        per_group = 1 if name == "diffllama" else heads // groups
         assert zero.tolist() == [True] * per_group + [False] * (heads - per_group)
 
-    @pytest.mark.parametrize(
-        ("make", "count"),
-        [(llama, 2), (gpt2, 2), (bert, 2), (t5, 6), (bart, 6), (vit, 2), (torchvision.models.maxvit_t, 22)],
-    )
+    @pytest.mark.parametrize(("make", "count"), [(llama, 2), (gpt2, 2), (bert, 2), (t5, 6), (bart, 6), (vit, 2)])
     def test_every_attention_is_hooked(self, make: Callable[[], nn.Module], count: int) -> None:
         model = make()
-        drop = head_dropout(model, p=0.3)
+        drop = inject(model, head_dropout(p=0.3), example_input=example(model))
         assert len(drop.sites) == count
-        if make is vit:
-            model(pixel_values=PIXELS)
-        elif make is not torchvision.models.maxvit_t:
-            run(model)
-        else:
-            return
-        assert all(site.fired for site in drop.sites)
+        inputs = example(model)
+        model(**inputs)
+        assert all(site.called for site in drop.sites)
 
     @pytest.mark.parametrize("make", [torchvision.models.vit_b_32, torchvision.models.swin_t])
     def test_models_that_do_not_call_their_projection_raise(self, make: Callable[[], nn.Module]) -> None:
-        with torch.device("meta"):
-            model = make()
-        with pytest.raises(LayerError, match="head_dropout found no matching layer"):
-            head_dropout(model)
+        with pytest.raises(LayerError, match="it computes its projection without calling"):
+            inject(make(), head_dropout(), example_input=torch.randn(1, 3, 224, 224))
 
     def test_under_peft_with_an_adapted_projection(self) -> None:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["o_proj"], task_type="CAUSAL_LM"))
-        drop = head_dropout(model.train(), p=0.3)
+        drop = inject(model.train(), head_dropout(p=0.3), example_input={"input_ids": IDS})
         run(model)
         assert [site.name.rpartition(".")[2] for site in drop.sites] == ["o_proj"] * 2
-        assert all(site.fired for site in drop.sites)
+        assert all(site.called for site in drop.sites)
 
 
-def inject_matches(model: nn.Module, pattern: str, name: str) -> bool:
-    """Whether a glob matches the name of a layer."""
-    from hookdrop.utils.names import glob_expression
-
-    return glob_expression(pattern).fullmatch(name) is not None
+class TestSamplesInWindows:
+    @pytest.mark.parametrize("recipe", [head_dropout(p=0.5), DropPath(0.5)])
+    def test_a_sample_is_dropped_in_all_of_its_windows_or_in_none(self, recipe: Any) -> None:
+        model = swin().train()
+        layers = None if recipe == head_dropout(p=0.5) else "layers.0.*.*.attn"
+        drop = inject(model, recipe, layers=layers, example_input=PIXELS)
+        with drop.recording(last=9) as recording:
+            model(PIXELS)
+            model(PIXELS[:3])
+        for site in drop.sites[:2]:
+            for call, batch in zip(recording.calls(site.name), (4, 3), strict=True):
+                kept = (call.after != 0).unflatten(-1, (3, -1)).any(-1).any(1).view(batch, -1, 3)
+                assert torch.equal(kept, kept[:, :1].expand_as(kept))
 
 
 def vit_with(name: str, **settings: Any) -> Callable[[], nn.Module]:
@@ -350,11 +383,11 @@ def vit_with(name: str, **settings: Any) -> Callable[[], nn.Module]:
 
 
 PATCHES: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
-    "timm vit": (lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64), "patch_drop", 1),
-    "timm deit": (lambda: timm.create_model("deit_tiny_distilled_patch16_224", depth=2, img_size=64), "patch_drop", 2),
+    "timm vit": (lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64), "pos_drop", 1),
+    "timm deit": (lambda: timm.create_model("deit_tiny_distilled_patch16_224", depth=2, img_size=64), "pos_drop", 2),
     "timm registers": (
         lambda: timm.create_model("vit_small_patch14_reg4_dinov2", depth=2, img_size=56),
-        "patch_drop",
+        "pos_drop",
         5,
     ),
     "torchvision": (lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64), "encoder.dropout", 1),
@@ -371,16 +404,16 @@ class TestPatchDropout:
     def test_half_of_the_patches_reach_the_first_block(self, name: str) -> None:
         make, site, prefix = PATCHES[name]
         model = make().train()
-        drop = patch_dropout(model, p=0.5)
+        size = 56 if "registers" in name else 64 if "timm" in name else 32
+        x = torch.randn(2, 3, size, size)
+        drop = inject(model, patch_dropout(p=0.5), example_input=x)
         assert (drop.sites[0].name, drop.sites[0].regularizer) == (
             site,
             f"TokenDropout(p=0.5, prefix={prefix}, remove=True)",
         )
-        size = 56 if "registers" in name else 64 if "timm" in name else 32
         lengths: list[int] = []
         norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
         norms[0].register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
-        x = torch.randn(2, 3, size, size)
         with drop.disabled():
             model(x)
         y = model(x)
@@ -393,49 +426,45 @@ class TestPatchDropout:
         native = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64, patch_drop_rate=0.5, num_classes=5)
         clean = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64, num_classes=5)
         clean.load_state_dict(native.state_dict())
-        patch_dropout(clean, p=0.5)
         x = torch.randn(2, 3, 64, 64)
+        inject(clean, patch_dropout(p=0.5), example_input=x)
         assert all(map(torch.equal, train_step(clean, x), train_step(native, x)))
 
     @pytest.mark.parametrize(
         ("make", "reason"),
         [
-            (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "divides the tokens into windows"),
-            (lambda: timm.create_model("eva02_tiny_patch14_224"), r"rotates tokens by their index \(RoPE\)"),
-            (lambda: timm.create_model("vit_relpos_small_patch16_224"), "adds a bias for each pair of positions"),
-            (vit_with("Beit", use_relative_position_bias=True), "adds a bias for each pair of positions"),
-            (
-                lambda: transformers.ViTForMaskedImageModeling(transformers.ViTConfig(**SIZE, **IMAGE)),
-                "needs a token for each image patch",
-            ),
-            (llama, "found no matching layer in LlamaForCausalLM"),
-            (lambda: timm.create_model("resnet18"), "found no matching layer in ResNet"),
+            (swin, "no tensor (N, L, C) of image patches"),
+            (lambda: timm.create_model("eva02_tiny_patch14_224", depth=1, img_size=56), "depends on the position"),
+            (lambda: timm.create_model("vit_relpos_small_patch16_224", depth=1, img_size=32), "tokens"),
+            (vit_with("Beit", use_relative_position_bias=True), "tokens"),
+            (lambda: transformers.ViTForMaskedImageModeling(transformers.ViTConfig(**SIZE, **IMAGE)), "tokens"),
+            (lambda: timm.create_model("resnet18"), "no tensor (N, L, C) of image patches"),
         ],
-        ids=["windows", "rope", "relative", "beit", "dense", "language model", "cnn"],
+        ids=["windows", "rope", "relative", "beit", "dense", "cnn"],
     )
     def test_models_whose_layers_need_all_tokens_raise_with_the_reason(
         self, make: Callable[[], nn.Module], reason: str
     ) -> None:
         model = make()
-        with pytest.raises(LayerError, match=reason):
-            patch_dropout(model)
+        x = torch.randn(2, 3, 56, 56) if reason == "depends on the position" else PIXELS
+        with pytest.raises(LayerError, match=re.escape(reason)):
+            inject(model, patch_dropout(), example_input=x)
         assert not find(model)
 
     def test_inject_refuses_them_too(self) -> None:
-        model = timm.create_model("swin_tiny_patch4_window7_224")
-        with pytest.raises(LayerError, match="divides the tokens into windows"):
-            inject(model, TokenDropout(0.5, prefix=0, remove=True), layers="patch_embed")
+        with pytest.raises(LayerError, match="TokenDropout"):
+            inject(swin(), TokenDropout(0.5, prefix=0, remove=True), layers="patch_embed", example_input=PIXELS)
 
     def test_a_model_that_already_removes_patches_raises(self) -> None:
         model = timm.create_model("vit_tiny_patch16_224", depth=1, patch_drop_rate=0.2)
         with pytest.raises(InjectionError, match=r"already has it(.|\n)*patch_drop_rate=0.0"):
-            patch_dropout(model)
+            inject(model, patch_dropout(), example_input=torch.randn(1, 3, 224, 224))
 
     @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads it
     def test_compiled_models_break_the_graph_once_and_remove_the_right_number(self) -> None:
         torch.compiler.reset()
         model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=64).train()
-        drop = patch_dropout(model, p=0.5)
+        drop = inject(model, patch_dropout(p=0.5), example_input=torch.randn(2, 3, 64, 64))
         fast = torch.compile(model, backend="eager")
         lengths: list[int] = []
         model.blocks[0].register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
@@ -451,9 +480,9 @@ def test_three_recipes_on_one_llama_leave_nothing_behind() -> None:
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     twin = copy.deepcopy(model)
     for target in (model, twin):
-        neftune(target, attention_mask=True)
-        layer_drop(target, p=0.2)
-        head_dropout(target, p=0.1)
+        inject(target, neftune(attention_mask=True))
+        inject(target, layer_drop(p=0.2))
+        inject(target, head_dropout(p=0.1))
     assert torch.equal(model(IDS).logits, clean)
     for target in (model, twin):
         run(target.train()).loss.backward()

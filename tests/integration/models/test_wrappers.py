@@ -66,11 +66,11 @@ def test_sampling_on_an_ema_copy_at_rate_0_raises(model: Small) -> None:
     ema = ModelEmaV3(model)
     drop.step(10)
     with pytest.raises(InjectionError, match=r"sampling at rate 0(.|\n)*an EMA, has its own step count"):
-        with find(ema)[0].sampling():
+        with next(iter(find(ema))).sampling():
             pass
-    find(ema)[0].load_state_dict(drop.state_dict())
-    with find(ema)[0].sampling():
-        assert find(ema)[0].p == 0.4
+    next(iter(find(ema))).load_state_dict(drop.state_dict())
+    with next(iter(find(ema))).sampling():
+        assert next(iter(find(ema))).p == 0.4
 
 
 @pytest.mark.parametrize("wrapper", ["ModelEmaV2", "ModelEmaV3", "AveragedModel"])

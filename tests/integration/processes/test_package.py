@@ -56,7 +56,7 @@ model = nn.Sequential(nn.Conv2d(1, 2, 3))
 drop = inject(model, Dropout(0.5), layers="0")
 with drop.recording() as r, observe.stats(model) as s:
     model(torch.ones(1, 1, 5, 5))
-from hookdrop.diagnostics.figures import pixels
+from hookdrop.injection.figures import pixels
 for figure in (r.plot_features(), r.plot_masks(), s.plot(), observe.plot_schedule(drop, 5)):
     pixels(figure)
 assert "matplotlib.pyplot" not in sys.modules
@@ -112,15 +112,15 @@ model = torch.nn.Sequential(torch.nn.Identity())
 with hookdrop.inject(model, "Shrink(amount=0.5)", layers="0", schedule=LinearSchedule(2)) as drop:
     drop.step()
     assert model(torch.ones(1)).item() == 0.75
-    config = drop.config
-hookdrop.from_config(model, config)
+    spec = hookdrop.InjectionSpec.from_dict(drop.spec.to_dict())
+hookdrop.inject(model, spec)
 assert model(torch.ones(1)).item() == 1.0
 assert torch.compile(Shrink(0.5), backend="eager", fullgraph=True)(torch.ones(1)).item() == 0.5
 """
 
 
 def test_adding_a_regularizer_takes_one_module_and_two_registrations(tmp_path: Path) -> None:
-    """`hookdrop.__all__`, `parse`, configs and the tables of these tests need no changes."""
+    """`hookdrop.__all__`, `parse`, specs and the tables of these tests need no changes."""
     package = Path(shutil.copytree(Path(hookdrop.__file__).parent, tmp_path / "hookdrop"))
     (package / "regularizers" / "shrink.py").write_text(NEW)
     for file, row in (("regularizers/catalog.py", "Shrink"), ("functional.py", "shrink")):

@@ -137,14 +137,14 @@ def train_in_a_process(model: nn.Module, results: Any) -> None:
     model(torch.ones(4, 3, 8, 8)).sum().backward()
     with torch.no_grad():
         model[0].weight.add_(1.0)
-    with drop.measuring() as m:
+    with drop.recording(last=0) as m:
         model(torch.ones(64, 3, 8, 8))
     ((key, hook),) = model[1]._forward_hooks.items()
     for _ in range(key + 2):
         model[1].register_forward_hook(lambda *_: None)
     kept = model[1]._forward_hooks[key] is hook
     drop.remove()
-    results.put((before, drop.step_count, m.dropped, kept, find(model) == ()))
+    results.put((before, drop.step_count, m.totals.dropped, kept, (not find(model))))
 
 
 def test_spawned_processes() -> None:
@@ -171,7 +171,7 @@ def test_spawned_processes() -> None:
     assert measured == pytest.approx(0.4, abs=0.05)
     assert torch.equal(model[0].weight, weight + 1.0)
     assert (drop.step_count, drop.p) == (5, 0.2)
-    assert find(model) == (drop,)
+    assert find(model) == drop
 
 
 def train(model: nn.Module, drop: Injection, steps: int) -> list[float]:
@@ -200,7 +200,7 @@ torch.set_num_threads(1)
 losses = []
 for _ in range(2):
     losses += train(model, drop, 3)
-    drop.enable()
+    drop.enabled = True
 torch.save((losses, model.state_dict(), drop.state_dict()), {out!r})
 """
 
@@ -212,14 +212,14 @@ def test_resumed_run_is_bit_identical(at: int, tmp_path: Path) -> None:
     train(model, drop, at)
     drop.target_p = 0.3
     if at == 7:
-        drop.disable()
+        drop.enabled = False
     path, out = tmp_path / "checkpoint.pt", tmp_path / "out.pt"
     torch.save({"model": model.state_dict(), "drop": drop.state_dict(), "rng": torch.get_rng_state()}, path)
     run_code(RESUME.format(root=str(ROOT), path=str(path), out=str(out)))
     losses = []
     for _ in range(2):
         losses += train(model, drop, 3)
-        drop.enable()
+        drop.enabled = True
     resumed, weights, state = torch.load(out, weights_only=True)
     assert resumed == losses
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())

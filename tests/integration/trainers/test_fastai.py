@@ -21,8 +21,7 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner, load_learner
 
-from hookdrop import InjectionError, LayerError, find, seed_per_rank
-from hookdrop.integrations import InjectionSpec
+from hookdrop import InjectionError, InjectionSpec, LayerError, find, seed_per_rank
 from hookdrop.integrations.fastai import InjectionCallback
 
 # fastai loads optimizer states with numpy.core, and removes the folder of a failed search only when it is collected.

@@ -15,12 +15,11 @@ pytest.importorskip("accelerate")
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from hookdrop import InjectionError, LayerError, LinearSchedule, StateError, eject, find
-from hookdrop.integrations import InjectionSpec
+from hookdrop import InjectionError, InjectionSpec, LayerError, LinearSchedule, StateError, find
 from hookdrop.integrations.transformers import InjectionCallback
 from tests.support.programs import ROOT, run_python
 
-BRANCHES = InjectionSpec(recipe="residual_dropout(p=0.3)", schedule="LinearSchedule(steps=1.0)")
+BRANCHES = InjectionSpec("residual_dropout(p=0.3)", schedule="LinearSchedule(steps=1.0)")
 EMBEDDING = InjectionSpec(
     "TokenDropout(p=0.1)", layers="**.embed_tokens", schedule="LinearSchedule(steps=4)", name="embedding"
 )
@@ -81,7 +80,7 @@ class TestSteps:
         for settings, total in (({"num_train_epochs": 2}, 8), ({"max_steps": 5}, 5)):
             callback, rates = InjectionCallback(BRANCHES), Rates()
             trainer(tmp_path, callback, rates, **settings).train()
-            assert callback.injections[0].schedule == LinearSchedule(steps=total)
+            assert callback.injection.schedule == LinearSchedule(steps=total)
             assert rates.rates == pytest.approx([0.3 * step / total for step in range(total)])
 
     def test_accumulated_batches_count_once(self, tmp_path: Path) -> None:
@@ -92,7 +91,7 @@ class TestSteps:
     def test_two_specs(self, tmp_path: Path) -> None:
         callback = InjectionCallback(BRANCHES, EMBEDDING)
         trainer(tmp_path, callback).train()
-        assert [drop.name for drop in callback.injections] == ["residual_dropout", "embedding"]
+        assert [drop.name for drop in callback.injection] == ["residual_dropout", "embedding"]
 
     def test_each_training_with_model_init_has_its_own_hooks(self, tmp_path: Path) -> None:
         """As in a hyperparameter search."""
@@ -116,7 +115,7 @@ class TestSteps:
         model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], r=2))
         callback = InjectionCallback(BRANCHES)
         trainer(tmp_path, callback, model=model).train()
-        assert len(callback.injections[0].sites) == 4
+        assert len(callback.injection.sites) == 4
 
 
 class TestResume:
@@ -138,12 +137,12 @@ class TestResume:
         class Change(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
                 if state.global_step == 2:
-                    find(model)[0].target_p = 0.2
+                    next(iter(find(model))).target_p = 0.2
 
         trainer(tmp_path, InjectionCallback(BRANCHES), Change(), **settings).train()
         resumed = trainer(tmp_path, InjectionCallback(BRANCHES), **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        assert find(resumed.model)[0].target_p == 0.2
+        assert next(iter(find(resumed.model))).target_p == 0.2
 
     def test_a_checkpoint_with_other_specs_raises_before_the_first_step(self, tmp_path: Path) -> None:
         settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
@@ -159,7 +158,7 @@ class TestResume:
         trainer(tmp_path, **settings).train()
         resumed = trainer(tmp_path, callback := InjectionCallback(BRANCHES), **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        assert callback.injections[0].step_count == 7
+        assert callback.injection.step_count == 7
 
     def test_several_callbacks_that_are_restored_stay_those_of_the_program(self, tmp_path: Path) -> None:
         settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
@@ -167,11 +166,11 @@ class TestResume:
         callbacks = [InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING)]
         resumed = trainer(tmp_path, *callbacks, **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        assert [drop.name for callback in callbacks for drop in callback.injections] == [
+        assert [drop.name for callback in callbacks for drop in callback.injection] == [
             "residual_dropout",
             "embedding",
         ]
-        assert [drop.step_count for callback in callbacks for drop in callback.injections] == [7, 7]
+        assert [drop.step_count for callback in callbacks for drop in callback.injection] == [7, 7]
 
     def test_a_removed_callback_places_nothing(self, tmp_path: Path) -> None:
         made = trainer(tmp_path, callback := InjectionCallback(BRANCHES))
@@ -210,7 +209,7 @@ class TestLogs:
     def test_an_evaluation_without_the_hooks_logs_no_rates(self, tmp_path: Path) -> None:
         made = trainer(tmp_path, InjectionCallback(BRANCHES))
         made.train()
-        eject(made.model)
+        find(made.model).remove()
         assert not any("hookdrop" in name for name in made.evaluate(made.train_dataset))
 
 

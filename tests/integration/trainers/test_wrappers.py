@@ -63,5 +63,5 @@ def test_layers_keep_their_names(wrap: Callable[[nn.Module], nn.Module]) -> None
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     wrapped = wrap(model)
     drop = inject(wrapped, Dropout(0.1), layers="0")
-    assert [site.name for site in find(wrapped)[0].sites] == [site.name for site in drop.sites] == ["0"]
+    assert [site.name for site in next(iter(find(wrapped))).sites] == [site.name for site in drop.sites] == ["0"]
     assert len(find(model)) == 1

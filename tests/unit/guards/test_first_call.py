@@ -51,7 +51,7 @@ class TestShapes:
             "DropBlock at 'blocks.0' got (2, 196, 8): tokens have no map.\n  use TokenDropout"
         )
         assert str(error.value).endswith(UNCHANGED)
-        assert find(model) == ()
+        assert not find(model)
 
     def test_first_forward_checks_shapes_even_at_rate_0(self) -> None:
         model = Tokens()

@@ -1,4 +1,4 @@
-"""Problems that `check` and `summary` report."""
+"""Problems that `check` reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TestChecks:
         drop.state_dict()
         drop.metrics()
         with pytest.warns(HookdropWarning, match="lost their hook"):
-            drop.summary()
+            drop.remove()
 
     def test_layers_always_in_eval_mode_are_reported(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.1), layers="layer?.*")
@@ -49,7 +49,7 @@ class TestChecks:
         drop = inject(model, Dropout(0.1), layers="layer?.*")
         model.eval()(images)
         assert drop.check() == []
-        drop.summary()
+        assert "problem" not in str(drop)
         drop.state_dict()
 
     def test_check_reports_that_another_model_is_trained(self) -> None:

@@ -55,7 +55,7 @@ def train_without_gradients(model: Small, images: Tensor) -> None:
 
 
 def collect_at_rate_0(model: Small, images: Tensor) -> None:
-    hookdrop.eject(model)
+    hookdrop.find(model).remove()
     inject(model, Dropout(0.5), layers="layer1.*", schedule=LinearSchedule(10))
     swa_utils.update_bn([images], model)
 

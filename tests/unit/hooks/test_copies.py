@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from dataclasses import dataclass
 from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.recipes.recipe import RecipeSite, plan_sites
+from hookdrop.recipes.base import Recipe, RecipeSite
 from tests.support.injections import half_ramped
 from tests.support.models import ROWS, Small, pair
 from tests.support.training import run
@@ -58,17 +59,17 @@ def test_copy_has_independent_hooks(model: Small, drop: Injection, images: torch
 def test_removing_hooks_does_not_affect_copies(model: Small, drop: Injection) -> None:
     twin = copy.deepcopy(model)
     drop.remove()
-    assert len(find(twin)[0].sites) == 2
-    assert find(model) == ()
+    assert len(next(iter(find(twin))).sites) == 2
+    assert not find(model)
 
     again = copy.deepcopy(twin)
-    find(again)[0].remove()
-    assert len(find(twin)[0].sites) == 2
+    next(iter(find(again))).remove()
+    assert len(next(iter(find(twin))).sites) == 2
 
 
 def test_copied_submodule_has_only_its_own_hooks(model: Small, drop: Injection) -> None:
     part = copy.deepcopy(model.layer1[0])
-    assert [site.name for site in find(part)[0].sites] == ["layer1.0"]
+    assert [site.name for site in next(iter(find(part))).sites] == ["layer1.0"]
     assert sum(1 for _ in part.modules()) == sum(1 for _ in model.layer1[0].modules())
 
 
@@ -77,21 +78,21 @@ def test_disable_is_copied_and_contexts_are_not(model: Small, drop: Injection, i
         inside = copy.deepcopy(model)
     with drop.sampling(p=0.9):
         sampled = pickle.loads(pickle.dumps(model))
-    drop.disable()
+    drop.enabled = False
     off = copy.deepcopy(model)
-    drop.enable()
-    assert [find(twin)[0].p for twin in (inside, sampled, off)] == [0.2, 0.2, 0.0]
-    assert [site.p for site in find(sampled)[0].sites] == [0.1, 0.2]
+    drop.enabled = True
+    assert [next(iter(find(twin))).p for twin in (inside, sampled, off)] == [0.2, 0.2, 0.0]
+    assert [site.p for site in next(iter(find(sampled))).sites] == [0.1, 0.2]
     sampled.eval()
     assert torch.equal(run(sampled, images), run(sampled.eval(), images))
-    with find(sampled)[0].sampling():
+    with next(iter(find(sampled))).sampling():
         assert not torch.equal(sampled(images), sampled(images))
 
 
 def test_copy_made_while_measuring_does_not_measure(model: Small, drop: Injection, images: torch.Tensor) -> None:
-    with drop.measuring() as m:
+    with drop.recording(last=0) as m:
         copy.deepcopy(model)(images)
-    assert m.calls == 0
+    assert m.totals.calls == 0
 
 
 def test_averaged_model_is_deterministic_inside_disabled(model: Small, drop: Injection, images: torch.Tensor) -> None:
@@ -102,16 +103,18 @@ def test_averaged_model_is_deterministic_inside_disabled(model: Small, drop: Inj
         assert torch.equal(averaged(images), averaged(images))
 
 
-def skips(model: nn.Module, **settings: Any) -> Injection:
-    sites = [RecipeSite("layer1.0", {"p": 0.5}, at="skip", branch="conv1")]
-    defaults = {"schedule": None, "total_steps": None, "name": "skips", "on_existing": "error", "example_input": None}
-    return plan_sites(model, sites, Dropout, **defaults, **settings).apply()
+@dataclass(frozen=True)
+class skips(Recipe):
+    """A recipe with an identity skip."""
+
+    def sites(self, model: nn.Module, survey: Any) -> list[RecipeSite]:
+        return [RecipeSite("layer1.0", Dropout(0.5), at="skip", branch="conv1")]
 
 
 PORTABLE = {
     "output": lambda model: inject(model, Dropout(0.5), layers="layer1.*", portable=True),
     "input": lambda model: inject(model, Dropout(0.5), layers="layer1.*", at="input", portable=True),
-    "skip": lambda model: skips(model, portable=True),
+    "skip": lambda model: inject(model, skips(), portable=True),
 }
 
 
@@ -132,7 +135,7 @@ def test_portable_hooks_are_in_copies_but_not_in_pickles(
         pickled = pickle.dumps(hooked, protocol)
         assert b"hookdrop.hooks" not in pickled
         loaded = pickle.loads(pickled).float()
-        assert find(loaded) == ()
+        assert not find(loaded)
     assert torch.equal(run(pickle.loads(pickle.dumps(model, protocol)), images), clean)
     drop.remove()
     assert torch.equal(run(model, images), clean)
@@ -173,26 +176,26 @@ def test_state_dict_contains_nothing_of_hookdrop(model: Small, drop: Injection, 
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     clean = Small()
     clean.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True), strict=True)
-    assert find(clean) == ()
+    assert not find(clean)
 
 
 def test_pickle_with_a_torch_dropout_module(model: Small) -> None:
     inject(model, nn.Dropout2d(0.5), layers="layer1.*", schedule=LinearSchedule(4))
     twin = pickle.loads(pickle.dumps(model))
-    find(twin)[0].step(4)
-    assert [site.p for site in find(twin)[0].sites] == [0.5, 0.5]
+    next(iter(find(twin))).step(4)
+    assert [site.p for site in next(iter(find(twin))).sites] == [0.5, 0.5]
 
 
 def test_find_and_eject_through_data_parallel(model: Small, drop: Injection) -> None:
-    assert find(nn.DataParallel(model)) == (drop,)
-    assert hookdrop.eject(nn.DataParallel(model)) == 2
+    assert find(nn.DataParallel(model)) == drop
+    find(nn.DataParallel(model)).remove()
 
 
 def test_eject_works_on_copies(model: Small, drop: Injection) -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert hookdrop.eject(twin) == 2
-        assert find(twin) == ()
-    assert find(model) == (drop,)
+        hookdrop.find(twin).remove()
+        assert not find(twin)
+    assert find(model) == drop
 
 
 class Counts(Regularizer):
@@ -227,9 +230,9 @@ def test_regularizer_state_is_copied_not_shared(model: Small, images: torch.Tens
 def test_shallow_copy_shares_the_hooks(model: Small, drop: Injection) -> None:
     """PyTorch shares the hook tables, as with DataParallel's replicas."""
     twin = copy.copy(model.layer1)
-    assert find(twin) == (drop,)
+    assert find(twin) == drop
     drop.remove()
-    assert find(twin) == ()
+    assert not find(twin)
 
 
 def test_copied_handle_without_its_model(model: Small, drop: Injection) -> None:
@@ -249,7 +252,7 @@ def test_handle_and_model_are_copied_together_in_any_order(
 ) -> None:
     both: dict[str, Any] = {"drop": drop, "model": model}
     for twin in (copy.deepcopy({k: both[k] for k in order}), pickle.loads(pickle.dumps({k: both[k] for k in order}))):
-        assert find(twin["model"]) == (twin["drop"],)
+        assert find(twin["model"]) == twin["drop"]
         twin["drop"].seek(10)
         assert (twin["drop"].p, drop.p) == (0.4, 0.2)
 
@@ -306,7 +309,7 @@ def test_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images
         find(twin).step()
     assert not hook.train_rate.tensor.is_inference()
     find(twin).step()
-    assert find(twin)[0].step_count == 7
+    assert next(iter(find(twin))).step_count == 7
     with torch.inference_mode():
         assert not torch.equal(twin(images), twin(images))
 
@@ -314,8 +317,8 @@ def test_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images
 def test_copy_made_inside_without_hooks_has_no_hooks(model: Small, drop: Injection) -> None:
     with without_hooks(model):
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    assert [find(twin) for twin in copies] == [(), ()]
-    assert find(model) == (drop,)
+    assert [bool(find(twin)) for twin in copies] == [False, False]
+    assert find(model) == drop
 
 
 def test_copy_does_not_warn_at_its_first_forward() -> None:

@@ -31,19 +31,19 @@ def test_the_mode_of_the_hooked_layer_applies(model: nn.Module, images: torch.Te
     drop = inject(model, DropBlock(0.5, 3), layers="layer1.*.bn1")
     model.train()
     model.layer1[0].eval()
-    with drop.measuring() as m:
+    with drop.recording(last=0) as m:
         model(images)
-    assert m.sites["layer1.0.bn1"].calls == 0
-    assert m.sites["layer1.1.bn1"].calls == 1
+    assert m.totals.sites["layer1.0.bn1"].calls == 0
+    assert m.totals.sites["layer1.1.bn1"].calls == 1
 
 
 def test_modules_called_several_times_draw_a_mask_each_time() -> None:
     relu = nn.ReLU()
     model = nn.Sequential(relu, nn.Identity(), relu)
     drop = inject(model, Dropout(0.5), layers="0")
-    with drop.measuring() as m:
+    with drop.recording(last=0) as m:
         out = model(torch.ones(10_000))
-    assert m.sites["0"].calls == 2
+    assert m.totals.sites["0"].calls == 2
     assert (out == 0).float().mean() == pytest.approx(0.75, abs=0.03)
 
 

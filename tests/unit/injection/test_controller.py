@@ -42,11 +42,11 @@ class TestContexts:
     def test_nested_measurements_each_count_all_calls(self) -> None:
         model = pair()
         drop = inject(model, Dropout(0.5), layers="*.0")
-        with drop.measuring() as outer:
+        with drop.recording(last=0) as outer:
             model(ROWS)
-            with drop.measuring() as inner:
+            with drop.recording(last=0) as inner:
                 model(ROWS)
-        assert (outer.calls, inner.calls) == (4, 2)
+        assert (outer.totals.calls, inner.totals.calls) == (4, 2)
 
     def test_invalid_target_raises_inside_a_context(self) -> None:
         model = pair()
@@ -162,7 +162,7 @@ class TestSampling:
 
     def test_sampling_works_while_disabled(self) -> None:
         model, drop = layer()
-        drop.disable()
+        drop.enabled = False
         model.eval()
         with drop.sampling():
             assert zeroed(model, X) > 0.4
@@ -188,9 +188,9 @@ class TestSampling:
     def test_sampling_in_inference_mode(self) -> None:
         model, drop = layer()
         model.eval()
-        with drop.sampling(), torch.inference_mode(), drop.measuring() as m:
+        with drop.sampling(), torch.inference_mode(), drop.recording(last=0) as m:
             model(X)
-        assert m.dropped == pytest.approx(0.5, abs=0.02)
+        assert m.totals.dropped == pytest.approx(0.5, abs=0.02)
 
 
 class TestUnits:
@@ -217,8 +217,6 @@ class TestUnits:
         model, drop = self.drop()
         sets: list[Callable[[], object]] = [
             lambda: setattr(drop, "target_p", 0.5),
-            lambda: setattr(drop, "p", 0.5),
-            lambda: setattr(drop, "keep_prob", 0.5),
             lambda: drop.sampling(p=0.2).__enter__(),
         ]
         for change in sets:
@@ -245,7 +243,7 @@ def test_target_of_0_keeps_the_proportions() -> None:
 
 def test_rates_of_each_unit_are_checked_against_their_own_range() -> None:
     drop = inject(model := pair(), {"0.0": Dropout(0.1), "1.0": GaussianNoise(2.0)})
-    drop.disable()
-    drop.enable()
+    drop.enabled = False
+    drop.enabled = True
     assert [site.p for site in drop.sites] == pytest.approx([0.1, 2.0])
     assert len(find(model)) == 1

@@ -44,11 +44,11 @@ class TestPartsOfModels:
         drop = inject(model, {"0.0": Dropout(0.5), "1.0": Dropout(0.1)})
         find(model[0]).remove()
         assert [site.name for site in drop.sites] == ["1.0"]
-        assert drop.p == find(model)[0].p == 0.1
-        find(model)[0].target_p = 0.2
-        assert [site.p for site in find(model)[0].sites] == [0.2]
-        with find(model)[0].sampling(p=0.3):
-            assert [site.p for site in find(model)[0].sites] == [0.3]
+        assert drop.p == find(model).p == 0.1
+        find(model).target_p = 0.2
+        assert [site.p for site in find(model).sites] == [0.2]
+        with find(model).sampling(p=0.3):
+            assert [site.p for site in find(model).sites] == [0.3]
 
     @pytest.mark.filterwarnings("ignore:'dropout'. 1 of 2 sites lost their hook")
     @pytest.mark.parametrize("deleted", ["wrapper", "part"])
@@ -65,7 +65,7 @@ class TestPartsOfModels:
         for step in range(1, 6):
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
-            assert find(model)[0].step_count == step
+            assert find(model).step_count == step
 
     def test_handle_first_used_inside_without_hooks(self) -> None:
         model = mlp()

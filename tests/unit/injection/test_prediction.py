@@ -567,12 +567,9 @@ class TestGroup:
         assert torch.cat(values).unique().tolist() == [0.0, 4.0]
         assert found.forwards == 20
 
-    def test_injections_of_no_model_or_of_several_raise(self) -> None:
-        with pytest.raises(InjectionError, match=r"on 0 models.\n  call inject first"):
+    def test_a_model_without_injections_raises(self) -> None:
+        with pytest.raises(InjectionError, match=r"there is no injection here.\n  call inject"):
             find(nn.Linear(2, 2)).predict(X)
-        models = [classifier()[0] for _ in range(2)]
-        with pytest.raises(InjectionError, match=r"on 2 models.\n  for each model"):
-            (find(models[0]) + find(models[1])).predict(X)
 
 
 class TestProgress:

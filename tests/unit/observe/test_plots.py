@@ -23,7 +23,7 @@ from hookdrop import (
     ShapeError,
     inject,
 )
-from hookdrop.diagnostics.figures import DROPPED, KEPT, as_images, panels, pixels
+from hookdrop.injection.figures import DROPPED, KEPT, as_images, panels, pixels
 from hookdrop.observe import (
     CamComparison,
     Recording,

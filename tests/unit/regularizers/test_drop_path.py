@@ -149,7 +149,7 @@ class TestSubset:
         drop = inject(model, DropPath(0.5, mode="subset"), layers="attn")
         with pytest.raises(RuntimeError):
             model(torch.randn(8, 5, 3))
-        drop.disable()
+        drop.enabled = False
         assert not dropped(model, X).any()
 
     def test_copies_and_removal(self) -> None:

@@ -265,9 +265,9 @@ def test_inject_and_step_inside_a_context_train_outside(
     with context():
         drop = inject(model, case.regularizer, layers=SITES, schedule=LinearSchedule(4))
         drop.seek(4)
-        drop.disable()
+        drop.enabled = False
     with context():
-        drop.enable()
+        drop.enabled = True
         drop.load_state_dict(drop.state_dict())
         drop.seek(1)
         drop.step()
@@ -307,7 +307,7 @@ def test_example_input_in_a_context(name: str) -> None:
     with CONTEXTS[name]():
         drop = inject(model, DropBlock(0.1, 3), layers="*", example_input=x)
     model(x).sum().backward()
-    assert [site.fired for site in drop.sites] == [True, True]
+    assert [site.called for site in drop.sites] == [True, True]
     assert type(model[1].running_mean) is torch.Tensor
     assert not model[1].running_mean.is_inference()
 
@@ -338,7 +338,7 @@ def test_measuring_on_the_meta_device_raises() -> None:
     drop = inject(model, Dropout(0.3), layers="0")
     with pytest.raises(InjectionError, match="meta(.|\n)*to_empty"):
         drop.probe(torch.ones(2, 4, device="meta"))
-    with drop.measuring(), pytest.raises(InjectionError, match="meta(.|\n)*to_empty"):
+    with drop.recording(last=0), pytest.raises(InjectionError, match="meta(.|\n)*to_empty"):
         model(torch.ones(2, 4, device="meta"))
 
 
@@ -365,7 +365,7 @@ def test_model_created_in_inference_mode() -> None:
     twin = copy.deepcopy(model).train()
     for p in twin.parameters():
         p.data = p.detach().clone()
-    assert find(twin)[0].p == 0.5
+    assert next(iter(find(twin))).p == 0.5
 
 
 def test_plan_on_the_meta_device() -> None:
@@ -395,11 +395,11 @@ class TestMeasuringAndRecordingUnderVmap:
         run = seeded(vmap(model, randomness=randomness))
         x = torch.ones(5, 8, 16, 10, 10)
         expected = run(x)
-        with drop.measuring() as m:
+        with drop.recording(last=0) as m:
             y = run(x)
         assert torch.equal(y, expected)
-        assert (m.calls, m.asked) == (1, 0.3)
-        assert m.dropped == pytest.approx((y == 0).float().mean().item())
+        assert (m.totals.calls, m.totals.asked) == (1, 0.3)
+        assert m.totals.dropped == pytest.approx((y == 0).float().mean().item())
 
     def test_recording_inside_grad(self, regularizer: nn.Module, randomness: str) -> None:
         model = nn.Sequential(nn.Conv2d(3, 4, 3))

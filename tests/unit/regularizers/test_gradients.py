@@ -20,7 +20,6 @@ from hookdrop import (
     NoiseActivationGrad,
     Regularizer,
     ScaleActivationGrad,
-    from_config,
     functional,
     inject,
     plan,
@@ -282,18 +281,19 @@ class TestScaleActivationGradFactor:
         model = nn.Sequential(nn.Identity(), nn.Identity())
         planned = plan(model, "ScaleActivationGrad(-1)", layers="*", p_scale="depth")
         assert [site.p for site in planned.sites] == [-0.5, -1.0]
-        assert [site.p for site in planned.apply().sites] == [-0.5, -1.0]
+        drop = inject(model, "ScaleActivationGrad(-1)", layers="*", p_scale="depth")
+        assert [site.p for site in drop.sites] == [-0.5, -1.0]
 
     @pytest.mark.parametrize("factor", [0.0, -1.0, 3.0])
-    def test_state_dict_and_config_keep_the_factor(self, factor: float) -> None:
+    def test_state_dict_and_spec_keep_the_factor(self, factor: float) -> None:
         model = Net()
         drop = inject(model, ScaleActivationGrad(factor), layers="inner", schedule=LinearSchedule(4))
         drop.seek(2)
         twin = Net()
-        again = from_config(twin, drop.config)
+        again = inject(twin, drop.spec)
         again.load_state_dict(drop.state_dict())
         assert (again.p, again.target_p) == (factor / 2, factor)
-        assert drop.config["sites"][0]["regularizer"] == {"type": "ScaleActivationGrad", "factor": factor}
+        assert drop.spec.to_dict()["regularizer"] == f"ScaleActivationGrad(factor={factor})"
 
     @pytest.mark.parametrize("factor", [math.inf, math.nan])
     def test_non_finite_factor_raises(self, factor: float) -> None:
@@ -358,9 +358,9 @@ class TestProbeAndMetrics:
             drop: Injection = inject(model, NoiseActivationGrad(0.5), layers="inner")
             torch.manual_seed(1)
             if measured:
-                with drop.measuring() as m:
+                with drop.recording(last=0) as m:
                     found.append(gradient(model))
-                assert m.calls == 1
+                assert m.totals.calls == 1
             else:
                 found.append(gradient(model))
         assert torch.equal(*found)
@@ -506,4 +506,4 @@ def test_frozen_layers_before_the_hook_need_no_edit() -> None:
     drop = inject(model, ScaleActivationGrad(0), layers="0")
     model(torch.randn(3, 4)).sum().backward()
     assert all(p.grad is not None for p in model[1].parameters())
-    assert drop.sites[0].fired
+    assert drop.sites[0].called

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import HookdropWarning, Masksembles, ShapeError, from_config, inject
+from hookdrop import HookdropWarning, Masksembles, ShapeError, inject
 from hookdrop.functional import masksembles
 from hookdrop.kernels.fixed_masks import fixed_masks, ones_per_mask
 from hookdrop.regularizers.masksembles import mask_seed
@@ -90,17 +90,17 @@ class TestSites:
         first, second = self.masks(model)
         assert not torch.equal(first, second)
 
-    def test_masks_are_restored_by_injecting_again_and_from_a_config(self) -> None:
+    def test_masks_are_restored_by_injecting_again_and_from_a_spec(self) -> None:
         model = self.layers()
         drop = inject(model, Masksembles(seed=2), layers="*")
         before = self.masks(model)
         assert all_equal(self.masks(copy.deepcopy(model)), before)
         assert all_equal(self.masks(pickle.loads(pickle.dumps(model))), before)
-        config = drop.config
+        spec = drop.spec
         drop.remove()
         with inject(model, Masksembles(seed=2), layers=["1"]):
             assert torch.equal(self.masks(model)[1], before[1])
-        from_config(model, config)
+        inject(model, spec)
         assert all_equal(self.masks(model), before)
 
 

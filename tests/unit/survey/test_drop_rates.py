@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +138,18 @@ class TestPlaces:
         found = find_drop_rates(model, X)
         assert [rate.layer for rate in found.rates] == ["used"]
         assert found.out_of_reach == {"the example does not run": ("tower",)}
+
+    def test_objects_that_raise_are_passed_over(self) -> None:
+        class Lazy:
+            def __getattribute__(self, name: str) -> Any:
+                raise RuntimeError(name)
+
+        class Owner:
+            pass
+
+        model = Net(lambda net, x: F.dropout(x, net.rate), rate=0.1)
+        vars(model).update(lazy=Lazy(), gone=weakref.proxy(Owner()))
+        assert rates(model) == [("", "rate")]
 
 
 class TestKnownModules:

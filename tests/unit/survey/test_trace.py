@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -95,3 +96,19 @@ def test_values_and_shapes_alone_give_the_same_trace() -> None:
     fake, real = (record(layer, torch.randn(2, 5, 8), fake=fake) for fake in (True, False))
     assert [op.name for op in fake.ops] == [op.name for op in real.ops]
     assert {"add", "layer_norm"} <= {op.name for op in fake.ops}
+
+
+class Cached(nn.Module):
+    @staticmethod
+    @functools.lru_cache
+    def positions(size: int) -> Tensor:
+        return torch.arange(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.positions(x.shape[1])
+
+
+def test_a_cache_of_a_function_keeps_no_fake_tensor() -> None:
+    model = Cached()
+    record(model, torch.zeros(2, 3))
+    assert model(torch.zeros(2, 3)).tolist() == [[0, 1, 2], [0, 1, 2]]

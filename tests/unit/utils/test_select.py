@@ -21,6 +21,7 @@ from hookdrop import (
     plan,
 )
 from hookdrop.guards.updates import UPDATES_BEFORE_WARNING
+from hookdrop.injection.place import place
 from hookdrop.utils.select import named_layers
 from tests.support.models import Small, names
 
@@ -301,7 +302,7 @@ class TestSelection:
             "0.19), at 'layer1.0' > 'layer1.0.conv1'.\n  for one level only, end the pattern in '.*', not '.**'."
         )
         with pytest.warns(HookdropWarning, match="nested inside other sites"):
-            drafted.apply()
+            place(drafted)
 
     def test_plan_without_a_regularizer_has_no_warnings(self, model: Small, images: torch.Tensor) -> None:
         """Errors recommend `print(plan(model, layers="**"))`."""
@@ -346,7 +347,7 @@ class TestSelection:
             drop = inject(model, Dropout(0.1), layers=["blocks", "heads.0"])
         model(torch.ones(2, 8))
         with pytest.warns(HookdropWarning, match="'blocks' never ran, so nothing is dropped there"):
-            drop.summary()
+            drop.remove()
 
     def test_sites_that_never_run_warn_after_ten_steps(self) -> None:
         model = Iterates()
@@ -358,8 +359,7 @@ class TestSelection:
             drop.step()
         drop.step()
 
-    @pytest.mark.parametrize("method", ["summary", "remove"])
-    def test_sites_that_never_run_warn_without_a_schedule(self, method: str) -> None:
+    def test_sites_that_never_run_warn_without_a_schedule(self) -> None:
         """The model's weights show that it trains, even without a PyTorch optimizer."""
         model = Iterates()
         drop = inject(model, Dropout(0.1), layers="blocks")
@@ -370,7 +370,7 @@ class TestSelection:
                 for parameter in model.parameters():
                     parameter -= 1e-3 * parameter.grad
         with pytest.warns(HookdropWarning, match="'blocks' never ran"):
-            getattr(drop, method)()
+            drop.remove()
 
     def test_multihead_attention_out_proj_is_never_called(self) -> None:
         """Its parent uses its weights; this is known without an example."""

@@ -163,9 +163,9 @@ def fsdp_in_bfloat16(before: bool) -> Facts:
     drop.follow(optimizer)
     seed_per_rank(0)
     train(net, optimizer, 2)
-    drop.disable()
+    drop.enabled = False
     net(X)
-    drop.enable()
+    drop.enabled = True
     classes = [type(net.get_submodule(name)).__name__ for name in ("blocks.0", "blocks.0.conv")]
     probe = drop.probe(X)
     pairs = sorted({(str(before), str(after)) for before, after in zip(seen[0::2], seen[1::2], strict=True)})
@@ -347,7 +347,7 @@ def warns_once_while_training() -> Facts:
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     drop = inject(net, Dropout(0.4), layers="blocks.*", schedule=LinearSchedule(100)).follow(optimizer)
     with hookdrop_warnings() as before:
-        drop.summary()  # no mask has been drawn yet: no warning
+        drop.SUMMARY()  # no mask has been drawn yet: no warning
     during = []
     for step in range(2 * STEPS_BEFORE_WARNING):
         with hookdrop_warnings() as texts:
@@ -358,7 +358,7 @@ def warns_once_while_training() -> Facts:
         during += [(step + 1, text) for text in texts]
     with hookdrop_warnings() as texts:
         drop.metrics()
-        drop.summary()
+        drop.SUMMARY()
         drop.state_dict()
     return {"before": before, "during": during, "later": texts}
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
-from hookdrop.injection.group import find
+from hookdrop.injection.handle import find
 from hookdrop.utils.torch_internals import BatchNorm, buffers_of
 
 

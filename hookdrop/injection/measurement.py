@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hookdrop.errors import InjectionError
 from hookdrop.hooks.hook import CurrentRate, SiteHook, regularized
-from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import drops_elements
 from hookdrop.survey.isolation import forked_rng
 from hookdrop.utils.tables import html_table, text_table
@@ -77,10 +76,14 @@ class Measurement:
     `asked`, `dropped` and `mean_ratio` cover all sites, weighted by their numbers of elements.
     """
 
-    sites: dict[str, SiteMeasurement] = field(default_factory=dict)
+    labels: dict[SiteHook, str] = field(default_factory=dict, repr=False)
+    sites: dict[str, SiteMeasurement] = field(init=False)
     eval_identical: bool | None = None
     """Whether eval output was bit-identical with and without hooks; None if it was not compared."""
     note: str = ""
+
+    def __post_init__(self) -> None:
+        self.sites = {label: SiteMeasurement() for label in self.labels.values()}
 
     @property
     def calls(self) -> int:
@@ -106,7 +109,9 @@ class Measurement:
 
     def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
         """Record one call. See `Meter.record`."""
-        site, regularizer = self.sites[hook.site], hook.regularizer
+        if hook not in self.labels:  # in another part of the model
+            return
+        site, regularizer = self.sites[self.labels[hook]], hook.regularizer
         site.calls += 1
         site.elements += x.numel()
         site.drops = drops_elements(regularizer)
@@ -163,16 +168,26 @@ M = TypeVar("M", bound=Meter)
 
 
 @contextmanager
-def measured_into(state: InjectionState, meter: M) -> Iterator[M]:
+def measured_into(hooks: Sequence[SiteHook], meter: M) -> Iterator[M]:
     """Record the forwards inside in `meter`."""
-    live = state.live
-    meters: list[Meter] = [*_meters(live.observe), meter]
-    live.observe = partial(_observe, meters)
+    lives = list(dict.fromkeys(hook.state.live for hook in hooks))
+    for live in lives:
+        live.observe = partial(_observe, [*_meters(live.observe), meter])
     try:
         yield meter
     finally:
-        left = [other for other in _meters(live.observe) if other is not meter]
-        live.observe = partial(_observe, left) if left else None
+        for live in lives:
+            left = [other for other in _meters(live.observe) if other is not meter]
+            live.observe = partial(_observe, left) if left else None
+
+
+def labels_of(hooks: Sequence[SiteHook]) -> dict[SiteHook, str]:
+    """Return the name of each site, with that of its injection where several injections share a site."""
+    names = [hook.site for hook in hooks]
+    return {
+        hook: hook.site if names.count(hook.site) == 1 else f"{hook.site} ({hook.state.name}, {hook.at})"
+        for hook in hooks
+    }
 
 
 def _meters(observe: Any) -> list[Meter]:
@@ -205,7 +220,8 @@ def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: CurrentRate, 
 def _derivative(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if functorch_stack() is not None:
         computed: Any = torch.func.vjp(fn, x)
-        return computed[1](torch.ones_like(computed[0]))[0]  # type: ignore[no-any-return]
+        derivative: Tensor = computed[1](torch.ones_like(computed[0]))[0]
+        return derivative
     # Hide these saved tensors from a surrounding activation checkpoint, which counts them.
     uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with torch.inference_mode(False), torch.enable_grad(), uncounted:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
-from hookdrop import Dropout, GaussianNoise, eject, find, inject, update_bn
+from hookdrop import Dropout, GaussianNoise, find, inject, update_bn
 from tests.support.injections import half_ramped
 from tests.support.models import Small
 
@@ -111,5 +111,5 @@ def test_an_error_restores_everything(model: Small, images: Tensor, tracked: boo
     assert [module.training for module in model.modules()] == modes
     assert (frozen.momentum, model.layer1[0].bn1.momentum) == (0.7, 0.1)
     assert drop.p == 0.2
-    assert find(model) == (drop,)
-    eject(model)
+    assert find(model) == drop
+    find(model).remove()

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hookdrop.diagnostics.figures import Rows, blocks_figure, evenly_spaced, pixels
-from hookdrop.diagnostics.measurement import measured_into
 from hookdrop.errors import did_you_mean
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.state import InjectionState
+from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced, pixels
+from hookdrop.injection.measurement import Measurement, labels_of, measured_into
 from hookdrop.regularizers import drops_elements
 from hookdrop.utils.captures import CopyDevice, NotRecordedError, detached_copy, valid_device
 from hookdrop.utils.names import glob_expression
@@ -59,24 +58,27 @@ class Record:
 class Recording(Mapping[str, Record]):
     """Maps site names to the last recorded call; `calls(name)` returns all recorded calls."""
 
-    def __init__(self, name: str, sites: Sequence[str], last: int = 1, to: CopyDevice = None) -> None:
-        self.name = name
+    def __init__(self, hooks: Sequence[SiteHook], last: int = 1, to: CopyDevice = None) -> None:
+        self.name = ", ".join(dict.fromkeys(hook.state.name for hook in hooks))
+        self.totals = Measurement(labels_of(hooks))
+        """What was measured in all calls: rates, dropped fractions, mean ratios."""
         self.reasons: dict[str, str] = {}
         """Why nothing was recorded, by site. Filled when the recording ends."""
-        self._last, self._to = count(last, "last", "recording"), valid_device(to, "recording")
-        self._records: dict[str, deque[Record]] = {site: deque(maxlen=self._last) for site in sites}
-        self._counts = dict.fromkeys(sites, 0)
+        self._last, self._to = count(last, "last", "recording", 0), valid_device(to, "recording")
+        self._records: dict[str, deque[Record]] = {site: deque(maxlen=self._last) for site in self.totals.sites}
 
     def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
         """Add one call, unless an activation checkpoint recomputes it."""
-        if graph_task() != -1:
+        if graph_task() != -1 or hook not in self.totals.labels:
+            return
+        self.totals.record(hook, rate, x, y, dropped)
+        if not self._last:
             return
         drops = drops_elements(hook.regularizer)
         before, after, dropped = (detached_copy(tensor, self._to) for tensor in (x, y, dropped))
         mask = ~dropped if drops else torch.ones_like(dropped)
         record = Record(before, mask, after, rate, hook.describe(rate), drops)
-        self._records[hook.site].append(record)
-        self._counts[hook.site] += 1
+        self._records[self.totals.labels[hook]].append(record)
 
     def __getitem__(self, name: str) -> Record:
         """Return the last call of a site. Raises `LayerError` if there is none."""
@@ -176,11 +178,19 @@ class Recording(Mapping[str, Record]):
 
     def _rows(self) -> list[tuple[object, ...]]:
         return [
-            (name, self._counts[name], shape_text(r.before.shape), r.p, f"{r.dropped:.3f}" if r.drops else "-")
+            (
+                name,
+                self.totals.sites[name].calls,
+                shape_text(r.before.shape),
+                r.p,
+                f"{r.dropped:.3f}" if r.drops else "-",
+            )
             for name, r in self.items()
         ]
 
     def __repr__(self) -> str:
+        if self.totals.calls and not self._last:
+            return str(self.totals)
         return text_table(HEADER, self._rows()) if len(self) else f"<Recording of {self.name!r}: empty>"
 
     def _repr_html_(self) -> str:
@@ -188,14 +198,15 @@ class Recording(Mapping[str, Record]):
 
 
 @contextmanager
-def recorded(state: InjectionState, hooks: Sequence[SiteHook], last: int, to: CopyDevice) -> Iterator[Recording]:
+def recorded(hooks: Sequence[SiteHook], last: int, to: CopyDevice) -> Iterator[Recording]:
     """Record the forwards inside, and find the reasons why sites were not recorded."""
-    recording = Recording(state.name, [hook.site for hook in hooks], last, to)
+    recording = Recording(hooks, last, to)
     try:
-        with measured_into(state, recording):
+        with measured_into(hooks, recording):
             yield recording
     finally:
-        recording.reasons = {hook.site: _why_not(hook) for hook in hooks if hook.site not in recording}
+        missing = [(hook, name) for hook, name in recording.totals.labels.items() if name not in recording]
+        recording.reasons = {name: _why_not(hook) if last else "last=0 keeps no calls" for hook, name in missing}
 
 
 def _why_not(hook: SiteHook) -> str:

@@ -38,7 +38,7 @@ class TestProbeAndMeasuring:
         assert [m.training for m in model.modules()] == flags
         assert torch.equal(torch.get_rng_state(), rng)
         assert (drop.step_count, drop.p) == (0, 0.0)
-        assert not any(site.fired for site in drop.sites)
+        assert not any(site.called for site in drop.sites)
 
     def test_probe_prints_a_table(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, DropBlock(0.3, 3), layers="layer1.0.bn1")
@@ -52,7 +52,7 @@ class TestProbeAndMeasuring:
         assert "rate is 0 at step 0 of LinearSchedule(steps=10); measure a later step with probe(x, step=...)" in str(
             drop.probe(images)
         )
-        drop.disable()
+        drop.enabled = False
         assert "is disabled" in str(drop.probe(images, step=10))
 
     def test_probe_detects_different_eval_output(self, model: Small, images: torch.Tensor) -> None:
@@ -67,10 +67,10 @@ class TestProbeAndMeasuring:
         torch.manual_seed(1)
         expected, state = model(images), torch.get_rng_state()
         torch.manual_seed(1)
-        with drop.measuring() as m:
+        with drop.recording(last=0) as m:
             assert torch.equal(model(images), expected)
         assert torch.equal(torch.get_rng_state(), state)
-        assert m.calls == 2
+        assert m.totals.calls == 2
 
     @pytest.mark.parametrize(
         "regularizer",
@@ -81,16 +81,16 @@ class TestProbeAndMeasuring:
         """A ReLU sets half of the elements to 0 without dropping them."""
         model = nn.Sequential(nn.ReLU())
         drop = inject(model, regularizer, layers="0")
-        with drop.measuring() as m:
+        with drop.recording(last=0) as m:
             model(torch.randn(300, 20, 6, 6))
-        assert m.dropped == pytest.approx(0.3, abs=0.1 if isinstance(regularizer, DropPath) else 0.03)
+        assert m.totals.dropped == pytest.approx(0.3, abs=0.1 if isinstance(regularizer, DropPath) else 0.03)
 
     def test_noise_reports_no_dropped_elements(self) -> None:
         model = nn.Sequential(nn.Identity())
         drop = inject(model, GaussianDropout(0.3), layers="0")
-        with drop.measuring() as m:
+        with drop.recording(last=0) as m:
             model(X)
-        assert (m.asked, m.dropped) == (0.3, 0.0)
+        assert (m.totals.asked, m.totals.dropped) == (0.3, 0.0)
 
 
 def test_probe_with_an_invalid_input_restores_the_model(model: Small, images: torch.Tensor) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.diagnostics.measurement import Measurement, SiteMeasurement, measured_into, require_values
 from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
+from hookdrop.injection.measurement import Measurement, labels_of, measured_into, require_values
 from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import tensors
@@ -20,30 +20,27 @@ from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import count
 
 
-def probe(model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:
+def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:
     """Measure `forwards` training-mode forwards on `x`, and compare eval output with and without hooks."""
     forwards = count(forwards, "forwards", "probe")
     inner = unwrapped(model)
     for parameter in inner.parameters():
         require_values(parameter)
-    result = empty_measurement(hooks)
-    note_on_modes = _note_on_modes(inner)
+    result = Measurement(labels_of(hooks))
+    notes = [_note_on_modes(inner)]
     with without_bookkeeping(model), restored_after(model), torch.no_grad():
         modes = _training_modes(inner)
         set_eval(inner)
         result.eval_identical = _eval_identical(inner, x)
         for module, training in zip(inner.modules(), modes, strict=True):
             module.training = training
-        with measured_into(state, result):
+        with measured_into(hooks, result):
             for _ in range(forwards):
                 call(inner, x)
-        result.note = "\n".join(filter(None, (_note(state, hooks, result), note_on_modes)))
+        for state in reversed(list(dict.fromkeys(hook.state for hook in hooks))):
+            notes.insert(0, _note(state, [hook for hook in hooks if hook.state is state], result))
+    result.note = "\n".join(filter(None, notes))
     return result
-
-
-def empty_measurement(hooks: Sequence[SiteHook]) -> Measurement:
-    """Return an empty measurement with a row per site."""
-    return Measurement({hook.site: SiteMeasurement() for hook in hooks})
 
 
 def _training_modes(model: nn.Module) -> list[bool]:
@@ -96,10 +93,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _note(state: InjectionState, hooks: Sequence[SiteHook], result: Measurement) -> str:
     if not state.on:
-        return f"{state.name!r} is disabled: drop.enable()"
-    if result.calls and all(hook.regularizer.in_backward for hook in hooks):
+        return f"{state.name!r} is disabled: drop.enabled = True"
+    calls = sum(result.sites[result.labels[hook]].calls for hook in hooks)
+    if calls and all(hook.regularizer.in_backward for hook in hooks):
         return f"{state.name!r} edits gradients in the backward pass, so it changes nothing in these forwards"
-    if result.calls:
+    if calls:
         return ""
     if state.multiplier == 0.0 and any(hook.train_rate is not None and hook.train_rate.neutral for hook in hooks):
         return (

@@ -1,0 +1,204 @@
+"""`InjectionSpec`: an injection as plain values, placed when the model and the length of the training are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import (
+    ChainedSchedule,
+    ConstantSchedule,
+    CosineSchedule,
+    DropBlock,
+    Dropout,
+    Dropout2d,
+    EarlySchedule,
+    GaussianNoise,
+    InjectionError,
+    InjectionSpec,
+    LambdaSchedule,
+    LinearSchedule,
+    Schedule,
+    StateError,
+    find,
+    inject,
+    plan,
+)
+from tests.support.injections import halve, injected
+from tests.support.models import Small
+from tests.unit.recipes.test_base import blocks, every_linear
+
+DROPOUT = {"regularizer": "Dropout(p=0.1)", "layers": "0"}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+
+
+class TestInject:
+    def test_it_places_what_inject_places(self) -> None:
+        settings: dict[str, Any] = {
+            "layers": ["0", "2"],
+            "exclude": "2",
+            "at": "input",
+            "name": "mine",
+            "portable": True,
+        }
+        spec = InjectionSpec("DropBlock(p=0.1, block_size=3)", schedule="LinearSchedule(steps=0.5)", **settings)
+        placed = inject(model(), spec, total_steps=100)
+        expected = inject(model(), DropBlock(0.1, 3), schedule=LinearSchedule(steps=50), **settings)
+        assert placed.spec.to_dict() == expected.spec.to_dict()
+
+    def test_a_mapping_and_objects_work_too(self) -> None:
+        spec = InjectionSpec(
+            {"0": "Dropout(p=0.1)", "2": Dropout(0.2)}, schedule=LinearSchedule(steps=1.0), p_scale="depth"
+        )
+        assert [site.target for site in plan(model(), spec, total_steps=3).sites] == [0.1, 0.2]
+
+    def test_an_unknown_total_names_the_fix_and_places_nothing(self) -> None:
+        net = model()
+        with pytest.raises(InjectionError, match=r"total_steps=(?s:.)*No hook was placed"):
+            inject(net, InjectionSpec("Dropout(p=0.1)", layers="0", schedule="LinearSchedule(steps=1.0)"))
+        assert not find(net)
+
+    def test_a_spec_has_all_settings(self) -> None:
+        with pytest.raises(TypeError, match="a spec has all settings"):
+            inject(model(), InjectionSpec(**DROPOUT), layers="2")
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"regularizer": DropBlock(0.4, (3, 1), normalize=None), "schedule": LinearSchedule(20, delay=3)},
+            {
+                "regularizer": GaussianNoise(0.5),
+                "schedule": ChainedSchedule([CosineSchedule(3), ConstantSchedule(0.5)], [9]),
+            },
+            {"regularizer": Dropout2d(0.4), "schedule": None, "p_scale": "depth", "name": "mine", "portable": True},
+            {"regularizer": {"layer1.*": Dropout(0.1), "layer2.0": DropBlock(0.2, 3)}, "layers": None},
+            {"regularizer": Dropout(0.1), "layers": "fc", "at": "input", "tensor": 0},
+            {"regularizer": nn.Dropout2d(0.1), "schedule": EarlySchedule(3, linear=True)},
+            {"regularizer": {"layer1.*": GaussianNoise(0.1), "fc": halve}, "layers": None, "schedule": None},
+        ],
+        ids=lambda settings: repr(settings["regularizer"]),
+    )
+    def test_spec_of_a_handle_reproduces_the_injection(self, settings: dict[str, Any], images: torch.Tensor) -> None:
+        first, drop = injected(**settings)
+        drop.step(2)
+        spec = InjectionSpec.from_dict(json.loads(json.dumps(drop.spec.to_dict())), allow=[halve, nn.Dropout2d])
+        twin = Small()
+        twin.load_state_dict(first.state_dict())
+        again = inject(twin, spec)
+        again.load_state_dict(drop.state_dict())
+        assert again.spec.to_dict() == drop.spec.to_dict()
+        drop.seek(7)
+        again.seek(7)
+        torch.manual_seed(1)
+        expected = first(images)
+        torch.manual_seed(1)
+        assert torch.equal(twin(images), expected)
+
+    def test_the_root_module(self) -> None:
+        lstm = nn.LSTM(3, 3)
+        drop = inject(lstm, Dropout(0.5), layers=lstm, p_scale={lstm: 0.5})
+        again = inject(nn.LSTM(3, 3), InjectionSpec.from_dict(drop.spec.to_dict()))
+        assert [(site.name, site.p) for site in again.sites] == [("", 0.25)]
+
+    def test_a_recipe_runs_again_and_must_choose_the_same_sites(self) -> None:
+        drop = inject(blocks(), every_linear(p=0.4), exclude="1.1", p_scale="depth")
+        spec = InjectionSpec.from_dict(drop.spec.to_dict(), allow=[every_linear])
+        assert [site.p for site in inject(blocks(), spec).sites] == [site.p for site in drop.sites]
+        with pytest.raises(StateError, match=r"only here: *'2'(.|\n)*No hook was placed"):
+            inject(blocks().append(nn.Linear(4, 4)), spec)
+
+    def test_objects_are_saved_as_text(self) -> None:
+        spec = InjectionSpec(DropBlock(0.1, 3), layers="0", schedule=LinearSchedule(steps=1.0))
+        text = {"regularizer": "DropBlock(p=0.1, block_size=3)", "layers": "0", "schedule": "LinearSchedule(steps=1.0)"}
+        assert spec.to_dict() == text
+        assert InjectionSpec.from_dict(text).to_dict() == text
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            DROPOUT | {"layers": len},
+            DROPOUT | {"schedule": LambdaSchedule(abs)},
+            DROPOUT | {"regularizer": partial(torch.mul, other=1.0)},
+        ],
+        ids=["layers", "schedule", "regularizer"],
+    )
+    def test_functions_cannot_be_saved(self, settings: dict[str, Any]) -> None:
+        with pytest.raises(StateError, match="cannot be saved|cannot name it"):
+            InjectionSpec(**settings).to_dict()
+
+    def test_classes_from_elsewhere_must_be_allowed(self) -> None:
+        spec = InjectionSpec("Dropout(p=0.1)", layers="0", schedule=OwnRamp(4))
+        with pytest.raises(ValueError, match=r"if you trust it: from_dict\(..., allow="):
+            InjectionSpec.from_dict(spec.to_dict())
+        assert InjectionSpec.from_dict(spec.to_dict(), allow=[OwnRamp]).schedule == OwnRamp(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRamp(Schedule):
+    """A custom schedule."""
+
+    half: int
+
+    def __call__(self, step: int) -> float:
+        return step / (step + self.half)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("settings", "says"),
+        [
+            ({"regularizer": "Dropout(p=0.1)"}, "`layers` is missing"),
+            ({"regularizer": "Dropuot(p=0.1)", "layers": "0"}, "did you mean: Dropout"),
+            ({"regularizer": {"0": "Dropuot(p=0.1)"}}, "did you mean: Dropout"),
+            ({"regularizer": "Dropout(p=2)", "layers": "0"}, "got 2"),
+            (DROPOUT | {"schedule": "LinearSchedul(steps=3)"}, "did you mean: LinearSchedule"),
+            (DROPOUT | {"schedule": "LinearSchedule(step=3)"}, "signature: LinearSchedule"),
+            (DROPOUT | {"schedule": 0.5}, "write: schedule=LinearSchedule"),
+            (DROPOUT | {"layers": ""}, "`layers` contains an empty name"),
+            (DROPOUT | {"regularizer": "LinearSchedule(steps=3)"}, "is a schedule, not a regularizer"),
+            (DROPOUT | {"layers": [0]}, "names are strings: write '0'"),
+            (DROPOUT | {"exclude": 1.5}, "`exclude` contains 1.5"),
+            (DROPOUT | {"at": "inptu"}, "at must be one of"),
+            (DROPOUT | {"tensor": 1.5}, "tensor must be"),
+            (DROPOUT | {"p_scale": "linear"}, "p_scale must be"),
+            (DROPOUT | {"name": "a/b"}, "name must be"),
+            (DROPOUT | {"portable": "false"}, "portable must be"),
+            (DROPOUT | {"on_existing": "keep"}, "on_existing must be"),
+            ({"regularizer": {0: "Dropout(p=0.1)"}}, "names are strings: write '0'"),
+            ({"regularizer": {}}, "layers"),
+            ({"regularizer": "stochastic_dept(p=0.1)"}, "did you mean: stochastic_depth"),
+            ({"regularizer": "set_dropout(q=0.1)"}, "signature: set_dropout"),
+            ({"regularizer": "set_dropout(p=0.1)", "at": "input"}, "chooses its layers: remove at="),
+        ],
+    )
+    def test_invalid_settings_raise_before_there_is_a_model(self, settings: dict[str, Any], says: str) -> None:
+        with pytest.raises((TypeError, ValueError, InjectionError), match=says):
+            InjectionSpec(**settings)
+
+    def test_a_spec_needs_a_regularizer(self) -> None:
+        with pytest.raises(TypeError, match="a spec needs a regularizer"):
+            InjectionSpec.from_dict({"layers": "0"})
+
+    @pytest.mark.parametrize("settings", [None, "Dropout(p=0.1)", ["Dropout(p=0.1)"]])
+    def test_settings_that_are_not_a_mapping(self, settings: Any) -> None:
+        with pytest.raises(TypeError, match="an InjectionSpec or a mapping of its settings, got"):
+            InjectionSpec.from_dict(settings)
+
+    def test_a_key_that_yaml_reads_as_a_boolean(self) -> None:
+        with pytest.raises(TypeError, match="no setting True"):
+            InjectionSpec.from_dict({True: "step", **DROPOUT})  # type: ignore[dict-item]
+
+    def test_an_unknown_setting_of_a_file_is_named(self) -> None:
+        with pytest.raises(TypeError, match=r"no setting 'layer'(?s:.)*layers"):
+            InjectionSpec.from_dict({"regularizer": "Dropout(p=0.1)", "layer": "0"})
