@@ -92,7 +92,7 @@ class stochastic_depth(Recipe):
 
     def groups(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         # Blocks without a skip, such as those of an EfficientNet that change the shape, count too.
-        every = set(_like(model, super().groups(model, survey, sites)))
+        every = set(_like(model, survey, super().groups(model, survey, sites)))
         return [name for name in survey.layers if name in every]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
@@ -119,7 +119,7 @@ def require_branches(recipe: Recipe, model: nn.Module, survey: Survey) -> Sequen
 
 def skipped_warnings(model: nn.Module, survey: Survey, known: set[str], skipped: dict[str, list[str]]) -> Sequence[str]:
     """Return the warnings about layers without sites: `skipped` by reason, and those like a `known` layer."""
-    others = [name for name in _like(model, list(known)) if name not in known]
+    others = [name for name in _like(model, survey, list(known)) if name not in known]
     for reason, names in {
         "the example does not call them.": [name for name in others if name not in survey.layers],
         "no residual branch that ends with a module was found there.": [
@@ -152,13 +152,17 @@ def _names(call: Call) -> list[str]:
 _ATTENTION = {"scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 
 
-def _like(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return these layers, and those with parts whose names differ from them in indices only."""
-    patterns = {_pattern(name) for name in names}
+def _like(model: nn.Module, survey: Survey, names: Sequence[str]) -> list[str]:
+    """Return these layers, and those like them: with the end of a branch, and a name that differs in indices only."""
+    layers = {layer.name: layer.module for layer in named_layers(model)}
+    ends: dict[str, set[str]] = {_pattern(name): set() for name in names}
+    for name in names:
+        inside = [branch.end for branch in survey.branches if branch.end.startswith(f"{name}.")]
+        ends[_pattern(name)].update(end.removeprefix(f"{name}.") for end in inside)
     return [
-        layer.name
-        for layer in named_layers(model)
-        if layer.name in names or (_pattern(layer.name) in patterns and any(True for _ in layer.module.children()))
+        name
+        for name in layers
+        if name in names or any(f"{name}.{end}" in layers for end in ends.get(_pattern(name), ()))
     ]
 
 
