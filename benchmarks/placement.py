@@ -22,6 +22,7 @@ import torch
 from timm.layers.drop import DropBlock2d, DropPath
 from torch import nn
 
+import hookdrop
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth, timm_dropblock
 
@@ -73,7 +74,7 @@ def depth(name: str) -> str:
     mismatches = []
     for formula, p_scale in SCALES.items():
         try:
-            plan = stochastic_depth.plan(clean, p=P, p_scale=p_scale)
+            plan = hookdrop.plan(clean, stochastic_depth(p=P), p_scale=p_scale)
         except (LayerError, InjectionError) as error:
             return f"refused: {str(error).splitlines()[0]}"
         got = {site.name: (site.p,) for site in plan.sites if site.p}

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import peers
+from hookdrop import inject
 from hookdrop.recipes import patch_dropout, stochastic_depth
 from terminal import make_console, say
 from thresholds import new_table, warn_if_busy
@@ -30,8 +31,8 @@ VARIANTS: dict[str, tuple[dict[str, float], Callable[[nn.Module], Any]]] = {
     "timm patch_drop_rate=0.5": ({"patch_drop_rate": 0.5}, lambda model: None),
     "patch_dropout 75 %": ({}, lambda model: patch_dropout(model, p=0.75)),
     "timm patch_drop_rate=0.75": ({"patch_drop_rate": 0.75}, lambda model: None),
-    "DropPath 40 %, subset": ({}, lambda model: stochastic_depth(model, p=0.4, mode="subset", p_scale=None)),
-    "DropPath 40 %, row": ({}, lambda model: stochastic_depth(model, p=0.4, p_scale=None)),
+    "DropPath 40 %, subset": ({}, lambda model: inject(model, stochastic_depth(p=0.4, mode="subset"), p_scale="equal")),
+    "DropPath 40 %, row": ({}, lambda model: inject(model, stochastic_depth(p=0.4), p_scale="equal")),
 }
 """The arguments of `timm.create_model`, and what is injected."""
 

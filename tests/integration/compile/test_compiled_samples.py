@@ -13,7 +13,7 @@ from torch import nn
 from hookdrop import DSU, LinearSchedule, Masksembles, NEFTune, Regularizer, ShakeDrop, inject
 from tests.support.compiling import Net, graphs
 from tests.support.tensors import all_equal, styled, within
-from tests.unit.hooks.test_call_context import IDS, MASK, TokenModel, Windowed, Windows
+from tests.unit.hooks.test_call_context import IDS, MASK, TokenModel, Windowed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Skipping serialization:UserWarning")  # raised by PyTorch 2.6 itself
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -112,11 +112,7 @@ def test_the_attention_mask_reaches_a_compiled_embedding(part: str) -> None:
 
 def test_the_number_of_samples_reaches_a_compiled_layer() -> None:
     model = Windowed()
-    inject(model, Spread(), layers="inner")
-    (hook,) = model.inner._forward_hooks.values()
-    hook.remove()
-    hook.samples = Windows()
-    hook.place(model.inner)
+    inject(model, Spread(samples=("", 0, False)), layers="inner")
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)
     for samples in (3, 5, 7):
         assert fast(torch.zeros(samples, 8)).tolist() == [[samples] * 4] * (2 * samples)
@@ -128,9 +124,9 @@ class Spread(Regularizer):
 
     needs = ("samples",)
 
-    def __init__(self, p: float = 0.5) -> None:
+    def __init__(self, p: float = 0.5, samples: Any = None) -> None:
         super().__init__()
-        self.p = p
+        self.p, self.samples = p, samples
 
     def regularize(self, x: torch.Tensor, rate: Any, samples: Any = None) -> torch.Tensor:
-        return torch.full_like(x, samples.samples)
+        return torch.full_like(x, samples.count)

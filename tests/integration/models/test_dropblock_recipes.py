@@ -21,6 +21,7 @@ from hookdrop import (
     LayerError,
     LinearSchedule,
     find,
+    inject,
     functional,
     recipes,
 )
@@ -171,9 +172,9 @@ class TestEveryRecipe:
 
     def test_plan_does_not_change_the_model(self) -> None:
         model = torchvision.models.resnet18()
-        plan = stochastic_depth.plan(model, p=0.2, example_input=torch.zeros(1, 3, 64, 64))
+        plan = hookdrop.plan(model, stochastic_depth(p=0.2), example_input=torch.zeros(2, 3, 64, 64))
         assert len(find(model)) == 0
-        assert plan.sites[-1].shape == (1, 512, 2, 2)
+        assert plan.sites[-1].shape == (2, 512, 2, 2)
         assert str(plan).startswith("8 sites of ResNet")
         assert len(plan.apply().sites) == 8
 
@@ -217,7 +218,8 @@ class TestEveryRecipe:
     ) -> None:
         model = torchvision.models.resnet18()
         with pytest.raises(error, match=message) as excinfo:
-            stochastic_depth(model, **given)
+            own = {key: given[key] for key in given.keys() & {"p", "mode"}}
+            inject(model, stochastic_depth(**own), **{key: given[key] for key in given.keys() - own.keys()})
         assert "No hook was placed" in str(excinfo.value)
         assert len(find(model)) == 0
 
@@ -232,7 +234,7 @@ class TestEveryRecipe:
     def test_two_recipes_can_be_combined(self) -> None:
         model = timm.create_model("resnet18")
         timm_dropblock(model)
-        stochastic_depth(model)
+        inject(model, stochastic_depth())
         assert [injection.name for injection in find(model)] == ["stochastic_depth", "timm_dropblock"]
 
     def test_recipe_returns_a_regular_injection(self) -> None:
@@ -276,11 +278,11 @@ class TestEveryRecipe:
     def test_traced_module_without_sites_is_accepted(self) -> None:
         traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(1000, 2)))
         model = nn.Sequential(torchvision.models.resnet18(), traced)
-        assert len(stochastic_depth(model).sites) == 8
+        assert len(inject(model, stochastic_depth()).sites) == 8
 
 
 def test_schedule_controls_the_rate_of_a_recipe() -> None:
-    drop = stochastic_depth(torchvision.models.resnet18(), p=0.2, schedule=LinearSchedule(steps=2))
+    drop = inject(torchvision.models.resnet18(), stochastic_depth(p=0.2), schedule=LinearSchedule(steps=2))
     drop.step()
     assert drop.p == pytest.approx(0.1)
 
