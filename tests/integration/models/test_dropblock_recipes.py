@@ -21,8 +21,8 @@ from hookdrop import (
     LayerError,
     LinearSchedule,
     find,
-    inject,
     functional,
+    inject,
     recipes,
 )
 from hookdrop.recipes import dropblock_resnet, stochastic_depth, timm_dropblock

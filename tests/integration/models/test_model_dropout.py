@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hookdrop
-from hookdrop import InjectionError, LayerError, LinearSchedule, inject, plan
+from hookdrop import InjectionError, LinearSchedule, inject, plan
 from hookdrop.recipes import residual_dropout, set_dropout
 from tests.support.tensors import all_equal
 
