@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import hookdrop
 from hookdrop.injection.place import place
-from hookdrop.recipes import Recipe
+from hookdrop.recipes.base import Recipe
 from models.catalog import Example
 from models.footprint import bit_equal, differences, fingerprint, footprint, tensors
-from models.sites import BLOCK, P, SiteChooser, choose_regularizers, label
+from models.sites import BLOCK, SiteChooser, choose_regularizers, label
 
 LEARNING_RATE = 1e-3
 STANDARD_ERRORS = 5.0
@@ -40,7 +40,7 @@ class Check:
         model: nn.Module,
         example: Example,
         choose: SiteChooser = choose_regularizers,
-        recipe: Recipe[...] | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
         self.model, self.example, self.choose, self.recipe = model, example, choose, recipe
         self.record: dict[str, Any] = {}
@@ -115,7 +115,7 @@ class Check:
         if self.recipe is None:
             self._plan_chosen_layers()
         else:
-            self.plan = self.recipe.plan(self.model, p=P, block_size=BLOCK, example_input=self.example.eval)
+            self.plan = hookdrop.plan(self.model, self.recipe, example_input=self.example.eval)
         self.chosen = {site.name: site.regularizer for site in self.plan.sites}
         self.record["sites"] = dict(Counter(label(regularizer) for regularizer in self.chosen.values()))
         str(self.plan)

@@ -832,7 +832,7 @@ def _() -> None:
 
 @case("dropblock_resnet of an MLP")
 def _() -> None:
-    recipes.dropblock_resnet(mlp(), p=0.1)
+    inject(mlp(), recipes.dropblock_resnet(p=0.1), example_input=torch.zeros(2, 8))
 
 
 @case("dropblock_resnet of a CNN with attention blocks")
@@ -841,14 +841,14 @@ def _() -> None:
 
     with torch.device("meta"):
         model = timm.create_model("mobilenetv5_base")
-    recipes.dropblock_resnet(model)
+    inject(model, recipes.dropblock_resnet())
 
 
 @case("dropblock_unet of a classifier")
 def _() -> None:
     import torchvision
 
-    recipes.dropblock_unet(torchvision.models.resnet18())
+    inject(torchvision.models.resnet18(), recipes.dropblock_unet())
 
 
 @case("stochastic_depth of a model that has it")

@@ -203,7 +203,7 @@ class TestResidualDropout:
         model = getattr(transformers, f"{name}Model")(config).train()
         drop = inject(model, residual_dropout(p=1.0))
         states = model(**TOKENS, output_hidden_states=True).hidden_states
-        assert len(drop.sites) == 4
+        assert len(drop.sites) == (2 if name == "Phi" else 4)  # Phi calls one dropout for both branches
         assert torch.equal(states[1], states[0])
         drop.remove()
         states = model(**TOKENS, output_hidden_states=True).hidden_states
@@ -238,7 +238,7 @@ class TestResidualDropout:
         assert inject(lora(lora_dropout), residual_dropout()).sites[0].name.endswith("layers.0.self_attn")
 
     def test_model_with_dropout_raises(self) -> None:
-        with pytest.raises(InjectionError, match=r"already has dropout: h\.0\.attn\.resid_dropout is 0\.1") as excinfo:
+        with pytest.raises(InjectionError, match=r"already has dropout: h\.0\.attn\.resid_dropout\.p is 0\.1") as excinfo:
             inject(gpt2(), residual_dropout())
         assert "set_dropout" in str(excinfo.value)
 
