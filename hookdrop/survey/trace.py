@@ -163,12 +163,12 @@ def nodes_in(value: Any) -> list[Node]:
     """Return the nodes in a value, depth first."""
     found: list[Node] = []
 
-    def look(leaf: Any) -> Any:
+    def visit(leaf: Any) -> Any:
         if isinstance(leaf, Node):
             found.append(leaf)
         return leaf
 
-    map_leaves(value, look)
+    map_leaves(value, visit)
     return found
 
 

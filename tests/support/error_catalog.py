@@ -313,13 +313,13 @@ def _() -> None:
     inject(ResNet(), HeadDropout(p=0.1, heads=3), layers="fc")
 
 
-@case("tokens removed before windows")
+@case("tokens removed before rotary embeddings")
 def _() -> None:
     import timm
 
-    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1))
-    tokens = TokenDropout(p=0.5, prefix=0, remove=True)
-    inject(model, tokens, layers="patch_embed", example_input=torch.randn(1, 3, 224, 224))
+    model = timm.create_model("eva02_tiny_patch14_224", depth=1, img_size=56)
+    tokens = TokenDropout(p=0.5, remove=True)
+    inject(model, tokens, layers="pos_drop", example_input=torch.randn(1, 3, 56, 56))
 
 
 @case("a batch norm in a branch that runs on part of the batch")
@@ -869,7 +869,7 @@ def _() -> None:
     inject(model, recipes.neftune(embedding="embed_tokens"))
 
 
-@case("patch_dropout of a model with windows")
+@case("patch_dropout of a model without patches in a sequence")
 def _() -> None:
     import timm
 
