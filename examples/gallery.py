@@ -28,6 +28,7 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torch.nn.functional import fold, interpolate, unfold
 
+import hookdrop
 from hookdrop import (
     ChainedSchedule,
     ConstantSchedule,
@@ -331,7 +332,7 @@ DETECTOR = """### dropblock_detector
 training step at an identity skip of group 3, after a convolution of group 4, and at a level of the feature pyramid."""
 DEPTH = """### stochastic_depth
 
-`recipes.stochastic_depth(model, p=0.2)`: the rate of each residual branch."""
+`recipes.stochastic_depth(p=0.2)`: the rate of each residual branch."""
 
 PATCH_DROPOUT = f"""### patch_dropout
 
@@ -353,7 +354,7 @@ def draw_rates_by_depth() -> Figure:
     figure = Figure(figsize=(8, 2.4), layout="constrained")
     models = {"resnet50": torchvision.models.resnet50(), "vit_b_16": torchvision.models.vit_b_16()}
     for axes, (name, model) in zip(figure.subplots(1, 2, sharey=True), models.items(), strict=True):
-        sites = recipes.stochastic_depth.plan(model, p=0.2).sites
+        sites = hookdrop.plan(model, recipes.stochastic_depth(p=0.2)).sites
         axes.bar(range(len(sites)), [site.p for site in sites], color="#2166ac")
         axes.set(title=name, xlabel="branch, from input to output")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
