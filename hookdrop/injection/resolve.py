@@ -199,11 +199,11 @@ class LazySurvey:
         """None if the recipe did not need it."""
 
     def __getattr__(self, name: str) -> Any:
-        if self.found is None:
-            from hookdrop.survey import survey
-
-            self.found = survey(*self._arguments)
         with hooks_removed(self._arguments[0]):  # an injection is no part of the model
+            if self.found is None:
+                from hookdrop.survey import survey
+
+                self.found = survey(*self._arguments)
             return getattr(self.found, name)
 
 

@@ -51,15 +51,26 @@ def _reason(call: Call, sums: Mapping[Node, Residual]) -> str:
     return ""
 
 
-def _source(node: Node, sums: Mapping[Node, Residual], since: int) -> tuple[Node, bool]:
-    """Return the tensor from which skips and norms lead to a node, and whether there is an addition on the way."""
+def includes_input(call: Call, sums: Mapping[Node, Residual]) -> bool:
+    """Whether the output of a call is its input plus residual branches, apart from norms and activations."""
+    outputs = [node for node in call.outputs if node.fits][:1]
+    found = [_source(node, sums, call.start, loosely=True) for node in outputs]
+    return any(added and source in call.inputs for source, added in found)
+
+
+def _source(node: Node, sums: Mapping[Node, Residual], since: int, loosely: bool = False) -> tuple[Node, bool]:
+    """Return the tensor from which skips and norms lead to a node, and whether there is an addition on the way.
+
+    `loosely` also follows activations.
+    """
     added = False
     while (op := node.op) is not None and node.index > since:
         residual = sums.get(node)
         inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data and one.size == node.size]
+        simple = is_linear(op) or "norm" in op.name or (loosely and len(op.inputs) == 1)
         if residual is not None and not residual.is_projection:
             node, added = residual.skip, True
-        elif len(inputs) == 1 and (is_linear(op) or "norm" in op.name):
+        elif len(inputs) == 1 and simple:
             node = inputs[0]
         else:
             break

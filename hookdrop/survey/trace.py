@@ -184,9 +184,9 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: bool 
     Raises:
         InjectionError: the model does not accept the example, or needs values.
     """
-    recorder = _Recorder(model)
     with ExitStack() as stack:
         stack.enter_context(restored_after(model, trains=training))
+        recorder = _Recorder(model)
         stack.enter_context(_restored_attributes(model))
         stack.enter_context(_without_fused_attention())
         stack.enter_context(torch.no_grad())

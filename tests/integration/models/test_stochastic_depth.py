@@ -264,7 +264,6 @@ def tiny_llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-@pytest.mark.filterwarnings("ignore:.*whole residual block")
 @pytest.mark.parametrize("name", SUBSETS)
 def test_subset_drops_the_branches_that_row_mode_drops(name: str) -> None:
     """If all but one sample are dropped in all blocks, they leave the blocks unchanged, in both modes."""
