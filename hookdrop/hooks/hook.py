@@ -26,8 +26,8 @@ from hookdrop.hooks.checkpointing import (
 )
 from hookdrop.hooks.placed import CompanionHook, PlacedHook
 from hookdrop.hooks.state import InjectionState, all_states
+from hookdrop.regularizers import REGULARIZERS
 from hookdrop.regularizers.base import P, Rate, Regularizer, at_rate, rate_of
-from hookdrop.regularizers.catalog import REGULARIZERS
 from hookdrop.regularizers.samples import SampleRows
 from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
