@@ -12,8 +12,9 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ import torch
 from timm.layers.drop import DropBlock2d, DropPath
 from torch import nn
 
+import hookdrop
 from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth, timm_dropblock
+from hookdrop.regularizers import as_regularizer
 
 P = 0.1
 TOLERANCE = 1e-6
@@ -33,6 +36,16 @@ SCALES: dict[str, Any] = {
     "i / n": lambda name, index, count: index / count,
     "p everywhere": None,
 }
+
+
+@dataclass(frozen=True)
+class timms_own(timm_dropblock):
+    """The recipe with timm's module."""
+
+    def regularizer(self, block_size: int, gamma_scale: float) -> Any:
+        return as_regularizer(DropBlock2d(self.p, block_size, gamma_scale))
+
+
 Rates = dict[str, tuple[float, ...]]
 
 
@@ -94,13 +107,12 @@ def dropblock(name: str) -> str:
     if not blocks:
         return "unused"
     expected = {site: (block.drop_prob, block.block_size, block.gamma_scale) for site, block in blocks.items()}
-    recorded: list[Mapping[str, float]] = []
     try:
-        plan = timm_dropblock.plan(clean, p=P, regularizer=recording_factory(recorded))
+        plan = hookdrop.plan(clean, timms_own(P))
     except (LayerError, InjectionError) as error:
         return f"refused: {str(error).splitlines()[0]}"
-    settings = zip(plan.sites, recorded, strict=True)
-    got = {site.name: (one["p"], one["block_size"], one["gamma_scale"]) for site, one in settings}
+    modules = {site.name: site.regularizer.module for site in plan.sites}
+    got = {site: (block.drop_prob, block.block_size, block.gamma_scale) for site, block in modules.items()}
     return "equal" if got == expected else f"differ: {difference(clean, got, expected)}"
 
 
@@ -109,16 +121,6 @@ def build(name: str, **keywords: float) -> nn.Module | None:
     with suppress(Exception), torch.device("meta"):
         return timm.create_model(name, **keywords)
     return None
-
-
-def recording_factory(recorded: list[Mapping[str, float]]) -> Callable[..., nn.Module]:
-    """Create a DropBlock factory that records its arguments."""
-
-    def make(**settings: float) -> nn.Module:
-        recorded.append(settings)
-        return DropBlock2d(settings["p"], int(settings["block_size"]), settings["gamma_scale"])
-
-    return make
 
 
 def difference(clean: nn.Module, got: Rates, expected: Rates) -> str:

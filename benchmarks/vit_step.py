@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import peers
+from hookdrop import inject
 from hookdrop.recipes import patch_dropout, stochastic_depth
 from terminal import make_console, say
 from thresholds import new_table, warn_if_busy
@@ -26,9 +27,15 @@ from timing import measure, ratios
 CLEAN = "no dropping"
 VARIANTS: dict[str, tuple[dict[str, float], Callable[[nn.Module], Any]]] = {
     CLEAN: ({}, lambda model: None),
-    "patch_dropout 50 %": ({}, lambda model: patch_dropout(model, p=0.5)),
+    "patch_dropout 50 %": (
+        {},
+        lambda model: inject(model, patch_dropout(p=0.5)),
+    ),
     "timm patch_drop_rate=0.5": ({"patch_drop_rate": 0.5}, lambda model: None),
-    "patch_dropout 75 %": ({}, lambda model: patch_dropout(model, p=0.75)),
+    "patch_dropout 75 %": (
+        {},
+        lambda model: inject(model, patch_dropout(p=0.75)),
+    ),
     "timm patch_drop_rate=0.75": ({"patch_drop_rate": 0.75}, lambda model: None),
     "DropPath 40 %, subset": ({}, lambda model: stochastic_depth(model, p=0.4, mode="subset", p_scale=None)),
     "DropPath 40 %, row": ({}, lambda model: stochastic_depth(model, p=0.4, p_scale=None)),

@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.tensorboard import SummaryWriter
 from torchvision.datasets import CIFAR10, ImageFolder
 
-from hookdrop import Injection, LinearSchedule, plan
+from hookdrop import Injection, LinearSchedule, inject, plan
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -204,10 +204,9 @@ def regularize(args: argparse.Namespace, model: nn.Module, optimizer: Any, steps
         return None
     schedule = LinearSchedule(steps=max(1, round(args.ramp * steps))) if args.ramp > 0 else None
     example = torch.zeros(2, 3, args.image_size, args.image_size, device=args.device)
-    where = {"layers": args.layers, "exclude": args.exclude}
-    planned = plan(model, args.regularizer, **where, schedule=schedule, example_input=example)
-    print(planned)
-    return planned.apply().follow(optimizer)
+    settings = {"layers": args.layers, "exclude": args.exclude, "schedule": schedule, "example_input": example}
+    print(plan(model, args.regularizer, **settings))
+    return inject(model, args.regularizer, **settings).follow(optimizer)
 
 
 @dataclass

@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.datasets import ImageFolder
 
-from hookdrop import Injection, LinearSchedule, plan, seed_per_rank
+from hookdrop import Injection, LinearSchedule, inject, plan, seed_per_rank
 
 SETTINGS = ("model", "data", "image_size", "regularizer", "layers", "epochs", "batch_size", "lr", "seed")
 
@@ -140,10 +140,9 @@ def regularize(args: argparse.Namespace, model: nn.Module, device: torch.device,
     if args.regularizer is None:
         return None
     example = torch.zeros(2, 3, args.image_size, args.image_size, device=device)
-    schedule = LinearSchedule(steps=steps)
-    planned = plan(model, args.regularizer, layers=args.layers, schedule=schedule, example_input=example)
-    print_once(planned)
-    return planned.apply()
+    settings = {"layers": args.layers, "schedule": LinearSchedule(steps=steps), "example_input": example}
+    print_once(plan(model, args.regularizer, **settings))
+    return inject(model, args.regularizer, **settings)
 
 
 def wrap(args: argparse.Namespace, model: nn.Module, device: torch.device) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hookdrop
 from families.layers import Run, watching
+from hookdrop.injection.place import place
 from hookdrop.recipes.recipe import Recipe
 from hookdrop.utils.tensor_tree import tensors
 from models.check import NotRunnable, require
@@ -49,7 +50,7 @@ class RecipeCheck:
         """
         plan = recipe.plan(self.model, **settings)
         self._require_unchanged("plan")
-        self._check(plan.apply())
+        self._check(place(plan))
         return plan
 
     def run_value(self, recipe: Any, example: Any) -> hookdrop.Plan:

@@ -38,11 +38,11 @@ def run_units(name: str, model: nn.Module, runs: list[Run]) -> Record:
     for run in runs:
         try:
             plan = RecipeCheck(run.module, [run]).run_value(recipe, run.inputs)
+            check(run, plan)
         except (LayerError, InjectionError) as error:
             refused.append(" ".join(str(error).partition("No hook was placed")[0].split()))
             continue
         sites += len(plan.sites)
-        check(run, plan)
     if not sites:
         return {"status": "refused", "error": refused[0][:250]}
     return {"status": "partial" if refused else "passed", "sites": sites} | (
@@ -68,10 +68,13 @@ def check_heads(run: Run, plan: hookdrop.Plan) -> None:
         mine = _around(site.name, cores)
         require(bool(mine), f"no attention runs around {site.name}")
         for head in {0, drop.heads - 1}:
-            found, _ = _inputs_of(run, [site.name], mine, head, drop.heads)
             wanted = base[site.name] * (owner != head)
-            close = torch.allclose(found[site.name], wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
-            require(close, f"head {head} of {site.name} is not what HeadDropout drops")
+            found = [_inputs_of(run, [site.name], mine, head, drop.heads, axis)[0][site.name] for axis in (1, 2)]
+            atol = 1e-5 * float(wanted.abs().max())
+            require(
+                any(torch.allclose(x, wanted, rtol=1e-4, atol=atol) for x in found),
+                f"head {head} of {site.name} is not what HeadDropout drops",
+            )
         _check_samples(run, site.name, drop)
 
 
@@ -106,8 +109,9 @@ def _replaced(value: Any, sample: int) -> Any:
 class _Cores(TorchFunctionMode):
     """Numbers the products of attention, and zeroes a head in some."""
 
-    def __init__(self, running: list[str], chosen: list[int], head: int, heads: int) -> None:
+    def __init__(self, running: list[str], chosen: list[int], head: int, heads: int, axis: int) -> None:
         super().__init__()
+        self.axis = axis
         self.running, self.chosen, self.head, self.heads = running, chosen, head, heads
         self.weights: list[Tensor] = []
         self.found: list[tuple[str, ...]] = []
@@ -126,14 +130,14 @@ class _Cores(TorchFunctionMode):
 
     def _without_head(self, x: Tensor) -> Tensor:
         x = x.clone()
-        by_head = x if x.dim() > 3 else x.unflatten(0, (BATCH, -1))
-        by_head[:, torch.arange(by_head.shape[1]) % self.heads == self.head] = 0.0
+        by_head = (x if x.dim() > 3 else x.unflatten(0, (BATCH, -1))).movedim(self.axis, 0)
+        by_head[torch.arange(len(by_head)) % self.heads == self.head] = 0.0
         return x
 
 
 @torch.no_grad()
 def _inputs_of(
-    run: Run, names: list[str], chosen: list[int] | None = None, head: int = 0, heads: int = 1
+    run: Run, names: list[str], chosen: list[int] | None = None, head: int = 0, heads: int = 1, axis: int = 1
 ) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
     """Return the first input of each layer, and the modules that run around each product of attention."""
     found: dict[str, Tensor] = {}
@@ -148,7 +152,7 @@ def _inputs_of(
             site = run.module.get_submodule(name)
             stack.callback(site.register_forward_pre_hook(_saved(found, name), with_kwargs=True).remove)
         torch.manual_seed(0)
-        cores = stack.enter_context(_Cores(running, chosen or [], head, heads))
+        cores = stack.enter_context(_Cores(running, chosen or [], head, heads, axis))
         run()
     return found, cores.found
 
@@ -218,6 +222,7 @@ def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
     """Check that the site returns one vector for each token id, whatever its position.
 
     Raises:
+        LayerError: the embedding does not run, with a warning.
         CheckFailed: it does not.
     """
     require(len(plan.sites) == 1, "more than one embedding")
@@ -230,14 +235,20 @@ def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
 
     with _hooked(run.module.get_submodule(site.name), save), torch.no_grad():
         run()
+    if not seen and any("never" in warning for warning in plan.warnings):
+        raise LayerError(f"{site.name} does not run with these inputs, as the plan warns")
     require(bool(seen), f"{site.name} does not run")
-    ids, vectors = seen[0][0].flatten(), seen[0][1].flatten(0, -2)
-    require(not seen[0][0].is_floating_point() and len(ids) == len(vectors), f"{site.name} does not look up tokens")
-    for token in ids.unique():
-        mine = vectors[ids == token]
+    ids, vectors = seen[0][0], seen[0][1].flatten(0, -2)
+    require(not ids.is_floating_point() and ids.numel() % len(vectors) == 0, f"{site.name} does not look up tokens")
+    rows = ids.reshape(len(vectors), -1)  # several for each token in audio models
+    for row in rows.unique(dim=0):
+        mine = vectors[(rows == row).all(1)]
         require(torch.equal(mine, mine[:1].expand_as(mine)), f"{site.name} depends on more than the token")
     given = [x for x in run.inputs.values() if isinstance(x, Tensor) and not x.is_floating_point()]
-    require(any(set(ids.tolist()) <= set(x.flatten().tolist()) for x in given), f"{site.name} does not get the tokens")
+    tokens = {*ids.flatten().tolist()}
+    # Offsets or a prompt may have been added to them.
+    fits = [x.numel() == ids.numel() or {*x.flatten().tolist()} <= tokens for x in given]
+    require(any(fits), f"{site.name} does not get the tokens")
 
 
 CASES: dict[str, tuple[Recipe, Callable[[Run, hookdrop.Plan], None]]] = {

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import hookdrop
-from hookdrop.recipes import Recipe
+from hookdrop.injection.place import place
+from hookdrop.recipes.base import Recipe
 from models.catalog import Example
 from models.footprint import bit_equal, differences, fingerprint, footprint, tensors
-from models.sites import BLOCK, P, SiteChooser, choose_regularizers, label
+from models.sites import BLOCK, SiteChooser, choose_regularizers, label
 
 LEARNING_RATE = 1e-3
 STANDARD_ERRORS = 5.0
@@ -39,7 +40,7 @@ class Check:
         model: nn.Module,
         example: Example,
         choose: SiteChooser = choose_regularizers,
-        recipe: Recipe[...] | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
         self.model, self.example, self.choose, self.recipe = model, example, choose, recipe
         self.record: dict[str, Any] = {}
@@ -114,7 +115,7 @@ class Check:
         if self.recipe is None:
             self._plan_chosen_layers()
         else:
-            self.plan = self.recipe.plan(self.model, p=P, block_size=BLOCK, example_input=self.example.eval)
+            self.plan = hookdrop.plan(self.model, self.recipe, example_input=self.example.eval)
         self.chosen = {site.name: site.regularizer for site in self.plan.sites}
         self.record["sites"] = dict(Counter(label(regularizer) for regularizer in self.chosen.values()))
         str(self.plan)
@@ -137,7 +138,7 @@ class Check:
 
     def _inject(self) -> None:
         rng_state = torch.get_rng_state()
-        self.drop = self.plan.apply()  # `inject` is `plan` followed by `apply`
+        self.drop = place(self.plan)  # `inject` is `plan` followed by `place`
         self._require_only_hooks_added(torch.equal(rng_state, torch.get_rng_state()))
         require(fingerprint(self.model) == self.checksums, "plan or inject changed a parameter or buffer")
         require(bit_equal(self._evaluate(), self.output), "eval output differs with hooks")
@@ -152,7 +153,7 @@ class Check:
         require(after["hooks"] != self.before["hooks"], "inject placed no hook")
 
     def _inject_on_meta(self) -> None:
-        self.drop = self.plan.apply()
+        self.drop = place(self.plan)
         self._require_only_hooks_added(True)
         self._evaluate()
         require(all(site.called for site in self.drop.sites), "a site did not fire")
@@ -162,7 +163,7 @@ class Check:
     def _train(self) -> None:
         with self.drop.recording(last=0) as measured:
             self._loss_and_gradients()
-        self._check_rates(measured)
+        self._check_rates(measured.totals)
         gradients = _gradients(self.model)
         changed = sorted(gradients ^ self.gradients)[:3]
         require(not changed, f"different parameters have gradients: {changed}")

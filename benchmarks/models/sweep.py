@@ -18,10 +18,12 @@ from typing import Any
 from torch import nn
 
 import hookdrop
-from hookdrop.recipes import RECIPES, Recipe
+from hookdrop.recipes import RECIPES
+from hookdrop.recipes.base import Recipe
 from models import catalog, report
 from models.catalog import Name, Trial
 from models.check import Check, NotRunnable, short_traceback
+from models.sites import BLOCK, P
 
 GIB = 2**30
 # For activations, the interpreter and its libraries.
@@ -83,12 +85,7 @@ def check_model(name: Name, options: argparse.Namespace) -> dict[str, Any]:
 def _check_model(name: Name, options: argparse.Namespace, record: dict[str, Any]) -> dict[str, Any]:
     skeleton = catalog.skeleton_of(name)
     record["parameters"] = sum(p.numel() for p in skeleton.parameters())
-    recipe = RECIPES[options.recipe] if options.recipe else None
-    if recipe is not None:
-        try:
-            recipe.plan(skeleton)
-        except hookdrop.LayerError as error:
-            return {"status": "refused", "error": str(error).splitlines()[0]}
+    recipe = RECIPES[options.recipe](p=P, block_size=BLOCK) if options.recipe else None
     trials = (trial for trial in catalog.trials(name, skeleton) if catalog.accepted(trial, skeleton))
     need, (exclusive, shared) = training_bytes(skeleton), limits(options)
     if need > exclusive:
@@ -113,16 +110,29 @@ def limits(options: argparse.Namespace) -> tuple[float, float]:
     return memory - (count - 1) * shared, shared
 
 
-def check_first_runnable(trials: Iterator[Trial], device: str, recipe: Recipe[...] | None = None) -> dict[str, Any]:
+def check_first_runnable(trials: Iterator[Trial], device: str, recipe: Recipe | None = None) -> dict[str, Any]:
     """Check the first trial that runs without hookdrop."""
     reason = "the model accepts no input size that was tried"
     for trial in trials:
+        if recipe is not None and (refusal := _refusal(recipe, trial)):
+            return trial.about() | {"status": "refused", "error": refusal}
         check = Check(trial.build(device), trial.example(device), recipe=recipe)
         try:
             return trial.about() | (check.run() if device == "cpu" else check.run_on_meta())
         except NotRunnable as error:
             reason = f"{error} [{trial.about()['input']}]"
     return {"status": "clean", "error": reason}
+
+
+def _refusal(recipe: Recipe, trial: Trial) -> str:
+    """Return why the recipe refuses a model, which takes no memory to find out."""
+    try:
+        hookdrop.plan(trial.build("meta"), recipe, example_input=trial.example("meta").eval)
+    except (hookdrop.LayerError, hookdrop.InjectionError) as error:
+        return str(error).splitlines()[0]
+    except NotImplementedError:  # the constructor needs values
+        return ""
+    return ""
 
 
 @contextmanager

@@ -99,6 +99,11 @@ MESSAGES = {
         "  if they process the same samples (tensor parallelism), identical masks are correct: "
         "then call seed_per_rank(group=data_parallel_group)."
     ),
+    "rows": (
+        "{it.name!r} draws once for each row of axis 0, of which {many!r} has {most} and {few!r} {least}: not all rows "
+        "are samples.\n"
+        '  to draw once for each sample: inject(..., example_input=x)   once for the batch: DropPath(mode="batch")'
+    ),
     "other_trained": (
         "{it.name!r}: optimizers took {it.other_steps} steps for other models, and this one never ran in training "
         "mode: nothing was dropped.\n"

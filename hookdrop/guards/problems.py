@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.guards.messages import find
+from hookdrop.guards.messages import find, message
 from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter, schedule_problems
 from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.hook import SiteHook, first_listeners
@@ -21,7 +21,7 @@ from hookdrop.utils.seeding import announce, find_rank_with_same_seed
 from hookdrop.utils.torch_internals import full_backward_hooks_of, parameters_of
 
 CHANGES = ("lost", "copied", "adapted", "full_backward_hook")
-USE = ("bypassed", "silent", "always_in_eval", "equal_masks", "other_trained")
+USE = ("bypassed", "silent", "always_in_eval", "equal_masks", "rows", "other_trained")
 STEPS_BEFORE_WARNING = 10
 """Schedule steps after which every site should have run."""
 
@@ -169,6 +169,11 @@ class Comparison:
         )
 
     @property
+    def rows(self) -> dict[str, Any]:
+        """Axis 0 of a site has several times the rows of another site, and both draw once for each row."""
+        return _different_rows(self.intact)
+
+    @property
     def other_trained(self) -> bool:
         """Optimizers took 20 steps for other models before any hook ran in training mode; only in `check()`."""
         return self.requested and not self.started and self.other_steps >= UPDATES_BEFORE_WARNING
@@ -194,6 +199,7 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
         if all(type(size) is int for size in x.shape):
             hook.last_shape = x.shape
             warn_about_shape(hook)
+            warn_about_rows(hook)
         # Ranks announce their seeds when they draw their first masks.
         announce(x.device)
         return x
@@ -214,6 +220,29 @@ def shape_warnings(hook: SiteHook) -> dict[str, str]:
     found = [] if hook.last_shape is None else hook.regularizer.shape_warnings(hook.last_shape)
     see_all = "\n  all sites: print(plan(..., example_input=x))"
     return {re.sub(r"\d+", "#", text): f"{hook.where}: {text}{see_all}" for text in found}
+
+
+def warn_about_rows(hook: SiteHook) -> None:
+    """Warn if the rows of this site and of others, in the same injection, cannot all be samples."""
+    found = _different_rows(hook.state.live.members) if _draws_for_rows(hook) else {}
+    if found:
+        hook.state.warn_once("rows", message("rows", hook.state, found))
+
+
+def _different_rows(hooks: Iterable[SiteHook]) -> dict[str, Any]:
+    rows = {hook.site: hook.last_shape[0] for hook in hooks if _draws_for_rows(hook) and hook.last_shape}
+    if not rows:
+        return {}
+    many, few = max(rows, key=rows.__getitem__), min(rows, key=rows.__getitem__)
+    if rows[few] in (0, rows[many]) or rows[many] % rows[few]:
+        return {}
+    return {"many": many, "few": few, "most": rows[many], "least": rows[few]}
+
+
+def _draws_for_rows(hook: SiteHook) -> bool:
+    """Whether the regularizer draws once for each row of axis 0, which it takes for a sample."""
+    drop = hook.regularizer
+    return "samples" in vars(drop) and drop.samples is None and bool(drop.independent_samples)
 
 
 @contextmanager

@@ -53,6 +53,27 @@ class Site:
     """The regularizer with its target rate."""
 
 
+class Sites(tuple[Site, ...]):
+    """The sites of an injection; `print` shows a table."""
+
+    __slots__ = ()
+
+    @property
+    def rows(self) -> list[tuple[object, ...]]:
+        """The rows of the table, with the columns of `HEADER`."""
+        called = {True: "yes", False: "no", None: "-"}
+        return [(site.name, site.p, site.p_scale, called[site.called], site.regularizer) for site in self]
+
+    def __repr__(self) -> str:
+        return text_table(HEADER, self.rows)
+
+    def _repr_html_(self) -> str:
+        return html_table(HEADER, self.rows, counted(len(self), "site"))
+
+
+HEADER = ("site", "p", "p_scale", "called", "regularizer")
+
+
 class Injection:
     """A handle on one or several injections of a model, by name.
 
@@ -177,9 +198,9 @@ class Injection:
         return ", ".join(dict.fromkeys(state.name for state in self._states))
 
     @property
-    def sites(self) -> tuple[Site, ...]:
-        """The sites in `named_modules()` order."""
-        return tuple(
+    def sites(self) -> Sites:
+        """The sites in `named_modules()` order; `print(drop.sites)` shows a table with the current rates."""
+        return Sites(
             Site(sink.site, sink.p, sink.p_scale, getattr(sink, "called", None), sink.describe())
             for sink in self._sinks
         )
@@ -577,22 +598,9 @@ class Injection:
         sites = counted(len(self._sinks), "site")
         return f"<Injection {state.name!r}: {sites},{p}{off} step {state.step_count} of {state.schedule}>"
 
-    def __str__(self) -> str:
-        """The sites as a table, with the problems that the training has shown so far."""
-        return "\n\n".join(self._only([state])._table(state) for state in self._states) or repr(self)
-
-    def _table(self, state: InjectionState) -> str:
-        if state.removed or (model := self._model()) is None:
-            return repr(self)
-        problems = [f"problem: {text}" for text in self._problems(state, model).values()]
-        return "\n".join([repr(self), text_table(_HEADER, self._rows()), *problems])
-
     def _repr_html_(self) -> str:
-        return html_table(_HEADER, [] if self._model() is None else self._rows(), repr(self))
-
-    def _rows(self) -> list[tuple[str, float | None, float, str, str]]:
-        called = {True: "yes", False: "no", None: "-"}
-        return [(s.name, s.p, s.p_scale, called[s.called], s.regularizer) for s in self.sites]
+        sites = Sites() if self._model() is None else self.sites
+        return html_table(HEADER, sites.rows, repr(self))
 
     # --- saving
 
@@ -664,9 +672,6 @@ class Injection:
             self.remove()
         else:  # do not distract from the error with warnings
             self._detach()
-
-
-_HEADER = ("site", "p", "p_scale", "called", "regularizer")
 
 
 def _is_attached(state: InjectionState) -> bool:

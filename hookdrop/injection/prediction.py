@@ -20,7 +20,7 @@ from hookdrop.injection.batches import Device, Inputs, is_batch, read_batches
 from hookdrop.injection.uncertainty import Prediction, Statistics, Summary, concatenated
 from hookdrop.regularizers import rows_alone
 from hookdrop.survey.isolation import eval_mode, forked_rng, uncompiled
-from hookdrop.utils.optional import ProgressBar, progress_bar
+from hookdrop.utils.optional import progress_bar
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count, one_of
 
@@ -77,7 +77,7 @@ def predict(
     total = None if length is None else length * settings.samples
     found: list[Statistics] = []
     forwards = 0
-    with eval_mode(model), torch.no_grad(), progress_bar(total, settings.progress, not is_batch(data)) as bar:
+    with eval_mode(model), torch.no_grad(), progress_bar(total, settings.progress, not is_batch(data)) as advance:
         first = next(batches, None)
         if first is None:
             raise ValueError(
@@ -88,7 +88,7 @@ def predict(
         with sampling():
             for inputs in chain([first], batches):
                 sizes = sharing.samples_per_forward(inputs)
-                found.append(_sample(model, inputs, sizes, settings, bar))
+                found.append(_sample(model, inputs, sizes, settings, advance))
                 forwards += len(sizes)
     mean, variance, entropy, information = concatenated(found)
     if mean.numel() and variance.max().sqrt() <= _EQUAL * mean.abs().max():
@@ -152,12 +152,14 @@ class _Sharing:
             )
 
 
-def _sample(model: nn.Module, inputs: Inputs, sizes: Sequence[int], settings: Settings, bar: ProgressBar) -> Statistics:
+def _sample(
+    model: nn.Module, inputs: Inputs, sizes: Sequence[int], settings: Settings, advance: Callable[[int], object]
+) -> Statistics:
     """Return the statistics of one batch, on the CPU."""
     summary = Summary(settings.activation)
     for size in sizes:
         summary.add(_call(model, inputs.repeated(size), settings), size)
-        bar.update(size)
+        advance(size)
     return summary.statistics()
 
 

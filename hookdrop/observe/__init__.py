@@ -5,8 +5,7 @@ Figures, class activation maps and TensorBoard need `pip install 'hookdrop[obser
 
 from hookdrop.injection.recording import Record, Recording
 from hookdrop.observe.activations import Captured, capture
-from hookdrop.observe.cam import grad_cam
-from hookdrop.observe.cam_comparison import CamComparison, compare_cam, plot_cam
+from hookdrop.observe.cam import CamComparison, compare_cam, grad_cam, plot_cam
 from hookdrop.observe.plots import plot_features, plot_schedule
 from hookdrop.observe.statistics import LayerStats, Stats, stats
 

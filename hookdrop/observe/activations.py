@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.errors import LayerError, ShapeError, nearest, warn
+from hookdrop.errors import LayerError, ShapeError, warn
 from hookdrop.hooks.checkpointing import is_recomputing
-from hookdrop.observe.read_only_hooks import LayerObserver, chosen_layers, chosen_tensor, first_tensor, observed
+from hookdrop.observe.read_only_hooks import ByLayer, LayerObserver, chosen_layers, first_tensor, observed
 from hookdrop.utils.captures import CopyDevice, NotRecordedError, detached_copy, requires_with, valid_device
 from hookdrop.utils.select import Entries, Layer
 from hookdrop.utils.tables import counted, some
-from hookdrop.utils.tensor_tree import TensorKey, describe
+from hookdrop.utils.tensor_tree import TensorKey, describe, map_tensor
 from hookdrop.utils.validation import count
 
 
@@ -123,7 +123,7 @@ class _Recorder(LayerObserver):
         input = inputs.pop() if inputs else None
         if output is None and sys.exc_info()[0] is not None:  # the forward raised
             return
-        x = chosen_tensor(output, self._tensor, repr(self.name))
+        x = self._chosen(output)
         self.calls.append(call := _Call(detached_copy(x, self._to), input))
 
         def add(gradient: Tensor) -> None:
@@ -133,56 +133,46 @@ class _Recorder(LayerObserver):
         if self._gradients and x.requires_grad:
             self.on_gradient(x, add)
 
-
-class _View(Mapping[str, list[Any]]):
-    """One attribute of the captured calls, by layer name."""
-
-    def __init__(self, recorders: Sequence[_Recorder], attribute: str) -> None:
-        self._recorders, self._attribute = recorders, attribute
-
-    def __getitem__(self, name: str) -> list[Any]:
-        found = next((recorder for recorder in self._recorders if name in recorder.names), None)
-        if found is None:
-            known = [recorder.name for recorder in self._recorders]
-            raise NotRecordedError(f"{name!r} is not captured.\n  captured: {some(nearest(name, known) or known)}")
-        if not found.calls:
-            called = some(list(self)) or "none"
-            raise NotRecordedError(f"{name!r} was not called, so nothing was captured.\n  called: {called}")
-        return [getattr(call, self._attribute) for call in found.calls]
-
-    def __iter__(self) -> Iterator[str]:
-        return (recorder.name for recorder in self._recorders if recorder.calls)
-
-    def __len__(self) -> int:
-        return sum(bool(recorder.calls) for recorder in self._recorders)
-
-    def __repr__(self) -> str:
-        last = {name: (len(calls), calls[-1]) for name, calls in self.items()}
-        lines = [
-            f"{name!r}: {counted(calls, 'call')}, {'no gradient' if x is None else describe(x)}"
-            for name, (calls, x) in last.items()
-        ]
-        return "\n".join(lines) or "<nothing captured>"
+    def _chosen(self, output: Any) -> Tensor:
+        if self._tensor is None:
+            if (first := first_tensor(output)) is None:
+                what = f"{self.name!r} returned {describe(output)}, which contains no tensor"
+                raise ShapeError(f"{what}.\n  skip it: exclude=...")
+            return first
+        found: dict[int, Tensor] = {}
+        try:
+            map_tensor(output, self._tensor, lambda x: found.setdefault(0, x))
+        except ShapeError as error:
+            error.args = (f"{self.name!r} {error}",)
+            raise
+        return found[0]
 
 
-class Captured(_View):
+class Captured(ByLayer[list[Any]]):
     """Captured outputs by layer name, one tensor for each call. `inputs` and `gradients` have the same form."""
 
-    def __init__(self, recorders: Sequence[_Recorder], inputs: bool, gradients: bool) -> None:
-        super().__init__(recorders, "output")
-        self._requested = {"inputs": inputs, "gradients": gradients}
+    def __init__(self, recorders: Sequence[_Recorder], inputs: bool, gradients: bool, shown: str = "output") -> None:
+        super().__init__(recorders, lambda recorder: [getattr(call, shown) for call in recorder.calls])
+        self._requested = inputs, gradients
 
     @property
-    def inputs(self) -> Mapping[str, list[Tensor]]:
+    def inputs(self) -> Captured:
         """The first tensor among the arguments of each call, as it was before the call."""
-        return self._view("inputs", "input")
+        return self._view("inputs", "input", self._requested[0])
 
     @property
-    def gradients(self) -> Mapping[str, list[Tensor | None]]:
+    def gradients(self) -> Captured:
         """The gradient of each call's output; None where no backward pass reached it."""
-        return self._view("gradients", "gradient")
+        return self._view("gradients", "gradient", self._requested[1])
 
-    def _view(self, name: str, attribute: str) -> _View:
-        if not self._requested[name]:
+    def _view(self, name: str, shown: str, requested: bool) -> Captured:
+        if not requested:
             raise NotRecordedError(f"the {name} were not captured.\n  write: capture(..., {name}=True)")
-        return _View(self._recorders, attribute)
+        return Captured(self._observers, *self._requested, shown)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{name!r}: {counted(len(calls), 'call')}, {'no gradient' if calls[-1] is None else describe(calls[-1])}"
+            for name, calls in self.items()
+        ]
+        return "\n".join(lines) or "<nothing captured>"

@@ -1,10 +1,10 @@
-"""Class activation maps: which regions of an image are evidence for a class."""
+"""Class activation maps: which regions of an image are evidence for a class, also compared between two models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,20 @@ from hookdrop.errors import LayerError, ShapeError, warn
 from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.hooks import compiling
 from hookdrop.hooks.checkpointing import is_recomputing
+from hookdrop.injection.figures import SCALE, as_images, get_figure
 from hookdrop.observe.read_only_hooks import first_tensor
-from hookdrop.survey.isolation import restored_after, uncompiled
+from hookdrop.survey.isolation import call, restored_after, set_eval, uncompiled
 from hookdrop.utils.axes import as_map
 from hookdrop.utils.captures import detached_copy
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.optional import needs
 from hookdrop.utils.select import Entries, Layer, select
-from hookdrop.utils.tables import counted, some
+from hookdrop.utils.tables import counted, some, text_table
 from hookdrop.utils.tensor_tree import describe, map_tensor
 from hookdrop.utils.validation import count, floating, one_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Target = int | Tensor | Sequence[Any] | Callable[[Tensor], Tensor] | None
 METHODS = {
@@ -47,9 +51,8 @@ def grad_cam(
 ) -> Tensor:
     """Compute class activation maps with pytorch-grad-cam (`pip install grad-cam`).
 
-    A map shows which regions of an image are evidence for a class. The model runs in eval mode, uncompiled. Modes,
-    buffers, the random state and the parameters' gradients are restored, also after an error. Parameters receive no
-    gradients, so this works under DistributedDataParallel and calls no parameter hook.
+    The model runs in eval mode, uncompiled. Modes, buffers, the random state and the parameters' gradients are
+    restored, also after an error. Parameters receive no gradients, so this works under DistributedDataParallel.
 
     Args:
         model: a classifier from (N, C, H, W) to (N, classes), or to a container whose first tensor has that shape.
@@ -72,8 +75,7 @@ def grad_cam(
         HookdropError: grad-cam is not installed.
         LayerError: `layer` matches no layer, several layers, or a layer that is not called exactly once.
         ShapeError: the layer returns neither a map nor tokens of a known grid, or the model not (N, classes).
-        ValueError, IndexError: the method or the class does not exist.
-        TypeError: an argument has the wrong type, such as uint8 images.
+        ValueError, IndexError, TypeError: an argument is invalid, such as a class that does not exist.
 
     Example:
         >>> model = timm.create_model("resnet18", pretrained=True)  # doctest: +SKIP
@@ -94,44 +96,19 @@ def grad_cam(
     watched = _WatchedLayer(found[0], (x.shape[-2], x.shape[-1]), grid)
     with needs("observe"):
         import pytorch_grad_cam
-    with _isolated(model) as inner:
-        maps = _compute_maps(getattr(pytorch_grad_cam, METHODS[method]), inner, watched, x, _targets(target, len(x)))
-    _warn_if_empty(maps, watched)
+    maps = _compute_maps(getattr(pytorch_grad_cam, METHODS[method]), unwrapped(model), watched, x, target)
+    if bad := maps.isnan().flatten(1).any(1).nonzero().flatten().tolist():
+        what = f"NaN in {len(bad)} of {counted(len(maps), 'map')}"
+        warn(f"{what}: x, the output or the gradient is not finite.\n  images: {some(bad)}")
+    if not maps.any():
+        warn(
+            f"the maps at {watched.name!r} are 0 everywhere: no positive evidence for this class at this layer.\n"
+            "  use another layer or class; in a vision transformer, a layer whose patch tokens are still used, such as "
+            "'blocks.11.norm1'"
+        )
     peaks = maps.amax((1, 2), keepdim=True)
     # The library divides by the maximum plus an epsilon, which matters when the gradients are as small.
     return maps / torch.where(peaks > 0.0, peaks, 1.0)
-
-
-def _targets(target: Target, samples: int) -> list[Any] | None:
-    """Return a function of the output for each sample; None is the predicted class."""
-    if target is None:
-        return None
-    if isinstance(target, Tensor):
-        target = target.tolist()
-    listed = list(target) if isinstance(target, Sequence) else [target] * samples
-    if len(listed) != samples:
-        raise ValueError(f"target must be one class, or one for each of the {samples} images, got {len(listed)}.")
-    from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
-
-    return [each if callable(each) else ClassifierOutputTarget(count(each, "target", "grad_cam", 0)) for each in listed]
-
-
-class _Classifier(nn.Module):
-    """What the library expects: a model that returns one tensor (N, classes), and whose gradients it may reset."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.model(x)
-        logits = first_tensor(out)
-        if logits is None or logits.dim() != 2 or len(logits) != len(x):
-            raise ShapeError(f"the model must return (N, classes), got {describe(out)} for {len(x)} images.")
-        return logits.float()  # NumPy has no bfloat16
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: no parameter gradient is computed."""
 
 
 class _WatchedLayer:
@@ -162,54 +139,186 @@ class _WatchedLayer:
             raise
 
 
-@contextmanager
-def _isolated(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model without its wrappers, with gradients enabled and parameters frozen."""
-    inner = unwrapped(model)
-    trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        without_bookkeeping(inner),
-        restored_after(inner),
-        uncompiled(),
-    ):
+class _Classifier(nn.Module):
+    """What the library expects: a model that returns one tensor (N, classes), and whose gradients it may reset."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.model(x)
+        logits = first_tensor(out)
+        if logits is None or logits.dim() != 2 or len(logits) != len(x):
+            raise ShapeError(f"the model must return (N, classes), got {describe(out)} for {len(x)} images.")
+        return logits.float()  # NumPy has no bfloat16
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: no parameter gradient is computed."""
+
+
+def _compute_maps(cam_class: Any, model: nn.Module, layer: _WatchedLayer, x: Tensor, target: Target) -> Tensor:
+    """Call the library, with gradients enabled and parameters frozen."""
+    targets = _targets(target, len(x))
+    device = next((parameter.device for parameter in model.parameters()), x.device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    cam: Any = None
+    grad, hook = torch.enable_grad(), layer.module.register_forward_hook(layer)
+    with hook, torch.inference_mode(False), grad, without_bookkeeping(model), restored_after(model), uncompiled():
         try:
-            inner.requires_grad_(False)
-            yield inner
+            model.requires_grad_(False)
+            cam = cam_class(_Classifier(model), [layer.output], reshape_transform=layer.as_map)
+            # Some models modify their input in place, which PyTorch forbids for a leaf that requires gradients.
+            images = detached_copy(x, device).requires_grad_().clone()
+            return torch.from_numpy(cam(input_tensor=images, targets=targets))
+        except AttributeError as error:  # what the library raises without an activation or a gradient
+            if not hasattr(cam, "outputs"):  # the model raised it
+                raise
+            if layer.calls == 0:
+                raise LayerError(f"{layer.name!r} was called 0 times in one forward; a map needs one call.") from error
+            raise LayerError(f"no gradient flows from the model's output to {layer.name!r}.") from error
         finally:
+            if cam is not None:
+                cam.activations_and_grads.release()
             for parameter in trained:
                 parameter.requires_grad_(True)
 
 
-def _compute_maps(cam_class: Any, model: nn.Module, layer: _WatchedLayer, x: Tensor, targets: Any) -> Tensor:
-    device = next((parameter.device for parameter in model.parameters()), x.device)
-    handle = layer.module.register_forward_hook(layer)
-    cam = None
-    try:
-        cam = cam_class(_Classifier(model), [layer.output], reshape_transform=layer.as_map)
-        # Some models modify their input in place, which PyTorch forbids for a leaf that requires gradients.
-        maps = torch.from_numpy(cam(input_tensor=detached_copy(x, device).requires_grad_().clone(), targets=targets))
-    except AttributeError as error:  # what the library raises without an activation or a gradient
-        if not hasattr(cam, "outputs"):  # the model raised it
+def _targets(target: Target, samples: int) -> list[Any] | None:
+    """Return a function of the output for each sample; None is the predicted class."""
+    if target is None:
+        return None
+    from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+
+    listed = _as_list(target, samples)
+    if len(listed) != samples:
+        raise ValueError(f"target must be one class, or one for each of the {samples} images, got {len(listed)}.")
+    return [each if callable(each) else ClassifierOutputTarget(count(each, "target", "grad_cam", 0)) for each in listed]
+
+
+def _as_list(target: Target, samples: int) -> list[Any]:
+    given = target.tolist() if isinstance(target, Tensor) else target
+    return list(given) if isinstance(given, Sequence) else [given] * samples
+
+
+def compare_cam(
+    before: nn.Module,
+    after: nn.Module,
+    x: Tensor,
+    layer: Entries,
+    target: Target = None,
+    method: str = "gradcam",
+    *,
+    grid: tuple[int, int] | None = None,
+) -> CamComparison:
+    """Compute `grad_cam` of two models for the same images and classes, as in the DropBlock paper.
+
+    Args:
+        before: a model trained without the regularizer, or `copy.deepcopy(model)` from before training.
+        after: another model with the same architecture.
+        x, layer, method, grid: as in `grad_cam`; both models have the layer.
+        target: as in `grad_cam`; None is the class that `after` predicts, for both.
+
+    Returns:
+        The maps of both models, their widths, and a figure; `print` it. Errors as in `grad_cam`.
+
+    Reference: Ghiasi et al. 2018, arXiv:1810.12890, section 4.2, figure 6: a network trained with DropBlock uses
+    several regions of an image, and a network trained without it fewer.
+    """
+    if target is None:
+        with restored_after(after), torch.no_grad():
+            set_eval(after)
+            logits = first_tensor(call(after, x))
+        target = None if logits is None else logits.argmax(-1)
+    maps = []
+    for which, model in (("before", before), ("after", after)):
+        try:
+            maps.append(grad_cam(model, x, layer, target, method, grid=grid))
+        except LayerError as error:
+            error.args = (f"in the model `{which}`: {error}",)
             raise
-        if layer.calls == 0:
-            raise LayerError(f"{layer.name!r} was called 0 times in one forward; a map needs one call.") from error
-        raise LayerError(f"no gradient flows from the model's output to {layer.name!r}.") from error
-    finally:
-        handle.remove()
-        if cam is not None:
-            cam.activations_and_grads.release()
-    return maps
+    return CamComparison(x.detach().cpu(), _as_list(target, len(x)), *maps)
 
 
-def _warn_if_empty(maps: Tensor, layer: _WatchedLayer) -> None:
-    if bad := maps.isnan().flatten(1).any(1).nonzero().flatten().tolist():
-        warn(f"NaN in {len(bad)} of {counted(len(maps), 'map')}: x, the output or the gradient is not finite.\n"
-             f"  images: {some(bad)}")  # fmt: skip
-    if not maps.any():
-        warn(
-            f"the maps at {layer.name!r} are 0 everywhere: no positive evidence for this class at this layer.\n"
-            "  use another layer or class; in a vision transformer, a layer whose patch tokens are still used, such as "
-            "'blocks.11.norm1'"
-        )
+@dataclass(eq=False)
+class CamComparison:
+    """The maps of two models."""
+
+    pictures: Tensor
+    """(N, C, H, W)"""
+    targets: list[Any]
+    before: Tensor
+    """(N, H, W) from 0 to 1."""
+    after: Tensor
+
+    @property
+    def wide_before(self) -> Tensor:
+        """(N,): the fraction of each image in which the map is above half of its maximum."""
+        return _fraction_above_half(self.before)
+
+    @property
+    def wide_after(self) -> Tensor:
+        """(N,): the same fraction for the other model."""
+        return _fraction_above_half(self.after)
+
+    def plot(self, most: int = 6, figure: Any = None) -> Figure:
+        """Draw image, map before and map after, one column for each of the first `most` images.
+
+        Args:
+            most: maximum number of images.
+            figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
+        """
+        rows = {"before": self.before, "after": self.after}
+        return _draw_maps(self.pictures[:most], self.targets, rows, figure)
+
+    def __repr__(self) -> str:
+        wide = torch.stack([self.wide_before, self.wide_after], 1)
+        labels = [*enumerate(map(_title, self.targets)), ("mean", "")]
+        numbers = torch.cat([wide, wide.mean(0, keepdim=True)]).tolist()
+        rows = [(*label, *(f"{x:.3f}" for x in row)) for label, row in zip(labels, numbers, strict=True)]
+        return text_table(("image", "target", "above half before", "above half after"), rows)
+
+
+def _title(target: Any) -> str:
+    return f"class {target}" if isinstance(target, int) else getattr(target, "__name__", repr(target))
+
+
+def _fraction_above_half(maps: Tensor) -> Tensor:
+    return (maps > 0.5).float().mean((1, 2))
+
+
+def plot_cam(x: Tensor, cam: Tensor, figure: Any = None) -> Figure:
+    """Draw the first 6 images and their maps.
+
+    Args:
+        x: (N, C, H, W).
+        cam: their maps from `grad_cam`, (N, H, W).
+        figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
+    """
+    return _draw_maps(x[:6], None, {"map": cam}, figure)
+
+
+def _draw_maps(x: Tensor, targets: list[Any] | None, rows: dict[str, Tensor], figure: Any) -> Figure:
+    """Draw the images, with their targets if given, in the first row, then a row of overlays for each set of maps."""
+    pictures = as_images(x)
+    gray = pictures.mean(-1) if pictures.dim() == 4 else pictures  # only the map is colored
+    figure = get_figure(figure, 1.4 + 1.35 * max(2, len(x)), 0.5 + 1.45 * (1 + len(rows)))
+    table = figure.subplots(1 + len(rows), len(x), squeeze=False)
+    drawn = None
+    for column, axes in enumerate(table.T):
+        axes[0].imshow(pictures[column].numpy(), cmap="gray")
+        if targets is not None:
+            axes[0].set_title(_title(targets[column]), fontsize=8)
+        for below, maps in zip(axes[1:], rows.values(), strict=True):
+            below.imshow(gray[column].numpy(), cmap="gray")
+            drawn = below.imshow(maps[column].numpy(), cmap=SCALE, vmin=0, vmax=1, alpha=0.6)
+            if targets is not None:
+                below.set_title(f"{_fraction_above_half(maps[column, None]).item():.0%} above half", fontsize=8)
+    for axes, label in zip(table[:, 0], ("image", *rows), strict=True):
+        axes.set_ylabel(label, fontsize=9)
+    for axes in table.flat:
+        axes.set(xticks=[], yticks=[])
+    bar = figure.colorbar(drawn, ax=table, shrink=0.6)  # next to the maps alone, it would misalign the rows
+    bar.set_label("evidence for the class", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    return figure  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hookdrop.errors import LayerError
-from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced, get_figure
+from hookdrop.injection.figures import blocks_figure, evenly_spaced, get_figure
 from hookdrop.injection.handle import Injection
 from hookdrop.schedules import Schedule
 from hookdrop.utils.tables import counted, shape_text
@@ -52,10 +52,8 @@ def plot_features(
     shown = {name: of_layer[-1] for name, of_layer in calls.items() if of_layer[-1] is not None}
     if not shown:
         raise LayerError("nothing to plot: nothing was captured.")
-    blocks: dict[str, Rows] = {
-        ", ".join(filter(None, (name, shape_text(shown[name].shape)))): {"": shown[name]}
-        for name in evenly_spaced(list(shown))
-    }
+    titles = {name: ", ".join(filter(None, (name, shape_text(x.shape)))) for name, x in shown.items()}
+    blocks = {titles[name]: {"": shown[name]} for name in evenly_spaced(list(shown))}
     return blocks_figure(
         blocks, sample=sample, channels=channels, channel_dim=channel_dim, figure=figure, total=len(shown)
     )
@@ -113,13 +111,14 @@ def _draw_rates(axes: Axes, injection: Injection, at: list[int], multipliers: li
         axes.plot(at, [target * multipliers[i] for i in at], label=f"target rate {target:.3g}: {label}")
     if len(targets) > 1:
         axes.legend(fontsize=8, frameon=False)
-    probability = injection.keep_prob is not None
-    axes.set_ylabel("p" if probability else "rate", fontsize=9)
-    if 0 < injection.step_count <= at[-1]:
-        axes.axvline(injection.step_count, color="gray", linewidth=1, linestyle=":")
-        place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "va": "bottom", "ha": "right", "rotation": 90}
-        axes.text(injection.step_count, 0.02, f"step {injection.step_count}", fontsize=8, color="gray", **place)
-    if probability:
+    now, place = injection.step_count, axes.get_xaxis_transform()
+    if 0 < now <= at[-1]:
+        axes.axvline(now, color="gray", linewidth=1, linestyle=":")
+        axes.text(
+            now, 0.02, f"step {now}", fontsize=8, color="gray", transform=place, va="bottom", ha="right", rotation=90
+        )
+    axes.set_ylabel("rate" if injection.keep_prob is None else "p")
+    if injection.keep_prob is not None:
         axes.spines["right"].set_visible(True)
         complement: Any = lambda p: 1 - p  # noqa: E731
         right = axes.secondary_yaxis("right", functions=(complement, complement))
@@ -137,13 +136,19 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
     variances, norms = [layer.variance for layer in layers], [layer.gradient_norm for layer in layers]
     for axes, title, values in ((first, "variance of the output", variances), (second, "norm of the gradient", norms)):
         axes.plot([value if value > 0 else math.nan for value in values], lines, "o-", color=BLUE, markersize=4)
-        _set_decades(axes, [value for value in values if 0 < value < math.inf])
         axes.set_xlabel(title, fontsize=9)
-    dead, saturated = [layer.dead for layer in layers], [layer.saturated for layer in layers]
-    for label, fractions, style in (("dead channels", dead, "o"), ("saturated elements", saturated, "s")):
-        if known := [(value, line) for line, value in enumerate(fractions) if value is not None]:
-            color = ORANGE if fractions is dead else BLUE
-            third.plot(*zip(*known, strict=True), style, color=color, label=label, markersize=4)
+        if known := [value for value in values if 0 < value < math.inf]:  # from one power of ten to another
+            low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+            axes.set_xscale("log")
+            axes.set_xlim(10.0**low * 0.8, 10.0 ** max(high, low + 1) * 1.25)
+            axes.minorticks_off()
+    fractions = {
+        ("dead channels", "o", ORANGE): [layer.dead for layer in layers],
+        ("saturated elements", "s", BLUE): [layer.saturated for layer in layers],
+    }
+    for (label, marker, color), parts in fractions.items():
+        if points := [(part, line) for line, part in enumerate(parts) if part is not None]:
+            third.plot(*zip(*points, strict=True), marker, color=color, label=label, markersize=4)
     third.set_xlim(-0.03, 1.03)
     third.set_xlabel("fraction", fontsize=9)
     if third.lines:
@@ -156,12 +161,3 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
         axes.grid(axis="y", color="#eeeeee")
         axes.tick_params(axis="x", labelsize=8)
     return figure  # type: ignore[no-any-return]
-
-
-def _set_decades(axes: Axes, values: list[float]) -> None:
-    """Use a logarithmic axis between powers of ten."""
-    if values:
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        axes.set_xscale("log")
-        axes.set_xlim(10.0**low * 0.8, 10.0 ** max(high, low + 1) * 1.25)
-        axes.minorticks_off()

@@ -1,27 +1,33 @@
-"""Temporary hooks that only read."""
+"""Temporary hooks that only read, and what they saw, by layer."""
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from hookdrop.errors import InjectionError, ShapeError, nothing_placed
+from hookdrop.errors import InjectionError, did_you_mean, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.survey.isolation import uncompiled
+from hookdrop.utils.captures import NotRecordedError
 from hookdrop.utils.select import Entries, Layer, select
-from hookdrop.utils.tensor_tree import TensorKey, describe, map_tensor, tensors
+from hookdrop.utils.tables import some
+from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import functorch_stack
 
 HookFunction = Callable[..., None]
+T = TypeVar("T")
 
 
 class LayerObserver(ABC):
     """Observes one layer, under all of its names, until `is_open` is False."""
+
+    calls: Any
+    """The calls, or their number; false before the first."""
 
     def __init__(self, layer: Layer) -> None:
         self.name, self.module = layer.name, layer.module
@@ -35,6 +41,32 @@ class LayerObserver(ABC):
     def on_gradient(self, x: Tensor, function: Callable[[Tensor], None]) -> None:
         """Call `function` with the gradient of `x`."""
         x.register_hook(lambda gradient: function(gradient) if self.is_open else None)  # type: ignore[no-untyped-call]
+
+
+class ByLayer(Mapping[str, T], Generic[T]):
+    """What the observers of the called layers saw, by any of a layer's names."""
+
+    def __init__(self, observers: Sequence[Any], value: Callable[[Any], T]) -> None:
+        self._observers, self._value = observers, value
+
+    def _called(self) -> list[Any]:
+        return [observer for observer in self._observers if observer.calls]
+
+    def __getitem__(self, name: str) -> T:
+        found = next((observer for observer in self._observers if name in observer.names), None)
+        if found is not None and found.calls:
+            return self._value(found)
+        called = f"\n  called: {some(list(self)) or 'none'}"
+        if found is not None:
+            raise NotRecordedError(f"{name!r} was not called, or returned no tensor.{called}")
+        hint = did_you_mean(name, [observer.name for observer in self._observers])
+        raise NotRecordedError(f"{name!r} is not an observed layer.{hint}{called}")
+
+    def __iter__(self) -> Iterator[str]:
+        return (observer.name for observer in self._called())
+
+    def __len__(self) -> int:
+        return len(self._called())
 
 
 class ReadOnlyHook:
@@ -90,18 +122,3 @@ def first_tensor(value: Any) -> Tensor | None:
     """Return the first floating-point tensor in `value`, else the first tensor, else None."""
     found = tensors(value)
     return next((x for x in found if x.is_floating_point()), found[0] if found else None)
-
-
-def chosen_tensor(value: Any, which: TensorKey, where: str) -> Tensor:
-    """Return the tensor that `which` names; None is the first."""
-    if which is None:
-        if (first := first_tensor(value)) is None:
-            raise ShapeError(f"{where} returned {describe(value)}, which contains no tensor.\n  skip it: exclude=...")
-        return first
-    found: dict[int, Tensor] = {}
-    try:
-        map_tensor(value, which, lambda x: found.setdefault(0, x))
-    except ShapeError as error:
-        error.args = (f"{where} {error}",)
-        raise
-    return found[0]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import ShapeError, did_you_mean, warn
+from hookdrop.errors import warn
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.figures import pixels
 from hookdrop.observe.plots import stats_figure
-from hookdrop.observe.read_only_hooks import LayerObserver, chosen_layers, first_tensor, observed
+from hookdrop.observe.read_only_hooks import ByLayer, LayerObserver, chosen_layers, first_tensor, observed
 from hookdrop.utils.axes import channel_axis, channel_axis_of
-from hookdrop.utils.captures import NotRecordedError, requires_with
+from hookdrop.utils.captures import requires_with
 from hookdrop.utils.select import Entries, Layer, named_layers
-from hookdrop.utils.tables import html_table, some, text_table
-from hookdrop.utils.validation import count
+from hookdrop.utils.tables import some, text_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,17 +29,12 @@ HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad varia
 
 
 @requires_with("with stats(model) as seen: model(x)   then seen[name]")
-def stats(
-    model: nn.Module, layers: Entries | None = None, *, channel_dim: int | None = None, exclude: Entries = ()
-) -> Iterator[Stats]:
+def stats(model: nn.Module, layers: Entries | None = None, *, exclude: Entries = ()) -> Iterator[Stats]:
     """Collect statistics of the forward and backward passes inside the `with` block, in constant memory.
 
     Args:
         model: any module, wrapped or not.
         layers: the layers to observe, as in `inject`; None is every module without children.
-        channel_dim: axis of the channels or units, for `dead`. None is the axis that the layer's class defines
-            (convolutions, norms, linear layers), else that of the last such layer observed whose output had this shape,
-            else axis 1 of maps and the last axis of tokens and features.
         exclude: layers to skip.
 
     Yields:
@@ -49,7 +43,6 @@ def stats(
 
     Raises:
         LayerError: an entry matches no layer, or the requested layer was not observed or never called.
-        ShapeError: `channel_dim` is not an axis of an output. The forward raises it.
         InjectionError: a forward inside runs under `torch.func`.
 
     Example:
@@ -61,12 +54,10 @@ def stats(
         (5, True, 0.0)
     """
     leaves = [layer.module for layer in named_layers(model) if not any(layer.module.children())]
-    if channel_dim is not None:
-        channel_dim = count(channel_dim, "channel_dim", "stats", -8)
     axes: dict[tuple[int, ...], int] = {}
     called: list[LayerStats] = []
     found = chosen_layers(model, leaves if layers is None else layers, exclude, "stats()")
-    chosen = [LayerStats(layer, channel_dim, axes, called) for layer in found]
+    chosen = [LayerStats(layer, axes, called) for layer in found]
     with observed(chosen):
         yield Stats(called, chosen)
     never = [layer.name for layer in chosen if not layer.calls]
@@ -125,13 +116,11 @@ class Moments:
 class LayerStats(LayerObserver):
     """Statistics of one layer: `activation` and `gradient` of its output have `mean`, `variance`, `rms` and `norm`."""
 
-    def __init__(
-        self, layer: Layer, channel_dim: int | None, axes: dict[tuple[int, ...], int], called: list[LayerStats]
-    ) -> None:
+    def __init__(self, layer: Layer, axes: dict[tuple[int, ...], int], called: list[LayerStats]) -> None:
         super().__init__(layer)
         self.kind, self.calls = type(layer.module).__name__, 0
         self.activation, self.gradient = Moments(), Moments()
-        self._channel_dim, self._axes, self._called = channel_dim, axes, called
+        self._axes, self._called = axes, called
         self._alive: Tensor | None = None
         """bool, one element for each channel: whether it was ever nonzero."""
         self._channels_vary = False
@@ -140,11 +129,8 @@ class LayerStats(LayerObserver):
         self._saturated: Tensor | int = 0
 
     def __repr__(self) -> str:
-        gradient = f", gradient norm {self.gradient.norm:.3g}" if self.gradient.count else ""
-        return (
-            f"<LayerStats {self.name or 'the model'} ({self.kind}): {self.calls} calls, "
-            f"mean {self.activation.mean:.3g}, variance {self.activation.variance:.3g}{gradient}>"
-        )
+        numbers = ", ".join(f"{name} {x:.3g}" for name, x in self.numbers().items() if x is not None)
+        return f"<LayerStats {self.name or 'the model'} ({self.kind}): {self.calls} calls, {numbers}>"
 
     @property
     def mean(self) -> float:
@@ -165,7 +151,9 @@ class LayerStats(LayerObserver):
     def dead(self) -> float | None:
         """Fraction of channels (or feature units) that were exactly 0 in every element of every call.
 
-        None if the output has no channels, or if their number differs between calls.
+        The axis of the channels is the one that the layer's class defines (convolutions, norms, linear layers), else
+        that of the last such layer observed whose output had this shape, else axis 1 of maps and the last axis of
+        tokens and features. None if the output has no channels, or if their number differs between calls.
         """
         return None if self._alive is None or self._channels_vary else float((~self._alive).double().mean())
 
@@ -205,49 +193,25 @@ class LayerStats(LayerObserver):
             self._saturated = self._saturated + ((x <= low) | (x >= high)).sum()
         if x.dim() < 2 or not x.numel():
             return
-        alive = (x != 0).movedim(self._channel_axis(x), 0).flatten(1).any(1)
-        if self._alive is None:
-            self._alive = alive
-        elif self._alive.shape == alive.shape:
-            self._alive = self._alive | alive
+        shape = tuple(x.shape)
+        if (own := channel_axis_of(self.module, shape)) is not None:
+            self._axes[shape] = own
+        alive = (x != 0).movedim(self._axes.get(shape, channel_axis(shape)), 0).flatten(1).any(1)
+        if self._alive is None or self._alive.shape == alive.shape:
+            self._alive = alive if self._alive is None else self._alive | alive
         else:
             self._channels_vary = True
 
-    def _channel_axis(self, x: Tensor) -> int:
-        shape = tuple(x.shape)
-        if self._channel_dim is None:
-            if (own := channel_axis_of(self.module, shape)) is not None:
-                self._axes[shape] = own
-            return self._axes.get(shape, channel_axis(shape))
-        if not -len(shape) <= self._channel_dim < len(shape):
-            raise ShapeError(
-                f"{self.name!r} returned {shape}: channel_dim={self._channel_dim} is not one of its axes 0 to "
-                f"{len(shape) - 1}.\n  omit channel_dim, or skip this layer: stats(..., exclude={self.name!r})"
-            )
-        return self._channel_dim
 
-
-class Stats(Mapping[str, LayerStats]):
+class Stats(ByLayer[LayerStats]):
     """Statistics by layer name, in the order of the first calls; `print` it."""
 
     def __init__(self, called: list[LayerStats], chosen: list[LayerStats]) -> None:
-        self._called, self._chosen = called, chosen
+        super().__init__(chosen, lambda layer: layer)
+        self._in_order = called
 
-    def __getitem__(self, name: str) -> LayerStats:
-        for layer in self._called:
-            if name in layer.names:
-                return layer
-        called = f"\n  called: {some([layer.name for layer in self._called]) or 'none'}"
-        if any(name in layer.names for layer in self._chosen):
-            raise NotRecordedError(f"{name!r} was not called, or returned no floating-point tensor.{called}")
-        hint = did_you_mean(name, [layer.name for layer in self._chosen])
-        raise NotRecordedError(f"{name!r} is not an observed layer.{hint}{called}")
-
-    def __iter__(self) -> Iterator[str]:
-        return (layer.name for layer in self._called)
-
-    def __len__(self) -> int:
-        return len(self._called)
+    def _called(self) -> list[LayerStats]:
+        return self._in_order
 
     def doubts(
         self, vanishing: float = 1e-3, exploding: float = 1e3, dead: float = 0.5, saturated: float = 0.5
@@ -264,32 +228,28 @@ class Stats(Mapping[str, LayerStats]):
             saturated: minimum fraction of saturated elements to report.
         """
         found: list[str] = []
-        with_gradient = [layer for layer in self._called if layer.gradient.count]
-        for layer in self._called:
-            name, first = _name(layer), self._called[0]
-            reference = f"at {_name(first)} {first.activation.rms:.2g}"
-            drift = [("output", layer.activation.rms, first.activation.rms, reference)]
+        with_gradient = [layer for layer in self._in_order if layer.gradient.count]
+        for layer in self._in_order:
+            first = self._in_order[0]
+            signals = [("output", layer.activation.rms, first.activation.rms, first)]
             if layer.gradient.count:
                 last = with_gradient[-1]
-                reference = f"at {_name(last)} {last.gradient.norm:.2g}"
-                drift.append(("gradient", layer.gradient.norm, last.gradient.norm, reference))
-            for what, size, of_reference, reference in drift:
+                signals.append(("gradient", layer.gradient.norm, last.gradient.norm, last))
+            problems = []
+            for what, size, of_reference, reference in signals:
                 if not math.isfinite(size):
-                    found.append(f"{name}: {what} is not finite")
+                    problems.append(f"{what} is not finite")
                 elif size == 0.0:
-                    found.append(f"{name}: {what} is 0 (expected at step 0 around zero-initialized layers)")
+                    problems.append(f"{what} is 0 (expected at step 0 around zero-initialized layers)")
                 elif size < vanishing * of_reference or size > exploding * of_reference:
                     verb = "vanishes" if size < of_reference else "explodes"
-                    found.append(f"{name}: {what} {verb} ({size:.2g}; {reference})")
+                    problems.append(f"{what} {verb} ({size:.2g}; at {_name(reference)} {of_reference:.2g})")
             if layer.dead is not None and layer.dead >= dead:
-                found.append(f"{name}: {layer.dead:.0%} of channels are dead (0 in every call)")
+                problems.append(f"{layer.dead:.0%} of channels are dead (0 in every call)")
             if layer.saturated is not None and layer.saturated >= saturated:
-                found.append(f"{name}: {layer.saturated:.0%} of outputs are saturated (within 5% of a bound)")
+                problems.append(f"{layer.saturated:.0%} of outputs are saturated (within 5% of a bound)")
+            found += [f"{_name(layer)}: {problem}" for problem in problems]
         return found
-
-    def rows(self) -> list[tuple[object, ...]]:
-        """Return one row for each layer."""
-        return [(layer.name, layer.kind, layer.calls, *layer.numbers().values()) for layer in self._called]
 
     def plot(self, figure: Any = None) -> Figure:
         """Draw output variance, gradient norm, and dead and saturated fractions, one row for each layer.
@@ -297,7 +257,7 @@ class Stats(Mapping[str, LayerStats]):
         Args:
             figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
         """
-        return stats_figure(self._called, figure)
+        return stats_figure(self._in_order, figure)
 
     def log_tensorboard(self, writer: Any, step: int) -> None:
         """Log the statistics of every layer, and the figure.
@@ -306,7 +266,7 @@ class Stats(Mapping[str, LayerStats]):
             writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar` and `add_image`.
             step: global step of the entries.
         """
-        for layer in self._called:
+        for layer in self._in_order:
             for key, value in layer.numbers().items():
                 if value is not None:
                     writer.add_scalar(f"hookdrop/stats/{layer.name or 'model'}/{key.replace(' ', '_')}", value, step)
@@ -315,12 +275,10 @@ class Stats(Mapping[str, LayerStats]):
     def __repr__(self) -> str:
         if not self:
             return "<no layer was called>"
+        rows = [(layer.name, layer.kind, layer.calls, *layer.numbers().values()) for layer in self._in_order]
         doubts = self.doubts()
         more = [f"and {len(doubts) - MAX_DOUBTS_SHOWN} more: .doubts()"] if len(doubts) > MAX_DOUBTS_SHOWN else []
-        return "\n".join([text_table(HEADER, self.rows()), *doubts[:MAX_DOUBTS_SHOWN], *more])
-
-    def _repr_html_(self) -> str:
-        return html_table(HEADER, self.rows(), "; ".join(self.doubts()) or "outputs and gradients by layer")
+        return "\n".join([text_table(HEADER, rows), *doubts[:MAX_DOUBTS_SHOWN], *more])
 
 
 def _name(layer: LayerStats) -> str:
@@ -335,7 +293,7 @@ def _bounds(module: nn.Module) -> tuple[float, float] | None:
     """Return the bounds: an output is saturated at or below the first, or at or above the second."""
     match module:
         case nn.ReLU6():  # `dead` covers its lower end
-            low, high = -math.inf, 6.0
+            return -math.inf, 6.0 * (1.0 - MARGIN)
         case nn.Sigmoid() | nn.Hardsigmoid():
             low, high = 0.0, 1.0
         case nn.Tanh() | nn.Softsign():
@@ -344,5 +302,5 @@ def _bounds(module: nn.Module) -> tuple[float, float] | None:
             low, high = float(module.min_val), float(module.max_val)
         case _:
             return None
-    margin = MARGIN * (high - (low if math.isfinite(low) else 0.0))
+    margin = MARGIN * (high - low)
     return low + margin, high - margin

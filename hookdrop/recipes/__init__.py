@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hookdrop.recipes.depth import stochastic_depth as stochastic_depth
-    from hookdrop.recipes.detection import dropblock_detector as dropblock_detector
+    from hookdrop.recipes.dropblock import dropblock_detector as dropblock_detector
     from hookdrop.recipes.dropblock import dropblock_resnet as dropblock_resnet
     from hookdrop.recipes.dropblock import timm_dropblock as timm_dropblock
     from hookdrop.recipes.embeddings import neftune as neftune
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hookdrop.recipes.segmentation import dropblock_unet as dropblock_unet
 
 RECIPE_MODULES = {
-    "dropblock_detector": "detection",
+    "dropblock_detector": "dropblock",
     "dropblock_resnet": "dropblock",
     "dropblock_unet": "segmentation",
     "head_dropout": "heads",

@@ -1,123 +1,198 @@
-"""DropBlock with the placement of its paper, and with that of timm."""
+"""DropBlock with the placement of its paper, in classifiers and detectors, and with that of timm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import nn
+from torch.fx import GraphModule
 
-from hookdrop.errors import InjectionError
-from hookdrop.injection.plan import Plan
-from hookdrop.recipes.branches import has_submodules
-from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, plan_sites, require_sites
-from hookdrop.recipes.residual_stages import example_call, last_stages
-from hookdrop.regularizers import DropBlock
-from hookdrop.schedules import LinearSchedule, Schedule
+from hookdrop.errors import InjectionError, LayerError
+from hookdrop.recipes.base import Recipe, RecipeSite
+from hookdrop.regularizers import DropBlock, Regularizer
+from hookdrop.survey import Survey, survey
+from hookdrop.survey.convs import ConvBlock, conv_nets, pyramid_levels
+from hookdrop.survey.trace import Trace
 from hookdrop.utils.select import named_layers
+from hookdrop.utils.tables import some
+from hookdrop.utils.validation import one_of
 
 _TIMM = {-2: (5, 0.25), -1: (3, 1.0)}
 """timm's block size and gamma scale for the last two stages of a ResNet."""
-RESIDUAL_CNN = "a ResNet, or another CNN whose last two stages have residual blocks with a known structure"
-_MULTI_KERNEL_CONVS = ("SplitAttn", "SelectiveKernel")
 
 
-@Recipe
-def dropblock_resnet(
-    model: nn.Module,
-    p: float = 0.1,
-    block_size: int = 7,
-    steps: int | float | None = None,
-    regularizer: Factory = DropBlock,
-    *,
-    total_steps: int | None = None,
-    name: str = "dropblock_resnet",
-    on_existing: str = "error",
-    portable: bool = False,
-    example_input: Any = None,
-) -> Plan:
-    """Inject DropBlock as in its paper: in groups 3 and 4 of a ResNet, after every convolution and on the skips.
+@dataclass(frozen=True)
+class dropblock_resnet(Recipe):
+    """DropBlock as in its paper: in groups 3 and 4 of a ResNet, after every convolution and on the skips.
 
-    The sites are the norm of every convolution (before or after the ReLU gives the same result), the norm of a
-    projection, and identity skips. An identity skip has no module: there the block computes f(x) + D(x). Group 3 uses a
-    quarter of the rate. In other CNNs, the last two resolutions are groups 3 and 4. Ghiasi et al. 2018,
-    arXiv:1810.12890, section 4.1.
+    The sites are the norm of every convolution (before or after the ReLU gives the same result), also of a projection,
+    and identity skips. An identity skip has no module: there the block computes f(x) + D(x). Group 3 uses a quarter of
+    the rate. In other CNNs, the last two resolutions are groups 3 and 4. Blocks are found by the residual additions in
+    a forward, so a model may have any names. Ghiasi et al. 2018, arXiv:1810.12890, section 4.1. The paper lowers
+    keep_prob linearly over the training: `schedule=LinearSchedule(steps=1.0)`.
 
     Args:
-        model: a ResNet of torchvision, timm or transformers, another CNN of residual blocks (ResNetV2, RegNet, Res2Net,
-            EfficientNet, MobileNet, ReXNet, timm's byobnet), or a model that contains one.
         p: drop probability in group 4; group 3 uses a quarter of it. The paper uses 0.1 (keep_prob 0.9).
         block_size: edge of the dropped squares, in pixels of the feature map; 7 in the paper.
-        steps: optimizer steps over which keep_prob falls linearly from 1 to 1 - p, or a fraction of the training; None
-            uses `p` from the start.
-        regularizer: called with `p=` and `block_size=` for each site.
-        total_steps, name, on_existing, portable, example_input: as in `inject`.
 
     Raises:
-        LayerError: the model contains no such CNN, or its last two stages also have blocks of another kind.
-        InjectionError: torch.fx traced the ResNet.
+        LayerError: the model has no such CNN, or its last two stages also have blocks of another kind.
+        InjectionError: no hook can reach an identity skip.
 
     Example:
         >>> import torchvision
+        >>> from hookdrop import LinearSchedule, inject
         >>> model = torchvision.models.resnet18()
-        >>> drop = dropblock_resnet(model, p=0.1, block_size=3, steps=100)
+        >>> drop = inject(model, dropblock_resnet(p=0.1, block_size=3), schedule=LinearSchedule(steps=100))
         >>> drop
         <Injection 'dropblock_resnet': 12 sites, p=0 of 0.1, step 0 of LinearSchedule(steps=100)>
         >>> [site.name for site in drop.sites if site.name.startswith("layer4")]
-        ['layer4.0.bn1', 'layer4.0.bn2', 'layer4.0.downsample', 'layer4.1', 'layer4.1.bn1', 'layer4.1.bn2']
+        ['layer4.0.bn1', 'layer4.0.bn2', 'layer4.0.downsample.1', 'layer4.1', 'layer4.1.bn1', 'layer4.1.bn2']
     """
-    sites = paper_sites(model, p, block_size)
-    require_sites("dropblock_resnet", model, [site.name for site in sites], RESIDUAL_CNN, example_call(model))
-    schedule = None if steps is None else LinearSchedule(steps=steps)
-    return plan_sites(
-        model,
-        sites,
-        regularizer,
-        schedule=schedule,
-        total_steps=total_steps,
-        name=name,
-        on_existing=on_existing,
-        portable=portable,
-        example_input=example_input,
+
+    p: float = 0.1
+    block_size: int = 7
+
+    def __post_init__(self) -> None:
+        self.regularizer()
+
+    def regularizer(self) -> Regularizer:
+        """Return the regularizer of a site."""
+        return DropBlock(self.p, self.block_size)
+
+    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
+        prefix, trace = traced_part(model, survey)
+        sites: dict[tuple[str, str], RecipeSite] = {}
+        for block, factor in self._last_stages(model, trace, example_call(trace, prefix)):
+            group = prefix + block.name
+            if block.branch is not None:
+                sites[group, "skip"] = RecipeSite(group, self.regularizer(), factor, group, "skip", block.branch)
+            for layer in block.layers:
+                sites.setdefault((layer, ""), RecipeSite(prefix + layer, self.regularizer(), factor, group))
+        return list(sites.values())
+
+    def _last_stages(self, model: nn.Module, trace: Trace, example: str) -> list[tuple[ConvBlock, float]]:
+        found: list[tuple[ConvBlock, float]] = []
+        for net in conv_nets(trace):
+            stages = net.stages
+            if len(stages) > 1:
+                if others := net.others_since(stages[-2][0]):
+                    raise LayerError(
+                        f"{type(self).__name__} recognizes only some blocks of {type(model).__name__}: not "
+                        f"{some(others)}.\n  choose the layers yourself: {example}"
+                    )
+                found += [(block, 0.25) for block in stages[-2]] + [(block, 1.0) for block in stages[-1]]
+        if not found:
+            raise no_layers(
+                self, model, example, "blocks of convolutions and norms with residual additions, as in a ResNet"
+            )
+        if hidden := [block.name for block, _ in found if block.branch == ""]:
+            raise InjectionError(_hidden_skip_text(self, model, hidden))
+        return found
+
+
+def traced_part(model: nn.Module, found: Survey) -> tuple[str, Trace]:
+    """Return the trace of the model or, if it cannot run without values, of the part of it that takes images."""
+    try:
+        return "", found.trace
+    except InjectionError:
+        for name, part in model.named_children():
+            with contextlib.suppress(InjectionError):
+                return f"{name}.", survey(part).trace
+        raise
+
+
+def _hidden_skip_text(recipe: Recipe, model: nn.Module, blocks: Sequence[str]) -> str:
+    traced = any(isinstance(layer.module, GraphModule) for layer in named_layers(model))
+    return (
+        f"{type(recipe).__name__}: no hook can reach the identity skips of {type(model).__name__} that are added in "
+        f"{some(blocks) if any(blocks) else 'its own forward'}: the tensor of the skip is not the input of a module "
+        "around one residual branch.\n"
+        + (
+            "  torch.fx traced the model: inject before tracing"
+            if traced
+            else "  move each block to a module of its own, or choose the layers: inject(model, ..., layers=...)"
+        )
     )
 
 
-def paper_sites(model: nn.Module, p: float, block_size: int) -> list[RecipeSite]:
-    """Return the sites of the paper: in the last two stages, after each convolution and on the skip of each block."""
-    settings = {"p": p, "block_size": block_size}
-    sites = []
-    for layer, block, scale in last_stages(model):
-        if block.skip == "":
-            sites.append(RecipeSite(layer.name, settings, scale, "skip", block.branch))
-        names = (block.skip, *block.convs) if block.skip else block.convs
-        sites += [RecipeSite(f"{layer.name}.{name}", settings, scale) for name in names]
-    return sites
+def no_layers(recipe: Recipe, model: nn.Module, example: str, wanted: str) -> LayerError:
+    """Return the error for a model without a site."""
+    return LayerError(
+        f"{type(recipe).__name__} found no matching layer in {type(model).__name__}: it looks for {wanted}.\n"
+        f"  choose the layers yourself: {example}\n"
+        '  see all:                    print(hookdrop.plan(model, layers="**"))'
+    )
 
 
-@Recipe
-def timm_dropblock(
-    model: nn.Module,
-    p: float = 0.1,
-    regularizer: Factory | None = None,
-    *,
-    schedule: Schedule | str | None = None,
-    total_steps: int | None = None,
-    name: str = "timm_dropblock",
-    on_existing: str = "error",
-    portable: bool = False,
-    example_input: Any = None,
-) -> Plan:
-    """Inject DropBlock with the sites, block sizes and rates of `timm.create_model(..., drop_block_rate=p)`.
+def example_call(trace: Trace, prefix: str = "") -> str:
+    """Return a call of `inject` for the last convolution of the smallest maps, as an example for an error."""
+    maps = [op for op in trace.ops if op.name.startswith("conv") and op.call and max(op.outputs[0].shape[2:]) > 1]
+    smallest = min(maps, key=lambda op: (op.outputs[0].shape[2:], -op.index), default=None)
+    layers = f'["{prefix}{smallest.call.name}"]' if smallest and smallest.call else "..."
+    return f"inject(model, DropBlock(p=0.1), layers={layers})"
 
-    Each block of the last two stages has one site: block size 5 at a quarter of the rate, then block size 3.
+
+@dataclass(frozen=True)
+class dropblock_detector(dropblock_resnet):
+    """DropBlock in a detector: in the last two stages of its backbone, in its feature pyramid, or in both.
+
+    In the backbone the sites and rates are those of `dropblock_resnet`: Ghiasi et al. 2018, arXiv:1810.12890, section
+    4.2, apply DropBlock "to ResNet in ResNet-FPN" of RetinaNet. In the feature pyramid they are the 3x3 convolutions
+    whose outputs are the levels, with rate `p`: PP-YOLO (Long et al. 2020, arXiv:2007.12099) regularizes only its FPN.
 
     Args:
-        model: a timm model that accepts `drop_block_rate` (ResNet, ResNeXt, SE- and ECA-ResNet, Res2Net, ResNeSt,
-            SKNet, and most byobnet models), built without it.
+        p: drop probability in the last stage and in the feature pyramid; the stage before it uses a quarter.
+        block_size: edge of the dropped squares, in pixels of the feature map.
+        parts: `"backbone"`, `"fpn"` or `"both"`.
+
+    Raises:
+        LayerError: the model has no such part.
+
+    Example:
+        >>> import torchvision
+        >>> from hookdrop import inject, plan
+        >>> model = torchvision.models.detection.retinanet_resnet50_fpn(weights=None, weights_backbone=None)
+        >>> inject(model, dropblock_detector(p=0.1, block_size=5))
+        <Injection 'dropblock_detector': 36 sites, p=0.1 of 0.1, step 0 of ConstantSchedule()>
+        >>> [site.name for site in plan(model, dropblock_detector(parts="fpn")).sites][0]
+        'backbone.fpn.layer_blocks.2.0'
+    """
+
+    parts: str = "backbone"
+
+    def __post_init__(self) -> None:
+        one_of(self.parts, "parts", "dropblock_detector", ("backbone", "fpn", "both"))
+        super().__post_init__()
+
+    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
+        sites = [*super().sites(model, survey)] if self.parts != "fpn" else []
+        if self.parts != "backbone":
+            prefix, trace = traced_part(model, survey)
+            if not (levels := pyramid_levels(trace)):
+                raise no_layers(
+                    self,
+                    model,
+                    example_call(trace, prefix),
+                    "a feature pyramid: convolutions of sums with enlarged maps",
+                )
+            sites += [RecipeSite(prefix + name, self.regularizer()) for name in levels]
+        return sites
+
+
+@dataclass(frozen=True)
+class timm_dropblock(Recipe):
+    """DropBlock with the sites, block sizes and rates of `timm.create_model(..., drop_block_rate=p)`.
+
+    Each block of the last two stages has one site: block size 5 at a quarter of the rate, then block size 3. The model
+    is one of timm that accepts `drop_block_rate` (ResNet, ResNeXt, SE- and ECA-ResNet, Res2Net, ResNeSt, SKNet, and
+    most byobnet models), built without it.
+
+    Args:
         p: timm's `drop_block_rate`, the drop probability of the last stage.
-        regularizer: called with `p=`, `block_size=` and `gamma_scale=` for each site; None is `DropBlock` at
-            p * gamma_scale. timm's own: `lambda p, block_size, gamma_scale: DropBlock2d(p, block_size, gamma_scale)`.
-        schedule, total_steps, name, on_existing, portable, example_input: as in `inject`.
 
     Raises:
         LayerError: the model has no such site.
@@ -125,69 +200,57 @@ def timm_dropblock(
 
     Example:
         >>> import timm
-        >>> model = timm.create_model("resnet18")
-        >>> drop = timm_dropblock(model, p=0.1)
+        >>> from hookdrop import inject
+        >>> drop = inject(timm.create_model("resnet18"), timm_dropblock(p=0.1))
         >>> [(site.name, site.p) for site in drop.sites]  # doctest: +NORMALIZE_WHITESPACE
         [('layer3.0.drop_block', 0.025), ('layer3.1.drop_block', 0.025),
          ('layer4.0.drop_block', 0.1), ('layer4.1.drop_block', 0.1)]
     """
-    sites = [
-        RecipeSite(site, {"p": p, "block_size": block_size, "gamma_scale": gamma_scale})
-        for site, block_size, gamma_scale in _timm_sites(model)
-    ]
-    wanted = "the modules that timm's drop_block_rate replaces"
-    require_sites("timm_dropblock", model, [site.name for site in sites], wanted)
-    make = _scaled_drop_block if regularizer is None else regularizer
-    return plan_sites(
-        model,
-        sites,
-        make,
-        schedule=schedule,
-        total_steps=total_steps,
-        name=name,
-        on_existing=on_existing,
-        portable=portable,
-        example_input=example_input,
-    )
+
+    p: float = 0.1
+
+    def __post_init__(self) -> None:
+        self.regularizer(3, 1.0)
+
+    def regularizer(self, block_size: int, gamma_scale: float) -> Regularizer:
+        """Return the regularizer of a site. `gamma_scale` is timm's factor of the rate."""
+        return DropBlock(self.p * gamma_scale, block_size)
+
+    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
+        found = list(_timm_sites(model))
+        if not found:
+            raise LayerError(
+                f"timm_dropblock found no matching layer in {type(model).__name__}: it looks for the modules that "
+                "timm's drop_block_rate replaces.\n  other models: dropblock_resnet(p=0.1)"
+            )
+        return [RecipeSite(name, self.regularizer(*settings), group=block) for block, name, settings in found]
 
 
-def _scaled_drop_block(p: float, block_size: int, gamma_scale: float) -> DropBlock:
-    return DropBlock(p * gamma_scale, block_size)
+_TIMM_PLACES = (
+    r"conv\d\.drop",
+    r"conv\d\.paths\.\d+\.bn\.drop",
+    "drop_block",
+    *(rf"conv{i}_kxk\.bn\.drop" for i in "21"),
+    r"conv_kxk\.bn\.drop",
+)
+"""The modules of a block that timm's `drop_block_rate` replaces, by their names in timm; the first that a block has."""
 
 
-def _timm_sites(model: nn.Module) -> Iterator[tuple[str, int, float]]:
-    """Yield (name, block size, gamma scale) of each module that `drop_block_rate` replaces; an Identity without it."""
-    layers = {layer.name: layer.module for layer in named_layers(model)}
-    for name, block in layers.items():
-        stage, _, index = name.rpartition(".")
-        settings = _TIMM.get(_stage_from_end(stage, layers)) if index.isdigit() else None
-        if settings is None:
+def _timm_sites(model: nn.Module) -> Iterator[tuple[str, str, tuple[int, float]]]:
+    """Yield (block, name, settings) of each module that `drop_block_rate` replaces; an Identity without it."""
+    modules = {layer.name: layer.module for layer in named_layers(model)}
+    for block, part in modules.items():
+        stage = re.fullmatch(r"(?:.*\.)?(?:layer([34])|stages\.(\d+))\.\d+", block)
+        if not stage or hasattr(part, "transformer"):  # MobileViT's outer convolutions have no site
             continue
-        for place in _timm_sites_in_block(block):
-            if type(block.get_submodule(place)).__name__ == "DropBlock2d":
+        count = len(list(modules[block.rsplit(".", 2)[0]].children())) if stage[2] else 5
+        settings = _TIMM.get(int(stage[1] or stage[2]) - count)
+        inside = [name for name, _ in part.named_modules()]
+        places = ([name for name in inside if re.fullmatch(place, name)] for place in _TIMM_PLACES)
+        for place in next(filter(None, places), []) if settings else []:
+            if type(part.get_submodule(place)).__name__ == "DropBlock2d":
                 raise InjectionError(
-                    f"timm_dropblock: the model already has it: {name}.{place} is a DropBlock2d.\n"
+                    f"timm_dropblock: the model already has it: {block}.{place} is a DropBlock2d.\n"
                     "  build the model with drop_block_rate=0.0"
                 )
-            yield f"{name}.{place}", *settings
-
-
-def _stage_from_end(stage: str, layers: Mapping[str, nn.Module]) -> int:
-    """Return -1 for the last stage of a timm ResNet, -2 for the stage before it, and 0 for other modules."""
-    parent, _, last = stage.rpartition(".")
-    if last in ("layer3", "layer4"):
-        return int(last[-1]) - 5
-    return int(last) - len(layers[parent]) if parent.endswith("stages") and last.isdigit() else 0  # type: ignore[arg-type]
-
-
-def _timm_sites_in_block(block: nn.Module) -> Iterator[str]:
-    """Yield the names in one block. Split attention and selective kernels differ from plain convolutions."""
-    kernels = {name: part for name, part in block.named_modules() if type(part).__name__ in _MULTI_KERNEL_CONVS}
-    for name, part in kernels.items():
-        if has_submodules(part, "drop"):
-            yield f"{name}.drop"
-        for path in getattr(part, "paths", nn.ModuleList()).named_children():
-            yield f"{name}.paths.{path[0]}.bn.drop"
-    if not kernels and not has_submodules(block, "transformer"):  # MobileViT's outer convolutions have no site
-        places = ("drop_block", "conv2_kxk.bn.drop", "conv1_kxk.bn.drop", "conv_kxk.bn.drop")
-        yield from [place for place in places if has_submodules(block, place)][:1]
+            yield block, f"{block}.{place}", settings  # type: ignore[misc]

@@ -186,7 +186,7 @@ class NEFTune(Regularizer):
     """Add uniform noise to the token embeddings: e + alpha / sqrt(L d) * u, u ~ U(-1, 1). A schedule drives `alpha`.
 
     The norm of the noise is about alpha / sqrt(3), whatever the length. Hook the token embedding, or call
-    `recipes.neftune(model)`, which finds it. Callers that pass `inputs_embeds` bypass the embedding and the noise.
+    `recipes.neftune()`, which finds it. Callers that pass `inputs_embeds` bypass the embedding and the noise.
 
     Args:
         alpha: scale of the noise, at least 0; 5, 10 or 15 in the paper.

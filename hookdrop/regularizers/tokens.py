@@ -94,7 +94,7 @@ class TokenDropout(Regularizer):
     With `remove=True` it removes them from the sequence without scaling, as the paper does: later layers see fewer
     tokens, which saves their time. Each sample keeps max(1, int((L - prefix) (1 - p))) random tokens.
 
-    Hook the first layer that returns tokens (after the position embedding), or call `recipes.patch_dropout(model)`,
+    Hook the first layer that returns tokens (after the position embedding), or call `recipes.patch_dropout()`,
     which finds it.
 
     Args:

@@ -79,14 +79,20 @@ def _outermost(call: Call, node: Node) -> Call:
 
 
 def find_embedding(trace: Trace) -> str | None:
-    """Return the layer that looks up the integers that the model is called with; None if there is no single one."""
-    found = [(op.call, index) for op in trace.ops if op.name == "embedding" and op.call is not None
-             for index in op.inputs if index.is_data and not index.fits]  # fmt: skip
-    found = [pair for pair in found if any(node.shape[:-1] == pair[1].shape for node in pair[0].outputs)]
-    direct = [pair for pair in found if pair[1].leaf == "input"]
-    # Of several lookups of computed integers, each may be a part of the embedding only, or that of positions.
-    chosen = direct[0] if direct else found[0] if len(found) == 1 else None
-    return chosen[0].name or None if chosen else None
+    """Return the layer that looks up the integers that the model is called with; None if there is none."""
+    for op in trace.ops:
+        if op.name == "embedding" and op.call is not None:
+            index = next((node for node in op.inputs if _given(node).leaf == "input"), None)
+            if index is not None and any(node.shape[:-1] == index.shape for node in op.call.outputs):
+                return op.call.name or None
+    return None
+
+
+def _given(node: Node) -> Node:
+    """Return the integers that a tensor of integers is a view or a copy of, or that it is clamped from."""
+    while node.op is not None and node.op.name in ("view", "reshape", "flatten", "contiguous", "to", "long", "clamp"):
+        node = node.op.inputs[0]
+    return node
 
 
 class TokensNeededError(Exception):

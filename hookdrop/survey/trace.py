@@ -327,7 +327,7 @@ def _clear_function_caches(model: nn.Module) -> None:
     modules = {cls.__module__: sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules}
     for owner in (*own, *modules.values()):
         for value in list(vars(owner).values()):
-            function = getattr(value, "__func__", value)  # of a static method
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             wrapped = inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ()
             for cached in (function, *wrapped):
                 if isinstance(cached, _LRU_CACHE):

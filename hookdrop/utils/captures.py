@@ -49,7 +49,7 @@ class RequiresWith(Generic[T]):
     """A single-use context manager. Any other use raises an error that shows the `with` statement to write."""
 
     def __init__(self, inner: AbstractContextManager[T], example: str) -> None:
-        self._inner, self._example = inner, example
+        self._inner, self._hint = inner, f"enter this context manager before the forward.\n  write: {example}"
 
     def __enter__(self) -> T:
         return self._inner.__enter__()
@@ -58,25 +58,20 @@ class RequiresWith(Generic[T]):
         return self._inner.__exit__(*error)
 
     def __getitem__(self, key: object) -> NoReturn:
-        raise TypeError(self._text())
+        raise TypeError(self._hint)
 
     def __getattr__(self, name: str) -> Any:
         # copy, pickle and IPython look up private names.
-        raise AttributeError(name if name.startswith("_") else f"no attribute {name!r}: {self._text()}")
-
-    def _text(self) -> str:
-        return f"enter this context manager before the forward.\n  write: {self._example}"
+        raise AttributeError(name if name.startswith("_") else f"no attribute {name!r}: {self._hint}")
 
 
 def requires_with(example: str) -> Callable[[Callable[P, Iterator[T]]], Callable[P, RequiresWith[T]]]:
     """`contextlib.contextmanager` whose errors show `example` if the `with` was forgotten."""
 
     def decorate(function: Callable[P, Iterator[T]]) -> Callable[P, RequiresWith[T]]:
-        manager = contextmanager(function)
-
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> RequiresWith[T]:
-            return RequiresWith(manager(*args, **kwargs), example)
+            return RequiresWith(contextmanager(function)(*args, **kwargs), example)
 
         return call
 

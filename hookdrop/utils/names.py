@@ -23,35 +23,23 @@ def glob_expression(pattern: str) -> re.Pattern[str]:
         >>> bool(glob_expression("**.bn[12]").fullmatch("layer1.0.bn2"))
         True
     """
-    segments = pattern.split(".")
-    parts = []
-    for index, segment in enumerate(segments):
-        last = index == len(segments) - 1
-        if segment == "**":
-            parts.append(r"[^.]+(?:\.[^.]+)*" if last else r"(?:[^.]+\.)*")
-        else:
-            parts.append(_segment_expression(segment) + ("" if last else r"\."))
+    *before, last = pattern.split(".")
+    parts = [r"(?:[^.]+\.)*" if segment == "**" else _segment_expression(segment) + r"\." for segment in before]
     try:
-        return re.compile("".join(parts))
+        return re.compile("".join(parts) + (r"[^.]+(?:\.[^.]+)*" if last == "**" else _segment_expression(last)))
     except re.error as error:
         raise LayerError(f"cannot parse the glob {pattern!r}: {error}.") from None
 
 
 def _segment_expression(segment: str) -> str:
-    out, i = "", 0
-    while i < len(segment):
-        character = segment[i]
-        end = segment.find("]", i + 2 + segment.startswith("!", i + 1)) if character == "[" else -1
-        if end > 0:
-            inside = segment[i + 1 : end]
-            negated = inside.startswith("!")
-            body = re.sub(r"([\\\[\]^&~|])", r"\\\1", inside[negated:])
-            out += f"(?![.])[{'^' if negated else ''}{body}]"
-            i = end
-        else:
-            out += {"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character))
-        i += 1
-    return out
+    def translated(token: re.Match[str]) -> str:
+        negated, inside = token.groups()
+        if inside is None:
+            return {"*": "[^.]*", "?": "[^.]"}.get(token[0]) or re.escape(token[0])
+        escaped = re.sub(r"([\\\[\]^&~|])", r"\\\1", inside)
+        return f"(?![.])[{'^' if negated else ''}{escaped}]"
+
+    return re.sub(r"(?s)\[(!|(?!!))(.[^]]*)\]|.", translated, segment)
 
 
 # --- wrappers

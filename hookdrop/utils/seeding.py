@@ -22,16 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 
-class _Seeded(NamedTuple):
-    """The last call of `seed_per_rank` in this process."""
-
-    job: int
-    own: int
-    shared: bool
-    """Whether equal seeds on ranks outside the group are intended."""
-
-
-_last: _Seeded | None = None
+_last: tuple[int, int, bool] | None = None
+"""The last call of `seed_per_rank`: the job's seed, this rank's, and whether other ranks may intentionally share it."""
 
 
 def seed_per_rank(seed: int | None = None, *, rank: int | None = None, group: dist.ProcessGroup | None = None) -> int:
@@ -39,8 +31,8 @@ def seed_per_rank(seed: int | None = None, *, rank: int | None = None, group: di
 
     Call it on every rank after building the model and the data sets: `fully_shard` keeps the weights that each rank
     initialized (DDP broadcasts those of rank 0), and random splits must agree between ranks. The seed is a hash of
-    `seed` and the rank, so that jobs with the seeds 0 and 1 have no rank seeds in common. Nothing is communicated. The
-    generators of Python and NumPy are not seeded, because masks do not use them. The function is idempotent.
+    `seed` and the rank, so that jobs with the seeds 0 and 1 have no rank seeds in common. Nothing is communicated, and
+    the generators of Python and NumPy are not seeded. The function is idempotent.
 
     Args:
         seed: the seed of the job, any integer. None uses `torch.initial_seed()`, or the same job seed as before if
@@ -62,23 +54,17 @@ def seed_per_rank(seed: int | None = None, *, rank: int | None = None, group: di
         True
     """
     global _last
-    job = _job_seed() if seed is None else count(seed, "seed", "seed_per_rank", -(2**63))
-    own = _mixed(job, _own_rank(rank, group))
-    torch.manual_seed(own)
-    _last = _Seeded(job, own, shared=group is not None)
-    return own
-
-
-def _job_seed() -> int:
-    seed = torch.initial_seed()
-    return _last.job if _last is not None and _last.own == seed else seed
-
-
-def _mixed(seed: int, rank: int) -> int:
-    """Hash both numbers to 63 bits."""
+    if seed is None:
+        now = torch.initial_seed()
+        job = _last[0] if _last is not None and _last[1] == now else now
+    else:
+        job = count(seed, "seed", "seed_per_rank", -(2**63))
     # Like torch, reinterpret a negative seed as unsigned 64 bits.
-    digest = hashlib.sha256(f"{seed % 2**64} {rank}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    digest = hashlib.sha256(f"{job % 2**64} {_own_rank(rank, group)}".encode()).digest()
+    own = int.from_bytes(digest[:8], "little") >> 1
+    torch.manual_seed(own)
+    _last = job, own, group is not None
+    return own
 
 
 def _own_rank(rank: int | None, group: dist.ProcessGroup | None) -> int:
@@ -140,8 +126,10 @@ def find_rank_with_same_seed(where: nn.Module | torch.device) -> tuple[int, int,
 
     Returns None if no such rank has announced its seed yet, or if `torch.distributed` is not initialized.
     """
-    job = _job(where if isinstance(where, torch.device) else _device_of(where))
-    if job is None:
+    if isinstance(where, nn.Module):  # the accelerator, if any parameter is on one
+        devices = {parameter.device for parameter in where.parameters() if parameter.device.type != "meta"}
+        where = max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
+    if (job := _job(where)) is None:
         return None
     try:
         first = _claim(job)
@@ -157,26 +145,15 @@ def _job(device: torch.device) -> _Job | None:
     """Return None if no other rank can draw the same masks, or if equal masks are intended."""
     if not _in_job() or dist.get_world_size() < 2:
         return None
-    kind, seed = _seed_in_use(device)
-    store = default_store()
-    if store is None or (_last is not None and _last.shared and _last.own == seed):
-        return None
-    return _Job(store, dist.get_rank(), kind, seed)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Return the accelerator, if any parameter is on one, or else the CPU."""
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "meta"}
-    return max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
-
-
-def _seed_in_use(device: torch.device) -> tuple[str, int]:
+    kind, seed, store = "cpu", torch.initial_seed(), default_store()
     if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
         # Fake tensors may be on a device that does not exist here.
         if getattr(module, "is_initialized", lambda: True)():
-            return device.type, int(module.initial_seed())
-    return "cpu", torch.initial_seed()
+            kind, seed = device.type, int(module.initial_seed())
+    if store is None or (_last is not None and _last[1:] == (seed, True)):
+        return None
+    return _Job(store, dist.get_rank(), kind, seed)
 
 
 def _claim(job: _Job) -> int:
@@ -187,12 +164,12 @@ def _claim(job: _Job) -> int:
         store.set(job.key("seed of", job.rank), str(job.seed))
     slot = job.key("first with seed", job.seed)
     first = int(store.compare_set(slot, "", str(job.rank)))
-    if first != job.rank and _read(store, job.key("seed of", first)) == job.seed:
-        slot = job.key("second with seed", job.seed)
+    if first != job.rank:
+        if _read(store, job.key("seed of", first)) == job.seed:
+            slot = job.key("second with seed", job.seed)
+        else:  # that rank was reseeded
+            first = job.rank
         store.set(slot, str(job.rank))
-    elif first != job.rank:  # that rank was reseeded
-        store.set(slot, str(job.rank))
-        first = job.rank
     written[job.kind] = job.seed, slot
     # Without this, a job that reseeds at every step would fill the store.
     if before not in ("", slot) and _read(store, before) == job.rank:

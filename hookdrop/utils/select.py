@@ -7,8 +7,9 @@ that it has without them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +24,7 @@ from hookdrop.utils.torch_internals import children_of
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate
 Entries: TypeAlias = Entry | Iterable[Entry]
-_Visit: TypeAlias = tuple[str, tuple[str, ...], nn.Module, tuple[int, ...], tuple[nn.Module, ...]]
+_Visit: TypeAlias = tuple[tuple[str, ...], nn.Module, tuple[int, ...], tuple[nn.Module, ...]]
 _SEE_ALL = '  see all:      print(hookdrop.plan(model, layers="**"))'
 
 
@@ -70,31 +71,30 @@ def named_layers(model: nn.Module) -> list[Layer]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
     layers: dict[int, Layer] = {}
-    # Depth first: name, names with wrapper segments, module, ids of the modules around it, wrappers around it.
-    stack: list[_Visit] = [("", (), model, (), ())]
+    # Depth first: the name and those with wrapper segments, module, ids of the modules around it, wrappers around it.
+    stack: list[_Visit] = [(("",), model, (), ())]
     while stack:
-        name, wrapped_names, module, ancestors, wrappers = stack.pop()
+        names, module, ancestors, wrappers = stack.pop()
         if id(module) in ancestors:
             continue
         ancestors = (*ancestors, id(module))
         attribute = wrapped_attribute(type(module))
         inner = getattr(module, attribute, None) if attribute else None
         if attribute and isinstance(inner, nn.Module):
-            longer = tuple(_join(prefix, attribute) for prefix in (name, *wrapped_names))
-            stack.append((name, wrapped_names + longer, inner, ancestors, (*wrappers, module)))
+            stack.append((names + _below(names, attribute), inner, ancestors, (*wrappers, module)))
             continue
-        layer = layers.get(id(module))
-        if layer is None:
-            layer = layers[id(module)] = Layer(name, module)
-        layer.aliases.add(name)
-        layer.wrapped_names.update(wrapped_names)
+        layer = layers.setdefault(id(module), Layer(names[0], module))
+        layer.aliases.add(names[0])
+        layer.wrapped_names.update(names[1:])
         layer.wrappers.update(dict.fromkeys(wrappers))
-        name_prefix = f"{name}." if name else ""
-        for child_name, child in reversed(list(children_of(module).items())):
+        for child_name, child in reversed(children_of(module).items()):
             if child is not None:
-                longer = tuple(_join(prefix, child_name) for prefix in wrapped_names) if wrapped_names else ()
-                stack.append((name_prefix + child_name, longer, child, ancestors, wrappers))
+                stack.append((_below(names, child_name), child, ancestors, wrappers))
     return list(layers.values())
+
+
+def _below(names: tuple[str, ...], child: str) -> tuple[str, ...]:
+    return tuple([f"{name}.{child}" if name else child for name in names])
 
 
 def layers_by_name(model: nn.Module) -> dict[str, Layer]:
@@ -118,17 +118,16 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = (), sour
     if not included:
         raise LayerError("`layers` is empty: nothing would be regularized.\n" + _SEE_ALL)
     matched_by: dict[str, list[int]] = {}
-    exact: set[str] = set()
-    counts: dict[str, int] = {}
+    exact, counts = set[str](), dict[str, int]()
     for index, entry in enumerate(included):
         found, is_exact = _match_or_raise(everything, entry, source)
         # Report a module by its name, since other modules may have its class.
         text = repr(found[0].name) if isinstance(entry, nn.Module) else entry_text(entry)
-        counts[text] = sum(has_forward(layer.module) for layer in found)
+        counts[text] = sum([has_forward(layer.module) for layer in found])
         for layer in found:
             matched_by.setdefault(layer.name, []).append(index)
-            if is_exact:
-                exact.add(layer.name)
+        if is_exact:
+            exact.update([layer.name for layer in found])
     removed, excluded, unmatched = excluded_names(everything, exclude, matched_by)
     selected = [layer for layer in everything if layer.name in matched_by and layer.name not in removed]
     if not selected:
@@ -147,14 +146,10 @@ def excluded_names(
     Raises:
         LayerError: an entry is of the wrong type or matches no layer of the model.
     """
-    entries, names = as_entries(() if exclude is None else exclude, "`exclude`"), set()
-    unmatched: list[Entry] = []
-    for entry in entries:
-        found = {layer.name for layer in _match_or_raise(everything, entry, "`exclude`")[0]}
-        names |= found
-        if found.isdisjoint(selected):
-            unmatched.append(entry)
-    return names, entries, unmatched
+    entries = as_entries(() if exclude is None else exclude, "`exclude`")
+    found = [{layer.name for layer in _match_or_raise(everything, entry, "`exclude`")[0]} for entry in entries]
+    unmatched = [entry for entry, names in zip(entries, found, strict=True) if names.isdisjoint(selected)]
+    return set[str]().union(*found), entries, unmatched
 
 
 def as_entries(entries: Any, source: str) -> list[Entry]:
@@ -210,20 +205,16 @@ def _match_or_raise(everything: list[Layer], entry: Entry, source: str) -> tuple
 def matches(everything: list[Layer], entry: Entry) -> tuple[list[Layer], bool]:
     """Return the layers that `entry` matches, and whether it is a full name or a module."""
     if isinstance(entry, str):
-        exact = [layer for layer in everything if entry in layer.aliases] or [
-            layer for layer in everything if entry in layer.wrapped_names
-        ]
-        if exact:
-            return exact[:1], True
+        for names in attrgetter("aliases"), attrgetter("wrapped_names"):
+            if exact := [layer for layer in everything if entry in names(layer)]:
+                return exact[:1], True
         return [layer for layer in everything if _glob_matches(entry, layer)], False
     if isinstance(entry, re.Pattern):
         return [layer for layer in everything if any(map(entry.fullmatch, layer.aliases - {""}))], False
-    if isinstance(entry, type):
-        return [
-            layer for layer in everything if any(isinstance(m, entry) for m in (layer.module, *layer.wrappers))
-        ], False
     if isinstance(entry, nn.Module):
-        return [layer for layer in everything if any(m is entry for m in (layer.module, *layer.wrappers))], True
+        return [layer for layer in everything if layer.module is entry or entry in layer.wrappers], True
+    if isinstance(entry, type):
+        return [x for x in everything if any(isinstance(m, entry) for m in (x.module, *x.wrappers))], False
     return [layer for layer in everything if layer.name and any(entry(n, layer.module) for n in layer.aliases)], False
 
 
@@ -248,55 +239,36 @@ def _no_match_message(everything: list[Layer], entry: Entry, source: str) -> str
     else:
         kind = "a pattern" if isinstance(entry, str) else "a class" if isinstance(entry, type) else "an entry"
         fact = f"contains {kind} that matches no module of {model}"
-    if isinstance(entry, str):
-        hints = "".join(f"  {line}\n" for line in _suggestions(everything, entry))
+    if isinstance(entry, str) and (hint := _suggestion(everything, entry)):
+        hints = f"  {hint}\n"
     if isinstance(entry, type):
         classes = sorted({type(layer.module).__name__ for layer in everything})
         hints = f"  available:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
     return f"{source} {fact}.\n  asked for:    {entry_text(entry)}\n{hints}{_SEE_ALL}"
 
 
-def _suggestions(everything: list[Layer], text: str) -> Iterator[str]:
+def _suggestion(everything: list[Layer], text: str) -> str:
     """Suggest what to write instead of a text that matches nothing."""
     names = [layer.name for layer in everything if layer.name]
-    for pattern in _longer_patterns(text):
-        nested = list(filter(glob_expression(pattern).fullmatch, names))
-        if nested:
-            yield f"did you mean: {pattern!r} ({counted(len(nested), 'module')})"
-            return
-    of_class = [layer for layer in everything if type(layer.module).__name__ == text]
-    if of_class:
-        yield f"did you mean: the class {text} itself, not its name as a string ({counted(len(of_class), 'module')})"
-        return
+
+    def matched(pattern: str) -> int:
+        return sum(glob_expression(pattern).fullmatch(name) is not None for name in names)
+
+    # More segments before the text, then where it has a dot or a `*`, which does not match a dot.
+    gaps = [(text[: gap.start()], text[gap.end() :]) for gap in re.finditer(r"[.*]+", text)]
+    longer = [f"{before}{between}{after}".strip(".") for between in (".*.", ".**.") for before, after in gaps]
+    for pattern in (p for each in (text, *longer) for p in (each, f"**.{each}")):
+        if count := matched(pattern):
+            return f"did you mean: {pattern!r} ({counted(count, 'module')})"
+    if count := sum(type(layer.module).__name__ == text for layer in everything):
+        return f"did you mean: the class {text} itself, not its name as a string ({counted(count, 'module')})"
     if re.search(r"\\|\.\+|\(|\|", text):
-        yield f"a regular expression? write re.compile({text!r})"
-        return
-    near = list(_similar_patterns(text, names)) or nearest(text, names)
-    if near:
-        yield f"did you mean: {', '.join(map(repr, near[:3]))}"
-
-
-def _longer_patterns(text: str) -> Iterator[str]:
-    """Add segments before the text, then where it has a dot or a `*`, which does not match a dot."""
-    yield f"**.{text}"
-    for segments in (".*.", ".**."):
-        for gap in re.finditer(r"[.*]+", text):
-            pattern = f"{text[: gap.start()]}{segments}{text[gap.end() :]}".strip(".")
-            yield from (pattern, f"**.{pattern}")
-
-
-def _similar_patterns(text: str, names: list[str]) -> Iterator[str]:
-    """Replace one segment of `text` with a similar one, and yield the results that match a module."""
-    segments = text.split(".")
-    known = sorted({segment for name in names for segment in name.split(".")})
-    for index, segment in enumerate(segments):
+        return f"a regular expression? write re.compile({text!r})"
+    near = []
+    segments, known = text.split("."), sorted({segment for name in names for segment in name.split(".")})
+    for index, segment in enumerate(segments):  # replace one segment with a similar one
         for other in nearest(segment, known):
             candidate = ".".join([*segments[:index], other, *segments[index + 1 :]])
-            for pattern in (candidate, f"**.{candidate}"):
-                if candidate != text and any(map(glob_expression(pattern).fullmatch, names)):
-                    yield pattern
-                    break
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+            near += list(filter(matched, (candidate, f"**.{candidate}")))[:1]
+    near = near or nearest(text, names)
+    return f"did you mean: {', '.join(map(repr, near[:3]))}" if near else ""

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -27,22 +27,15 @@ def fits(value: object) -> TypeGuard[Tensor]:
 
 
 def map_tensor(value: Any, which: TensorKey, fn: TensorFunction) -> Any:
-    """Return `value` with `fn` applied to the selected tensor. Containers are copied, never modified.
+    """Return `value` with `fn` applied to the tensor `which`, or raise `ShapeError` if there is none.
 
-    Args:
-        value: a tensor, or arbitrarily nested tuples, named tuples, lists, mappings and dataclasses of tensors.
-        which: an index or a key of `value`, `"all"`, or None for the first tensor that fits, depth first.
-        fn: the function to apply.
-
-    Raises:
-        ShapeError: `value` does not contain the selected tensor.
+    `value` is a tensor, or nested tuples, lists, mappings and dataclasses, which are copied, never modified.
     """
-    if isinstance(value, Tensor) and which in (None, "all") and fits(value):
+    if which not in (None, "all"):
+        return _edit(value, (_own_key(value, which),), fn)
+    if fits(value):
         return fn(value)
-    if which in (None, "all"):
-        paths = [path for path, leaf in _leaves(value) if fits(leaf)][: 1 if which is None else None]
-    else:
-        paths = [(_own_key(value, which),)]
+    paths = [path for path, leaf in _leaves(value) if fits(leaf)][: 1 if which is None else None]
     if not paths:
         raise ShapeError(f"got {describe(value)}: no floating-point tensor with at least one dimension.")
     for path in paths:
@@ -76,12 +69,7 @@ def parameter_names(module: nn.Module) -> tuple[str, ...]:
         return _names_of(module.forward)
     cls: Any = type(module)
     # The compiler traces through `lru_cache` and warns about it.
-    return _names_of(cls.forward)[1:] if torch.compiler.is_compiling() else _forward_names_of(cls)
-
-
-@lru_cache(maxsize=1024)
-def _forward_names_of(cls: Any) -> tuple[str, ...]:
-    return _names_of(cls.forward)[1:]
+    return (_names_of if torch.compiler.is_compiling() else _cached_names_of)(cls.forward)[1:]
 
 
 def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -89,15 +77,14 @@ def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name, p in inspect.signature(function).parameters.items() if p.kind not in several)
 
 
+_cached_names_of = lru_cache(maxsize=1024)(_names_of)
+
+
 def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
     """Return `value` with `fn` applied to everything that is not a container. Containers are copied, never modified."""
     for path, leaf in list(_leaves(value)):
         if (new := fn(leaf)) is not leaf:
-            value = _edit(value, path, partial(_constant, new))
-    return value
-
-
-def _constant(value: Any, _: Any) -> Any:
+            value = _edit(value, path, lambda _, new=new: new)  # type: ignore[misc]
     return value
 
 
@@ -116,10 +103,8 @@ def describe(value: Any) -> str:
     children = _children(value)
     if children is None:
         return type(value).__name__
-    inside = ", ".join(
-        describe(child) if isinstance(key, int) else f"{key}: {describe(child)}" for key, child in children[:6]
-    )
-    return f"{type(value).__name__}({inside}{', ...' if len(children) > 6 else ''})"
+    inside = [("" if isinstance(key, int) else f"{key}: ") + describe(child) for key, child in children[:6]]
+    return f"{type(value).__name__}({', '.join(inside)}{', ...' if len(children) > 6 else ''})"
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -163,20 +148,17 @@ def _own_key(value: Any, which: int | str) -> Any:
     keys = [key for key, _ in children]
     if isinstance(which, int) and not (isinstance(value, Mapping) and which in keys):
         if not -len(keys) <= which < len(keys):
-            raise ShapeError(
-                f"got {describe(value)}, which has no tensor={which}: it has {counted(len(keys), 'item')}."
-            )
+            items = counted(len(keys), "item")
+            raise ShapeError(f"got {describe(value)}, which has no tensor={which}: it has {items}.")
         which = keys[which]
     elif which not in keys:
         names = getattr(value, "_fields", keys)
         if which not in names:
             raise ShapeError(f"got {describe(value)}, which has no tensor={which!r}; its keys are {list(names)}.")
         which = keys[list(names).index(which)]
-    chosen = dict(children)[which]
-    if not fits(chosen):
-        raise ShapeError(
-            f"tensor={which!r} is {describe(chosen)}, not a floating-point tensor with at least one dimension."
-        )
+    if not fits(chosen := dict(children)[which]):
+        wanted = "a floating-point tensor with at least one dimension"
+        raise ShapeError(f"tensor={which!r} is {describe(chosen)}, not {wanted}.")
     return which
 
 
@@ -185,21 +167,13 @@ def _edit(value: Any, path: tuple[Any, ...], fn: TensorFunction) -> Any:
         return fn(value)
     key, rest = path[0], path[1:]
     if isinstance(value, tuple):
-        return _edit_tuple(value, key, rest, fn)
+        items = list(value)
+        items[key] = _edit(items[key], rest, fn)
+        make: Any = getattr(value, "_make", type(value))
+        return make(items)
     edited = copy.copy(value)
     if isinstance(value, list | Mapping):
         edited[key] = _edit(value[key], rest, fn)
     else:  # a dataclass, possibly frozen
         object.__setattr__(edited, key, _edit(getattr(value, key), rest, fn))
     return edited
-
-
-def _edit_tuple(value: tuple[Any, ...], key: int, rest: tuple[Any, ...], fn: TensorFunction) -> tuple[Any, ...]:
-    items = list(value)
-    items[key] = _edit(items[key], rest, fn)
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        named: tuple[Any, ...] = value._make(items)
-        return named
-    if type(value).__module__ == torch.return_types.__name__:
-        return type(value)(items)
-    return tuple(items) if type(value) is tuple else type(value)(items)

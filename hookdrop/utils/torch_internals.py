@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -184,18 +183,12 @@ def enable_hook_guards() -> bool:
     share compiled code even if only one of them has hooks.
     """
     config: Any = sys.modules["torch._dynamo.config"]
-    unguarded = bool(config.skip_nnmodule_hook_guards) and _something_is_compiled()
-    config.skip_nnmodule_hook_guards = False
-    return unguarded
-
-
-def _something_is_compiled() -> bool:
+    unguarded, config.skip_nnmodule_hook_guards = config.skip_nnmodule_hook_guards, False
     frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
     # torch.export also traces frames, but without a backend or with its own.
     backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {0: "unknown"}).values()
-    return bool(frames) and any(
-        backend is not None and not getattr(backend, "__qualname__", "").startswith("export.") for backend in backends
-    )
+    names = [getattr(backend, "__qualname__", "") for backend in backends if backend is not None]
+    return bool(unguarded and frames) and not all(name.startswith("export.") for name in names)
 
 
 def recomputes_forward() -> bool:
@@ -260,12 +253,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = partial(self._run, spec.loader.exec_module)
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), self.callback())
         return spec
-
-    def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-        exec_module(module)
-        self.callback()
 
 
 # --- distributed jobs

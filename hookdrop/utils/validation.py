@@ -36,15 +36,7 @@ def positive(value: object, name: str, owner: str, hint: str = "") -> float:
     return result
 
 
-def rate(
-    value: object,
-    name: str = "p",
-    owner: str = "hookdrop",
-    high: float = 1.0,
-    *,
-    low: float = 0.0,
-    open_end: bool = False,
-) -> float:
+def rate(value: object, name: str, owner: str, high: float = 1.0, *, low: float = 0.0, open_end: bool = False) -> float:
     """Return `value` as a finite float in [low, high], or in [low, high) if `open_end`."""
     result = number(value, name, owner)
     if low <= result < high or (result == high and not open_end):
@@ -109,8 +101,10 @@ def floating(x: object, owner: str, *, nested: bool = False) -> None:
     if isinstance(x, Tensor) and x.dtype in _SUPPORTED_DTYPES and x.layout is torch.strided and not x.is_nested:
         return
     if not isinstance(x, Tensor):
+        text = repr(x)
         raise TypeError(
-            f"{owner}: x must be a tensor, got {_brief(x)}.\n  write torch.as_tensor(x, dtype=torch.float32)"
+            f"{owner}: x must be a tensor, got {text if len(text) < 60 else text[:57] + '...'} ({type(x).__name__}).\n"
+            "  write torch.as_tensor(x, dtype=torch.float32)"
         )
     instead = ""
     if x.layout not in (torch.strided, torch.jagged):
@@ -126,8 +120,3 @@ def floating(x: object, owner: str, *, nested: bool = False) -> None:
     if instead:
         what = "nested" if x.is_nested else f"{x.layout} {tuple(x.shape)}" if "dense" in instead else tuple(x.shape)
         raise TypeError(f"{owner}: x must be a dense floating-point tensor, got {what} {x.dtype}.\n  pass {instead}")
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return f"{text if len(text) < 60 else text[:57] + '...'} ({type(value).__name__})"

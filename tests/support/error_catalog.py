@@ -313,13 +313,13 @@ def _() -> None:
     inject(ResNet(), HeadDropout(p=0.1, heads=3), layers="fc")
 
 
-@case("tokens removed before windows")
+@case("tokens removed before rotary embeddings")
 def _() -> None:
     import timm
 
-    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1))
-    tokens = TokenDropout(p=0.5, prefix=0, remove=True)
-    inject(model, tokens, layers="patch_embed", example_input=torch.randn(1, 3, 224, 224))
+    model = timm.create_model("eva02_tiny_patch14_224", depth=1, img_size=56)
+    tokens = TokenDropout(p=0.5, remove=True)
+    inject(model, tokens, layers="pos_drop", example_input=torch.randn(1, 3, 56, 56))
 
 
 @case("a batch norm in a branch that runs on part of the batch")
@@ -832,7 +832,7 @@ def _() -> None:
 
 @case("dropblock_resnet of an MLP")
 def _() -> None:
-    recipes.dropblock_resnet(mlp(), p=0.1)
+    inject(mlp(), recipes.dropblock_resnet(p=0.1), example_input=torch.zeros(2, 8))
 
 
 @case("dropblock_resnet of a CNN with attention blocks")
@@ -841,14 +841,14 @@ def _() -> None:
 
     with torch.device("meta"):
         model = timm.create_model("mobilenetv5_base")
-    recipes.dropblock_resnet(model)
+    inject(model, recipes.dropblock_resnet())
 
 
 @case("dropblock_unet of a classifier")
 def _() -> None:
     import torchvision
 
-    recipes.dropblock_unet(torchvision.models.resnet18())
+    inject(torchvision.models.resnet18(), recipes.dropblock_unet())
 
 
 @case("stochastic_depth of a model that has it")
@@ -869,7 +869,7 @@ def _() -> None:
     inject(model, recipes.neftune(embedding="embed_tokens"))
 
 
-@case("patch_dropout of a model with windows")
+@case("patch_dropout of a model without patches in a sequence")
 def _() -> None:
     import timm
 

@@ -21,6 +21,7 @@ from comparison.run.linear_probe import LinearProbe
 from comparison.spec import arms
 from comparison.spec.run_spec import Run
 from comparison.spec.seeds import seed_of
+from hookdrop.injection.place import place
 
 AFTER_RAMP = 10**12
 """An optimizer step after the end of every ramp."""
@@ -138,7 +139,7 @@ def _apply(planned: hookdrop.Plan | None) -> tuple[hookdrop.Injection | None, li
         return None, []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hookdrop.HookdropWarning)
-        return planned.apply(), list(planned.warnings)
+        return place(planned), list(planned.warnings)
 
 
 def _optimizer(run: Run, model: nn.Module, train_images: int) -> tuple[Optimizer, LRScheduler]:

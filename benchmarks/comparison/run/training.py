@@ -82,7 +82,7 @@ def train(setup: RunSetup, beat: Beat, checkpoint: Checkpoint) -> tuple[History,
     with ExitStack() as stack:
         for epoch in range(done + 1, last + 1):
             if setup.drop and epoch == from_epoch:
-                measured = stack.enter_context(setup.drop.recording(last=0))
+                measured = stack.enter_context(setup.drop.recording(last=0)).totals
             _train_epoch(setup, history, epoch)
             _note_rate(setup, history)
             if epoch == last or epoch % math.ceil(last / CURVE_POINTS) == 0:

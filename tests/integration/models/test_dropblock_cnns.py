@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hookdrop
-from hookdrop import LayerError, functional
-from hookdrop.recipes import dropblock_resnet
-from hookdrop.recipes.residual_stages import residual_block
+from hookdrop import HookdropWarning, InjectionError, LayerError, functional, inject, plan
+from hookdrop.recipes import dropblock_resnet, timm_dropblock
+from hookdrop.regularizers import as_regularizer
 from tests.support.models import from_timm, from_torchvision, randomize_norms
 from tests.support.tensors import all_equal
 from tests.support.training import train_step
@@ -153,7 +154,7 @@ def test_outputs_and_gradients_match_written_out_blocks(name: str) -> None:
     twin, plain = copy.deepcopy(model), train_step(copy.deepcopy(model), x)[0]
     write_out(twin, block, {before: 0.05, last: 0.2})
     theirs = train_step(twin, x)
-    drop = dropblock_resnet(model, p=0.2, block_size=3)
+    drop = inject(model, dropblock_resnet(p=0.2, block_size=3), example_input=x)
     assert all_equal(train_step(model, x), theirs)
     assert not torch.equal(theirs[0], plain)
     drop.remove()
@@ -162,14 +163,14 @@ def test_outputs_and_gradients_match_written_out_blocks(name: str) -> None:
 
 def test_stages_of_a_dilated_network_end_where_the_dilation_changes() -> None:
     model = torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights=None, weights_backbone=None)
-    rates = {re.match(r"backbone\.\d+", site.name)[0]: site.p for site in dropblock_resnet(model, p=0.2).sites}
+    rates = {re.match(r"backbone\.\d+", site.name)[0]: site.p for site in inject(model, dropblock_resnet(p=0.2)).sites}
     assert {name for name, p in rates.items() if p == 0.2} == {f"backbone.{i}" for i in (13, 14, 15)}
     assert {name for name, p in rates.items() if p == 0.05} == {f"backbone.{i}" for i in range(7, 13)}
 
 
 def test_dilation_does_not_change_the_sites() -> None:
     plain, dilated = timm.create_model("regnetx_002"), timm.create_model("regnetx_002", output_stride=8)
-    sites = [[(site.name, site.p) for site in dropblock_resnet.plan(model).sites] for model in (plain, dilated)]
+    sites = [[(site.name, site.p) for site in plan(model, dropblock_resnet()).sites] for model in (plain, dilated)]
     assert sites[0] == sites[1]
 
 
@@ -178,9 +179,9 @@ def test_gates_and_skips_have_no_other_site(name: str) -> None:
     """The sites are the norms of the last stages' blocks, without those of gates, and one for each skip."""
     with torch.device("meta"):
         model = timm.create_model(name)
-    for site in dropblock_resnet.plan(model).sites:
+    for site in plan(model, dropblock_resnet()).sites:
         assert not re.search(r"\.(se|attn)\.", site.name)
-        if site.at == "output" and not re.search(r"(downsample|shortcut)$", site.name):
+        if site.at == "output" and "downsample" not in site.name and not isinstance(site.module, nn.Identity):
             assert "norm" in type(site.module).__name__.lower()
 
 
@@ -206,7 +207,7 @@ def test_cnns_of_transformers_train_and_remove(name: str, count: int, config: di
     transformers = pytest.importorskip("transformers")
     model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**config))
     x = torch.randn(2, 3, 64, 64)
-    record = Check(model, Example((x,), (x,)), recipe=dropblock_resnet).run()
+    record = Check(model, Example((x,), (x,)), recipe=dropblock_resnet(p=0.1, block_size=3)).run()
     assert record["status"] == "passed", record
     assert record["sites"] == {"DropBlock": count}
 
@@ -214,40 +215,167 @@ def test_cnns_of_transformers_train_and_remove(name: str, count: int, config: di
 class TestOtherModelsRaise:
     @pytest.mark.parametrize(
         ("name", "pattern"),
-        [("densenet121", "features.denseblock4.*"), ("convnext_atto", "stages.3.*"), ("vgg11_bn", "features.25")],
-    )
-    def test_error_suggests_the_layers_of_the_last_stage(self, name: str, pattern: str) -> None:
-        model = timm.create_model(name)
-        with pytest.raises(LayerError, match="it looks for a ResNet") as excinfo:
-            dropblock_resnet(model)
-        suggested = re.search(r'layers=\["(.*)"\]', str(excinfo.value))[1]
-        assert suggested == pattern
-        assert hookdrop.inject(model, hookdrop.DropBlock(p=0.1), layers=[suggested]).sites
-
-    def test_model_without_convolutions_gets_no_pattern(self) -> None:
-        with pytest.raises(LayerError, match=r"inject\(model, \.\.\., layers=\.\.\.\)"):
-            dropblock_resnet(nn.Sequential(nn.Linear(2, 2)))
-
-    @pytest.mark.parametrize(
-        ("name", "unknown"),
         [
-            ("mobilevit_xxs", "'stages.3.1', 'stages.4.1'"),
-            ("coatnet_nano_rw_224", "'stages.2', 'stages.3'"),
-            ("mobilenetv4_hybrid_medium", "'blocks.2.4'"),
-            ("efficientnet_cc_b0_4e", "'blocks.4'"),
+            ("densenet121", "features.denseblock4.denselayer16.conv2"),
+            ("convnext_tiny", "stages.3.blocks.2.conv_dw"),
+            ("vgg11_bn", "features.25"),
         ],
     )
-    def test_model_with_unknown_blocks_in_these_stages_raises(self, name: str, unknown: str) -> None:
+    def test_error_suggests_a_convolution_of_the_last_stage(self, name: str, pattern: str) -> None:
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        with pytest.raises(LayerError) as excinfo:
+            inject(model, dropblock_resnet())
+        suggested = re.search(r'layers=\["(.*)"\]', str(excinfo.value))[1]
+        assert suggested == pattern
+        assert inject(model, hookdrop.DropBlock(p=0.1), layers=[suggested]).sites
+
+    @pytest.mark.parametrize(
+        ("name", "other"),
+        [
+            ("mobilevit_xxs", "stages.3.1"),
+            ("coatnet_nano_rw_224", "stages.2.blocks.0"),
+            ("mobilenetv4_hybrid_medium", "blocks.3.8"),
+            ("hrnet_w18_small", "stage4.0"),
+        ],
+    )
+    def test_model_with_other_blocks_in_these_stages_raises(self, name: str, other: str) -> None:
         """Only a part of the last stages would be regularized."""
         with torch.device("meta"):
             model = timm.create_model(name)
-        with pytest.raises(LayerError, match=rf"recognizes only some blocks of \w+: not {unknown}") as excinfo:
-            dropblock_resnet(model)
-        assert "layers=[" in str(excinfo.value)
+        with pytest.raises(LayerError, match="recognizes only some blocks") as excinfo:
+            inject(model, dropblock_resnet())
+        assert other in str(excinfo.value)
 
-    def test_block_whose_skip_is_unknown_is_not_recognized(self) -> None:
-        """In DynUNet of MONAI, `downsample` is a flag for a projection."""
-        monai = pytest.importorskip("monai")
-        block = monai.networks.blocks.UnetResBlock(2, 4, 8, 3, 1, "instance")
-        assert block.downsample is True
-        assert residual_block(block) is None
+    @pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)])
+    def test_model_without_convolutions_raises(self, model: nn.Module) -> None:
+        with pytest.raises(LayerError):
+            inject(model, dropblock_resnet(), example_input=torch.zeros(2, 2))
+
+    @pytest.mark.parametrize("name", ["", "backbone"])
+    def test_traced_model_raises(self, name: str) -> None:
+        """Tracing removes the blocks, so no module takes the tensor of an identity skip."""
+        traced = torch.fx.symbolic_trace(torchvision.models.resnet18())
+        model = nn.Sequential(traced) if name else traced
+        with pytest.raises(InjectionError, match="inject before tracing"):
+            inject(model, dropblock_resnet())
+
+
+RESNETS = {
+    "torchvision, basic blocks": from_torchvision("resnet18", num_classes=5),
+    "torchvision, bottlenecks": from_torchvision("resnet50", num_classes=5),
+    "torchvision, grouped bottlenecks": from_torchvision("resnext50_32x4d", num_classes=5),
+    "timm, basic blocks": from_timm("resnet18", num_classes=5),
+    "timm, bottlenecks": from_timm("resnet26", num_classes=5),
+    "timm, a deep stem and pooled projections": from_timm("resnet26d", num_classes=5),
+}
+
+
+class TestTheDropBlockPaper:
+    """Ghiasi et al. 2018, section 4.1, validated against a written-out model."""
+
+    @staticmethod
+    def written_out(model: nn.Module, p: float, block_size: int) -> Callable[[Tensor], Tensor]:
+        """The forward of the model with DropBlock in groups 3 and 4: on skips, convolutions and projections."""
+
+        def block(b: Any, x: Tensor, rate: float) -> Tensor:
+            drop = lambda t: functional.drop_block(t, rate, block_size)  # noqa: E731
+            skip = drop(x) if b.downsample is None else x
+            out = F.relu(drop(b.bn1(b.conv1(x))))
+            out = drop(b.bn2(b.conv2(out)))
+            if hasattr(b, "conv3"):
+                out = drop(b.bn3(b.conv3(F.relu(out))))
+            return F.relu(out + (skip if b.downsample is None else drop(b.downsample(x))))
+
+        def forward(x: Tensor) -> Tensor:
+            m: Any = model
+            x = m.maxpool(F.relu(m.bn1(m.conv1(x))))
+            for group, rate in ((m.layer1, 0.0), (m.layer2, 0.0), (m.layer3, p / 4), (m.layer4, p)):
+                for b in group:
+                    x = block(b, x, rate)
+            return m.fc(x.mean((2, 3)))
+
+        return forward
+
+    @pytest.mark.parametrize("name", RESNETS)
+    def test_outputs_and_gradients_match_the_written_out_model(self, name: str) -> None:
+        torch.manual_seed(0)
+        model, x = randomize_norms(RESNETS[name]()), torch.randn(2, 3, 128, 128)
+        twin = copy.deepcopy(model)
+        inject(model, dropblock_resnet(p=0.2, block_size=3))
+        theirs = train_step(twin, x, self.written_out(twin, 0.2, 3))
+        assert all_equal(train_step(model, x), theirs)
+
+    def test_dropblock_changes_the_outputs(self) -> None:
+        torch.manual_seed(0)
+        model, x = torchvision.models.resnet18(num_classes=5), torch.randn(2, 3, 128, 128)
+        plain = train_step(copy.deepcopy(model), x)[0]
+        inject(model, dropblock_resnet(p=0.2, block_size=3))
+        assert not torch.equal(train_step(model, x)[0], plain)
+
+    def test_sites_are_the_norms_and_skips_of_groups_3_and_4(self) -> None:
+        model = torchvision.models.resnet50()
+        sites = {site.name: site.p for site in inject(model, dropblock_resnet(p=0.4)).sites}
+        blocks = [f"layer3.{i}" for i in range(6)] + [f"layer4.{i}" for i in range(3)]
+        expected = {f"{block}.bn{i}" for block in blocks for i in (1, 2, 3)}
+        expected |= {f"{block}.downsample.1" if block.endswith(".0") else block for block in blocks}
+        assert set(sites) == expected
+        assert all(p == (0.1 if name.startswith("layer3") else 0.4) for name, p in sites.items())
+
+    def test_resnet_inside_another_model_is_found(self) -> None:
+        model = nn.Sequential(torchvision.models.resnet18(), nn.Linear(1000, 2))
+        assert all(site.name.startswith("0.layer") for site in inject(model, dropblock_resnet()).sites)
+
+    def test_block_that_covers_the_map_warns(self) -> None:
+        with pytest.warns(HookdropWarning, match="covers the whole"):
+            inject(torchvision.models.resnet18(), dropblock_resnet(), example_input=torch.zeros(1, 3, 64, 64))
+
+
+@dataclass(frozen=True)
+class with_timms_module(timm_dropblock):
+    def regularizer(self, block_size: int, gamma_scale: float) -> Any:
+        return as_regularizer(timm.layers.DropBlock2d(self.p, block_size, gamma_scale))
+
+
+class TestTimmsDropBlock:
+    """`drop_block_rate=` of timm, with timm's module, under the same seed."""
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "resnet18",
+            "resnet26d",
+            "seresnet50",
+            "res2net50_26w_4s",
+            "skresnet18",
+            "resnest14d",
+            "gcresnext26ts",
+        ],
+    )
+    def test_outputs_and_gradients_match_timm(self, name: str) -> None:
+        torch.manual_seed(0)
+        native = randomize_norms(timm.create_model(name, drop_block_rate=0.3, num_classes=5))
+        clean = timm.create_model(name, num_classes=5)
+        clean.load_state_dict(native.state_dict())
+        drop = inject(clean, with_timms_module(0.3))
+        assert drop.sites
+        x = torch.randn(2, 3, 128, 128)
+        theirs = train_step(native, x)
+        assert all_equal(train_step(clean, x), theirs)
+        without = timm.create_model(name, num_classes=5)
+        without.load_state_dict(native.state_dict())
+        assert not torch.equal(train_step(without, x)[0], theirs[0])
+
+    def test_gamma_scale_multiplies_the_rate_of_hookdrops_dropblock(self) -> None:
+        drop = inject(timm.create_model("resnet18"), timm_dropblock(p=0.2))
+        settings = [(site.name.split(".")[0], site.p, site.regularizer) for site in drop.sites]
+        assert settings == [
+            ("layer3", 0.05, "DropBlock(p=0.05, block_size=5)"),
+            ("layer3", 0.05, "DropBlock(p=0.05, block_size=5)"),
+            ("layer4", 0.2, "DropBlock(p=0.2, block_size=3)"),
+            ("layer4", 0.2, "DropBlock(p=0.2, block_size=3)"),
+        ]
+
+    def test_model_with_drop_block_rate_raises(self) -> None:
+        with pytest.raises(InjectionError, match=r"already has it: layer3\.0\.drop_block is a DropBlock2d"):
+            inject(timm.create_model("resnet18", drop_block_rate=0.1), timm_dropblock())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hookdrop
-from hookdrop import InjectionError, LayerError, find, functional, inject
+from hookdrop import InjectionError, find, functional, inject
 from hookdrop.recipes import dropblock_resnet
+from hookdrop.recipes.base import RecipeSite
 from tests.support.compiling import fresh_compiler as fresh_compiler
 from tests.support.tensors import all_equal
 from tests.support.training import train_step
@@ -58,11 +60,15 @@ def x() -> Tensor:
     return torch.randn(2, 3, 128, 128)
 
 
+@dataclass(frozen=True)
+class skips_only(dropblock_resnet):
+    def sites(self, model: nn.Module, survey: Any) -> list[RecipeSite]:
+        return [site for site in super().sites(model, survey) if site.at == "skip"]
+
+
 def only_skips(model: nn.Module, p: float = 0.5) -> hookdrop.Injection:
     """Apply the recipe only to the skips."""
-    plan = dropblock_resnet.plan(model, p=p, block_size=2)
-    plan.sites = [site for site in plan.sites if site.at == "skip"]
-    return plan.apply()
+    return inject(model, skips_only(p=p, block_size=2), name="dropblock_resnet")
 
 
 def test_only_the_skip_is_dropped(model: Any, x: Tensor) -> None:
@@ -272,17 +278,7 @@ def test_chain_of_in_place_blocks_keeps_only_one_input(model: Any) -> None:
     assert not hasattr(middle, "_hookdrop_skipped")
 
 
-def test_pre_activation_block_is_not_recognized() -> None:
-    block = torchvision.models.resnet18().layer4[1]
-    parts = dict(block.named_children())
-    block._modules.clear()
-    block._modules.update({name: parts[name] for name in ("bn1", "conv1", "bn2", "conv2", "relu")})
-    model = nn.ModuleDict({"layer4": nn.Sequential(block)})
-    with pytest.raises(LayerError, match="found no matching layer"):
-        dropblock_resnet(model)
-
-
 def test_plan_shows_the_skip(model: Any) -> None:
-    plan = dropblock_resnet.plan(model)
+    plan = hookdrop.plan(model, dropblock_resnet())
     assert "layer4.1 (skip)" in str(plan)
     assert plan.at == "mixed"

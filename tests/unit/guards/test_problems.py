@@ -8,6 +8,7 @@ from torch import nn
 
 from hookdrop import (
     Dropout,
+    DropPath,
     HookdropWarning,
     LinearSchedule,
     inject,
@@ -49,7 +50,6 @@ class TestChecks:
         drop = inject(model, Dropout(0.1), layers="layer?.*")
         model.eval()(images)
         assert drop.check() == []
-        assert "problem" not in str(drop)
         drop.state_dict()
 
     def test_check_reports_that_another_model_is_trained(self) -> None:
@@ -63,3 +63,25 @@ class TestChecks:
         assert "optimizers took 20 steps for other models" in problem
         model(torch.ones(2))
         assert drop.check() == []
+
+
+class Windows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.after = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.inside(x.flatten(0, 1)).view(x.shape))
+
+
+def test_sites_whose_rows_are_not_all_samples_warn_at_the_first_training_forward() -> None:
+    model, x = Windows(), torch.ones(2, 4, 2)
+    drop = inject(model, DropPath(0.5), layers="*")
+    model.eval()(x)
+    with pytest.warns(HookdropWarning, match=r"'inside' has 8 and 'after' 2(.|\n)*example_input"):
+        model.train()(x)
+    model(x)
+    drop.remove()
+    for right in (DropPath(0.5, "batch"), DropPath(0.5)):
+        with inject(model, right, layers="*", example_input=x):
+            model(x)

@@ -310,14 +310,14 @@ class TestErrors:
             with capture(model, ["spare", "fc"]) as seen:
                 model(images)
         assert list(seen) == ["fc"]
-        with pytest.raises(LayerError, match="'spare' was not called, so nothing was captured.\n  called: 'fc'"):
+        with pytest.raises(LayerError, match="'spare' was not called, or returned no tensor.\n  called: 'fc'"):
             seen["spare"]
         assert seen.get("spare") is None
 
     def test_lookup_of_a_layer_that_was_not_captured_raises(self, model: Small, images: torch.Tensor) -> None:
         with capture(model, "layer2.*") as seen:
             model(images)
-        with pytest.raises(LayerError, match="'layer2.3' is not captured.\n  captured: 'layer2.[01]'"):
+        with pytest.raises(LayerError, match="'layer2.3' is not an observed layer.\n  did you mean: 'layer2.[01]'"):
             seen["layer2.3"]
         with pytest.raises(LayerError, match=r"capture\(..., gradients=True\)"):
             print(seen.gradients)

@@ -42,4 +42,3 @@ class TestCompareCam:
         assert lines[2].split()[-1] == "1.000"
         assert lines[-1].split()[0] == "mean"
         assert "class 1" in lines[2]
-        assert "<table>" in result._repr_html_()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import HookdropWarning, InjectionError, LayerError, ShapeError
+from hookdrop import HookdropWarning, InjectionError, LayerError
 from hookdrop.observe import Stats, capture, stats
 from hookdrop.observe.statistics import Moments
 from tests.support.models import Small
@@ -134,14 +134,6 @@ class TestDeadAndSaturated:
             model(x)
         assert seen["0"].dead == pytest.approx(1 / 6)
 
-    def test_channel_axis_follows_channel_dim(self) -> None:
-        x = torch.ones(5, 6, 9)
-        x[:, 2] = 0
-        model = nn.Sequential(nn.Identity())
-        with stats(model, channel_dim=1) as seen:
-            model(x)
-        assert seen["0"].dead == pytest.approx(1 / 6)
-
     @pytest.mark.parametrize(
         ("module", "shape"),
         [
@@ -192,23 +184,6 @@ class TestDeadAndSaturated:
         with stats(model) as seen:
             model(torch.rand(shape).mul_(1e-3))
         assert seen[str(len(layers) - 1)].dead == pytest.approx(1 / channels)
-
-    def test_channel_dim_takes_precedence_over_the_layer_class(self) -> None:
-        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
-        with torch.no_grad():
-            model[0].weight[1] = model[0].bias[1] = 0
-        with stats(model, channel_dim=-1) as seen:
-            model(torch.randn(2, 3, 5, 6))
-        assert [one.dead for one in seen.values()] == [0, 0]
-
-    def test_invalid_channel_dim_raises(self) -> None:
-        model = nn.Sequential(nn.Linear(3, 4))
-        with pytest.raises(TypeError, match="stats: channel_dim must be an integer, got 'a'"):
-            with stats(model, channel_dim="a"):
-                pass
-        with pytest.raises(ShapeError, match=r"'0' returned \(2, 4\): channel_dim=3 is not one of its axes 0 to 1"):
-            with stats(model, channel_dim=3):
-                model(torch.ones(2, 3))
 
     def test_dead_is_none_if_the_number_of_channels_varies(self) -> None:
         model = nn.Sequential(nn.Identity())
@@ -369,7 +344,6 @@ def test_repr_is_a_table(model: Small, images: torch.Tensor) -> None:
     assert lines[0].split("  ")[0] == "layer"
     assert lines[2].split()[:3] == ["conv1", "Conv2d", "1"]
     assert lines[2].split()[5:] == ["-", "-", "-", "0", "-"]  # no backward pass, no dead channel, no bounds
-    assert "<table>" in seen._repr_html_()
 
 
 def test_log_tensorboard_writes_scalars_and_the_figure(model: Small, images: torch.Tensor) -> None:

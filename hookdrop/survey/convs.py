@@ -1,0 +1,496 @@
+"""Find the convolutions of a CNN in a trace: the layer after each, the blocks that they form, and the stages of blocks.
+
+A block is found by its residual addition, or by its class if other blocks of this class have one. A norm is a module
+that keeps the shape and whose weights are vectors. A gate (squeeze-excite, selective kernels) is computed from what it
+multiplies, and its convolutions do not count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from hookdrop.survey.trace import Call, Node, Op, Trace
+
+_CONVS = frozenset(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3))
+_ENLARGING = frozenset({"interpolate", "upsample", "pixel_shuffle", *(name for name in _CONVS if "_" in name)})
+_SUMS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
+_PRODUCTS = frozenset({"mul", "mul_", "__mul__", "__imul__", "__rmul__", "multiply"})
+_ATTENTION = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"})
+_LAYOUT = frozenset({"view", "reshape", "permute", "transpose", "contiguous", "flatten", "unflatten", "squeeze"})
+_PARTS = frozenset({"__getitem__", "split", "chunk", "unbind", "narrow"})
+_CAT = frozenset({"cat", "concat"})
+_LINEAR = _CONVS | _SUMS | _PRODUCTS | _PARTS | _ENLARGING | {"pad", "dropout", "avg_pool2d", "max_pool2d"}
+_GATES = frozenset({"sigmoid", "softmax", "hardsigmoid"})
+
+
+@dataclass(frozen=True)
+class ConvBlock:
+    """A residual block, or a block of the same class without a skip, such as one that reduces the resolution."""
+
+    name: str
+    """Full name of the innermost module around it."""
+    layers: tuple[str, ...]
+    """Full names of the layers whose outputs follow its convolutions, and of a layer on its skip."""
+    branch: str | None
+    """For an identity skip without a layer: the first layer of the residual branch, relative to the block; empty if
+    no hook can reach the skip. None without such a skip."""
+    start: Node
+    end: Node
+    dilation: int
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The resolution of its output."""
+        return self.end.shape[2:]
+
+
+@dataclass
+class ConvNet:
+    """Blocks of which each takes the result of the one before."""
+
+    blocks: list[ConvBlock]
+    others: list[tuple[int, str]] = field(default_factory=list)
+    """When other blocks run, and their names: residual blocks without convolutions, and convolutions between blocks."""
+
+    @property
+    def stages(self) -> list[list[ConvBlock]]:
+        """Runs of blocks with one resolution, or in a dilated network one dilation, up to the first larger map."""
+        stages: list[list[ConvBlock]] = []
+        for block in self.blocks:
+            run = stages[-1] if stages else []
+            if run and block.size > run[-1].size:
+                break
+            if not run or block.size != run[-1].size:
+                stages.append([block])
+            elif block.dilation > max(before.dilation for before in run):
+                # The first block of a dilated stage, which has more channels, may still have the previous dilation.
+                count = next((i for i in range(len(run) - 1, 0, -1) if _widens(run[i])), len(run))
+                first = [] if _widens(block) else run[count:]
+                del run[len(run) - len(first) :]
+                stages.append([*first, block])
+            else:
+                run.append(block)
+        return stages
+
+    def others_since(self, first: ConvBlock) -> list[str]:
+        """Return the names of the other blocks that run in the stages since a block."""
+        root = os.path.commonpath([block.name.replace(".", "/") for block in self.blocks]).replace("/", ".")
+        last = self.blocks[-1].end.index
+        since = [(when, name) for when, name in self.others if when > first.start.index]
+        return list(
+            dict.fromkeys(name for when, name in since if when < last or (root and name.startswith(f"{root}.")))
+        )
+
+
+def _widens(block: ConvBlock) -> bool:
+    return block.start.shape[1] != block.end.shape[1]
+
+
+class ConvGraph:
+    """The flow of tensors through the convolutions of a model."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._ancestors: dict[Node, int] = {}
+        self._takers: dict[Node, list[Call]] = {}
+        own: dict[Call, list[Op]] = {}
+        for op in trace.ops:
+            bits = 0
+            for node in op.inputs:
+                bits |= self._bits(node)
+            for node in op.outputs:
+                self._ancestors[node] = bits | 1 << node.index
+            if op.call is not None:
+                own.setdefault(op.call, []).append(op)
+        for call in trace.calls:
+            for node in dict.fromkeys(call.inputs):
+                self._takers.setdefault(node, []).append(call)
+        self._norms = {call for call in trace.calls if _is_norm(call, own.get(call, []))}
+        self._normed = {node for call in self._norms for node in call.outputs}
+        self._normed |= {node for op in trace.ops if op.name.endswith("_norm") for node in op.outputs}
+
+    def _bits(self, node: Node) -> int:
+        return self._ancestors.get(node, 1 << node.index)
+
+    def leads_to(self, first: Node, second: Node) -> bool:
+        """Whether the second tensor is computed from the first."""
+        return first is not second and bool(self._bits(second) >> first.index & 1)
+
+    def carriers(self, op: Op) -> list[Node]:
+        """Return the inputs that an operation passes on: not a gate, nor an attention that is added."""
+        inputs = [node for node in op.inputs if node.is_data]
+        if len(inputs) != 2 or op.name not in _SUMS | _PRODUCTS:
+            return inputs
+        full = [node for node in inputs if node.shape == op.outputs[0].shape]
+        if len(full) == 1:
+            return full
+        for kept, other in (inputs, inputs[::-1]):
+            if self.leads_to(kept, other) and (op.name in _PRODUCTS or self._attends(kept, other)):
+                return [kept]
+        return inputs
+
+    def _attends(self, start: Node, end: Node) -> bool:
+        return any(node.op is not None and node.op.name in _ATTENTION for node in self.path(start, end))
+
+    def path(self, start: Node, *ends: Node) -> list[Node]:
+        """Return the tensors on the way, in the order of execution, without those that only compute gates."""
+        found: set[Node] = set()
+        todo = list(ends)
+        while todo:
+            node = todo.pop()
+            if node not in found and node.op is not None and self.leads_to(start, node):
+                found.add(node)
+                todo += self.carriers(node.op)
+        return sorted(found, key=lambda node: node.index)
+
+    def origin(self, nodes: Iterable[Node]) -> Node | None:
+        """Return the last tensor from which all of these are computed."""
+        front = set(nodes)
+        while len(front) > 1:
+            last = max(front, key=lambda node: node.index)
+            front.remove(last)
+            front |= {node for node in (last.op.inputs if last.op else ()) if node.is_data}
+        return next(iter(front), None)
+
+    def convs(self, nodes: Iterable[Node]) -> list[Op]:
+        """Return the convolutions with parameters that computed these tensors."""
+        ops = [node.op for node in nodes if node.op is not None and node.op.name in _CONVS]
+        return [op for op in ops if argument(op, 1, "weight").has_weights]
+
+    def calls_on(self, node: Node, start: int, end: int) -> list[Call]:
+        """Return the outermost calls that take a tensor in this interval."""
+        calls = [call for call in self._takers.get(node, ()) if start < call.start and call.end < end]
+        return [call for call in calls if not any(other in calls for other in call.around() if other is not call)]
+
+    def norm_after(self, node: Node) -> Call | None:
+        """Return the call of a norm on this tensor."""
+        return next((call for call in self._takers.get(node, ()) if call in self._norms), None)
+
+    def has_norm(self, conv: Op) -> bool:
+        """Whether a norm follows a convolution, or a norm and an activation come before it."""
+        before = conv.inputs[0].op
+        return self.norm_after(conv.outputs[0]) is not None or (
+            before is not None and before.name not in _LAYOUT and before.inputs[0] in self._normed
+        )
+
+    def layer_after(self, conv: Op) -> Call | None:
+        """Return the layer whose output follows a convolution: its norm, or itself before an activation or a sum.
+
+        None if another convolution follows, as in a separable one, or if attention takes the result.
+        """
+        node, user, call = conv.outputs[0], None, conv.call
+        while not (norm := self.norm_after(node)):
+            users = self.trace.users.get(node, [])
+            gated = [op for op in users if op.name in _PRODUCTS and len(op.inputs) == 2 and self.carriers(op) == [node]]
+            user = gated[0] if gated else users[0] if len(users) == 1 else None
+            if user is None or not (gated or user.name in _CAT or (user.name in _LAYOUT and user.call is call)):
+                break
+            node = user.outputs[0]
+        keeps = user is not None and user.outputs[0].shape == node.shape and user.name not in _CONVS | _GATES
+        return norm or (call if keeps and call is not None and node in call.outputs else None)
+
+    def follows(self, conv: Op) -> tuple[bool, bool]:
+        """Whether a norm, and whether an activation, follows a convolution, or precedes it where a sum follows."""
+        node, has_norm = conv.outputs[0], False
+        while True:
+            users = self.trace.users.get(node, [])
+            product = next((op for op in users if op.name in _PRODUCTS and len(users) == 2), None)
+            user = users[0] if len(users) == 1 else None
+            if user is None:
+                return has_norm, product is not None
+            norm = self.norm_after(node)
+            if norm is not None or user.outputs[0] in self._normed:
+                # The norm may be an operation of a module that also activates.
+                is_op = norm is None or user.outputs[0] in self._normed
+                has_norm, node = True, user.outputs[0] if is_op or norm is None else norm.outputs[0]
+            elif user.name in _LAYOUT | _CAT or (user.name in _SUMS and len(self.carriers(user)) == 1):
+                node = user.outputs[0]
+            elif user.name in _SUMS and not has_norm:
+                return self.has_norm(conv), self.has_norm(conv)
+            else:
+                same = user.outputs[0].shape == node.shape and len([one for one in user.inputs if one.is_data]) == 1
+                return has_norm, same and user.name not in _LINEAR | _GATES
+
+    def layers(self, path: Collection[Node]) -> list[Call]:
+        """Return the layers after the convolutions on a path, without those that compute queries, keys and values."""
+        found = dict.fromkeys(layer for conv in self.convs(path) if (layer := self.layer_after(conv)))
+        return [layer for layer in found if not self._feeds_attention(layer.outputs[0], path)]
+
+    def _feeds_attention(self, node: Node, path: Collection[Node]) -> bool:
+        """Whether attention takes a tensor before another convolution does."""
+        todo, seen = [node], {node}
+        while todo:
+            for op in self.trace.users.get(todo.pop(), ()):
+                if op.outputs[0] in path and op.outputs[0] not in seen and op.name not in _CONVS:
+                    if op.name in _ATTENTION:
+                        return True
+                    seen.add(op.outputs[0])
+                    todo.append(op.outputs[0])
+        return False
+
+
+def argument(op: Op, index: int, name: str, default: Any = None) -> Any:
+    """Return an argument of a function by its position or its name."""
+    return op.args[index] if len(op.args) > index else op.kwargs.get(name, default)
+
+
+def _is_norm(call: Call, own: Collection[Op]) -> bool:
+    """Whether a module normalizes. A gain has one vector of weights, a norm has more, or calls PyTorch's function."""
+    inputs, outputs = call.inputs, call.outputs
+    if not own or not inputs or len(outputs) != 1 or outputs[0].shape != inputs[0].shape:
+        return False
+    weights = {node for op in own for node in op.inputs if node.leaf and not node.is_data}
+    are_vectors = all(max(node.shape, default=1) == node.size for node in weights)
+    per_channel = [node for node in weights if node.size > 1]
+    return are_vectors and (len(per_channel) > 1 or any(op.name.endswith("_norm") for op in own))
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A residual addition: its terms come from one tensor, and an operation on the way reads weights."""
+
+    op: Op
+    terms: tuple[Node, ...]
+    start: Node
+    path: list[Node]
+
+    @property
+    def end(self) -> Node:
+        return self.op.outputs[0]
+
+    @property
+    def enlarges(self) -> bool:
+        """Whether the branch has an upsampling, as between the levels of a feature pyramid."""
+        return any(node.op is not None and node.op.name in _ENLARGING for node in self.path)
+
+    def is_in(self, block: ConvBlock) -> bool:
+        """Whether the addition runs inside a block."""
+        return block.start.index < self.op.index < block.end.index
+
+
+def conv_nets(trace: Trace) -> list[ConvNet]:
+    """Return the networks of blocks in a model, which may have several, such as two backbones."""
+    graph = ConvGraph(trace)
+    sums = list(_residual_sums(graph))
+    outermost = _outermost(graph, [one for one in sums if not one.enlarges])
+    blocks = [block for one in outermost if (block := _residual_block(graph, one)) is not None]
+    if blocks or not sums:
+        blocks += _blocks_without_skip(graph, blocks)
+    blocks.sort(key=lambda block: block.end.index)
+    ends = {block.end for block in blocks}
+    others = [one.op for one in sums if ends.isdisjoint((one.end, *one.path)) and not any(map(one.is_in, blocks))]
+    nets: list[ConvNet] = []
+    for block in blocks:
+        leading = [net for net in nets if any(graph.leads_to(before.end, block.end) for before in net.blocks)]
+        net = next((net for net in reversed(leading) if graph.leads_to(net.blocks[-1].end, block.end)), None)
+        if net is None:
+            nets.append(ConvNet([block], [(op.index, op.call.name) for op in others if op.call]))
+            for parallel in leading:
+                parallel.others.append((block.start.index, block.name))
+            continue
+        between = graph.convs(graph.path(net.blocks[-1].end, block.start))
+        unknown = [conv for conv in between if graph.norm_after(conv.outputs[0]) and conv.call]
+        if len(unknown) > (net.blocks[-1].size != block.size):  # one convolution may lead to the next stage
+            net.others += [(conv.index, conv.call.name) for conv in unknown if conv.call]
+        net.blocks.append(block)
+    return nets
+
+
+def _residual_sums(graph: ConvGraph) -> Iterator[_Sum]:
+    for op in graph.trace.ops:
+        if _adds_maps(op):
+            terms = tuple(_terms(graph, op))
+            start = graph.origin(terms)
+            if start is None or any(_is_part(graph, start, term) for term in terms):
+                continue
+            path = graph.path(start, *terms, *op.inputs)
+            if any(node.op is not None and _reads_weights(node.op) for node in path):
+                yield _Sum(op, terms, start, path)
+
+
+def _adds_maps(op: Op) -> bool:
+    shapes = [node.shape for node in op.inputs if node.is_data]
+    return op.name in _SUMS and len(shapes) == 2 and len(shapes[0]) > 2 and shapes[0] == shapes[1]
+
+
+def _terms(graph: ConvGraph, op: Op) -> Iterator[Node]:
+    """Yield the terms of a sum, also of one like a + b + c."""
+    for node in op.inputs:
+        inner = node.op
+        is_inner = inner is not None and inner.call is op.call and len(graph.trace.users[node]) == 1
+        if inner is not None and is_inner and _adds_maps(inner):
+            yield from _terms(graph, inner)
+        else:
+            yield node
+
+
+def _is_part(graph: ConvGraph, start: Node, term: Node) -> bool:
+    """Whether a term is a part of a tensor, as in Res2Net, and no skip."""
+    path = graph.path(start, term)
+    return bool(path) and all(node.op is not None and node.op.name in _PARTS | _LAYOUT for node in path)
+
+
+def _reads_weights(op: Op) -> bool:
+    return any(node.has_weights and not node.is_data for node in op.inputs)
+
+
+def _outermost(graph: ConvGraph, sums: list[_Sum]) -> list[_Sum]:
+    """Leave out the additions inside a block, and those around several blocks."""
+    ends = {one.end: one for one in sums}
+    single = []
+    for one in sums:
+        inner = [ends[node] for node in one.path if node in ends]
+        if sum(each.start in each.terms and len(graph.convs(each.path)) > 1 for each in inner) < 2:
+            single.append(one)
+    inside = {node for one in single for node in one.path}
+    return [one for one in single if one.end not in inside]
+
+
+def _residual_block(graph: ConvGraph, one: _Sum) -> ConvBlock | None:
+    """Return the block of a residual addition, or None if it is not one of convolutions and norms."""
+    layers = _layers(graph, one.path)
+    if one.op.call is None or not layers or any(layer.start > one.op.index for layer in layers):
+        return None
+    around = [call for call in one.op.call.around() if one.start in call.inputs]
+    block = around[0] if around else one.op.call
+    skips = [term for term in one.terms if not graph.convs(graph.path(one.start, term))]
+    modules = [_skip_module(graph, one, block, term) for term in skips]
+    branch = None if "" not in modules else _branch(graph, one, block) if around else ""
+    names = dict.fromkeys([*(layer.name for layer in layers), *filter(None, modules)])
+    return ConvBlock(block.name, tuple(names), branch, one.start, one.end, _dilation(graph.convs(one.path)))
+
+
+def _layers(graph: ConvGraph, path: Collection[Node]) -> list[Call]:
+    """Return the layers after the convolutions of a block; none if it does not consist of convolutions and norms."""
+    layers, has_linear = graph.layers(path), any(node.op is not None and node.op.name == "linear" for node in path)
+    return layers if len(layers) > 1 and not has_linear and any(map(graph.has_norm, graph.convs(path))) else []
+
+
+def _skip_module(graph: ConvGraph, one: _Sum, block: Call, term: Node) -> str:
+    """Return the module on a skip without a convolution: a pooling, a norm, or an Identity after the branch."""
+    started = max((user.index for user in graph.trace.users[term] if user.index < one.op.index), default=block.start)
+    calls = [call for call in graph.trace.calls if term in call.outputs and block.start < call.start < one.op.index]
+    return next((call.name for call in calls if term is not one.start or call.start > started), "")
+
+
+def _branch(graph: ConvGraph, one: _Sum, block: Call) -> str:
+    """Return the layer that alone takes the tensor of an identity skip, by its name in the block."""
+    calls = graph.calls_on(one.start, block.start, one.op.index)
+    takers = [call for call in calls if one.start not in call.outputs]
+    users = [op for op in graph.trace.users[one.start] if block.start < op.index < one.op.index]
+    prefix = f"{block.name}." if block.name else ""
+    alone = len(takers) == 1 and all(takers[0].start < op.index < takers[0].end for op in users)
+    return takers[0].name.removeprefix(prefix) if alone and takers[0].name.startswith(prefix) else ""
+
+
+def _blocks_without_skip(graph: ConvGraph, known: list[ConvBlock]) -> list[ConvBlock]:
+    """Return modules of the classes of the known blocks; without any, modules of classes that follow one another."""
+    names = {block.name for block in known}
+    types = {call.type for call in graph.trace.calls if call.name in names}
+    found = {}
+    for call in graph.trace.calls:
+        inputs, outputs = [node for node in call.inputs if node.is_data], call.outputs
+        inside = any(around.name in names for around in call.around())
+        if (
+            inside
+            or len(inputs) != 1
+            or len(outputs) != 1
+            or len(outputs[0].shape) < 3
+            or (known and call.type not in types)
+        ):
+            continue
+        path = graph.path(inputs[0], outputs[0])
+        convs, layers = graph.convs(path), graph.layers(path) if known else _layers(graph, path)
+        if layers and (known or len(layers) == len(convs)):
+            names_of = tuple(layer.name for layer in layers)
+            found[call] = ConvBlock(call.name, names_of, None, inputs[0], outputs[0], _dilation(convs))
+    if known:
+        return list(found.values())
+    outer = {around for call in found for around in call.around() if around is not call}
+    counts = Counter(call.type for call in found if call not in outer)
+    blocks = [block for call, block in found.items() if call not in outer and counts[call.type] > 1]
+    in_a_row = all(graph.leads_to(before.end, block.end) for before, block in pairwise(blocks))
+    return blocks if in_a_row else []
+
+
+def _dilation(convs: Iterable[Op]) -> int:
+    values = [argument(op, 5, "dilation", 1) for op in convs if op.name not in _ENLARGING]
+    return max((max(value) if isinstance(value, tuple | list) else value for value in values), default=1)
+
+
+def pyramid_levels(trace: Trace) -> list[str]:
+    """Return the convolutions whose outputs are the levels of a feature pyramid: of sums with enlarged maps."""
+    enlarged = {node: op.inputs[0] for op in trace.ops if op.name in _ENLARGING for node in op.outputs}
+    sums = [op for op in trace.ops if _adds_maps(op) and any(node in enlarged for node in op.inputs)]
+    levels = {
+        node for op in sums for node in (*op.outputs, *(enlarged[node] for node in op.inputs if node in enlarged))
+    }
+    convs = [op for op in trace.ops if op.name in _CONVS and op.inputs[0] in levels and not _is_pointwise(op)]
+    return list(dict.fromkeys(op.call.name for op in convs if op.call))
+
+
+def map_convs(trace: Trace) -> tuple[list[str], tuple[str, ...]]:
+    """Return the convolutions on the way to the output that a norm or an activation follows, and the backbones.
+
+    A pointwise convolution needs both: others are projections of skips and gates. Those after a global pooling and
+    those of the output do not count. A backbone is given by the prefix of the names of its layers.
+    """
+    graph = ConvGraph(trace)
+    model = trace.calls[0]
+    start = next(node for node in model.inputs if node.is_data and len(node.shape) > 2)
+    path = graph.path(start, *(node for node in model.outputs if len(node.shape) > 2))
+    pooled, direct = _after_pooling(path), _without_convs(graph, model.outputs)
+    names = []
+    for conv in graph.convs(path):
+        has_norm, is_activated = graph.follows(conv)
+        is_kept = has_norm and is_activated if _is_pointwise(conv) else has_norm or is_activated
+        if is_kept and conv.outputs[0] not in direct and conv.inputs[0] not in pooled and conv.call:
+            names.append(conv.call.name)
+    return list(dict.fromkeys(names)), tuple(f"{call.name}." for call in _backbones(graph, start))
+
+
+def _is_pointwise(conv: Op) -> bool:
+    return set(argument(conv, 1, "weight").shape[2:]) == {1}
+
+
+def _after_pooling(path: Iterable[Node]) -> set[Node]:
+    """Return the tensors after a global pooling, until they are enlarged."""
+    pooled: set[Node] = set()
+    for node in path:
+        op = node.op
+        if op is not None and (
+            "adaptive" in op.name or (op.inputs[0] in pooled and node.shape[2:] <= op.inputs[0].shape[2:])
+        ):
+            pooled.add(node)
+    return pooled
+
+
+def _without_convs(graph: ConvGraph, outputs: Iterable[Node]) -> set[Node]:
+    """Return the tensors that reach an output of the model through no convolution."""
+    found: set[Node] = set()
+    todo = list(outputs)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += graph.carriers(node.op) if node.op is not None and node.op.name not in _CONVS else []
+    return found
+
+
+def _backbones(graph: ConvGraph, start: Node) -> Iterator[Call]:
+    """Yield the modules that reduce an image to an eighth or less, and begin with it in their first convolution."""
+    for call in graph.trace.calls[1:]:
+        maps = [node for node in call.outputs if len(node.shape) > 2]
+        image = next((node for node in call.inputs if node is start or graph.leads_to(start, node)), None)
+        if image is None or not maps or 8 * maps[-1].shape[-1] > start.shape[-1] or image.shape[2:] != start.shape[2:]:
+            continue
+        inside = graph.path(image, *maps)
+        convs = graph.convs(inside)
+        enlarges = any(node.op is not None and node.op.name in _ENLARGING for node in inside)
+        if convs and not enlarges and convs[0].outputs[0].shape[-1] < start.shape[-1]:
+            yield call
