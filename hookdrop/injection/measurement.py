@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,19 +22,9 @@ from hookdrop.utils.torch_internals import functorch_stack
 HEADER = ("site", "asked", "dropped", "mean ratio", "calls")
 
 
-class Meter(Protocol):
-    """Receives every tensor that a regularizer processes."""
-
-    def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
-        """Record one call.
-
-        Args:
-            hook: the hook of the site.
-            rate: the rate of the call; None if the regularizer has none.
-            x: the input.
-            y: the output.
-            dropped: bool with the shape of `x`; True where `y` does not depend on `x`.
-        """
+Record: TypeAlias = Callable[[SiteHook, float | None, Tensor, Tensor, Tensor], None]
+"""Receives (hook, rate, input, output, dropped) of each tensor that a regularizer processes. The rate is None if the
+regularizer has none; `dropped` is True where the output does not depend on the input."""
 
 
 @dataclass
@@ -108,7 +98,7 @@ class Measurement:
         return sum(site.magnitude_out for site in self.sites.values()) / before if before else 1.0
 
     def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
-        """Record one call. See `Meter.record`."""
+        """Record one call; see `Record`."""
         if hook not in self.labels:  # in another part of the model
             return
         site, regularizer = self.sites[self.labels[hook]], hook.regularizer
@@ -164,20 +154,17 @@ def _row(name: str, what: SiteMeasurement | Measurement) -> tuple[str, str, str,
     return name, asked, f"{what.dropped:.3f}" if what.drops else "-", f"{what.mean_ratio:.3f}", what.calls
 
 
-M = TypeVar("M", bound=Meter)
-
-
 @contextmanager
-def measured_into(hooks: Sequence[SiteHook], meter: M) -> Iterator[M]:
-    """Record the forwards inside in `meter`."""
+def measured_into(hooks: Sequence[SiteHook], record: Record) -> Iterator[None]:
+    """Pass what the hooks do in the forwards inside to `record`."""
     lives = list(dict.fromkeys(hook.state.live for hook in hooks))
     for live in lives:
-        live.observe = partial(_observe, [*_meters(live.observe), meter])
+        live.observe = partial(_observe, [*_records(live.observe), record])
     try:
-        yield meter
+        yield
     finally:
         for live in lives:
-            left = [other for other in _meters(live.observe) if other is not meter]
+            left = [other for other in _records(live.observe) if other != record]
             live.observe = partial(_observe, left) if left else None
 
 
@@ -190,11 +177,11 @@ def labels_of(hooks: Sequence[SiteHook]) -> dict[SiteHook, str]:
     }
 
 
-def _meters(observe: Any) -> list[Meter]:
+def _records(observe: Any) -> list[Record]:
     return [] if observe is None else observe.args[0]
 
 
-def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+def _observe(records: list[Record], hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
     """Regularize and record `x`.
 
     Dropped elements are those with a zero derivative, whatever their values and whichever library the regularizer is
@@ -210,8 +197,8 @@ def _observe(meters: list[Meter], hook: SiteHook, x: Tensor, rate: CurrentRate, 
     y = regularized(hook.regularizer, x, rate.value, **context)
 
     def record(x: Tensor, y: Tensor, dropped: Tensor) -> None:
-        for meter in meters:
-            meter.record(hook, rate.value, x, y, dropped)
+        for each in records:
+            each(hook, rate.value, x, y, dropped)
 
     _for_each_slice(record, x, y, dropped)
     return y

@@ -34,7 +34,7 @@ def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) ->
         result.eval_identical = _eval_identical(inner, x)
         for module, training in zip(inner.modules(), modes, strict=True):
             module.training = training
-        with measured_into(hooks, result):
+        with measured_into(hooks, result.record):
             for _ in range(forwards):
                 call(inner, x)
         for state in reversed(list(dict.fromkeys(hook.state for hook in hooks))):

@@ -202,7 +202,7 @@ def recorded(hooks: Sequence[SiteHook], last: int, to: CopyDevice) -> Iterator[R
     """Record the forwards inside, and find the reasons why sites were not recorded."""
     recording = Recording(hooks, last, to)
     try:
-        with measured_into(hooks, recording):
+        with measured_into(hooks, recording.record):
             yield recording
     finally:
         missing = [(hook, name) for hook, name in recording.totals.labels.items() if name not in recording]

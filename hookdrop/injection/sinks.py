@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -17,49 +17,8 @@ from hookdrop.errors import LayerError, warn
 from hookdrop.hooks.hook import CurrentRate, SiteHook
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState
-from hookdrop.regularizers.base import P, Rate
+from hookdrop.regularizers.base import P
 from hookdrop.utils.tables import counted, some
-
-
-class RateSink(Protocol):
-    """Whatever has a rate that an injection can set."""
-
-    site: str
-    """The name that the handle shows."""
-    state: InjectionState
-    at: str
-    p_scale: float
-    target: float | None
-    """The rate that the schedule multiplies; None without a rate."""
-    initial_target: float | None
-
-    @property
-    def rate(self) -> Rate:
-        """The range of the rate, and what it means."""
-
-    @property
-    def p(self) -> float | None:
-        """The current rate."""
-
-    @property
-    def placed(self) -> bool:
-        """Whether it was placed and not removed."""
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether it is placed and its module still exists."""
-
-    def set_rate(self, rate: CurrentRate, on: bool, sampling: bool) -> None:
-        """Set the rate of training mode if `on`, and of eval mode if also `sampling`."""
-
-    def valid_target(self, value: object) -> float:
-        """Return `value` as a float, or raise if it is out of range."""
-
-    def describe(self, rate: float | None = None) -> str:
-        """Return the regularizer as text, at the given rate or at its target."""
-
-    def remove(self) -> None:
-        """Restore the module."""
 
 
 class AttributeSink:
@@ -160,6 +119,9 @@ class AttributeSink:
         self.__dict__.update(state)
         self._link(module)
 
+
+RateSink: TypeAlias = SiteHook | AttributeSink
+"""Whatever has a rate that an injection can set."""
 
 _attribute_sinks: weakref.WeakKeyDictionary[nn.Module, list[AttributeSink]] = weakref.WeakKeyDictionary()
 

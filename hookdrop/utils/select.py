@@ -94,7 +94,7 @@ def named_layers(model: nn.Module) -> list[Layer]:
 
 
 def _below(names: tuple[str, ...], child: str) -> tuple[str, ...]:
-    return tuple(f"{name}.{child}" if name else child for name in names)
+    return tuple([f"{name}.{child}" if name else child for name in names])
 
 
 def layers_by_name(model: nn.Module) -> dict[str, Layer]:
@@ -123,10 +123,11 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = (), sour
         found, is_exact = _match_or_raise(everything, entry, source)
         # Report a module by its name, since other modules may have its class.
         text = repr(found[0].name) if isinstance(entry, nn.Module) else entry_text(entry)
-        counts[text] = sum(has_forward(layer.module) for layer in found)
+        counts[text] = sum([has_forward(layer.module) for layer in found])
         for layer in found:
             matched_by.setdefault(layer.name, []).append(index)
-        exact.update(layer.name for layer in found if is_exact)
+        if is_exact:
+            exact.update([layer.name for layer in found])
     removed, excluded, unmatched = excluded_names(everything, exclude, matched_by)
     selected = [layer for layer in everything if layer.name in matched_by and layer.name not in removed]
     if not selected:

@@ -175,9 +175,7 @@ class TestResume:
         saves = ModelCheckpoint(tmp_path, filename="last")
         trainer(InjectionCallback(BLOCK), saves, enable_checkpointing=True).fit(Classifier(), data())
         model = Classifier()
-        with pytest.raises(
-            StateError, match=r"the state does not have the injections that are here"
-        ):
+        with pytest.raises(StateError, match=r"the state does not have the injections that are here"):
             trainer(InjectionCallback(HEAD), max_epochs=9).fit(model, data(), ckpt_path=tmp_path / "last.ckpt")
         assert not model.rates
         assert not find(model)

@@ -87,7 +87,7 @@ class TestRoundTrip:
             {"regularizer": nn.Dropout2d(0.1), "schedule": EarlySchedule(3, linear=True)},
             {"regularizer": {"layer1.*": GaussianNoise(0.1), "fc": halve}, "layers": None, "schedule": None},
         ],
-        ids=lambda settings: repr(settings["regularizer"]),
+        ids=["tuple", "chained", "portable", "mapping", "input", "module", "function"],
     )
     def test_spec_of_a_handle_reproduces_the_injection(self, settings: dict[str, Any], images: torch.Tensor) -> None:
         first, drop = injected(**settings)
