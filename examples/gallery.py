@@ -334,7 +334,7 @@ DEPTH = """### stochastic_depth
 
 PATCH_DROPOUT = f"""### patch_dropout
 
-`recipes.patch_dropout(model, p=0.5)`: the patches of {PATCH}x{PATCH} pixels that the transformer sees, at their places.
+`recipes.patch_dropout(p=0.5)`: the patches of {PATCH}x{PATCH} pixels that the transformer sees, at their places.
 The gray ones are removed, so they cost no time."""
 
 

@@ -82,14 +82,14 @@ def _input_embedding(model: nn.Module) -> str | None:
                     embedding = owner.get_input_embeddings()
                 except (AttributeError, NotImplementedError, TypeError):  # not a model of text
                     continue
-                if id(embedding) in names and not any(map(_is_convolution, embedding.modules())):
+                if id(embedding) in names and not any(map(_computes, embedding.modules())):
                     return names[id(embedding)]
     return None
 
 
-def _is_convolution(module: nn.Module) -> bool:
+def _computes(module: nn.Module) -> bool:
     """Whether a module embeds patches or audio, not tokens."""
-    return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    return isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 
 def _has_encoder_and_decoder(module: nn.Module) -> bool:

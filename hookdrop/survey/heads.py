@@ -22,8 +22,6 @@ from hookdrop.utils.tensor_tree import map_leaves, tensors
 
 _FUSED = "scaled_dot_product_attention"
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "addmm", "einsum", "linear"})
-_MIXERS = _PRODUCTS | {"conv1d", "conv2d", "conv3d"}
-"""Functions that mix features if one of their arguments is a weight."""
 HIDDEN = frozenset({"multi_head_attention_forward", "_native_multi_head_attention"})
 """Attention as one function, which applies the weight of the projection without calling the layer."""
 
@@ -106,7 +104,9 @@ def _follow(trace: Trace, core: Op) -> tuple[Call, Node] | str | None:
             continue
         if op.name in ("softmax", _FUSED):
             return None
-        if op.name in _MIXERS and _has_weight(op):
+        if op.name.startswith("conv") and _has_weight(op):
+            return "its projection is a convolution, whose features are not on the last axis"
+        if op.name in _PRODUCTS and _has_weight(op):
             return _entered(trace, op, core, reached) or "it computes its projection without calling a layer"
         reached.update(op.outputs)
     return None

@@ -157,7 +157,13 @@ class Trace:
 def nodes_in(value: Any) -> list[Node]:
     """Return the nodes in a value, depth first."""
     found: list[Node] = []
-    map_leaves(value, lambda leaf: found.append(leaf) if isinstance(leaf, Node) else None)
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Node):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(value, visit)
     return found
 
 

@@ -52,6 +52,8 @@ class Attention(nn.Module):
             y = self.outer(y)
         if kind == "added":
             y = y + self.qkv(x)[..., : H * D]
+        if kind == "convolution":
+            return F.conv1d(y.mT, self.out.weight[..., None]).mT
         return F.linear(y, self.out.weight) if kind == "functional" else self.out(y)
 
 
@@ -82,6 +84,7 @@ def test_two_maps_are_one_head() -> None:
         ("norm", "out", "single head, or what mixes"),
         ("added", "out", "added to attention"),
         ("functional", "", "without calling a layer"),
+        ("convolution", "", "a convolution"),
     ],
 )
 def test_what_is_refused(kind: str, layer: str, reason: str) -> None:
