@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.diagnostics.dry_run import LayerCalls, dry_run
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.guards.plan import plan_warnings
 from hookdrop.injection.resolve import PlannedSite, Resolved
 from hookdrop.regularizers import Regularizer, at_rate
+from hookdrop.survey.dry_run import LayerCalls, dry_run
 from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
 

@@ -238,7 +238,9 @@ class TestResidualDropout:
         assert inject(lora(lora_dropout), residual_dropout()).sites[0].name.endswith("layers.0.self_attn")
 
     def test_model_with_dropout_raises(self) -> None:
-        with pytest.raises(InjectionError, match=r"already has dropout: h\.0\.attn\.resid_dropout\.p is 0\.1") as excinfo:
+        with pytest.raises(
+            InjectionError, match=r"already has dropout: h\.0\.attn\.resid_dropout\.p is 0\.1"
+        ) as excinfo:
             inject(gpt2(), residual_dropout())
         assert "set_dropout" in str(excinfo.value)
 
