@@ -201,7 +201,7 @@ class _Search:
         # Otherwise these are two branches without a skip, such as routed and shared experts.
         is_simple = bool(path) and root in path[-1].inputs and sum(map(_is_layer, path)) <= 1
         # LoRA: two linear layers beside one.
-        is_simple &= any(one.op is not None and not _is_affine(one.op) for one in _between(root, branch))
+        is_simple &= not all(map(_is_affine, (one.op for one in _between(root, branch) - {root} if one.op)))
         for node in (one.outputs[0] for one in path if is_simple):
             for call in self._producers(node):
                 if root in call.inputs and (call.has_weights or node is skip):
