@@ -108,8 +108,7 @@ def _check_sites(
             shape = plain[end].outputs[0].shape
             if len(shape) < 3 or shape[0] % BATCH or shape[0] != plain[name].inputs[0].shape[0]:
                 found.problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
-    reducing = {name: ends for name, ends in known.items() if name not in inner}
-    found.problems |= _check_scale(model, runs, reducing, zeroed, set(plain))
+    found.problems |= _check_scale(model, runs, known, zeroed, set(plain), inner)
     return found
 
 
@@ -136,12 +135,13 @@ def _check_scale(
     known: Mapping[str, Sequence[str]],
     zeroed: Mapping[str, Call],
     called: Collection[str],
+    inner: Collection[str],
 ) -> dict[str, str]:
     """Return the problems of sites that a norm or another nonlinear function follows, one of each kind."""
     problems: dict[str, str] = {}
     layers = tuple(f"{name}." for _, found in stacks(model) for name, _ in found)
     # Blocks outside of the layers are those of a convolutional backbone, in which a ReLU follows the addition.
-    tested = {name: ends for name, ends in known.items() if f"{name}.".startswith(layers)}
+    tested = {name: ends for name, ends in known.items() if f"{name}.".startswith(layers) and name not in inner}
     pairs = [(name, end) for name, ends in tested.items() for end in ends if {name, end} <= set(called)]
     first = {(_kind(model, name), end.removeprefix(name)): (name, end) for name, end in pairs}
     for name, end in first.values():

@@ -17,7 +17,7 @@ from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some
 
 if TYPE_CHECKING:
-    from hookdrop.survey import Branch, Call, Survey
+    from hookdrop.survey import Branch, Survey
 
 
 @dataclass(frozen=True)
@@ -120,36 +120,23 @@ def require_branches(recipe: Recipe, model: nn.Module, survey: Survey) -> Sequen
 def skipped_warnings(model: nn.Module, survey: Survey, known: set[str], skipped: dict[str, list[str]]) -> Sequence[str]:
     """Return the warnings about layers without sites: `skipped` by reason, and those like a `known` layer."""
     others = [name for name in _like(model, survey, list(known)) if name not in known]
-    for reason, names in {
+    reasons = {
         "the example does not call them.": [name for name in others if name not in survey.layers],
-        "no residual branch that ends with a module was found there.": [
-            name for name in others if name in survey.layers and survey.layers[name].keeps_shape
-        ],
-    }.items():
-        if names:
-            skipped = skipped | {reason: names}
-    if survey.endless:
-        skipped = skipped | {"a residual branch there does not end with a module.": list(survey.endless)}
-    if plain := _without_branches(survey, known):
-        skipped = skipped | {"they add no residual branches.": plain}
+        "a residual branch there does not end with a module.": survey.gaps[0],
+        "their attention is in no residual branch.": _apart(survey, known),
+    }
+    skipped = skipped | {reason: list(names) for reason, names in reasons.items() if names}
     return [f"skipped {counted(len(names), 'layer')}, {some(names)}: {reason}" for reason, names in skipped.items()]
 
 
-def _without_branches(survey: Survey, known: set[str]) -> list[str]:
-    """Return the numbered layers with attention that have no residual branch, the outermost ones only."""
-    mixing = {name for op in survey.trace.ops if op.name in _ATTENTION and op.call for name in _names(op.call)}
+def _apart(survey: Survey, known: set[str]) -> list[str]:
+    """Return the layers with attention outside of residual branches: known ones, and the outermost numbered ones."""
     found: list[str] = []
-    for name in (one for one in survey.layers if one in mixing and one.rpartition(".")[2].isdigit()):
-        related = any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in (*known, *found))
-        found += [] if related else [name]
-    return found
-
-
-def _names(call: Call) -> list[str]:
-    return [one.name for one in call.around()]
-
-
-_ATTENTION = {"scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+    for call in survey.gaps[1]:
+        names = [one.name for one in call.around() if one.name in known]
+        numbered = [one.name for one in call.around() if one.name.rpartition(".")[2].isdigit()]
+        found += names[-1:] or [name for name in numbered if not any(k.startswith(f"{name}.") for k in known)][-1:]
+    return list(dict.fromkeys(found))
 
 
 def _like(model: nn.Module, survey: Survey, names: Sequence[str]) -> list[str]:

@@ -90,11 +90,25 @@ def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...
     return tuple(found.values())
 
 
-def find_endless(residuals: list[Residual], branches: Iterable[Branch]) -> tuple[str, ...]:
-    """Return the layers like those around the branches in which another branch does not end with a module."""
-    known = {re.sub(r"\d+", "#", branch.layer) for branch in branches}
-    homes = [_home_name(residual) for residual in residuals if not residual.ends]
-    return tuple(home for home in dict.fromkeys(homes) if re.sub(r"\d+", "#", home) in known)
+def find_gaps(
+    trace: Trace, everything: list[Residual], branches: Iterable[Branch]
+) -> tuple[tuple[str, ...], tuple[Call, ...]]:
+    """Return what no end of a branch can drop.
+
+    Returns:
+        The layers around branches in which another branch does not end with a module, and the calls that multiply two
+        tensors as matrices outside of the branches.
+    """
+    kept = _without_long_skips([residual for residual in everything if residual.ends])
+    inside = {node for residual in kept for node in residual.before - {residual.root}}
+    homes = [_home_name(one) for one in everything if not one.ends and one.output not in inside]
+    layers = dict.fromkeys(branch.layer for branch in branches)
+    endless = [layer for layer in layers if any(f"{home}.".startswith(f"{layer}.") for home in homes)]
+    ops = [
+        op for op in trace.ops if op.name in _ATTENTION and sum(node.fits and node.is_data for node in op.inputs) > 1
+    ]
+    apart = [op.call for op in ops if op.call is not None and inside.isdisjoint(op.outputs)]
+    return tuple(endless), tuple(dict.fromkeys(apart))
 
 
 class _Search:
@@ -239,11 +253,11 @@ class _Search:
 
 
 def added(op: Op) -> tuple[Node, Node] | None:
-    """Return the two terms of an addition of tensors of one shape."""
+    """Return the two terms of an addition of tensors of one size."""
     if op.name not in _ADDITIONS or len(op.inputs) != 2 or not op.outputs:
         return None
     a, b = op.inputs
-    return (a, b) if a.fits and b.fits and a.shape == b.shape == op.outputs[-1].shape else None
+    return (a, b) if a.fits and b.fits and a.size == b.size == op.outputs[-1].size else None
 
 
 def _has_weights(op: Op) -> bool:
@@ -309,11 +323,13 @@ def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
     left_out: set[Residual] = set()
     for outer in residuals:
         since, home = outer.root.index, _home_name(outer)
-        inner = [one for one in residuals if one.output in outer.before and one.root.index >= since]
-        inner = [one for one in inner if _home_name(one) != home]
+        inside = [one for one in residuals if one.output in outer.before and one.root.index >= since]
+        inner = [one for one in inside if _home_name(one) != home]
+        # What an attention adds to its queries alone: the stream goes on without it.
+        aside = [one for one in inside if one.root is outer.root and not one.is_projection]
         homes = {_home_name(one) for one in inner}
         outermost = [name for name in homes if not any(f"{name}.".startswith(f"{one}.") for one in homes - {name})]
-        left_out.update([outer] if len(outermost) > 1 else inner)
+        left_out.update([outer] if len(outermost) > 1 else [*inner, *aside])
     return [one for one in residuals if one not in left_out]
 
 
@@ -352,11 +368,10 @@ def _layers(residuals: list[Residual], usable: set[str]) -> dict[Residual, str]:
 
 
 def _home(residual: Residual) -> Call | None:
-    """Return the call that computes the branch: around a module that gets it as an argument, as in BERT's output."""
-    call = residual.op.call
-    while call is not None and call.start > residual.root.index:
-        if not any(node in residual.before and node.index > residual.root.index for node in call.inputs):
-            break
+    """Return the call in which the branch starts: around a module that gets it as an argument, as in BERT's output."""
+    root, call = residual.root, residual.op.call
+    first = max((n.op.index for n in residual.before - {root} if n.op and root in n.op.inputs), default=root.index)
+    while call is not None and call.start > max(first, root.index):
         call = call.parent
     return call
 
@@ -395,5 +410,6 @@ _LINEAR = set(
 )
 """Operations that keep the size and are linear in one tensor."""
 _AFFINE = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "addmm", "add", "__add__", "add_"}
+_ATTENTION = {"scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm"}
 _CROPS = {"__getitem__", "narrow", "index_select"}
 """Linear operations that choose rows, such as the crop of padded windows."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from hookdrop.errors import InjectionError
-from hookdrop.survey.branches import Branch, Residual, find_branches, find_endless, find_residuals
+from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
 from hookdrop.survey.calls import LayerCalls, layer_calls
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, no_example
@@ -193,9 +193,9 @@ class Survey:
         return find_branches(self.trace, self._residuals)
 
     @cached_property
-    def endless(self) -> tuple[str, ...]:
-        """The layers with a residual branch that does not end with a module, so that no hook can drop it."""
-        return find_endless(self._residuals, self.branches)
+    def gaps(self) -> tuple[tuple[str, ...], tuple[Call, ...]]:
+        """The layers with a residual branch that does not end with a module, and the attention in no branch."""
+        return find_gaps(self.trace, self._residuals, self.branches)
 
     @cached_property
     def skippable(self) -> Mapping[str, str]:
