@@ -86,7 +86,7 @@ def depth(name: str) -> str:
     mismatches = []
     for formula, p_scale in SCALES.items():
         try:
-            plan = stochastic_depth.plan(clean, p=P, p_scale=p_scale)
+            plan = hookdrop.plan(clean, stochastic_depth(p=P), p_scale=p_scale)
         except (LayerError, InjectionError) as error:
             return f"refused: {str(error).splitlines()[0]}"
         got = {site.name: (site.p,) for site in plan.sites if site.p}

@@ -37,8 +37,8 @@ VARIANTS: dict[str, tuple[dict[str, float], Callable[[nn.Module], Any]]] = {
         lambda model: inject(model, patch_dropout(p=0.75)),
     ),
     "timm patch_drop_rate=0.75": ({"patch_drop_rate": 0.75}, lambda model: None),
-    "DropPath 40 %, subset": ({}, lambda model: stochastic_depth(model, p=0.4, mode="subset", p_scale=None)),
-    "DropPath 40 %, row": ({}, lambda model: stochastic_depth(model, p=0.4, p_scale=None)),
+    "DropPath 40 %, subset": ({}, lambda model: inject(model, stochastic_depth(p=0.4, mode="subset"), p_scale="equal")),
+    "DropPath 40 %, row": ({}, lambda model: inject(model, stochastic_depth(p=0.4), p_scale="equal")),
 }
 """The arguments of `timm.create_model`, and what is injected."""
 

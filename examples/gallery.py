@@ -28,6 +28,7 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torch.nn.functional import fold, interpolate, unfold
 
+import hookdrop
 from hookdrop import (
     ChainedSchedule,
     ConstantSchedule,
@@ -39,6 +40,7 @@ from hookdrop import (
     Regularizer,
     Schedule,
     TokenDropout,
+    inject,
     parse,
     recipes,
 )
@@ -293,22 +295,22 @@ def recipe_sections(images: Tensor) -> Iterator[tuple[str, str, Figure]]:
     torch.manual_seed(0)
     model = torchvision.models.resnet18(weights=None)
     x = interpolate(images, 224, mode="bilinear")
-    drop = recipes.dropblock_resnet(model, p=0.2, block_size=5)
+    drop = inject(model, recipes.dropblock_resnet(p=0.2, block_size=5))
     with drop.recording() as recorded:
         model.train()(x)
     yield "dropblock-resnet", DROPBLOCK, recorded.plot_masks(["layer3.1", "layer3.1.bn2", "layer4.0.bn1"], channels=8)
     settings = {"weights": None, "weights_backbone": None}
     model = torchvision.models.segmentation.deeplabv3_mobilenet_v3_large(**settings)
-    drop = recipes.dropblock_unet(model, p=0.2, block_size=5)
+    drop = inject(model, recipes.dropblock_unet(p=0.2, block_size=5))
     with drop.recording() as recorded:
         model.train()(x)
     names = ["classifier.0.convs.1.0", "classifier.0.project.0", "classifier.1"]
     yield "dropblock-unet", UNET, recorded.plot_masks(names, channels=8)
     model = torchvision.models.detection.retinanet_resnet50_fpn(**settings)
-    drop = recipes.dropblock_detector(model, p=0.2, block_size=5, parts="both")
+    drop = inject(model, recipes.dropblock_detector(p=0.2, block_size=5, parts="both"))
     with drop.recording() as recorded:
         model.train().backbone(x)
-    names = ["backbone.body.layer3.1", "backbone.body.layer4.0.bn1", "backbone.fpn.layer_blocks.0"]
+    names = ["backbone.body.layer3.1", "backbone.body.layer4.0.bn1", "backbone.fpn.layer_blocks.0.0"]
     yield "dropblock-detector", DETECTOR, recorded.plot_masks(names, channels=8)
     yield "stochastic-depth", DEPTH, draw_rates_by_depth()
     yield "patch-dropout", PATCH_DROPOUT, draw_patch_dropout(images)
@@ -318,19 +320,19 @@ DROPBLOCK = """## Recipes
 
 ### dropblock_resnet
 
-`recipes.dropblock_resnet(resnet18, p=0.2, block_size=5)`: the masks of one training step at an identity skip and after
-a convolution of group 3, and after a convolution of group 4."""
+`inject(resnet18, recipes.dropblock_resnet(p=0.2, block_size=5))`: the masks of one training step at
+an identity skip and after a convolution of group 3, and after a convolution of group 4."""
 UNET = """### dropblock_unet
 
-`recipes.dropblock_unet(deeplabv3_mobilenet_v3_large, p=0.2, block_size=5)`: the masks of one training step after three
-convolutions of the decoder."""
+`inject(deeplabv3_mobilenet_v3_large, recipes.dropblock_unet(p=0.2, block_size=5))`: the masks of one training
+step after three convolutions of the decoder."""
 DETECTOR = """### dropblock_detector
 
-`recipes.dropblock_detector(retinanet_resnet50_fpn, p=0.2, block_size=5, parts="both")`: the masks of one training step
-at an identity skip of group 3, after a convolution of group 4, and at a level of the feature pyramid."""
+`inject(retinanet_resnet50_fpn, recipes.dropblock_detector(p=0.2, block_size=5, parts="both"))`: the masks of one
+training step at an identity skip of group 3, after a convolution of group 4, and at a level of the feature pyramid."""
 DEPTH = """### stochastic_depth
 
-`recipes.stochastic_depth(model, p=0.2)`: the rate of each residual branch."""
+`recipes.stochastic_depth(p=0.2)`: the rate of each residual branch."""
 
 PATCH_DROPOUT = f"""### patch_dropout
 
@@ -352,7 +354,7 @@ def draw_rates_by_depth() -> Figure:
     figure = Figure(figsize=(8, 2.4), layout="constrained")
     models = {"resnet50": torchvision.models.resnet50(), "vit_b_16": torchvision.models.vit_b_16()}
     for axes, (name, model) in zip(figure.subplots(1, 2, sharey=True), models.items(), strict=True):
-        sites = recipes.stochastic_depth.plan(model, p=0.2).sites
+        sites = hookdrop.plan(model, recipes.stochastic_depth(p=0.2)).sites
         axes.bar(range(len(sites)), [site.p for site in sites], color="#2166ac")
         axes.set(title=name, xlabel="branch, from input to output")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

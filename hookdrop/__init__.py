@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hookdrop import regularizers as _regularizers
 from hookdrop import schedules as _schedules
 from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.injection.handle import Injection, find
@@ -12,9 +13,8 @@ from hookdrop.injection.text import parse
 from hookdrop.injection.uncertainty import Prediction
 from hookdrop.injection.update_bn import update_bn
 from hookdrop.injection.verbs import inject, plan, without_hooks
+from hookdrop.regularizers import *
 from hookdrop.regularizers import Rate, Regularizer
-from hookdrop.regularizers import catalog as _catalog
-from hookdrop.regularizers.catalog import *
 from hookdrop.schedules import *
 from hookdrop.utils.seeding import seed_per_rank
 
@@ -47,7 +47,7 @@ __all__ = [
     "update_bn",
     "without_hooks",
 ]
-__all__ += _catalog.__all__ + _schedules.__all__
+__all__ += _regularizers.__all__ + _schedules.__all__
 __all__.sort()
 
 

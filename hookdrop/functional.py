@@ -7,12 +7,10 @@ and the same errors as the regularizer named in its docstring, which documents t
 serves all rates.
 """
 
-from hookdrop.regularizers.alpha import alpha_dropout, feature_alpha_dropout
 from hookdrop.regularizers.cutout import cutout
-from hookdrop.regularizers.drop_path import drop_path
+from hookdrop.regularizers.drop_path import drop_path, layer_drop
 from hookdrop.regularizers.dropblock import drop_block
-from hookdrop.regularizers.dropout import dropout, dropout1d, dropout2d, dropout3d
-from hookdrop.regularizers.dsu import dsu
+from hookdrop.regularizers.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d, feature_alpha_dropout
 from hookdrop.regularizers.gradients import (
     clamp_activation_grad,
     clip_activation_grad,
@@ -20,12 +18,10 @@ from hookdrop.regularizers.gradients import (
     scale_activation_grad,
 )
 from hookdrop.regularizers.head_dropout import head_dropout
-from hookdrop.regularizers.layer_drop import layer_drop
 from hookdrop.regularizers.masksembles import masksembles
-from hookdrop.regularizers.mixstyle import mix_style
-from hookdrop.regularizers.neftune import neftune
-from hookdrop.regularizers.noise import gaussian_dropout, gaussian_noise, uniform_noise
+from hookdrop.regularizers.noise import gaussian_dropout, gaussian_noise, neftune, uniform_noise
 from hookdrop.regularizers.shake_drop import shake_drop
+from hookdrop.regularizers.styles import dsu, mix_style
 from hookdrop.regularizers.tokens import locked_dropout, token_dropout
 
 __all__ = [

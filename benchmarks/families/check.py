@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hookdrop
-from families.layers import Run, watching
-from hookdrop.injection.place import place
-from hookdrop.recipes.recipe import Recipe
+from families.layers import Run
+from hookdrop.recipes.base import Recipe
+from hookdrop.survey import survey
 from hookdrop.utils.tensor_tree import tensors
 from models.check import NotRunnable, require
 from models.footprint import bit_equal, differences, fingerprint, footprint
+
+
+@dataclass
+class Injected:
+    """What a recipe found in the runs of a model. All names are those of the model, not of its parts."""
+
+    sites: dict[str, Any] = field(default_factory=dict)
+    """The regularizer of each site."""
+    blocks: dict[str, list[str]] = field(default_factory=dict)
+    """The ends of the residual branches of each layer, if they are sites."""
+    inner: set[str] = field(default_factory=set)
+    """The layers that are not their input plus branches, such as blocks with projections."""
+    warnings: list[tuple[str, str]] = field(default_factory=list)
+    """The warnings of the plans, after the prefix of the names in them."""
 
 
 class RecipeCheck:
@@ -41,36 +56,51 @@ class RecipeCheck:
         # I-BERT replaces its buffers in each forward.
         self.before = {key: value for key, value in footprint(model).items() if value == self.before[key]}
 
-    def run(self, recipe: Recipe[...], settings: dict[str, Any]) -> hookdrop.Plan:
-        """Inject, evaluate, run one training step, and remove; return the plan.
+    def run(self, recipe: Recipe) -> Injected:
+        """Inject in each run, evaluate, run one training step, and remove; return the sites.
 
         Raises:
             LayerError, InjectionError: the recipe refuses the model.
             CheckFailed: a guarantee is broken.
         """
-        plan = recipe.plan(self.model, **settings)
+        found = self._plan(recipe)
         self._require_unchanged("plan")
-        self._check(place(plan))
-        return plan
+        self._check(
+            [hookdrop.inject(run.module, recipe, p_scale="equal", example_input=run.inputs) for run in self.runs]
+        )
+        return found
 
     def run_value(self, recipe: Any, example: Any) -> hookdrop.Plan:
-        """The same for a recipe as a value."""
+        """The same in one run; return the plan."""
         plan = hookdrop.plan(self.model, recipe, example_input=example)
         self._require_unchanged("plan")
-        self._check(hookdrop.inject(self.model, recipe, example_input=example))
+        self._check([hookdrop.inject(self.model, recipe, example_input=example)])
         return plan
 
-    def _check(self, drop: hookdrop.Injection) -> None:
+    def _plan(self, recipe: Recipe) -> Injected:
+        found = Injected()
+        for run in self.runs:
+            plan = hookdrop.plan(run.module, recipe, p_scale="equal", example_input=run.inputs)
+            prefix = f"{run.name}." if run.name else ""
+            found.sites |= {f"{prefix}{site.name}": site.regularizer for site in plan.sites}
+            found.warnings += [(prefix, warning) for warning in plan.warnings]
+            facts = survey(run.module, run.inputs)
+            found.inner |= {f"{prefix}{name}" for name, reason in facts.skippable.items() if reason}
+            for branch in facts.branches:
+                if f"{prefix}{branch.end}" in found.sites:
+                    found.blocks.setdefault(f"{prefix}{branch.layer}", []).append(f"{prefix}{branch.end}")
+        return found
+
+    def _check(self, drops: Sequence[hookdrop.Injection]) -> None:
         changed = [part for part in differences(self.before, footprint(self.model)) if part != "hooks"]
         require(not changed, f"inject changed {', '.join(changed)}")
         require(bit_equal(self._evaluate(), self.outputs), "eval output differs with hooks")
-        silent = [site.name for site in drop.sites if not site.called]
-        if silent:  # the inputs may not call a cross-attention
-            silent = [name for name in silent if name in self._called()]
-            require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
+        silent = [site.name for drop in drops for site in drop.sites if not site.called]
+        require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
         changed = sorted(self._train() ^ self.gradients)[:3]
         require(not changed, f"different parameters have gradients: {changed}")
-        drop.remove()
+        for drop in drops:
+            drop.remove()
         self._require_unchanged("remove")
         require(fingerprint(self.model) == self.checksums, "a parameter or buffer changed")
         require(bit_equal(self._evaluate(), self.outputs), "eval output differs after remove")
@@ -85,13 +115,6 @@ class RecipeCheck:
         self.model.eval()
         torch.manual_seed(0)
         return [x for run in self.runs for x in float_tensors(run())]
-
-    def _called(self) -> set[str]:
-        """Return the names of the modules that the runs call."""
-        called: set[int] = set()
-        with watching(self.model, called):
-            self._evaluate()
-        return {name for name, module in self.model.named_modules() if id(module) in called}
 
     def _train(self) -> set[str]:
         """Run a forward and a backward; return the names of the parameters with a gradient."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from families.check import float_tensors
 from families.inputs import BATCH
 from families.layers import Run, is_layer, stacks
-from hookdrop.recipes.branches import blocks
 from hookdrop.utils.tensor_tree import map_tensor
 
 _NORM = re.compile("norm|^ln|affine", re.IGNORECASE)
@@ -47,28 +46,41 @@ class Findings:
     problems: dict[str, str] = field(default_factory=dict)
 
 
-def check_sites(model: nn.Module, runs: Sequence[Run], sites: Sequence[str], rows: bool) -> Findings:
+def check_sites(
+    model: nn.Module,
+    runs: Sequence[Run],
+    blocks: Mapping[str, Sequence[str]],
+    rows: Collection[str],
+    inner: Collection[str] = (),
+) -> Findings:
     """Check the sites of a model with random vectors.
 
     Args:
         model: the model, in eval mode.
         runs: forwards that call all layers.
-        sites: the names of the hooked modules.
-        rows: whether the sites draw a mask for each sample: the first axis has to be the batch.
+        blocks: the names of the hooked modules, the ends of branches, by the names of the layers around them.
+        inner: layers that do not reduce to their input.
+        rows: the sites that draw a mask for each row of the first axis, which has to be the batch.
     """
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
         _randomize(model)
-        return _check_sites(model, runs, sites, rows)
+        return _check_sites(model, runs, blocks, rows, inner)
     finally:
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(weights[name])
 
 
-def _check_sites(model: nn.Module, runs: Sequence[Run], sites: Sequence[str], rows: bool) -> Findings:
-    known = {block.name: [f"{block.name}.{end}" for end in ends] for block, ends in blocks(model)}
-    known = {name: ends for name, ends in known.items() if ends and set(ends) <= set(sites)}
+def _check_sites(
+    model: nn.Module,
+    runs: Sequence[Run],
+    blocks: Mapping[str, Sequence[str]],
+    rows: Collection[str],
+    inner: Collection[str] = (),
+) -> Findings:
+    sites = [end for ends in blocks.values() for end in ends]
+    known = {name: ends for name, ends in blocks.items() if [name] != ends}
     found = Findings(sum(len(layers) for _, layers in stacks(model)))
     inside = [name for name, module in model.named_modules() if isinstance(module, nn.Module) and name]
     names = [name for name in inside if name in known or is_layer(model.get_submodule(name))]
@@ -88,15 +100,16 @@ def _check_sites(model: nn.Module, runs: Sequence[Run], sites: Sequence[str], ro
             if kind:
                 found.kinds[name] = kind
                 found.problems.pop(name, None)
-            else:
+            elif name not in inner:
                 found.problems[name] = f"{_kind(model, name)} does not reduce to its skip"
-        for end in ends if rows else ():
-            if end not in plain:
+        for end in ends:
+            if end not in plain or end not in rows:
                 continue
             shape = plain[end].outputs[0].shape
             if len(shape) < 3 or shape[0] % BATCH or shape[0] != plain[name].inputs[0].shape[0]:
                 found.problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
-    found.problems |= _check_scale(model, runs, known, zeroed, set(plain))
+    reducing = {name: ends for name, ends in known.items() if name not in inner}
+    found.problems |= _check_scale(model, runs, reducing, zeroed, set(plain))
     return found
 
 

@@ -126,13 +126,19 @@ def check_first_runnable(trials: Iterator[Trial], device: str, recipe: Recipe | 
 
 def _refusal(recipe: Recipe, trial: Trial) -> str:
     """Return why the recipe refuses a model, which takes no memory to find out."""
-    try:
-        hookdrop.plan(trial.build("meta"), recipe, example_input=trial.example("meta").eval)
-    except (hookdrop.LayerError, hookdrop.InjectionError) as error:
-        return str(error).splitlines()[0]
-    except NotImplementedError:  # the constructor needs values
-        return ""
-    return ""
+    reason = ""
+    for example in (trial.example("meta").eval, None):  # a detector runs with values only: then its backbone decides
+        try:
+            hookdrop.plan(trial.build("meta"), recipe, example_input=example)
+        except hookdrop.InjectionError as error:
+            reason = str(error).splitlines()[0]
+        except hookdrop.LayerError as error:
+            return str(error).splitlines()[0]
+        except NotImplementedError:  # the constructor needs values
+            return ""
+        else:
+            return ""
+    return reason
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from typing import Any
 
 from hookdrop.cli import models
 from hookdrop.cli.console import ROOT, Output
-from hookdrop.diagnostics.dry_run import dry_run
 from hookdrop.errors import ShapeError
 from hookdrop.injection.text import parse
 from hookdrop.regularizers import Regularizer
+from hookdrop.survey import survey
 from hookdrop.utils.names import glob_expression
 from hookdrop.utils.select import named_layers, select
 from hookdrop.utils.tables import counted, shape_text
@@ -29,7 +29,8 @@ def list_layers(args: argparse.Namespace) -> None:
     found = models.load(args.model, args.input_size)
     # Skip the model itself, which has no name to select it by.
     chosen = select(found.model, found.entries(args.match)).layers if args.match else named_layers(found.model)[1:]
-    seen = dry_run(found.model, [layer.module for layer in chosen], found.example_input)
+    facts = survey(found.model, found.example_input)
+    seen = [facts.calls(layer.name) for layer in chosen]
     rows = [
         {"name": layer.name, "type": type(layer.module).__name__, "shape": run.shape, "calls": run.calls}
         for layer, run in zip(chosen, seen, strict=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookdrop.diagnostics.dry_run import dry_run
 from hookdrop.errors import HookdropError, LayerError, nearest
+from hookdrop.survey import survey
 from hookdrop.utils.optional import needs
 from hookdrop.utils.select import Entry
 from hookdrop.utils.tables import shape_text
@@ -76,7 +76,7 @@ def _build(name: str, library: str, sizes: tuple[int, ...]) -> tuple[nn.Module, 
     with suppress(Exception):  # any error: a model's code may depend on tensor values
         with torch.device("meta"):
             model, example = make(name, sizes)
-        dry_run(model, [], example)
+        survey(model, example)
         return model, example
     try:
         return make(name, sizes)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError
-from hookdrop.hooks.placed import CompanionHook
+from hookdrop.hooks.registry import CompanionHook
 from hookdrop.utils.select import layers_by_name
-from hookdrop.utils.tensor_tree import bind_arguments, first_tensor, parameter_names, tensors
+from hookdrop.utils.tensor_tree import bind_arguments, parameter_names, tensors
 
 if TYPE_CHECKING:
     from hookdrop.hooks.hook import SiteHook
@@ -112,13 +112,6 @@ def _modules_around(owner: SiteHook, module: nn.Module, need: str) -> list[nn.Mo
             "  without the mask, padding gets noise too: attention_mask=False"
         )
     return found
-
-
-def layer_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Tensor:
-    """Return the first floating-point tensor among the arguments, in the order of the signature."""
-    bound = bind_arguments(module, args, kwargs)
-    refuse_cache(bound, where)
-    return first_tensor(bound)
 
 
 def refuse_cache(bound: dict[str, Any], where: str) -> None:

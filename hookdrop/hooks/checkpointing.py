@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ from hookdrop.utils.torch_internals import (
     without_functorch,
 )
 
-Rate: TypeAlias = Any
-"""A `hooks.hook.CurrentRate`, or None if the call dropped nothing. This module only stores it."""
+if TYPE_CHECKING:
+    from hookdrop.hooks.hook import CurrentRate
 
 Call = tuple[str, bool, int]
 """Site, training mode, and a fingerprint of the RNG state."""
@@ -54,12 +54,8 @@ def is_recomputing() -> bool:
 
 def may_be_recomputed() -> bool:
     """Whether this may be a checkpointed forward: gradients are off, or saved-tensors hooks are active."""
-    if torch.is_grad_enabled():
-        return _saved_tensors_are_hooked()
-    return not torch.is_inference_mode_enabled()
-
-
-def _saved_tensors_are_hooked() -> bool:
+    if not torch.is_grad_enabled():
+        return not torch.is_inference_mode_enabled()
     if saved_tensors_hooks is not None:
         return saved_tensors_hooks(True) is not None
     # PyTorch 2.6 and 2.7 cannot report it, but `checkpoint` is on the call stack.
@@ -88,14 +84,6 @@ def collects_statistics() -> bool:
     return _is_called_by(lambda code: code.co_name in _COLLECTORS)
 
 
-def dropped_statistics_text(name: str) -> str:
-    """The warning for statistics that are collected while an injection drops."""
-    return (
-        f"{name!r} drops activations while batch-norm statistics are collected, so these are wrong for eval mode.\n"
-        "  collect them with hookdrop.update_bn(loader, model), or inside: with hookdrop.find(model).disabled(): ..."
-    )
-
-
 def _is_called_by(matches: Callable[[CodeType], bool]) -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not matches(frame.f_code):
@@ -109,7 +97,7 @@ class NotedCall(NamedTuple):
     sequence_number: int
     """That of the next autograd node."""
     with_gradients: bool
-    rate: Rate | None
+    rate: CurrentRate | None
     """None if it dropped nothing."""
     collected: Mapping[str, Any]
     """What was collected from modules around the layer, which a checkpoint of a part of them does not run again."""
@@ -130,7 +118,7 @@ class CheckpointedCalls(dict[Call, list[NotedCall]]):
         # Before PyTorch 2.8, composable checkpoints are not detected: they are not on the call stack.
         return self.complete and (saved_tensors_hooks is not None or bool(self))
 
-    def note(self, call: Call, rate: Rate | None, collected: Mapping[str, Any]) -> None:
+    def note(self, call: Call, rate: CurrentRate | None, collected: Mapping[str, Any]) -> None:
         """Remember a call, and evict the oldest if there are too many."""
         same_state = self.pop(call, [])
         # If nothing is drawn, as inside `disabled`, the next forward starts from the same RNG state.

@@ -18,7 +18,8 @@ from torch.fx import Proxy
 from hookdrop.errors import InjectionError, warn
 from hookdrop.utils import torch_internals
 
-_ALTERNATIVES = "in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
+ALTERNATIVES = "in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
+"""What to do instead of tracing or exporting active hooks."""
 
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since PyTorch 2.7
 """Whether `torch.export` is exporting."""
@@ -86,19 +87,11 @@ def raise_if_tracing(what: str) -> None:
 # --- traces, exports and symbolic graphs, which freeze the state of a hook
 
 
-def jit_trace_text(where: str) -> str:
-    """The error for an active hook that `torch.jit.trace` would record."""
-    return (
-        f"{where} inside torch.jit.trace: the trace would keep it at its current rate, even in eval mode.\n"
-        f"  trace {_ALTERNATIVES}"
-    )
-
-
 def warn_of_export(name: str) -> bool:
     """Warn during tracing (`assume_constant_result`), because a compiled graph cannot raise warnings."""
     warn(
         f"torch.export in training mode: the exported program keeps {name!r} at its current rate.\n"
-        f"  export {_ALTERNATIVES}"
+        f"  export {ALTERNATIVES}"
     )
     return True
 
@@ -119,14 +112,6 @@ def is_symbolic(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = tuple(value.values())
     return isinstance(value, Proxy) or (isinstance(value, tuple | list) and any(map(is_symbolic, value)))
-
-
-def fx_trace_text(where: str) -> str:
-    """The warning for a hook that is called with a `torch.fx` proxy."""
-    return (
-        f"{where} is not part of the graph: torch.fx traces into modules with children, and omits their hooks.\n"
-        "  hook leaf modules, which keep their hooks, or inject into the GraphModule."
-    )
 
 
 torch_internals.when_compiler_is_imported(_prepare)

@@ -17,19 +17,21 @@ from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks import compiling
-from hookdrop.hooks.call_context import LAYER_INPUT, MASK, SAMPLES, CallValue, layer_input, place_around
-from hookdrop.hooks.checkpointing import (
-    collects_statistics,
-    dropped_statistics_text,
-    may_be_recomputed,
-    rng_fingerprint,
-)
-from hookdrop.hooks.placed import CompanionHook, PlacedHook
+from hookdrop.hooks.call_context import LAYER_INPUT, MASK, SAMPLES, CallValue, place_around, refuse_cache
+from hookdrop.hooks.checkpointing import collects_statistics, may_be_recomputed, rng_fingerprint
+from hookdrop.hooks.registry import CompanionHook, PlacedHook
 from hookdrop.hooks.state import InjectionState, all_states
+from hookdrop.regularizers import REGULARIZERS
 from hookdrop.regularizers.base import P, Rate, Regularizer, at_rate, rate_of
-from hookdrop.regularizers.catalog import REGULARIZERS
 from hookdrop.regularizers.samples import SampleRows
-from hookdrop.utils.tensor_tree import TensorKey, map_arguments, map_tensor, require_same_shape_and_dtype
+from hookdrop.utils.tensor_tree import (
+    TensorKey,
+    bind_arguments,
+    first_tensor,
+    map_arguments,
+    map_tensor,
+    require_same_shape_and_dtype,
+)
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
 
 Listener = Callable[["SiteHook", nn.Module, Any], None]
@@ -60,6 +62,9 @@ NO_RATE = CurrentRate(None, False)
 class SiteHook(PlacedHook):
     """A forward hook that regularizes one tensor of a layer's output, or a pre-hook for one of its arguments."""
 
+    own: tuple[str, ...] = ("called", "trained", "last_shape", "listeners", "train_rate", "eval_rate", "graph_break")
+    """The attributes that copies do not inherit."""
+
     def __init__(
         self,
         site: str,
@@ -76,11 +81,8 @@ class SiteHook(PlacedHook):
         self.state = state
         self.at = at
         """`"output"`, or `"input"` or `"skip"` for a pre-hook."""
-        self.collected: dict[str, CallValue] = {}
+        self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
         """What the regularizer needs from modules around the layer."""
-        for need in regularizer.needs:
-            if need in (MASK, SAMPLES):
-                self.collected[need] = CallValue()
         self.companions: list[CompanionHook] = []
         self.target = self.initial_target = rate_of(regularizer)
         self.rate: Rate = type(regularizer).rate or P
@@ -89,12 +91,8 @@ class SiteHook(PlacedHook):
         """Whether compiled code that recomputes this hook draws the same random numbers."""
         self._start()
 
-    @property
-    def owner(self) -> SiteHook:
-        return self
-
     def _start(self) -> None:
-        """Initialize the state that copies do not inherit."""
+        """Initialize the attributes that copies do not inherit."""
         self.called = self.trained = False
         self.last_shape: torch.Size | None = None
         self.listeners: tuple[Listener, ...] = tuple(first_listeners)
@@ -111,8 +109,7 @@ class SiteHook(PlacedHook):
         """How compiled code runs the regularizer if it cannot be part of the graph."""
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("called", "trained", "last_shape", "listeners", "train_rate", "eval_rate", "graph_break")
-        return {key: value for key, value in self.__dict__.items() if key not in own}
+        return {key: value for key, value in self.__dict__.items() if key not in self.own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -130,7 +127,11 @@ class SiteHook(PlacedHook):
             value = args, rest[0] if rest else {}
             symbolic = not (args and isinstance(args[0], Tensor)) and compiling.is_symbolic(value)
         if symbolic:
-            return self.state.warn_once("symbolic", compiling.fx_trace_text(self.where))
+            return self.state.warn_once(
+                "symbolic",
+                f"{self.where} is not part of the graph: torch.fx traces into modules with children, and omits their "
+                "hooks.\n  hook leaf modules, which keep their hooks, or inject into the GraphModule.",
+            )
         changed = self._call_in_graph(module, value) if is_compiling() else self._call(module, value)
         # Without kwargs, a pre-hook must return only `args`.
         return changed[0] if changed is not None and self.at != "output" and not rest else changed
@@ -149,7 +150,10 @@ class SiteHook(PlacedHook):
         if rate is None:
             return None
         if is_tracing():
-            raise InjectionError(compiling.jit_trace_text(self.where))
+            raise InjectionError(
+                f"{self.where} inside torch.jit.trace: the trace would keep it at its current rate, even in eval mode."
+                f"\n  trace {compiling.ALTERNATIVES}"
+            )
         if rate.neutral:
             return None
         return self.edit(module, value, lambda x, **context: self.apply(x, rate, **context))
@@ -160,7 +164,12 @@ class SiteHook(PlacedHook):
         self.state.live.checkpointed.note((self.site, module.training, self._fingerprint(value)), rate, collected)
         drops = module.training and rate is not None and not rate.neutral
         if drops and not torch.is_grad_enabled() and collects_statistics():
-            self.state.warn_once("dropped statistics", dropped_statistics_text(self.state.name))
+            self.state.warn_once(
+                "dropped statistics",
+                f"{self.state.name!r} drops activations while batch-norm statistics are collected, so these are wrong "
+                "for eval mode.\n  collect them with hookdrop.update_bn(loader, model), or inside: with "
+                "hookdrop.find(model).disabled(): ...",
+            )
 
     def _call_in_graph(self, module: nn.Module, value: Any) -> Any:
         # Read only attributes that stay constant between calls; others would trigger recompilation.
@@ -199,7 +208,14 @@ class SiteHook(PlacedHook):
         finally:
             # A checkpoint stops the recompute by an exception once all saved tensors are available.
             if known is None and checkpointed.detects_redraws and self._fingerprint(value) != before:
-                self.state.warn_once("different mask", _different_mask_text(self.state.name, self.site))
+                self.state.warn_once(
+                    "different mask",
+                    f"{self.state.name!r}: {self.site!r} ran in a backward pass with an RNG state that none of its "
+                    "forwards had. If an activation checkpoint recomputed it, its mask differs from that of the "
+                    "forward, and the gradients are wrong.\n"
+                    "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
+                    "Inject or replace before the forward, not between forward and backward.",
+                )
 
     def _fingerprint(self, value: Any) -> int:
         return rng_fingerprint(value[2] if self.at == "output" else value)
@@ -219,17 +235,16 @@ class SiteHook(PlacedHook):
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to the site's tensor in `value`, with what the regularizer needs besides."""
         if self.regularizer.needs:
-            fn = partial(fn, **self._context(module, value))
+            context = self._collect()
+            if LAYER_INPUT in self.regularizer.needs:
+                bound = bind_arguments(module, value[0], value[1])
+                refuse_cache(bound, self.where)
+                context[LAYER_INPUT] = first_tensor(bound)
+            fn = partial(fn, **context)
         if self.at == "output":
             return map_tensor(value[2], self.tensor, fn)
         args, kwargs = value
         return map_arguments(module, args, kwargs, self.tensor, fn)
-
-    def _context(self, module: nn.Module, value: Any) -> dict[str, Any]:
-        context = self._collect()
-        if LAYER_INPUT in self.regularizer.needs:
-            context[LAYER_INPUT] = layer_input(module, value[0], value[1], self.where)
-        return context
 
     def _collect(self) -> dict[str, Any]:
         """What the regularizer needs from modules around the layer."""
@@ -339,12 +354,3 @@ _OBSERVED = compiling.GraphBreak(
     "measuring() and recording() need tensor values, so they break the graph.\n"
     "  measure the uncompiled model, or use probe(x), which runs it uncompiled.",
 )
-
-
-def _different_mask_text(name: str, site: str) -> str:
-    return (
-        f"{name!r}: {site!r} ran in a backward pass with an RNG state that none of its forwards had. If an activation "
-        "checkpoint recomputed it, its mask differs from that of the forward, and the gradients are wrong.\n"
-        "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
-        "Inject or replace before the forward, not between forward and backward."
-    )

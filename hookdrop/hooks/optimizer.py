@@ -52,7 +52,7 @@ class Follower:
 
     def release(self) -> None:
         """Stop counting and drop all references, without `detach`: a step is iterating over the optimizer's hooks."""
-        self._advance, self._on_first_step = _do_nothing, None
+        self._advance, self._on_first_step = lambda: None, None
 
     def _before_first_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -67,32 +67,20 @@ class Follower:
 
 
 def _count(follower: Follower, optimizer: Optimizer) -> None:
-    if _was_skipped(optimizer):
+    # Fused optimizers run their hooks also in steps that a GradScaler skips, with `found_inf` set.
+    found_inf = getattr(optimizer, "found_inf", None)
+    if isinstance(found_inf, torch.Tensor) and found_inf.item():
         return
     first, follower._on_first_step = follower._on_first_step, None
     if first is not None:
         follower._first_handle.remove()
-        first(_steps_taken(optimizer), follower._had_state)
+        # The step count in the optimizer's state, as in Adam.
+        steps = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
+        first(int(next(steps, 0)), follower._had_state)
     follower._advance()
 
 
 _COUNT = GraphBreak(_count, "hookdrop counts optimizer steps.")
-
-
-def _do_nothing() -> None:
-    pass
-
-
-def _was_skipped(optimizer: Optimizer) -> bool:
-    """Whether a GradScaler skipped the step. Fused optimizers then run their hooks too, with `found_inf` set."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())
-
-
-def _steps_taken(optimizer: Optimizer) -> int:
-    """Return the step count in the optimizer's state, as in Adam, or 0 if there is none."""
-    steps = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
-    return int(next(steps, 0))
 
 
 def innermost(optimizer: object) -> Optimizer:

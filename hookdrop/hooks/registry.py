@@ -1,4 +1,7 @@
-"""Find, remove and temporarily hide the hooks of a model.
+"""The base classes of hooks, and how to find, remove and temporarily hide the hooks of a model.
+
+Copies and pickles of a model include its hooks, except that a pickle of a portable injection has entries in their place
+that do nothing and need only PyTorch and the standard library to load.
 
 Hooks are found by type, not by the key they were registered under: quantization and fusion re-register the hooks of a
 module on its replacement.
@@ -6,16 +9,73 @@ module on its replacement.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from multiprocessing.context import get_spawning_popen
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.placed import PlacedHook
 from hookdrop.utils.torch_internals import HOOK_TABLES
+
+if TYPE_CHECKING:
+    from hookdrop.hooks.hook import SiteHook
+
+
+class PlacedHook:
+    """A hook that is copied and pickled with its module. It holds its own handle, and no module or model."""
+
+    handle: RemovableHandle | None = None
+
+    @property
+    def owner(self) -> Any:
+        """The `SiteHook` that this hook belongs to: itself, unless it is a companion."""
+        return self
+
+    def remove(self) -> None:
+        """Remove the hook from its module."""
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = None
+
+    @property
+    def placed(self) -> bool:
+        """Whether the site hook was placed and not removed."""
+        return self.owner.handle is not None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A process that is started with the model gets the hooks: it trains, and its hookdrop is the same.
+        if not self.owner.state.portable or get_spawning_popen() is not None:
+            return super().__reduce_ex__(protocol)
+        # As a hook, this method ignores its arguments and returns None. Its object holds the handle, because loading a
+        # handle reserves its id: a later pre-hook of the same id would be called with this entry's flags.
+        return nullcontext(self.handle).__exit__.__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the hook completely, also one that pickles leave out."""
+        twin = memo[id(self)] = object.__new__(type(self))
+        state: Any = copy.deepcopy(self.__getstate__(), memo)
+        getattr(twin, "__setstate__", twin.__dict__.update)(state)
+        return twin
+
+
+class CompanionHook(PlacedHook):
+    """A further hook of a site, on another module or at another point of the call."""
+
+    owner: Any = None
+
+    def __init__(self, owner: SiteHook) -> None:
+        self.owner = owner
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the hook is still registered."""
+        table = None if self.handle is None else self.handle.hooks_dict_ref()
+        return table is not None and self.handle is not None and self.handle.id in table
+
 
 hidden_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose hooks are currently hidden by a `without_hooks` context."""
@@ -28,8 +88,8 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
     for module in model.modules():
         for name, _ in reversed(HOOK_TABLES):
             for hook in getattr(module, name).values():
-                if isinstance(hook, SiteHook):
-                    yield module, hook
+                if isinstance(hook, PlacedHook) and not isinstance(hook, CompanionHook):
+                    yield module, hook.owner
 
 
 def remove_hooks(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError
 from hookdrop.hooks.hook import CurrentRate, SiteHook
-from hookdrop.hooks.placed import CompanionHook
+from hookdrop.hooks.registry import CompanionHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.tensor_tree import TensorKey
@@ -41,11 +41,17 @@ class _SavedInput(NamedTuple):
 class SkipHook(SiteHook):
     """A forward pre-hook on a residual block that regularizes only the identity skip."""
 
+    own = (*SiteHook.own, "saved_input", "restore_pending", "pending_threads", "recomputing_threads")
+
     def __init__(
         self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, branch: str
     ) -> None:
         self.branch = branch
         """The name, relative to the block, of the first layer of the residual branch."""
+        self.companion = RestoreInputHook(self)
+        super().__init__(site, regularizer, p_scale, tensor, state, "skip")
+
+    def _start(self) -> None:
         self.saved_input: Tensor | None = None
         """x, saved by a compiled pre-hook of the block until the pre-hook of the branch takes it; otherwise None."""
         self.restore_pending = False
@@ -54,17 +60,7 @@ class SkipHook(SiteHook):
         """Threads in which eager code has replaced x and not restored it yet."""
         self.recomputing_threads: set[int] = set()
         """Threads in which a checkpoint recomputes the block and has not reached the branch yet."""
-        self.companion = RestoreInputHook(self)
-        super().__init__(site, regularizer, p_scale, tensor, state, "skip")
-
-    def __getstate__(self) -> dict[str, Any]:
-        idle: dict[str, Any] = {
-            "saved_input": None,
-            "restore_pending": False,
-            "pending_threads": set(),
-            "recomputing_threads": set(),
-        }
-        return super().__getstate__() | idle
+        super()._start()
 
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         if not is_compiling():
@@ -101,10 +97,6 @@ class SkipHook(SiteHook):
                 f"{self.where}: {self.branch!r}, the first layer of the residual branch, was replaced after inject, so "
                 'the branch would receive the regularized input.\n  inject again with on_existing="replace".'
             )
-        self._save_input(x, y)
-        return y
-
-    def _save_input(self, x: Tensor, y: Tensor) -> None:
         before = getattr(x, _SAVED_INPUT, None)
         if before is not None and before.owner.site != self.site:
             # x is the D(x) of an earlier block that added in place. Its saved input is no longer needed.
@@ -112,6 +104,7 @@ class SkipHook(SiteHook):
         setattr(y, _SAVED_INPUT, _SavedInput(self, x))
         self.pending_threads.add(threading.get_ident())
         self.restore_pending = True
+        return y
 
     def _clear_pending(self) -> None:
         self.pending_threads.discard(threading.get_ident())
@@ -154,10 +147,10 @@ class SkipHook(SiteHook):
 class RestoreInputHook(CompanionHook):
     """A forward pre-hook on the first layer of a residual branch that restores the input of the block."""
 
-    _owner: SkipHook
+    owner: SkipHook
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        restored = self._owner.restore(module, args, kwargs or {})
+        restored = self.owner.restore(module, args, kwargs or {})
         # If another library re-registered the hook, it may be called without kwargs and must then return only `args`.
         return restored[0] if restored is not None and kwargs is None else restored
 

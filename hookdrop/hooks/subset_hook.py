@@ -16,21 +16,19 @@ from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks.call_context import CallValue, refuse_cache
 from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import CurrentRate, SiteHook
-from hookdrop.hooks.placed import CompanionHook
-from hookdrop.hooks.state import InjectionState
-from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.tensor_tree import TensorKey, bind_arguments, describe, first_tensor, fits, map_leaves, map_tensor
+from hookdrop.hooks.registry import CompanionHook
+from hookdrop.utils.tensor_tree import bind_arguments, describe, first_tensor, fits, map_leaves, map_tensor
 
 
 class SubsetHook(SiteHook):
     """A forward pre-hook on a residual branch that selects samples. Its companion completes the output."""
 
-    def __init__(
-        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState
-    ) -> None:
-        super().__init__(site, regularizer, p_scale, tensor, state, "input")
+    own = (*SiteHook.own, "selected")
+
+    def _start(self) -> None:
         self.selected = CallValue()
         """The rows, the number of samples and the rate of the call in progress."""
+        super()._start()
 
     def _call(self, module: nn.Module, value: Any) -> Any:
         self.selected.end()  # left by a compiled branch that raised an error
@@ -121,12 +119,12 @@ def _among_zeros(x: Tensor, rows: Tensor, samples: int) -> Tensor:
 class CompleteBatchHook(CompanionHook):
     """A forward hook on a residual branch that completes its output, and ends the call after an error."""
 
-    _owner: SubsetHook
+    owner: SubsetHook
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not is_compiling():
-            return self._owner.complete(output)
-        return None if self._owner.is_off(module) else _COMPLETE.call(self._owner, output)
+            return self.owner.complete(output)
+        return None if self.owner.is_off(module) else _COMPLETE.call(self.owner, output)
 
 
 # The number of rows depends on the rate, so these functions run outside of compiled graphs.

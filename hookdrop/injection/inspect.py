@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.diagnostics.dry_run import LayerCalls, dry_run
 from hookdrop.errors import LayerError, ShapeError
 from hookdrop.guards.plan import plan_warnings
+from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.resolve import PlannedSite, Resolved
 from hookdrop.regularizers import Regularizer, at_rate
+from hookdrop.survey import survey
+from hookdrop.survey.calls import LayerCalls
 from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
 
@@ -29,7 +31,9 @@ def inspect_forward(
         LayerError: a layer given by its full name is never called.
     """
     sites = resolved.sites
-    seen = dry_run(model, [site.module for site in sites], example, [site.at for site in sites], tensor)
+    with hooks_removed(model):
+        found = survey(model, example)
+    seen = [found.calls(site.name, site.at, tensor) for site in sites]
     shape_warnings: dict[str, list[str]] = {}
     for site, observed in zip(sites, seen, strict=True):
         _inspect_site(site, observed, shape_warnings)

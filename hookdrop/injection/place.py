@@ -85,7 +85,7 @@ def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSi
     if site.at == "skip":
         return SkipHook(*settings, site.branch)
     if "rows" in site.regularizer.needs:
-        return SubsetHook(*settings)
+        return SubsetHook(*settings, "input")
     return SiteHook(*settings, site.at)
 
 

@@ -68,11 +68,11 @@ class Recording(Mapping[str, Record]):
         self._records: dict[str, deque[Record]] = {site: deque(maxlen=self._last) for site in self.totals.sites}
 
     def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
-        """Add one call, unless an activation checkpoint recomputes it."""
-        if graph_task() != -1 or hook not in self.totals.labels:
+        """Add one call. Only the totals include those that an activation checkpoint recomputes."""
+        if hook not in self.totals.labels:
             return
         self.totals.record(hook, rate, x, y, dropped)
-        if not self._last:
+        if not self._last or graph_task() != -1:
             return
         drops = drops_elements(hook.regularizer)
         before, after, dropped = (detached_copy(tensor, self._to) for tensor in (x, y, dropped))

@@ -199,11 +199,11 @@ class LazySurvey:
         """None if the recipe did not need it."""
 
     def __getattr__(self, name: str) -> Any:
-        if self.found is None:
-            from hookdrop.survey import survey
-
-            self.found = survey(*self._arguments)
         with hooks_removed(self._arguments[0]):  # an injection is no part of the model
+            if self.found is None:
+                from hookdrop.survey import survey
+
+                self.found = survey(*self._arguments)
             return getattr(self.found, name)
 
 
@@ -232,9 +232,9 @@ def resolve_recipe(
     chosen = [(site, group) for site, group in found if excluded.isdisjoint((site.name, group))]
     if not chosen:
         raise LayerError(f"`exclude` removes every site of {name} ({len(found)}): nothing is left.")
-    groups = {group: everything[group] for _, group in chosen}
+    groups = recipe.groups(root, survey, [site for site, _ in chosen])
     wanted = recipe.p_scale if p_scale is None else p_scale
-    scales = [1.0] * len(groups) if wanted is None else rate_factors(list(groups.values()), wanted)
+    scales = [1.0] * len(groups) if wanted is None else rate_factors([everything[one] for one in groups], wanted)
     facts = lazy if lazy.found is not None or example_input is not None else None
     factors = dict(zip(groups, scales, strict=True))
     sites = [_plan_recipe_site(root, everything[site.name], site, facts) for site, _ in chosen]

@@ -177,6 +177,11 @@ def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
+def three_axes(values: Sequence[int]) -> tuple[int, ...]:
+    """Prepend axes of length 1 up to three axes."""
+    return (*[1] * (3 - len(values)), *values)
+
+
 # --- the seed rate at which blocks cover an expected fraction of a map
 
 GAMMA = ("exact", "paper")
@@ -209,7 +214,7 @@ def _exact(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> float:
     """Solve dropped(gamma) = p starting from a cached solution nearby, so that each rate of a schedule is cheap."""
     cover, nearest = _cover_counts(sizes, blocks), round(p * _ANCHORS) / _ANCHORS
     if not 0.0 < nearest < 1.0:
-        return _solve(cover, p, start=p / sum(n * share for n, share in cover))
+        return _solve(cover, p)
     gamma, slope, bend = _anchor(sizes, blocks, nearest)
     by = (p - nearest) / slope
     return _solve(cover, p, start=gamma + by - bend / slope * by * by / 2)
@@ -223,18 +228,19 @@ _ANCHORS = 128
 def _anchor(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> tuple[float, float, float]:
     """The solution for a rate on the grid, with the first two derivatives of dropped(gamma) there."""
     cover = _cover_counts(sizes, blocks)
-    gamma = _solve(cover, p, start=p / sum(n * share for n, share in cover))
+    gamma = _solve(cover, p)
     miss = math.log1p(-gamma)
     bend = -sum(share * n * (n - 1) * math.exp((n - 2) * miss) for n, share in cover)
     return gamma, _dropped(cover, gamma)[1], bend
 
 
-def _solve(cover: tuple[tuple[int, float], ...], p: float, start: float) -> float:
+def _solve(cover: tuple[tuple[int, float], ...], p: float, start: float | None = None) -> float:
     """Newton's method on dropped(gamma) = p.
 
     The left side is concave and increasing, so the method converges from below, and a first step from above lands
     below. The only safeguard needed is clamping to the open interval (0, 1).
     """
+    start = p / sum(n * share for n, share in cover) if start is None else start
     gamma = min(max(start, math.ulp(0.0)), _BELOW_ONE)
     for _ in range(200):
         dropped, slope = _dropped(cover, gamma)

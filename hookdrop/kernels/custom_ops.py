@@ -41,10 +41,6 @@ def _elements(x: Tensor, p: Tensor) -> Tensor:
     return ElementDrawing(rate(p, "p", "Dropout")).draw(x)[0]
 
 
-def _elements_fake(x: Tensor, p: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=torch.bool)
-
-
 def _elements_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, p: Tensor) -> tuple[Tensor, int | None]:
     x = _slices_along_axis_0(info, in_dims, x)
     return (_ELEMENTS(x[0], p), None) if info.randomness == "same" else (_ELEMENTS(x, p), 0)
@@ -95,12 +91,9 @@ def _draw_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, p: Tensor,
 
 def _mask(x: Tensor, record: Tensor, seeds: Tensor, scale: Tensor, *kind: Any) -> Tensor:
     blocks, count = _blocks(x.shape, *kind), int(seeds)
-    if count < 0:
-        y = apply_mask_no_grad(x, record, scale, blocks)
-    else:
-        y = apply_mask_no_grad(
-            x, record.view(-1)[: count * blocks.index_dtype.itemsize].view(blocks.index_dtype), scale, blocks
-        )
+    if count >= 0:
+        record = record.view(-1)[: count * blocks.index_dtype.itemsize].view(blocks.index_dtype)
+    y = apply_mask_no_grad(x, record, scale, blocks)
     expected = _mask_fake(x)
     return y if y.stride() == expected.stride() else expected.copy_(y)
 
@@ -168,12 +161,14 @@ _RANDOM = [
 
 _KIND = "SymInt[] edges, SymInt channel, bool per_channel"
 _DRAWN = f"Tensor x, Tensor p, {_KIND}, str gamma, str? normalize, SymInt slices"
-_ELEMENTS = _operator("draw_elements(Tensor x, Tensor p) -> Tensor", _elements, _elements_fake, _elements_vmap, _RANDOM)
-_DRAW = _operator(f"draw_blocks({_DRAWN}) -> (Tensor, Tensor, Tensor)", _draw, _draw_fake, _draw_vmap, _RANDOM)
-_MASK = _operator(
-    f"mask_blocks(Tensor x, Tensor record, Tensor seeds, Tensor scale, {_KIND}) -> Tensor",
-    _mask,
-    _mask_fake,
-    _mask_vmap,
+_ELEMENTS = _operator(
+    "draw_elements(Tensor x, Tensor p) -> Tensor",
+    _elements,
+    lambda x, p: torch.empty_like(x, dtype=torch.bool),
+    _elements_vmap,
+    _RANDOM,
 )
+_DRAW = _operator(f"draw_blocks({_DRAWN}) -> (Tensor, Tensor, Tensor)", _draw, _draw_fake, _draw_vmap, _RANDOM)
+_MASKED = f"Tensor x, Tensor record, Tensor seeds, Tensor scale, {_KIND}"
+_MASK = _operator(f"mask_blocks({_MASKED}) -> Tensor", _mask, _mask_fake, _mask_vmap)
 torch.library.register_autograd("hookdrop::mask_blocks", _backward, setup_context=_setup_context)

@@ -104,21 +104,16 @@ class BlockDrawing(Drawing):
         if self.normalize not in ("batch", "sample"):
             return self._constant_scale()
         blocks = self.blocks
+        one_scale = self.normalize == "batch" and not self.slices
         together = blocks.samples // max(self.slices, 1) if self.normalize == "batch" else 1
         each = together * blocks.elements_per_sample
-        if (
-            self.normalize == "batch"
-            and not self.slices
-            and (covered := native.count_covered(dropped, blocks)) is not None
-        ):
+        if one_scale and (covered := native.count_covered(dropped, blocks)) is not None:
             return as_rate_tensor(each / max(each - covered, 1))
         kept = each - _dropped_counts(dropped, blocks).view(-1, together).sum(1)
         kept = kept.clamp_(min=1).to(most_precise_dtype(x.device))
         # `number / tensor` multiplies by the reciprocal in PyTorch, which rounds twice.
         scale = torch.full_like(kept, each) / kept
-        if self.normalize == "batch" and not self.slices:
-            return scale.view(())
-        return scale.repeat_interleave(together).view(-1, *[1] * (x.dim() - 1))
+        return scale.view(()) if one_scale else scale.repeat_interleave(together).view(-1, *[1] * (x.dim() - 1))
 
     def _constant_scale(self) -> Tensor:
         return _keep_scale(self.p if self.normalize == "expected" else 0.0)

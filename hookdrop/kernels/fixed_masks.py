@@ -49,14 +49,11 @@ def draw_masks(channels: int, count: int, scale: float, seed: str) -> list[list[
 
     positions = min(range(channels, 8 * channels), key=expected_excess)
     while True:
-        masks = [_random_subset([draw() for _ in range(positions)], ones) for _ in range(count)]
+        keys = [[draw() for _ in range(positions)] for _ in range(count)]
+        masks = [set(sorted(range(positions), key=of_mask.__getitem__)[:ones]) for of_mask in keys]
         covered = sorted(set().union(*masks))
         if len(covered) == channels:
             return [[position in mask for position in covered] for mask in masks]
-
-
-def _random_subset(keys: list[float], size: int) -> set[int]:
-    return set(sorted(range(len(keys)), key=keys.__getitem__)[:size])
 
 
 @lru_cache(maxsize=1024)
@@ -69,13 +66,11 @@ def _masks(channels: int, count: int, scale: float, seed: str, *, device: torch.
     return _cached(channels, count, scale, seed, device).clone()
 
 
-def _masks_fake(channels: int, count: int, scale: float, seed: str, *, device: torch.device) -> Tensor:
-    return torch.empty((count, channels), dtype=torch.bool, device=device)
-
-
 _NAME = "hookdrop::fixed_masks"
 # PyTorch finds the device of an operator without tensors only in a keyword argument.
 torch.library.define(_NAME, "(SymInt channels, SymInt count, float scale, str seed, *, Device device) -> Tensor")
 torch.library.impl(_NAME, "default")(disable_dynamo(_masks))
-torch.library.register_fake(_NAME)(_masks_fake)
+torch.library.register_fake(_NAME)(
+    lambda channels, count, scale, seed, *, device: torch.empty((count, channels), dtype=torch.bool, device=device)
+)
 _MASKS = torch.ops.hookdrop.fixed_masks.default

@@ -36,10 +36,19 @@ def apply_mask_no_grad(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks
     y = native.mask_elements(x, dropped, scale) if blocks is None else native.mask_blocks(x, dropped, scale, blocks)
     if y is not None:
         return y
-    if is_zero_tensor(x) or not has_storage(x):
-        return scaled(x, scale).masked_fill(dropped if blocks is None else blocks.mask(blocks.rows(dropped)), 0.0)
-    y = scaled(x, scale)
-    return _clear_(y, dropped) if blocks is None else _zero_(y, dropped, blocks)
+    y, writable = scaled(x, scale), has_storage(x) and not is_zero_tensor(x)
+    if blocks is not None and writable:
+        if native.zero_(y, dropped, blocks):
+            return y
+        if blocks.channels == y.shape[blocks.channel]:
+            return blocks.zero_(y, dropped)
+    mask = dropped if blocks is None else blocks.mask(blocks.rows(dropped))
+    if not writable:
+        return y.masked_fill(mask, 0.0)
+    # NaN and infinity times 0 are NaN, so clear all bits instead.
+    bits = _INT[y.element_size()]
+    y.view(bits).bitwise_and_(mask.view(torch.int8).sub(1).to(bits))
+    return y
 
 
 def apply_mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None) -> Tensor:
@@ -111,21 +120,6 @@ def _to_front(value: Tensor, axis: int | None) -> Tensor:
     if axis is not None:
         return value.movedim(axis, 0)
     return value.unsqueeze(0) if value.dim() else value
-
-
-def _zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> Tensor:
-    if native.zero_(y, seeds, blocks):
-        return y
-    if blocks.channels == y.shape[blocks.channel]:
-        return blocks.zero_(y, seeds)
-    return _clear_(y, blocks.mask(blocks.rows(seeds)))
-
-
-def _clear_(y: Tensor, dropped: Tensor) -> Tensor:
-    # NaN and infinity times 0 are NaN, so clear all bits instead.
-    bits = _INT[y.element_size()]
-    y.view(bits).bitwise_and_(dropped.view(torch.int8).sub(1).to(bits))
-    return y
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:

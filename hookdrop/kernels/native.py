@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.blocks import Blocks, contiguous_strides
+from hookdrop.kernels.blocks import Blocks, contiguous_strides, three_axes
 from hookdrop.utils.torch_internals import PLAIN_TYPES, dispatch_modes, has_storage, is_tracing, is_zero_tensor
 
 _INTERFACE = 4
@@ -105,7 +104,7 @@ def count_covered(seeds: Tensor, blocks: Blocks, per_sample: Tensor | None = Non
 
 @lru_cache(maxsize=1024)
 def _map_arguments(blocks: Blocks) -> tuple[int, _Array, _Array, _Array]:
-    valid, sizes, edges = (_array(*_three_axes(values)) for values in (blocks.valid, blocks.sizes, blocks.blocks))
+    valid, sizes, edges = (_array(*three_axes(values)) for values in (blocks.valid, blocks.sizes, blocks.blocks))
     return math.prod(blocks.valid), valid, sizes, edges
 
 
@@ -178,8 +177,8 @@ class _Layout:
 @lru_cache(maxsize=1024)
 def _layout(blocks: Blocks, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Layout | None:
     """Return None unless each map or each sample of the tensor is contiguous in memory."""
-    valid, edges, size = _three_axes(blocks.valid), _three_axes(blocks.blocks), math.prod(blocks.sizes)
-    lines = contiguous_strides(_three_axes(blocks.sizes))
+    valid, edges, size = three_axes(blocks.valid), three_axes(blocks.blocks), math.prod(blocks.sizes)
+    lines = contiguous_strides(three_axes(blocks.sizes))
     channels = shape[blocks.channel]
     shared_by = channels // blocks.channels
     channels_first = torch.empty_strided(shape, strides, device="meta").movedim(blocks.channel, 1)
@@ -198,11 +197,6 @@ def _layout(blocks: Blocks, shape: tuple[int, ...], strides: tuple[int, ...]) ->
 
 def _threads(elements: int) -> int:
     return torch.get_num_threads() if elements >= _MIN_PARALLEL_ELEMENTS else 1
-
-
-def _three_axes(values: Sequence[int]) -> tuple[int, ...]:
-    """Prepend axes of length 1 up to three axes."""
-    return (*[1] * (3 - len(values)), *values)
 
 
 def _array(*values: int) -> _Array:

@@ -84,16 +84,14 @@ def _numbers(kind: str, high: int, size: list[int], *, dtype: torch.dtype, devic
     return (torch.rand if kind == "rand" else torch.randn)(size, dtype=dtype, device=device)
 
 
-def _numbers_fake(kind: str, high: int, size: list[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
-
-
 _NAME = "hookdrop::random_numbers"
 # PyTorch finds the device of an operator without tensors only in a keyword argument.
 _SCHEMA = "(str kind, SymInt high, SymInt[] size, *, ScalarType dtype, Device device) -> Tensor"
 torch.library.define(_NAME, _SCHEMA, tags=torch.Tag.nondeterministic_seeded)
 torch.library.impl(_NAME, "default")(disable_dynamo(_numbers))
-torch.library.register_fake(_NAME)(_numbers_fake)
+torch.library.register_fake(_NAME)(
+    lambda kind, high, size, *, dtype, device: torch.empty(size, dtype=dtype, device=device)
+)
 _NUMBERS = torch.ops.hookdrop.random_numbers.default
 
 
@@ -173,10 +171,8 @@ _MAX_GAP = 2.0**40
 
 def _bytes_below(level: int, count: int, device: torch.device) -> Tensor:
     """Draw `count` random bytes and return 1 where they are below `level` (0 to 256), else 0."""
-    if level == 0:
-        return torch.zeros(count, dtype=torch.uint8, device=device)
-    if level == 256:
-        return torch.ones(count, dtype=torch.uint8, device=device)
+    if level in (0, 256):
+        return torch.full((count,), level // 256, dtype=torch.uint8, device=device)
     words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), device=device)
     # Comparing bytes takes ten times longer than clamping them.
     return words.view(torch.uint8)[:count].clamp_(level - 1, level).neg_().add_(level)

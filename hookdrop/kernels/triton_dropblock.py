@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.blocks import Blocks, contiguous_strides
+from hookdrop.kernels.blocks import Blocks, contiguous_strides, three_axes
 from hookdrop.kernels.native import has_plain_memory
 from hookdrop.kernels.random_numbers import most_precise_dtype
 
@@ -88,7 +88,7 @@ def draw(blocks: Blocks, seed_rate: float, normalize: str | None, device: torch.
         draw_kernel[(blocks.samples * tiles,)](
             *(packed.view(torch.int32), state, _fixed_point(seed_rate)),
             *(tiles, words, halo, blocks.elements_per_sample),
-            *(*_three_axes(blocks.sizes), *_three_axes(blocks.blocks), per_sample),
+            *(*three_axes(blocks.sizes), *three_axes(blocks.blocks), per_sample),
             COUNT=count,
             LANES=lanes,
             num_warps=min(max(lanes // 32, 1), 16),
@@ -182,7 +182,3 @@ def _strides(blocks: Blocks, shape: tuple[int, ...], strides: tuple[int, ...]) -
     if channels_first.movedim(1, -1).is_contiguous():
         return channels, area, 1, channels, 0 if blocks.channels == 1 else area
     return None
-
-
-def _three_axes(values: tuple[int, ...]) -> tuple[Any, ...]:
-    return (*[1] * (3 - len(values)), *values)

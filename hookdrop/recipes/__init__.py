@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hookdrop.recipes.base import Recipe as Recipe
     from hookdrop.recipes.depth import stochastic_depth as stochastic_depth
     from hookdrop.recipes.dropblock import dropblock_detector as dropblock_detector
     from hookdrop.recipes.dropblock import dropblock_resnet as dropblock_resnet
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from hookdrop.recipes.layers import layer_drop as layer_drop
     from hookdrop.recipes.model_dropout import set_dropout as set_dropout
     from hookdrop.recipes.patches import patch_dropout as patch_dropout
-    from hookdrop.recipes.recipe import Recipe as Recipe
     from hookdrop.recipes.residual import residual_dropout as residual_dropout
     from hookdrop.recipes.segmentation import dropblock_unet as dropblock_unet
 
@@ -36,7 +36,7 @@ RECIPE_MODULES = {
 """The module of each recipe, by name."""
 
 _MODULES = RECIPE_MODULES | {
-    "Recipe": "recipe",
+    "Recipe": "base",
 }
 
 __all__ = [

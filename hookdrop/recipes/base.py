@@ -65,3 +65,7 @@ class Recipe(ABC):
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         """Return what the plan should warn about, such as layers that the recipe had to leave out."""
         return ()
+
+    def groups(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
+        """Return the names of all groups, the first of the model first. `p_scale` counts them, also without sites."""
+        return list(dict.fromkeys(site.group or site.name for site in sites))

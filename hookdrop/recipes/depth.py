@@ -2,127 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
 from hookdrop.errors import InjectionError, LayerError
-from hookdrop.injection.plan import Plan
-from hookdrop.injection.resolve import PScale
-from hookdrop.recipes.branches import blocks
-from hookdrop.recipes.recipe import Factory, Recipe, RecipeSite, layer_factors, plan_sites, require_sites
-from hookdrop.recipes.skipped import skipped_layers, skipped_stacks
-from hookdrop.recipes.subset import whole_branches
-from hookdrop.recipes.transformer_layers import rows_are_samples
+from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import DropPath
-from hookdrop.schedules import Schedule
-from hookdrop.utils.select import Layer, named_layers
-from hookdrop.utils.tables import some
+from hookdrop.utils.select import named_layers
+from hookdrop.utils.tables import counted, some
 
-_RATES = ("drop_prob", "p")
+if TYPE_CHECKING:
+    from hookdrop.survey import Branch, Call, Survey
 
 
-@Recipe
-def stochastic_depth(
-    model: nn.Module,
-    p: float = 0.1,
-    mode: str = "row",
-    p_scale: PScale | None = "depth_from_zero",
-    regularizer: Factory | None = None,
-    *,
-    schedule: Schedule | str | None = None,
-    total_steps: int | None = None,
-    name: str = "stochastic_depth",
-    on_existing: str = "error",
-    portable: bool = False,
-    example_input: Any = None,
-) -> Plan:
-    """Inject DropPath at the end of each residual branch, so that a sample skips the whole branch.
+@dataclass(frozen=True)
+class stochastic_depth(Recipe):
+    """DropPath at the end of each residual branch, so that a sample skips the whole branch.
 
-    The rate grows from 0 at the first block to `p` at the last. Huang et al. 2016, arXiv:1603.09382, section 3.
+    The rate grows from 0 at the first block to `p` at the last: `inject(..., p_scale="depth")` starts above 0 as in the
+    paper, `"equal"` uses `p` in every block, and `lambda name, i, n: i / n` is that of both libraries' EfficientNets.
+    Huang et al. 2016, arXiv:1603.09382, section 3. Running the model shows the branches: all additions of a tensor and
+    of what layers compute from it.
 
     Args:
-        model: a model with the residual blocks of torchvision's ResNet, ConvNeXt, EfficientNet, Swin or ViT, of timm,
-            or of transformers. The plan warns about layers that the recipe does not recognize.
         p: drop probability of the last block.
-        mode: `"row"` draws for each sample, and skips layers in which the first axis is not the batch, such as those
-            of packed images; `"batch"` draws once for the whole batch, in these layers too.
-            `"subset"` runs each branch on a part of the batch, which saves time (see `DropPath`): for LLaMA, CLIP,
-            timm's ViT, and other models whose branches are modules.
-        p_scale: scales `p` by block, as in `inject`: `"depth_from_zero"` as in timm and most of torchvision, `"depth"`
-            as in the paper, None for `p` in every block. Both libraries' EfficientNets: `lambda name, i, n: i / n`.
-        regularizer: called with `p=` for each site instead of `DropPath`.
-        schedule, total_steps, name, on_existing, portable, example_input: as in `inject`.
+        mode: `"row"` draws for each sample, and skips branches in which the samples are unknown, such as those of
+            packed images; `"batch"` draws once for the whole batch, in these layers too. `"subset"` runs each branch on
+            a part of the batch, which saves time (see `DropPath`), if the branches are modules without batch norm.
 
     Raises:
-        LayerError: the recipe recognizes no residual block of the model, or the first axis of none is the batch; or,
-            with `mode="subset"`, the branches are not modules, or have batch norm.
-        InjectionError: the model already has stochastic depth, or torch.fx traced it.
+        LayerError: the model has no residual branch that ends with a module, or the samples are unknown in all; or,
+            with `mode="subset"`, a branch is not a module, or has batch norm.
+        InjectionError: the model already has stochastic depth, or two blocks share a module.
 
     Example:
         >>> import torchvision
-        >>> model = torchvision.models.resnet18()
-        >>> drop = stochastic_depth(model, p=0.2)
+        >>> drop = inject(torchvision.models.resnet18(), stochastic_depth(p=0.2))
         >>> [(site.name, round(site.p, 3)) for site in drop.sites][-2:]
         [('layer4.0.bn2', 0.171), ('layer4.1.bn2', 0.2)]
     """
-    if regularizer is not None and mode != "row":
-        raise ValueError(f"stochastic_depth: mode={mode!r} only applies to DropPath; pass it to your regularizer.")
-    every = list(blocks(model))
-    found = [(block, ends) for block, ends in every if mode == "batch" or rows_are_samples(block.module)]
-    ends = {f"{block.name}.{end}": block.module.get_submodule(end) for block, ends in found for end in ends}
-    wanted = "residual blocks with a known structure"
-    if not ends and any(found for _, found in every):
-        wanted += ' with the batch on the first axis (mode="batch" accepts other layouts, such as packed sequences)'
-    require_sites("stochastic_depth", model, list(ends), wanted)
-    _check_no_stochastic_depth(model, ends)
-    _check_no_shared_ends(ends)
-    if mode == "subset":
-        found = [(block, _require_whole_branches(block, ends)) for block, ends in found]
-    scales = layer_factors([block for block, _ in found], p_scale)
-    sites = [
-        RecipeSite(f"{block.name}.{end}", {"p": p}, scale)
-        for (block, ends), scale in zip(found, scales, strict=True)
-        for end in ends
-    ]
-    make = partial(DropPath, mode=mode) if regularizer is None else regularizer
-    known = {block.name for block, _ in found}
-    others = {block.name for block, _ in every} - known
-    skipped = skipped_layers(model, known | others) + skipped_stacks(model, known, others)
-    return plan_sites(
-        model,
-        sites,
-        make,
-        skipped,
-        schedule=schedule,
-        total_steps=total_steps,
-        name=name,
-        on_existing=on_existing,
-        portable=portable,
-        example_input=example_input,
-    )
 
+    p_scale: ClassVar[str | None] = "depth_from_zero"
 
-def _require_whole_branches(block: Layer, ends: tuple[str, ...]) -> tuple[str, ...]:
-    branches = whole_branches(block.module, ends)
-    if ends and not branches:
-        raise LayerError(
-            f"stochastic_depth: mode='subset' needs branches that are modules, and those of {block.name!r} "
-            f'({type(block.module).__name__}), which end at {some(list(ends))}, are not.\n  use mode="row"'
+    p: float = 0.1
+    mode: str = "row"
+
+    def __post_init__(self) -> None:
+        DropPath(self.p, self.mode)
+
+    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
+        branches = require_branches(self, model, survey)
+        _check_no_stochastic_depth(model, branches)
+        chosen = [branch for branch in branches if not self._refusal(survey, branch)]
+        if not chosen:
+            raise LayerError(
+                f"stochastic_depth cannot drop any residual branch of {type(model).__name__}. The first ends at "
+                f"{branches[0].end!r}: {self._refusal(survey, branches[0])}."
+            )
+        return [RecipeSite(self._site(model, one), DropPath(self.p, self.mode), group=one.layer) for one in chosen]
+
+    def _refusal(self, survey: Survey, branch: Branch) -> str:
+        """Return why a branch cannot be dropped; empty if it can."""
+        if branch.layer in survey.layers:
+            inputs = survey.layers[branch.layer].inputs
+            if inputs and len(inputs[0].shape) > len(branch.shape) and inputs[0].size > math.prod(branch.shape):
+                return "the layer has several residual streams"
+        found = "" if self.mode == "batch" else survey.samples(branch.end)
+        return (
+            f'the samples are unknown there (mode="batch" includes it): {found}'
+            if found and isinstance(found, str)
+            else ""
         )
-    return branches
+
+    def _site(self, model: nn.Module, branch: Branch) -> str:
+        if self.mode != "subset":
+            return branch.end
+        for name in branch.parts:
+            if any(True for child in model.get_submodule(name).children() for _ in child.parameters()):
+                return name
+        raise LayerError(
+            f"stochastic_depth: mode='subset' needs branches that are modules, and the one of {branch.layer!r} that "
+            f'ends at {branch.end!r} is not.\n  use mode="row"'
+        )
+
+    def groups(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
+        # Blocks without a skip, such as those of an EfficientNet that change the shape, count too.
+        every = set(_like(model, survey, super().groups(model, survey, sites)))
+        return [name for name in survey.layers if name in every]
+
+    def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
+        groups = {site.group for site in sites}
+        reasons: dict[str, list[str]] = {}
+        for branch in survey.branches:
+            if branch.layer not in groups and (reason := self._refusal(survey, branch)):
+                reasons.setdefault(reason, []).append(branch.layer)
+        skipped = {f"{reason}.": list(dict.fromkeys(names)) for reason, names in reasons.items()}
+        return skipped_warnings(model, survey, {branch.layer for branch in survey.branches}, skipped)
 
 
-def _check_no_stochastic_depth(model: nn.Module, ends: Mapping[str, nn.Module]) -> None:
-    for name, module in ends.items():
-        rate = next((getattr(module, rate) for rate in _RATES if hasattr(module, rate)), 0.0)
+def require_branches(recipe: Recipe, model: nn.Module, survey: Survey) -> Sequence[Branch]:
+    """Return the residual branches, or raise if there are none."""
+    if not survey.branches:
+        raise LayerError(
+            f"{type(recipe).__name__} found no residual branch in {type(model).__name__}: it looks for additions of a "
+            "tensor and of what layers compute from it, in a forward of the example.\n"
+            "  choose the layers yourself: inject(model, ..., layers=...)\n"
+            '  see all:                    print(hookdrop.plan(model, layers="**"))'
+        )
+    return survey.branches
+
+
+def skipped_warnings(model: nn.Module, survey: Survey, known: set[str], skipped: dict[str, list[str]]) -> Sequence[str]:
+    """Return the warnings about layers without sites: `skipped` by reason, and those like a `known` layer."""
+    others = [name for name in _like(model, survey, list(known)) if name not in known]
+    for reason, names in {
+        "the example does not call them.": [name for name in others if name not in survey.layers],
+        "no residual branch that ends with a module was found there.": [
+            name for name in others if name in survey.layers and survey.layers[name].keeps_shape
+        ],
+    }.items():
+        if names:
+            skipped = skipped | {reason: names}
+    if survey.endless:
+        skipped = skipped | {"a residual branch there does not end with a module.": list(survey.endless)}
+    if plain := _without_branches(survey, known):
+        skipped = skipped | {"they add no residual branches.": plain}
+    return [f"skipped {counted(len(names), 'layer')}, {some(names)}: {reason}" for reason, names in skipped.items()]
+
+
+def _without_branches(survey: Survey, known: set[str]) -> list[str]:
+    """Return the numbered layers with attention that have no residual branch, the outermost ones only."""
+    mixing = {name for op in survey.trace.ops if op.name in _ATTENTION and op.call for name in _names(op.call)}
+    found: list[str] = []
+    for name in (one for one in survey.layers if one in mixing and one.rpartition(".")[2].isdigit()):
+        related = any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in (*known, *found))
+        found += [] if related else [name]
+    return found
+
+
+def _names(call: Call) -> list[str]:
+    return [one.name for one in call.around()]
+
+
+_ATTENTION = {"scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+
+
+def _like(model: nn.Module, survey: Survey, names: Sequence[str]) -> list[str]:
+    """Return these layers, and those like them: with the end of a branch, and a name that differs in indices only."""
+    layers = {layer.name: layer.module for layer in named_layers(model)}
+    ends: dict[str, set[str]] = {_pattern(name): set() for name in names}
+    for name in names:
+        inside = [branch.end for branch in survey.branches if branch.end.startswith(f"{name}.")]
+        ends[_pattern(name)].update(end.removeprefix(f"{name}.") for end in inside)
+    return [
+        name
+        for name in layers
+        if name in names or any(f"{name}.{end}" in layers for end in ends.get(_pattern(name), ()))
+    ]
+
+
+def _pattern(name: str) -> str:
+    """Return a name without its indices; the name itself if the last segment is none."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", f".{name}") if name.rpartition(".")[2].isdigit() else name
+
+
+def _check_no_stochastic_depth(model: nn.Module, branches: Sequence[Branch]) -> None:
+    for name in dict.fromkeys(part for branch in branches for part in branch.parts):
+        module = model.get_submodule(name)
+        rate = next((getattr(module, rate) for rate in ("drop_prob", "p") if hasattr(module, rate)), 0.0)
         if rate and not isinstance(module, nn.Dropout):
             raise InjectionError(
                 f"stochastic_depth: the model already has it: {name!r} is a {type(module).__name__} at rate {rate:g}.\n"
                 "  build the model without it (timm: drop_path_rate=0.0, torchvision: stochastic_depth_prob=0.0), or "
-                f"change its rate: inject(model, set_dropout(p={{'**.{name.rpartition('.')[2]}': p}}))"
+                f"change its rate: inject(model, set_dropout({{'**.{name.rpartition('.')[2]}': p}}))"
             )
     for layer in named_layers(model):
         rate = vars(layer.module).get("drop_path")
@@ -130,14 +187,4 @@ def _check_no_stochastic_depth(model: nn.Module, ends: Mapping[str, nn.Module]) 
             raise InjectionError(
                 f"stochastic_depth: the model already has it: {layer.name}.drop_path is {rate:g}.\n"
                 "  build the model without it, or set the attribute to 0."
-            )
-
-
-def _check_no_shared_ends(ends: Mapping[str, nn.Module]) -> None:
-    first: dict[int, str] = {}
-    for name, module in ends.items():
-        if first.setdefault(id(module), name) != name:
-            raise LayerError(
-                f"stochastic_depth: {first[id(module)]!r} and {name!r} are the same module, which cannot have "
-                "two rates.\n  give each block its own module."
             )

@@ -10,5 +10,50 @@ from hookdrop.regularizers.base import at_rate as at_rate
 from hookdrop.regularizers.base import drops_elements as drops_elements
 from hookdrop.regularizers.base import rate_of as rate_of
 from hookdrop.regularizers.base import rows_alone as rows_alone
-from hookdrop.regularizers.catalog import *
-from hookdrop.regularizers.catalog import REGULARIZERS as REGULARIZERS
+from hookdrop.regularizers.cutout import Cutout
+from hookdrop.regularizers.drop_path import DropPath, LayerDrop
+from hookdrop.regularizers.dropblock import DropBlock
+from hookdrop.regularizers.dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout
+from hookdrop.regularizers.gradients import (
+    ClampActivationGrad,
+    ClipActivationGrad,
+    NoiseActivationGrad,
+    ScaleActivationGrad,
+)
+from hookdrop.regularizers.head_dropout import HeadDropout
+from hookdrop.regularizers.masksembles import Masksembles
+from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, NEFTune, UniformNoise
+from hookdrop.regularizers.shake_drop import ShakeDrop
+from hookdrop.regularizers.styles import DSU, MixStyle
+from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
+
+# To add a regularizer, import it above and list it here, and export its function in `hookdrop.functional`.
+__all__ = [
+    "DSU",
+    "AlphaDropout",
+    "ClampActivationGrad",
+    "ClipActivationGrad",
+    "Cutout",
+    "DropBlock",
+    "DropPath",
+    "Dropout",
+    "Dropout1d",
+    "Dropout2d",
+    "Dropout3d",
+    "FeatureAlphaDropout",
+    "GaussianDropout",
+    "GaussianNoise",
+    "HeadDropout",
+    "LayerDrop",
+    "LockedDropout",
+    "Masksembles",
+    "MixStyle",
+    "NEFTune",
+    "NoiseActivationGrad",
+    "ScaleActivationGrad",
+    "ShakeDrop",
+    "TokenDropout",
+    "UniformNoise",
+]
+
+REGULARIZERS: dict[str, type[Regularizer]] = {name: globals()[name] for name in sorted(__all__, key=str.lower)}

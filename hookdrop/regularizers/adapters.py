@@ -127,7 +127,11 @@ def as_regularizer(given: object) -> Regularizer:
         raise TypeError(f"the regularizer must be an instance, got the class {given.__name__}: {_example_call(given)}.")
     found: Regularizer
     if isinstance(given, nn.Module):
-        _check_stateless(given)
+        if owned := [name for name, _ in (*given.named_parameters(), *given.named_buffers())]:
+            raise InjectionError(
+                f"{type(given).__name__} owns parameters or buffers ({', '.join(owned[:3])}), which the optimizer and "
+                "the state_dict would miss.\n  make it a layer of the model, or remove its state."
+            )
         found = given if isinstance(given, Regularizer) else _foreign(given)
     elif callable(given):
         found = ForeignFunction(given)
@@ -153,17 +157,11 @@ _METHODS = {name for name, value in vars(Regularizer).items() if callable(value)
 
 
 def _foreign(module: nn.Module) -> ForeignModule:
-    attribute = next((name for name in RATE_NAMES if _is_rate(getattr(module, name, None))), None)
-    return ForeignModuleWithoutRate(module) if attribute is None else ForeignModule(module, attribute)
-
-
-def _check_stateless(module: nn.Module) -> None:
-    owned = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    if owned:
-        raise InjectionError(
-            f"{type(module).__name__} owns parameters or buffers ({', '.join(owned[:3])}), which the optimizer "
-            "and the state_dict would miss.\n  make it a layer of the model, or remove its state."
-        )
+    for name in RATE_NAMES:
+        value = getattr(module, name, None)
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+            return ForeignModule(module, name)
+    return ForeignModuleWithoutRate(module)
 
 
 def check_picklable(value: object, what: str) -> None:
@@ -175,10 +173,6 @@ def check_picklable(value: object, what: str) -> None:
             f"{what} can't be pickled ({error}), so torch.save(model) and worker processes would fail.\n"
             "  instead of a lambda or a local function, use a function or class at the top level of a module."
         ) from error
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _example_call(cls: type) -> str:

@@ -19,10 +19,8 @@ _RATE = Rate("p", kind="factor")
 
 def cutout(x: Tensor, size: int | tuple[int, int], p: float | Tensor = 1.0, training: bool = True) -> Tensor:
     """Zero one rectangle per sample of (N, C, H, W), in all channels and without rescaling: see `Cutout`."""
-    return _cutout(x, height_and_width(size, "cutout"), _RATE.argument(p, "cutout"), training)
-
-
-def _cutout(x: Tensor, size: tuple[int, int], p: float | Tensor, training: bool = True) -> Tensor:
+    height, width = height_and_width(size, "cutout")
+    p = _RATE.argument(p, "cutout")
     floating(x, "cutout")
     check_map(x.shape, "cutout", "cuts squares")
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
@@ -30,8 +28,8 @@ def _cutout(x: Tensor, size: tuple[int, int], p: float | Tensor, training: bool 
     n, _, h, w = x.shape
     # Always float32: bfloat16 has no random numbers between .998 and 1.
     cut_N = rand((n,), torch.float32, x.device) < p
-    rows_NH = _window_mask(n, h, size[0], x.device)
-    columns_NW = _window_mask(n, w, size[1], x.device)
+    rows_NH = _window_mask(n, h, height, x.device)
+    columns_NW = _window_mask(n, w, width, x.device)
     cut_N1HW = (cut_N[:, None, None] & rows_NH[:, :, None] & columns_NW[:, None, :])[:, None]
     return x * (~cut_N1HW).to(x.dtype)
 
@@ -109,7 +107,7 @@ class Cutout(Regularizer):
 
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
         found = nhwc_warnings(shape, 1, "it would cut rows and channels; hook a layer that returns NCHW.")
-        (height, width), (h, w) = self._height_and_width, shape[2:]
+        (height, width), (h, w) = height_and_width(self.size, self.title), shape[2:]
         if h and w and height >= 2 * h - 1 and width >= 2 * w - 1:
             found.append(
                 f"size={self.size} covers the whole {h}x{w} map wherever the center is: it zeros whole samples, like "
@@ -118,8 +116,4 @@ class Cutout(Regularizer):
         return found
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return _cutout(x, self._height_and_width, rate)
-
-    @property
-    def _height_and_width(self) -> tuple[int, int]:
-        return self.size if isinstance(self.size, tuple) else (self.size, self.size)
+        return cutout(x, self.size, rate)

@@ -1,17 +1,17 @@
-"""DropPath (stochastic depth)."""
+"""Stochastic depth: DropPath, which drops residual branches, and LayerDrop, which skips layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import LayerError
+from hookdrop.errors import InjectionError, LayerError, ShapeError
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.regularizers.base import P, Regularizer, check_batch_axis
+from hookdrop.regularizers.base import BELOW_1, P, Rate, Regularizer, check_batch_axis
 from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
 from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import drop_rate, floating, one_of
@@ -23,10 +23,7 @@ def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = 
     """Zero whole samples (`mode="row"`, `"subset"`) or the whole batch, and scale the rest: see `DropPath`."""
     one_of(mode, "mode", "drop_path", _MODES)
     one_of(scale, "scale", "drop_path", (True, False))
-    return _drop_path(x, P.argument(p, "drop_path"), mode, scale, training)
-
-
-def _drop_path(x: Tensor, p: float | Tensor, mode: str, scale: bool, training: bool = True) -> Tensor:
+    p = P.argument(p, "drop_path")
     floating(x, "drop_path")
     check_batch_axis(x.shape)
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
@@ -171,7 +168,7 @@ class DropPath(Regularizer):
             kept = torch.zeros(len(x), dtype=torch.bool, device=x.device).index_fill(0, rows, True)
             return _keep(x, kept.view(-1, *(1,) * (x.dim() - 1)), len(x) / len(rows) if self.scale else 1.0)
         if self.samples is None:
-            return _drop_path(x, rate, self.mode, self.scale)
+            return drop_path(x, rate, self.mode, scale=self.scale)
         floating(x, self.title)
         if x.numel() == 0:
             return x
@@ -180,3 +177,91 @@ class DropPath(Regularizer):
         shape[place.axis] = -1
         kept = place.repeat(slice_mask(x, rate, (place.samples(x),)), x).view(shape)
         return _keep(x, kept, keep_scale(rate) if self.scale else 1.0)
+
+
+def layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Return the `input` of a layer instead of its `output` with probability `p`, in [0, 1): see `LayerDrop`."""
+    p = BELOW_1.argument(p, "layer_drop")
+    floating(output, "layer_drop")
+    if output.shape != input.shape:
+        raise ShapeError(
+            f"got an output {tuple(output.shape)} of an input {tuple(input.shape)}: only a layer that keeps the shape "
+            "can be skipped.\n  hook other layers, or drop residual branches: DropPath(p=...)"
+        )
+    if not training or (not isinstance(p, Tensor) and p == 0.0):
+        return output
+    # A 0-d tensor, so that nothing waits for its value. The gradients of a skipped layer are zeros.
+    dropped = rand((), torch.float32, output.device) < p
+    return torch.where(dropped, input.to(output.dtype), output)
+
+
+_PARTS = (
+    "attn",
+    "attention",
+    "self_attn",
+    "self_attention",
+    "cross_attn",
+    "mlp",
+    "ffn",
+    "feed_forward",
+    "fc1",
+    "fc2",
+)
+
+
+class LayerDrop(Regularizer):
+    """Skip a layer with probability `p`: it returns its input. One draw per layer and forward, without rescaling.
+
+    Hook layers that keep the shape: transformer layers such as `"model.layers.*"`. If a layer returns several tensors,
+    the first is replaced. The layer is computed all the same, so this saves no time. Its parameters get gradients of
+    zero instead of none, so DistributedDataParallel needs no `find_unused_parameters`. Each rank draws its own layers.
+
+    Args:
+        p: probability of skipping the layer, in [0, 1).
+        keep_prob: 1 - p, instead of `p`.
+
+    Shape: any; the layer's output has the shape of its input.
+
+    Raises:
+        LayerError: in `inject`, if the layer is a branch of a layer by its name, such as `mlp`.
+        ShapeError: in forward, if the layer changes the shape.
+        InjectionError: in forward, if the layer fills a KV cache.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> x, fx = torch.zeros(2), torch.ones(2)
+        >>> [LayerDrop(p=0.5)(fx, layer_input=x).tolist() for _ in range(4)]
+        [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+
+    Reference: Fan et al. 2020, "Reducing transformer depth on demand with structured dropout", arXiv:1909.11556.
+    """
+
+    rate: ClassVar[Rate] = BELOW_1
+    only_at = "output"
+    needs = ("layer_input",)
+
+    def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
+        super().__init__()
+        self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
+
+    def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> LayerDrop:
+        path = name.split(".")
+        if path[-1] in _PARTS:
+            layer = ".".join(path[:-1])
+            raise LayerError(
+                f"LayerDrop at {name!r}: this is a branch of a layer. Skipped, it would add its input to the residual "
+                f"stream.\n  hook the whole layer, layers={layer!r}, or drop the branch: DropPath(p=...)"
+            )
+        return self
+
+    def check(self, shape: Sequence[int]) -> None:
+        check_batch_axis(shape)
+
+    def regularize(self, x: Tensor, rate: Any, layer_input: Tensor | None = None) -> Tensor:
+        if layer_input is None:
+            raise InjectionError(
+                "LayerDrop needs the input of the layer too.\n"
+                "  inject it: inject(model, LayerDrop(p=...), layers=...)\n"
+                "  or call it: LayerDrop(p=...)(layer(x), layer_input=x)"
+            )
+        return layer_drop(x, layer_input, rate)

@@ -31,26 +31,15 @@ def drop_block(
     channel_dim: int | None = None,
     training: bool = True,
 ) -> Tensor:
-    """Zero blocks that cover an expected fraction `p` of the map: see `DropBlock` for the settings and shapes.
-
-    Raises:
-        ShapeError: if the input has no spatial axes, or `block_size` has another number of axes.
-        InjectionError: inside `torch.jit.trace`, which would record a fixed mask.
-
-    Example:
-        >>> _ = torch.manual_seed(0)
-        >>> y = drop_block(torch.ones(32, 64, 28, 28), p=0.2, block_size=5)
-        >>> round((y == 0).float().mean().item(), 2), round(y.mean().item(), 4)
-        (0.2, 1.0)
-    """
+    """Zero blocks that cover an expected fraction `p` of the map: see `DropBlock`."""
     one_of(normalize, "normalize", "drop_block", NORMALIZE)
     one_of(gamma, "gamma", "drop_block", GAMMA)
     p = P.argument(p, "drop_block")
-    settings = check_block_size(block_size), channel_dim, per_channel
+    block_size = check_block_size(block_size)
     if training:
-        return _drop_block(x, p, *settings, gamma, normalize)
+        return _drop_block(x, p, block_size, channel_dim, per_channel, gamma, normalize)
     floating(x, "drop_block")
-    _map_geometry(x.shape, *settings[:2])
+    _map_geometry(x.shape, block_size, channel_dim)
     return x
 
 
@@ -80,21 +69,17 @@ def _drop_block(
     if type(x) not in PLAIN_TYPES:
         if wraps_results(x):
             return on_plain_tensor(_drop_block, x, p, block_size, channel_dim, per_channel, gamma, normalize)
-        _reject_dtensor(x)
+        if hasattr(x, "full_tensor"):
+            raise TypeError(
+                "drop_block: x is a DTensor, sharded over several ranks, and blocks cannot be drawn across ranks.\n"
+                "  hook a layer whose output is local (use_local_output=True), or use Dropout or DropPath."
+            )
     if dispatch_modes() > 0 and triton_dropblock.usable(x.device):
         # A mode such as fake tensors sees operators only, not the launches of kernels.
         geometry = blocks.blocks, blocks.channel, per_channel
         return custom_ops.drop_block(x, as_rate_tensor(p), *geometry, gamma, normalize)
     dropped, scale = _block_drawing(blocks, p, gamma, normalize)(x)
     return apply_mask(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
-
-
-def _reject_dtensor(x: Tensor) -> None:
-    if hasattr(x, "full_tensor"):
-        raise TypeError(
-            "drop_block: x is a DTensor, sharded over several ranks, and blocks cannot be drawn across ranks.\n"
-            "  hook a layer whose output is local (use_local_output=True), or use Dropout or DropPath."
-        )
 
 
 @lru_cache(maxsize=1024)
@@ -172,7 +157,8 @@ class DropBlock(Regularizer):
     Shape: (N, C, L) with `channel_dim`, (N, C, H, W), (N, C, D, H, W), or with the channels at `channel_dim`.
 
     Raises:
-        ShapeError: in forward, if the input has no spatial axes.
+        ShapeError: in forward, if the input has no spatial axes, or `block_size` has another number of axes.
+        InjectionError: in forward inside `torch.jit.trace`, which would record a fixed mask.
 
     Example:
         >>> _ = torch.manual_seed(3)

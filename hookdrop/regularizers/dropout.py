@@ -1,4 +1,4 @@
-"""Dropout of elements and of channels."""
+"""Dropout of elements and of channels: to zero, or to SELU's saturation (alpha dropout)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookdrop.errors import ShapeError
 from hookdrop.kernels.custom_ops import draw_elements
 from hookdrop.kernels.drawing import ElementDrawing
-from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout
+from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import P, Regularizer, describe_map, nhwc_warnings
 from hookdrop.utils.torch_internals import PLAIN_TYPES, functorch_stack, is_tracing, on_plain_tensor, wraps_results
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating
 
 _MIN_NATIVE_ELEMENTS = 2**15
 """The smallest tensor for which hookdrop's implementation is faster than PyTorch's."""
+
+_SATURATION = 1.7580993408473766
+"""The negative of SELU's limit at minus infinity: scale * alpha."""
 
 
 def dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
@@ -73,21 +77,22 @@ class Dropout(Regularizer):
 
 def dropout1d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, L): see `Dropout1d`."""
-    return _drop_channels(x, P.argument(p, "dropout1d"), 3, training)
+    return _drop_channels(x, p, 3, training)
 
 
 def dropout2d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, H, W): see `Dropout2d`."""
-    return _drop_channels(x, P.argument(p, "dropout2d"), 4, training)
+    return _drop_channels(x, p, 4, training)
 
 
 def dropout3d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, D, H, W): see `Dropout3d`."""
-    return _drop_channels(x, P.argument(p, "dropout3d"), 5, training)
+    return _drop_channels(x, p, 5, training)
 
 
 def _drop_channels(x: Tensor, p: float | Tensor, rank: int, training: bool = True) -> Tensor:
     name = f"dropout{rank - 2}d"
+    p = P.argument(p, name)
     floating(x, name)
     check_channels(x.shape, name, rank)
     if not training:
@@ -111,7 +116,7 @@ def check_channels(shape: Sequence[int], owner: str, rank: int | None = None) ->
 
 
 class _ChannelDropout(Dropout):
-    rank: ClassVar[int]
+    rank: ClassVar[Any] = None
     independent_samples = True
 
     def check(self, shape: Sequence[int]) -> None:
@@ -156,3 +161,59 @@ class Dropout3d(_ChannelDropout):
     """`Dropout1d` for (N, C, D, H, W). Reference: Tompson et al. 2015, arXiv:1411.4280 (SpatialDropout)."""
 
     rank = 5
+
+
+def alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Set elements to SELU's negative saturation value, keeping mean and variance: see `AlphaDropout`."""
+    p = P.argument(p, "alpha_dropout")
+    floating(x, "alpha_dropout")
+    if not training:
+        return x
+    if isinstance(p, Tensor):
+        return _saturate(x, (~draw_elements(x, p)).to(x.dtype), p)
+    return F.alpha_dropout(x, p, True) if p > 0.0 else x
+
+
+def feature_alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """`alpha_dropout` of whole channels of (N, C, ...): see `FeatureAlphaDropout`."""
+    p = P.argument(p, "feature_alpha_dropout")
+    floating(x, "feature_alpha_dropout")
+    check_channels(x.shape, "feature_alpha_dropout")
+    if not training:
+        return x
+    if isinstance(p, Tensor):
+        return _saturate(x, slice_mask(x, p, (*x.shape[:2], *[1] * (x.dim() - 2))), p)
+    return F.feature_alpha_dropout(x, p, True) if p > 0.0 else x
+
+
+def _saturate(x: Tensor, kept: Tensor, p: Tensor) -> Tensor:
+    """`AlphaDropout` where `kept` is 0; all zeros if p is 1, as in PyTorch."""
+    a = torch.where(p < 1.0, ((_SATURATION**2 * p + 1.0) * (1.0 - p)).rsqrt(), 0.0)
+    return (x * kept + (kept - 1.0) * _SATURATION) * a + _SATURATION * a * p
+
+
+class AlphaDropout(Dropout):
+    """Set elements to SELU's negative saturation with probability `p`, then restore mean and variance.
+
+    Args:
+        p: probability to drop, in [0, 1].
+        keep_prob: 1 - p, instead of `p`.
+
+    Shape: any. Inputs with mean 0 and variance 1 keep both.
+
+    Reference: Klambauer et al. 2017, "Self-normalizing neural networks", arXiv:1706.02515, "New Dropout Technique".
+    """
+
+    independent_samples = True
+
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        return alpha_dropout(x, rate)
+
+
+class FeatureAlphaDropout(_ChannelDropout):
+    """`AlphaDropout` of whole channels of (N, C, ...)."""
+
+    independent_samples = True
+
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        return feature_alpha_dropout(x, rate)

@@ -27,58 +27,19 @@ def clip_activation_grad(
     training: bool = True,
 ) -> Tensor:
     """Return `x` and clip its gradient to an L2 norm or to a range: see `ClipActivationGrad`."""
-    return _clip(x, *clip_limits(max_norm, max_value, per_sample, "clip_activation_grad"), training)
-
-
-def clamp_activation_grad(
-    x: Tensor, min: float | None = None, max: float | None = None, training: bool = True
-) -> Tensor:
-    """Return `x` and clamp its gradient to [min, max] elementwise: see `ClampActivationGrad`."""
-    return _clamp(x, *clamp_limits(min, max, "clamp_activation_grad"), training)
-
-
-def scale_activation_grad(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
-    """Return `x` and multiply its gradient by `factor`: see `ScaleActivationGrad`."""
-    return _scale(x, _FACTOR.argument(factor, "scale_activation_grad"), training)
-
-
-def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
-    """Return `x` and add N(0, std^2) to its gradient: see `NoiseActivationGrad`."""
-    return _noise(x, STD.argument(std, "noise_activation_grad"), training)
-
-
-def _clip(
-    x: Tensor, max_norm: float | None, max_value: float | None, per_sample: bool, training: bool = True
-) -> Tensor:
+    max_norm, max_value, per_sample = _clip_limits(max_norm, max_value, per_sample, "clip_activation_grad")
     floating(x, "clip_activation_grad")
     if not training:
         return x
-    return (
-        edit_gradient(x, clip_norm, max_norm, per_sample)
-        if max_value is None
-        else edit_gradient(x, clamp, -max_value, max_value)
-    )
+    if max_value is not None:
+        return edit_gradient(x, clamp, -max_value, max_value)
+    return edit_gradient(x, clip_norm, max_norm, per_sample)
 
 
-def _clamp(x: Tensor, low: float | None, high: float | None, training: bool = True) -> Tensor:
-    floating(x, "clamp_activation_grad")
-    return edit_gradient(x, clamp, low, high) if training else x
-
-
-def _scale(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
-    floating(x, "scale_activation_grad")
-    return edit_gradient(x, scale, factor) if training and (isinstance(factor, Tensor) or factor != 1.0) else x
-
-
-def _noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
-    floating(x, "noise_activation_grad")
-    return edit_gradient(x, add_noise, std) if training and (isinstance(std, Tensor) or std != 0.0) else x
-
-
-def clip_limits(
+def _clip_limits(
     max_norm: object, max_value: object, per_sample: object, owner: str
 ) -> tuple[float | None, float | None, bool]:
-    """Return valid limits for clipping: exactly one of the first two is a number."""
+    """Return valid limits: exactly one of the first two is a number."""
     if (max_norm is None) == (max_value is None):
         given = "neither" if max_norm is None else f"both (max_norm={max_norm!r}, max_value={max_value!r})"
         raise TypeError(f"{owner}: pass max_norm or max_value, got {given}.\n  for example: {owner}(max_norm=1.0)")
@@ -93,8 +54,17 @@ def clip_limits(
     return (limit, None, bool(per_sample)) if max_value is None else (None, limit, False)
 
 
-def clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, float | None]:
-    """Return valid limits for clamping: at least one is a number."""
+def clamp_activation_grad(
+    x: Tensor, min: float | None = None, max: float | None = None, training: bool = True
+) -> Tensor:
+    """Return `x` and clamp its gradient to [min, max] elementwise: see `ClampActivationGrad`."""
+    limits = _clamp_limits(min, max, "clamp_activation_grad")
+    floating(x, "clamp_activation_grad")
+    return edit_gradient(x, clamp, *limits) if training else x
+
+
+def _clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, float | None]:
+    """Return valid limits: at least one is a number."""
     if low is None and high is None:
         raise TypeError(f"{owner}: pass min, max or both.\n  for example: {owner}(min=-1.0, max=1.0)")
     least = None if low is None else number(low, "min", owner)
@@ -102,6 +72,20 @@ def clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, f
     if least is not None and most is not None and least > most:
         raise ValueError(f"{owner}: min must not be above max, got min={least:g} and max={most:g}.")
     return least, most
+
+
+def scale_activation_grad(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
+    """Return `x` and multiply its gradient by `factor`: see `ScaleActivationGrad`."""
+    factor = _FACTOR.argument(factor, "scale_activation_grad")
+    floating(x, "scale_activation_grad")
+    return edit_gradient(x, scale, factor) if training and (isinstance(factor, Tensor) or factor != 1.0) else x
+
+
+def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
+    """Return `x` and add N(0, std^2) to its gradient: see `NoiseActivationGrad`."""
+    std = STD.argument(std, "noise_activation_grad")
+    floating(x, "noise_activation_grad")
+    return edit_gradient(x, add_noise, std) if training and (isinstance(std, Tensor) or std != 0.0) else x
 
 
 class _ActivationGrad(Regularizer):
@@ -134,7 +118,7 @@ class ClipActivationGrad(_ActivationGrad):
 
     def __init__(self, max_norm: float | None = None, max_value: float | None = None, per_sample: bool = False) -> None:
         super().__init__()
-        self.max_norm, self.max_value, self.per_sample = clip_limits(max_norm, max_value, per_sample, self.title)
+        self.max_norm, self.max_value, self.per_sample = _clip_limits(max_norm, max_value, per_sample, self.title)
 
     def check(self, shape: Sequence[int]) -> None:
         if self.per_sample:
@@ -144,7 +128,7 @@ class ClipActivationGrad(_ActivationGrad):
         return f"N={shape[0]}" if self.per_sample else ""
 
     def regularize(self, x: Tensor, rate: None) -> Tensor:
-        return _clip(x, self.max_norm, self.max_value, self.per_sample)
+        return clip_activation_grad(x, self.max_norm, self.max_value, self.per_sample)
 
 
 class ClampActivationGrad(_ActivationGrad):
@@ -161,10 +145,10 @@ class ClampActivationGrad(_ActivationGrad):
 
     def __init__(self, min: float | None = None, max: float | None = None) -> None:
         super().__init__()
-        self.min, self.max = clamp_limits(min, max, self.title)
+        self.min, self.max = _clamp_limits(min, max, self.title)
 
     def regularize(self, x: Tensor, rate: None) -> Tensor:
-        return _clamp(x, self.min, self.max)
+        return clamp_activation_grad(x, self.min, self.max)
 
 
 class ScaleActivationGrad(_ActivationGrad):
@@ -189,22 +173,6 @@ class ScaleActivationGrad(_ActivationGrad):
         >>> x.grad
         tensor([-1., -1.])
 
-        The features learn to predict the labels and to confuse the domain head:
-
-        >>> from torch import nn
-        >>> from hookdrop import LinearSchedule, inject
-        >>> model = nn.ModuleDict({"features": nn.Linear(8, 4), "label": nn.Linear(4, 3), "domain": nn.Linear(4, 2)})
-        >>> ramp = LinearSchedule(steps=100)
-        >>> drop = inject(model, ScaleActivationGrad(-1.0), layers="domain", at="input", schedule=ramp)
-        >>> optimizer, loss = torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss()
-        >>> for step in range(3):
-        ...     features = model["features"](torch.randn(6, 8)).relu()
-        ...     labels, domains = loss(model["label"](features), torch.arange(6) % 3), torch.arange(6) % 2
-        ...     (labels + loss(model["domain"](features), domains)).backward()
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
-        ...     drop.step()
-
     Reference: Ganin & Lempitsky 2015, "Unsupervised domain adaptation by backpropagation", arXiv:1409.7495 (the
     gradient reversal layer).
     """
@@ -216,7 +184,7 @@ class ScaleActivationGrad(_ActivationGrad):
         self.factor = self.rate.valid(factor, self.title)
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return _scale(x, rate)
+        return scale_activation_grad(x, rate)
 
 
 class NoiseActivationGrad(_ActivationGrad):
@@ -242,4 +210,4 @@ class NoiseActivationGrad(_ActivationGrad):
         self.std = self.rate.valid(std, self.title)
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return _noise(x, rate)
+        return noise_activation_grad(x, rate)

@@ -17,19 +17,24 @@ from hookdrop.utils.validation import count, drop_rate, floating, one_of
 
 
 def head_dropout(
-    x: Tensor, p: float | Tensor, heads: int, training: bool = True, *, interleaved: bool = False
+    x: Tensor,
+    p: float | Tensor,
+    heads: int,
+    training: bool = True,
+    *,
+    interleaved: bool = False,
+    rows: SampleRows = SampleRows(),  # noqa: B008 (immutable)
 ) -> Tensor:
-    """Zero whole heads of (N, L, H d) with probability `p`, in [0, 1), and scale the rest: see `HeadDropout`."""
+    """Zero whole heads of (N, L, H d) with probability `p`, in [0, 1), and scale the rest: see `HeadDropout`.
+
+    `rows` says which rows belong to which sample, if not each row of axis 0 is one.
+    """
     heads = count(heads, "heads", "head_dropout", 2)
     one_of(interleaved, "interleaved", "head_dropout", (True, False))
     floating(x, "head_dropout")
     check_heads(x.shape, heads, "head_dropout")
     p = BELOW_1.argument(p, "head_dropout")
-    return _head_dropout(x, p, heads, interleaved, SampleRows()) if training else x
-
-
-def _head_dropout(x: Tensor, p: float | Tensor, heads: int, interleaved: bool, rows: SampleRows) -> Tensor:
-    if x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
+    if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
     kept_NH = _kept_heads(rows.samples(x), heads, p, x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -168,6 +173,5 @@ class HeadDropout(Regularizer):
     def regularize(self, x: Tensor, rate: Any, samples: SampleRows | None = None) -> Tensor:
         if self.heads is None:
             raise ShapeError("HeadDropout: heads is missing, and there is no model to read it from: pass heads=...")
-        floating(x, self.title)
-        check_heads(x.shape, self.heads, self.title)
-        return _head_dropout(x, rate, self.heads, self.interleaved, rows_in_call(self.samples, samples))
+        rows = rows_in_call(self.samples, samples)
+        return head_dropout(x, rate, self.heads, interleaved=self.interleaved, rows=rows)

@@ -20,20 +20,26 @@ MIN_CHANNELS = 10
 
 
 def masksembles(
-    x: Tensor, n: int = 4, scale: float = 2.0, seed: int = 0, channel_dim: int | None = None, training: bool = True
+    x: Tensor,
+    n: int = 4,
+    scale: float = 2.0,
+    seed: int = 0,
+    channel_dim: int | None = None,
+    training: bool = True,
+    *,
+    site: str = "",
 ) -> Tensor:
-    """Mask the channels of each of `n` groups of the batch, with a fixed mask for each group: see `Masksembles`."""
+    """Mask the channels of each of `n` groups of the batch, with a fixed mask for each group: see `Masksembles`.
+
+    `seed` and `site`, the name of a layer, choose the masks.
+    """
     n, scale, seed = mask_settings(n, scale, seed, "masksembles")
-    return _masksembles(x, n, scale, mask_seed(seed, ""), channel_dim, training)
-
-
-def _masksembles(x: Tensor, n: int, scale: float, seed: str, channel_dim: int | None, training: bool = True) -> Tensor:
     floating(x, "masksembles")
     axis = check_groups(x.shape, n, channel_dim, "masksembles")
     if not training or x.numel() == 0:
         return x
     channels = int(x.shape[axis])
-    mask_NC = fixed_masks(channels, n, scale, seed, x.device).repeat_interleave(x.shape[0] // n, 0)
+    mask_NC = fixed_masks(channels, n, scale, f"{seed} {site}", x.device).repeat_interleave(x.shape[0] // n, 0)
     shape = [size if at in (0, axis) else 1 for at, size in enumerate(x.shape)]
     # In low precision, apply the scale last: a scaled mask would round it first.
     return x * mask_NC.view(shape).to(x.dtype) * (channels / ones_per_mask(channels, n, scale))
@@ -50,13 +56,16 @@ def mask_settings(n: object, scale: object, seed: object, owner: str) -> tuple[i
     return count(n, "n", owner, 2), found, count(seed, "seed", owner, 0)
 
 
-def mask_seed(seed: int, site: str) -> str:
-    return f"{seed} {site}"
-
-
 def check_groups(shape: Sequence[int], n: int, channel_dim: int | None, owner: str) -> int:
     """Return the channel axis. Raise `ShapeError` unless there are enough channels, and `n` equal groups of samples."""
-    axis = _channel_axis(shape, channel_dim, owner)
+    if len(shape) < 2:
+        raise ShapeError(f"got {tuple(shape)}: {owner} masks channels of (N, C, ...).\n  hook a layer with channels.")
+    if channel_dim is None and len(shape) == 3:
+        raise ShapeError(
+            f"got {tuple(shape)}: the channels may be axis 1 or 2.\n"
+            "  write channel_dim=-1 for tokens (N, L, C), or channel_dim=1 for a sequence (N, C, L)."
+        )
+    axis = 1 if channel_dim is None else given_channel_axis(shape, channel_dim, owner)
     if 0 in shape:
         return axis
     if shape[axis] < MIN_CHANNELS:
@@ -71,19 +80,6 @@ def check_groups(shape: Sequence[int], n: int, channel_dim: int | None, owner: s
             f"  use a batch of {sizes} samples; DataLoader(..., drop_last=True) drops a smaller last batch."
         )
     return axis
-
-
-def _channel_axis(shape: Sequence[int], channel_dim: int | None, owner: str) -> int:
-    if len(shape) < 2:
-        raise ShapeError(f"got {tuple(shape)}: {owner} masks channels of (N, C, ...).\n  hook a layer with channels.")
-    if channel_dim is not None:
-        return given_channel_axis(shape, channel_dim, owner)
-    if len(shape) == 3:
-        raise ShapeError(
-            f"got {tuple(shape)}: the channels may be axis 1 or 2.\n"
-            "  write channel_dim=-1 for tokens (N, L, C), or channel_dim=1 for a sequence (N, C, L)."
-        )
-    return 1
 
 
 class Masksembles(Regularizer):
@@ -151,4 +147,4 @@ class Masksembles(Regularizer):
         return found
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return _masksembles(x, self.n, self.scale, mask_seed(self.seed, self.site), self.channel_dim)
+        return masksembles(x, self.n, self.scale, self.seed, self.channel_dim, site=self.site)

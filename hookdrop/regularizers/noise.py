@@ -1,37 +1,29 @@
-"""Multiplicative and additive noise."""
+"""Multiplicative and additive noise, on activations and on token embeddings (NEFTune)."""
 
 from __future__ import annotations
 
 import math
+import struct
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hookdrop.errors import ShapeError
 from hookdrop.kernels.random_numbers import rand_like, randn_like
 from hookdrop.regularizers.base import STD, Rate, Regularizer
-from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating
+from hookdrop.utils.torch_internals import functorch_stack
+from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, one_of
 
 _DROPOUT_P = Rate("p", kind="noise", open_end=True)
 _BETA = Rate("beta", kind="noise")
+_ALPHA = Rate("alpha", high=math.inf, kind="noise")
 
 
 def gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Multiply by 1 + e, e ~ N(0, p / (1 - p)), `p` in [0, 1): see `GaussianDropout`."""
-    return _gaussian_dropout(x, _DROPOUT_P.argument(p, "gaussian_dropout"), training)
-
-
-def gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
-    """Add N(0, std^2), `std` in the units of `x`: see `GaussianNoise`."""
-    return _gaussian_noise(x, STD.argument(std, "gaussian_noise"), training)
-
-
-def uniform_noise(x: Tensor, beta: float | Tensor = 0.1, training: bool = True) -> Tensor:
-    """Multiply by 1 + r, r ~ U[-beta, beta] for each element: see `UniformNoise`."""
-    return _uniform_noise(x, _BETA.argument(beta, "uniform_noise"), training)
-
-
-def _gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    p = _DROPOUT_P.argument(p, "gaussian_dropout")
     floating(x, "gaussian_dropout", nested=True)
     if not training:
         return x
@@ -40,7 +32,9 @@ def _gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Te
     return x * torch.randn_like(x).mul_(math.sqrt(p / (1.0 - p))).add_(1.0) if p > 0.0 else x
 
 
-def _gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
+def gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
+    """Add N(0, std^2), `std` in the units of `x`: see `GaussianNoise`."""
+    std = STD.argument(std, "gaussian_noise")
     floating(x, "gaussian_noise", nested=True)
     if not training:
         return x
@@ -49,7 +43,9 @@ def _gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Te
     return torch.add(x, torch.randn_like(x), alpha=std) if std > 0.0 else x
 
 
-def _uniform_noise(x: Tensor, beta: float | Tensor, training: bool = True) -> Tensor:
+def uniform_noise(x: Tensor, beta: float | Tensor = 0.1, training: bool = True) -> Tensor:
+    """Multiply by 1 + r, r ~ U[-beta, beta] for each element: see `UniformNoise`."""
+    beta = _BETA.argument(beta, "uniform_noise")
     floating(x, "uniform_noise")
     if not training or (not isinstance(beta, Tensor) and beta == 0.0):
         return x
@@ -80,7 +76,7 @@ class GaussianDropout(Regularizer):
         self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return _gaussian_dropout(x, rate)
+        return gaussian_dropout(x, rate)
 
 
 class GaussianNoise(Regularizer):
@@ -107,7 +103,7 @@ class GaussianNoise(Regularizer):
         self.std = self.rate.valid(std, self.title)
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return _gaussian_noise(x, rate)
+        return gaussian_noise(x, rate)
 
 
 class UniformNoise(Regularizer):
@@ -139,4 +135,95 @@ class UniformNoise(Regularizer):
         self.beta = self.rate.valid(beta, self.title)
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return _uniform_noise(x, rate)
+        return uniform_noise(x, rate)
+
+
+def neftune(x: Tensor, alpha: float | Tensor, attention_mask: Tensor | None = None, training: bool = True) -> Tensor:
+    """Add U(-1, 1) * alpha / sqrt(L d) to embeddings (N, L, d): see `NEFTune`.
+
+    With `attention_mask` (N, L), padding gets no noise, and L is the number of real tokens of each sample.
+    """
+    alpha, mask = _ALPHA.argument(alpha, "neftune"), attention_mask
+    floating(x, "neftune")
+    check_embeddings(x.shape, "neftune")
+    if not training or x.numel() == 0 or (not isinstance(alpha, Tensor) and alpha == 0.0):
+        return x
+    if mask is not None and mask.shape != x.shape[:2]:
+        raise ShapeError(
+            f"got {tuple(x.shape)} with an attention mask {tuple(mask.shape)}: the mask must be (N, L), here "
+            f"{tuple(x.shape[:2])}.\n  without the mask, padding gets noise too: attention_mask=False"
+        )
+    if mask is None and not isinstance(alpha, Tensor):
+        largest = _single(_single(alpha) / _single(math.sqrt(_single(x.shape[1] * x.shape[2]))))
+        if functorch_stack() is None:
+            return x + torch.empty_like(x).uniform_(-largest, largest)
+        # The same numbers: `vmap` does not support in-place draws for tensors that it does not map.
+        return x + torch.add(x.new_tensor(-largest), torch.rand_like(x), alpha=2.0 * largest)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    noise = (2.0 * rand_like(x, wide) - 1.0) * alpha
+    if mask is None:
+        return x + (noise / math.sqrt(x.shape[1] * x.shape[2])).to(x.dtype)
+    real_NL1 = (mask != 0).unsqueeze(-1).to(wide)
+    lengths_N11 = real_NL1.sum(1, keepdim=True).clamp(min=1.0)
+    return x + (noise * real_NL1 / (lengths_N11 * x.shape[2]).sqrt()).to(x.dtype)
+
+
+def _single(value: float) -> float:
+    """Round to float32, in which the reference computes the bound of the noise."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def check_embeddings(shape: Sequence[int], owner: str) -> None:
+    """Raise `ShapeError` unless `shape` is (N, L, d)."""
+    if len(shape) != 3:
+        raise ShapeError(
+            f"got {tuple(shape)}: {owner} adds noise to embeddings (N, L, d).\n"
+            "  hook the token embedding; for other tensors use GaussianNoise(std=...)"
+        )
+
+
+class NEFTune(Regularizer):
+    """Add uniform noise to the token embeddings: e + alpha / sqrt(L d) * u, u ~ U(-1, 1). A schedule drives `alpha`.
+
+    The norm of the noise is about alpha / sqrt(3), whatever the length. Hook the token embedding, or call
+    `recipes.neftune()`, which finds it. Callers that pass `inputs_embeds` bypass the embedding and the noise.
+
+    Args:
+        alpha: scale of the noise, at least 0; 5, 10 or 15 in the paper.
+        attention_mask: False computes as transformers does: L is the padded length, and padding gets noise too. True
+            computes as the authors' training code does: L is the number of real tokens of each sample, and padding gets
+            no noise. A hook reads the mask from the call of the model, which must take `attention_mask`.
+
+    Shape: (N, L, d).
+
+    Raises:
+        ShapeError: in forward, if the input is not (N, L, d), or the mask not (N, L).
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> noise = NEFTune(alpha=5)(torch.zeros(2, 100, 16))
+        >>> bool(noise.abs().amax() <= 5 / 1600**0.5)
+        True
+
+    Reference: Jain et al. 2023, "NEFTune: Noisy embeddings improve instruction finetuning", arXiv:2310.05914,
+    algorithm 1.
+    """
+
+    rate: ClassVar[Rate] = _ALPHA
+    only_at = "output"
+    independent_samples = True
+
+    def __init__(self, alpha: float = 5.0, *, attention_mask: bool = False) -> None:
+        super().__init__()
+        self.alpha = self.rate.valid(alpha, self.title)
+        self.attention_mask: bool = one_of(attention_mask, "attention_mask", self.title, (True, False))
+        self.needs = ("attention_mask",) if self.attention_mask else ()
+
+    def check(self, shape: Sequence[int]) -> None:
+        check_embeddings(shape, self.title)
+
+    def reading(self, shape: Sequence[int]) -> str:
+        return f"L={shape[1]} d={shape[2]}"
+
+    def regularize(self, x: Tensor, rate: Any, attention_mask: Tensor | None = None) -> Tensor:
+        return neftune(x, rate, attention_mask)

@@ -25,11 +25,8 @@ def shake_drop(
     training: bool = True,
 ) -> Tensor:
     """With probability `p`, multiply a sample and its gradient by different random factors: see `ShakeDrop`."""
-    ranges = _alpha_range(alpha, "shake_drop"), _range(beta, "beta", "shake_drop")
-    return _shake_drop(x, _RATE.argument(p, "shake_drop"), *ranges, training)
-
-
-def _shake_drop(x: Tensor, p: float | Tensor, alpha: Range, beta: Range, training: bool = True) -> Tensor:
+    alpha, beta = _alpha_range(alpha, "shake_drop"), _range(beta, "beta", "shake_drop")
+    p = _RATE.argument(p, "shake_drop")
     floating(x, "shake_drop")
     check_batch_axis(x.shape)
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
@@ -120,4 +117,4 @@ class ShakeDrop(Regularizer):
         return f"N={shape[0]}"
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return _shake_drop(x, rate, self.alpha, self.beta)
+        return shake_drop(x, rate, self.alpha, self.beta)

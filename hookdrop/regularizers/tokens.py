@@ -24,21 +24,23 @@ def token_dropout(
     """
     prefix = count(prefix, "prefix", "token_dropout", 0)
     one_of(remove, "remove", "token_dropout", (True, False))
-    if remove:
-        return _remove_tokens(x, P.valid(p, "token_dropout"), prefix, training)
-    return _token_dropout(x, P.argument(p, "token_dropout"), prefix, training)
-
-
-def _remove_tokens(x: Tensor, p: float, prefix: int, training: bool = True) -> Tensor:
+    p = P.valid(p, "token_dropout") if remove else P.argument(p, "token_dropout")
     floating(x, "token_dropout")
     check_tokens(x.shape, prefix, "token_dropout")
-    if not training or x.numel() == 0 or p == 0.0:
+    if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
     samples, tokens = x.shape[0], x.shape[1] - prefix
-    # timm's PatchDropout draws the same numbers.
-    kept = torch.randn(samples, tokens, device=x.device).argsort(dim=-1)[:, : tokens_kept(tokens, p)]
-    index = kept.add(prefix).unsqueeze(-1).expand(-1, -1, x.shape[2])
-    return torch.cat([x[:, :prefix], x.gather(1, index)], 1) if prefix else x.gather(1, index)
+    if remove:
+        # timm's PatchDropout draws the same numbers.
+        kept = torch.randn(samples, tokens, device=x.device).argsort(dim=-1)[:, : tokens_kept(tokens, float(p))]
+        index = kept.add(prefix).unsqueeze(-1).expand(-1, -1, x.shape[2])
+        return torch.cat([x[:, :prefix], x.gather(1, index)], 1) if prefix else x.gather(1, index)
+    if not prefix:
+        return slice_dropout(x, p, (samples, tokens, 1))
+    # In low precision, round the product only.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    factor = slice_mask(x, p, (samples, tokens, 1)).to(wide) * keep_scale(p)
+    return (x * F.pad(factor, (0, 0, prefix, 0), value=1.0)).to(x.dtype)
 
 
 def tokens_kept(tokens: int, p: float) -> int:
@@ -46,26 +48,9 @@ def tokens_kept(tokens: int, p: float) -> int:
     return max(1, int(tokens * (1.0 - p)))
 
 
-def _token_dropout(x: Tensor, p: float | Tensor, prefix: int, training: bool = True) -> Tensor:
-    floating(x, "token_dropout")
-    check_tokens(x.shape, prefix, "token_dropout")
-    if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
-        return x
-    shape = (x.shape[0], x.shape[1] - prefix, 1)
-    if not prefix:
-        return slice_dropout(x, p, shape)
-    # In low precision, round the product only.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    factor = slice_mask(x, p, shape).to(wide) * keep_scale(p)
-    return (x * F.pad(factor, (0, 0, prefix, 0), value=1.0)).to(x.dtype)
-
-
 def locked_dropout(x: Tensor, p: float | Tensor, time_dim: int = 1, training: bool = True) -> Tensor:
     """`dropout` with one mask for all time steps: see `LockedDropout`."""
-    return _locked_dropout(x, P.argument(p, "locked_dropout"), time_dim, training)
-
-
-def _locked_dropout(x: Tensor, p: float | Tensor, time_dim: int, training: bool = True) -> Tensor:
+    p = P.argument(p, "locked_dropout")
     floating(x, "locked_dropout")
     axis = time_axis(x.shape, time_dim, "locked_dropout")
     shape = tuple(1 if at == axis else size for at, size in enumerate(x.shape))
@@ -169,9 +154,7 @@ class TokenDropout(Regularizer):
         return f"L={shape[1]} (prefix {self.prefix}{keeps}) C={shape[2]}"
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        if self.remove:
-            return _remove_tokens(x, float(rate), self.prefix)
-        return _token_dropout(x, rate, self.prefix)
+        return token_dropout(x, float(rate) if self.remove else rate, self.prefix, remove=self.remove)
 
 
 class LockedDropout(Regularizer):
@@ -222,4 +205,4 @@ class LockedDropout(Regularizer):
         return self.time_dim > 0
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return _locked_dropout(x, rate, self.time_dim)
+        return locked_dropout(x, rate, self.time_dim)

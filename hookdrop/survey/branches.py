@@ -9,6 +9,8 @@ MLP first), each term has an end.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -46,7 +48,10 @@ class Residual:
     branch: Node
     root: Node
     """The tensor from which both come: the skip, or what it is a sum with, or the input of a projection."""
+    is_projection: bool = False
+    """Whether the skip is computed from the root by layers."""
     projection: Call | None = None
+    """The call that returned the skip, if it is one."""
     ends: list[list[Call]] = field(default_factory=list)
     """The calls that may be the end of each term of the branch, the last of the forward first."""
 
@@ -55,29 +60,45 @@ class Residual:
         """The sum."""
         return self.op.outputs[-1]
 
+    @functools.cached_property
+    def before(self) -> dict[Node, int]:
+        """What the branch was computed from since the root, if it depends on the root."""
+        found = {self.root: 0}
+        for node, length in sorted(_lengths(self.branch, self.root.index).items(), key=lambda item: item[0].index):
+            if node.op is not None and any(one in found for one in node.op.inputs):
+                found[node] = length
+        return found
 
-def find_branches(trace: Trace) -> tuple[Branch, ...]:
-    """Return the residual branches of a trace, in the order of execution."""
-    residuals = find_residuals(trace)
-    layers = _layers(residuals)
+
+def find_residuals(trace: Trace) -> list[Residual]:
+    """Return all residual additions of a trace, in the order of execution."""
+    return _Search(trace).run()
+
+
+def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
+    """Return the residual branches of a trace with these additions, in the order of execution."""
+    residuals = _without_long_skips([residual for residual in everything if residual.ends])
+    usable = _usable_ends(trace, everything)
+    layers = _layers(residuals, usable)
     found: dict[tuple[str, str], Branch] = {}
-    usable = _always_ends(trace, residuals)
     for residual in residuals:
+        start, skip = _start(trace, residual), _skip(residual)
+        block = "" if residual.op.call is None else residual.op.call.name
         for calls in residual.ends:
-            parts = tuple(dict.fromkeys(call.name for call in calls if call.name in usable))
-            if parts:
-                block = "" if residual.op.call is None else residual.op.call.name
-                shape = next(call for call in calls if call.name == parts[0]).outputs[0].shape
-                branch = Branch(
-                    block, layers[residual], parts[0], _start(trace, residual), _skip(residual), shape, parts
-                )
+            usable_calls = [call for call in calls if call.name in usable]
+            if usable_calls:
+                parts = tuple(dict.fromkeys(call.name for call in usable_calls))
+                shape = usable_calls[0].outputs[0].shape
+                branch = Branch(block, layers[residual], parts[0], start, skip, shape, parts)
                 found.setdefault((branch.layer, branch.end), branch)
     return tuple(found.values())
 
 
-def find_residuals(trace: Trace) -> list[Residual]:
-    """Return the residual additions of a trace, in the order of execution."""
-    return _without_long_skips(_Search(trace).run())
+def find_endless(residuals: list[Residual], branches: Iterable[Branch]) -> tuple[str, ...]:
+    """Return the layers like those around the branches in which another branch does not end with a module."""
+    known = {re.sub(r"\d+", "#", branch.layer) for branch in branches}
+    homes = [_home_name(residual) for residual in residuals if not residual.ends]
+    return tuple(home for home in dict.fromkeys(homes) if re.sub(r"\d+", "#", home) in known)
 
 
 class _Search:
@@ -98,25 +119,25 @@ class _Search:
             if nodes:  # the first is the one that a hook on the module sees
                 self.outputs.setdefault(nodes[0], []).append(call)
         self.found: dict[Node, Residual] = {}
+        self.now = 0
 
     def run(self) -> list[Residual]:
         for op in self.trace.ops:
+            self.now = op.index
             for node in op.inputs:
-                if node.is_data and node not in self.bits:
+                if node not in self.bits:
                     self._add(node, 0, 0)
-            data = [node for node in op.inputs if node.is_data]
-            weighted = any(node.has_weights and not node.is_data for node in op.inputs) or op.name == "opaque"
-            everything, behind = _union(self.ancestors, data), _union(self.behind, data)
+            everything = functools.reduce(operator.or_, (self.ancestors[node] for node in op.inputs), 0)
+            behind = functools.reduce(operator.or_, (self.behind[node] for node in op.inputs), 0)
             for node in op.outputs:
-                if node.is_data:
-                    self._add(node, everything, everything if weighted else behind)
+                self._add(node, everything, everything if _has_weights(op) else behind)
             residual = self._residual(op)
             if residual is not None:
                 residual.ends = [calls for calls in self._ends(residual, residual.branch) if calls]
                 self.found[residual.output] = residual
             for node in op.outputs:
                 self.roots[node] = [node, *self._inherited_roots(op, node, residual)]
-        return [residual for residual in self.found.values() if residual.ends]
+        return list(self.found.values())
 
     def _add(self, node: Node, ancestors: int, behind: int) -> None:
         self.bits[node] = bit = 1 << len(self.bits)
@@ -125,79 +146,115 @@ class _Search:
     def _inherited_roots(self, op: Op, node: Node, residual: Residual | None) -> list[Node]:
         if residual is not None:
             return self.roots.get(residual.skip, [residual.skip])
-        data = [one for one in op.inputs if one.is_data and one.fits]
-        if op.name in _LINEAR and len(data) == 1 and data[0].size == node.size:
-            return self.roots.get(data[0], [data[0]])
-        return []
+        inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data]
+        same = op.name in _CROPS or all(one.size == node.size for one in inputs)
+        return self.roots.get(inputs[0], [inputs[0]]) if is_linear(op) and len(inputs) == 1 and same else []
 
     def _residual(self, op: Op) -> Residual | None:
         terms = added(op)
         if terms is None:
             return None
         a, b = terms
-        forward, backward = self._root(a, b), self._root(b, a)
+        forward = self._root(a, b) if self._is_only_added(b) else None
+        backward = self._root(b, a) if self._is_only_added(a) else None
         if (forward is None) != (backward is None):
             return Residual(op, a, b, forward) if forward is not None else Residual(op, b, a, backward or b)
         return self._projection(op, a, b)
 
+    def _is_only_added(self, branch: Node) -> bool:
+        """Whether an addition is the only use of a tensor: one that positions are added to goes on without them."""
+        return len([op for op in self.trace.users[branch] if any(node.fits for node in op.outputs)]) == 1
+
     def _root(self, skip: Node, branch: Node) -> Node | None:
-        """Return the most recent root of `skip` that reaches `branch` through weights."""
+        """Return the most recent root of `skip` that reaches `branch` through weights, or through a module."""
+        roots = self.roots.get(skip, [skip])
         behind = self.behind[branch]
-        return next((root for root in self.roots.get(skip, [skip]) if behind & self.bits[root]), None)
+        found = next((root for root in roots if behind & self.bits[root]), None)
+        if found is None:  # FNet's Fourier transform has no weights
+            calls = [call for node in self._linear_path(branch) for call in self._producers(node)]
+            found = next((root for root in roots if any(root in call.inputs for call in calls)), None)
+            if found is not None and found in self.roots.get(branch, ()):
+                return None
+        return found
+
+    def _linear_path(self, node: Node) -> Iterator[Node]:
+        """Yield a node and those from which only linear operations on one tensor lead to it."""
+        yield node
+        while node.op is not None and is_linear(node.op):
+            inputs = [one for one in node.op.inputs if one.fits and one.is_data]
+            if len(inputs) != 1:
+                return
+            node = inputs[0]
+            yield node
 
     def _projection(self, op: Op, a: Node, b: Node) -> Residual | None:
         since = op.call.start if op.call is not None else -1
         lengths = _lengths(a, since), _lengths(b, since)
-        common = [node for node in lengths[0].keys() & lengths[1].keys() if node.fits]
+        common = [node for node in lengths[0].keys() & lengths[1].keys() if node.fits and node.is_data]
         if not common:
             return None
         root = max(common, key=lambda node: node.index)
         of_a, of_b = lengths[0][root], lengths[1][root]
+        for skip, branch in ((a, b), (b, a)):  # a further branch beside the same projection
+            if skip in self.found and self.found[skip].is_projection and self.found[skip].root is root:
+                return Residual(op, skip, branch, root, True, self.found[skip].projection)
         skip, branch = (a, b) if of_a < of_b else (b, a)
-        calls = [call for call in self._producers(skip, op) if root in call.inputs and call.has_weights]
-        if of_a == of_b or min(of_a, of_b) == 0 or not calls:
+        if of_a == of_b:
             return None
-        return Residual(op, skip, branch, root, calls[0])
+        path = _path(skip, root)
+        # Otherwise these are two branches without a skip, such as routed and shared experts.
+        is_simple = bool(path) and root in path[-1].inputs and sum(map(_is_layer, path)) <= 1
+        for node in (one.outputs[0] for one in path if is_simple):
+            for call in self._producers(node):
+                if root in call.inputs and (call.has_weights or node is skip):
+                    return Residual(op, skip, branch, root, True, call if node is skip else None)
+        return None
 
-    def _producers(self, node: Node, before: Op) -> list[Call]:
-        """Return the calls that returned a node before an operation, the last first."""
-        calls = [call for call in self.outputs.get(node, []) if call.end < before.index]
+    def _producers(self, node: Node) -> list[Call]:
+        """Return the calls that returned a node before the current operation, the last first."""
+        calls = [call for call in self.outputs.get(node, []) if call.end < self.now]
         return sorted(calls, key=lambda call: -call.end)
 
     def _ends(self, residual: Residual, node: Node) -> Iterator[list[Call]]:
         """Yield the candidates for the end of each term of a branch."""
         root, calls = self.bits[residual.root], []
-        while self.behind[node] & root:
-            calls += self._producers(node, residual.op)
+        paths = self.behind if self.behind[node] & root else self.ancestors
+        while paths[node] & root and node is not residual.root:
+            calls += self._producers(node)
             op = node.op
-            if op is None or node in self.found:
+            if node in self.found:
+                if not self.found[node].is_projection or calls:
+                    break
+                del self.found[node]  # no projection: one of several branches
+            if op is None:
                 break
-            terms = [] if calls else [x for x in added(op) or () if self.behind[x] & root]
+            terms = [] if calls else [x for x in added(op) or () if paths[x] & root]
             if len(terms) == 2:
                 for term in terms:
                     yield from self._ends(residual, term)
                 return
-            inputs = [one for one in op.inputs if one.is_data and one.fits and self.ancestors[one] & root]
-            if not _is_linear(op) or len(inputs) != 1:
+            inputs = [one for one in op.inputs if one.fits and self.ancestors[one] & root]
+            if not is_linear(op) or len(inputs) != 1:
                 break
             node = inputs[0]
         yield calls
 
 
 def added(op: Op) -> tuple[Node, Node] | None:
-    """Return the two terms of an addition of tensors of one shape that both depend on the example."""
+    """Return the two terms of an addition of tensors of one shape."""
     if op.name not in _ADDITIONS or len(op.inputs) != 2 or not op.outputs:
         return None
     a, b = op.inputs
-    same = a.shape == b.shape == op.outputs[-1].shape
-    return (a, b) if same and a.fits and b.fits and a.is_data and b.is_data else None
+    return (a, b) if a.fits and b.fits and a.shape == b.shape == op.outputs[-1].shape else None
 
 
-def _union(sets: dict[Node, int], nodes: Iterable[Node]) -> int:
-    found = 0
-    for node in nodes:
-        found |= sets[node]
-    return found
+def _has_weights(op: Op) -> bool:
+    """Whether an operation combines its tensors with weights."""
+    return op.name == "opaque" or any(node.has_weights and not node.is_data for node in op.inputs)
+
+
+def _is_layer(op: Op) -> bool:
+    return _has_weights(op) and "norm" not in op.name
 
 
 def _lengths(node: Node, since: int) -> dict[Node, int]:
@@ -209,74 +266,102 @@ def _lengths(node: Node, since: int) -> dict[Node, int]:
         waiting.remove(node)
         if node.op is None or node.index < since:
             continue
-        weighted = any(one.has_weights and not one.is_data for one in node.op.inputs)
+        weighted = _has_weights(node.op)
         for one in node.op.inputs:
-            if one.is_data:
-                if one not in lengths:
-                    waiting.append(one)
-                lengths[one] = max(lengths.get(one, 0), lengths[node] + weighted)
+            if one not in lengths:
+                waiting.append(one)
+            lengths[one] = max(lengths.get(one, 0), lengths[node] + weighted)
     return lengths
 
 
-def _is_linear(op: Op) -> bool:
+def _path(node: Node, root: Node) -> list[Op]:
+    """Return the operations on one tensor from the root to a node, the last first; those up to a second tensor."""
+    found: list[Op] = []
+    while node is not root and node.op is not None:
+        data = [one for one in node.op.inputs if one.fits and one.is_data]
+        if len(data) != 1:
+            break
+        found.append(node.op)
+        node = data[0]
+    return found
+
+
+def is_linear(op: Op) -> bool:
+    """Whether an operation keeps the size of a tensor, or crops it, and is linear in it."""
     if op.name == "masked_fill":
         return bool(op.args[-1] == 0)
     return op.name in _LINEAR or op.name in _CROPS
 
 
 def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
-    """Leave out skips around several blocks, and additions inside a branch, such as the one of MViT's attention."""
-    inner: dict[Residual, list[Residual]] = {}
+    """Leave out skips around several blocks, and blocks inside a branch, such as the attention of a gate."""
+    left_out: set[Residual] = set()
     for outer in residuals:
-        lengths = _lengths(outer.branch, outer.root.index)
-        inner[outer] = [
-            one
-            for one in residuals
-            if one is not outer and one.output in lengths and one.root.index >= outer.root.index
-        ]
-    long = {outer for outer, found in inner.items() if len(found) > 1}
-    hidden = {one for outer, found in inner.items() if outer not in long for one in found}
-    return [one for one in residuals if one not in long | hidden]
+        since, home = outer.root.index, _home_name(outer)
+        inner = [one for one in residuals if one.output in outer.before and one.root.index >= since]
+        inner = [one for one in inner if _home_name(one) != home]
+        homes = {_home_name(one) for one in inner}
+        outermost = [name for name in homes if not any(f"{name}.".startswith(f"{one}.") for one in homes - {name})]
+        left_out.update([outer] if len(outermost) > 1 else inner)
+    return [one for one in residuals if one not in left_out]
 
 
-def _always_ends(trace: Trace, residuals: list[Residual]) -> set[str]:
-    """Return the modules all of whose calls end a branch: others, such as a shared dropout, also run inside one."""
-    ends = {call for residual in residuals for calls in residual.ends for call in calls}
-    counts = Counter(call.name for call in ends)
-    return {name for name, count in counts.items() if name and count == len(trace.calls_of[name])}
+def _usable_ends(trace: Trace, residuals: list[Residual]) -> set[str]:
+    """Return the modules that may be ends: each of their calls is the end of a branch.
+
+    Others, such as a dropout that several branches share, also run inside a branch, or before the end of another.
+    """
+    terms = [calls for residual in residuals for calls in residual.ends]
+    counts = Counter(call.name for call in {call for calls in terms for call in calls})
+    usable = {name for name, count in counts.items() if name and count == len(trace.calls_of[name])}
+    while True:
+        ends = [next((call.name for call in calls if call.name in usable), "") for calls in terms]
+        inside = {call.name for calls, end in zip(terms, ends, strict=True) for call in calls if call.name != end}
+        wrong = inside & set(ends)
+        if not wrong:
+            return usable
+        usable -= wrong
 
 
-def _layers(residuals: list[Residual]) -> dict[Residual, str]:
+def _layers(residuals: list[Residual], usable: set[str]) -> dict[Residual, str]:
     """Return the layer of each residual: the outermost block around it, unless that block is a stack of layers."""
-    homes = {residual: "" if (call := _home(residual)) is None else call.name for residual in residuals}
-    patterns: dict[str, list[str]] = {}
+    homes = {residual: _home_name(residual) for residual in residuals}
+    ends = {one: next((call.name for calls in one.ends for call in calls if call.name in usable), "") for one in homes}
+    patterns: dict[str, dict[str, str]] = {}
     for residual, home in homes.items():
-        patterns.setdefault(home, []).append(re.sub(r"\.\d+(?=\.)", ".#", f".{residual.ends[0][0].name}."))
-    stacks = {home for home, ends in patterns.items() if not home or len(set(ends)) < len(ends)}
+        patterns.setdefault(home, {})[ends[residual]] = re.sub(r"\.\d+(?=\.)", ".#", f".{ends[residual]}.")
+    # Several ends whose names differ in an index only belong to several layers.
+    stacks = {home for home, names in patterns.items() if not home or len(set(names.values())) < len(names)}
     blocks = {home for home in homes.values() if home not in stacks}
     layers = {}
     for residual, home in homes.items():
         around = [block for block in blocks if f"{home}.".startswith(f"{block}.")]
-        layers[residual] = min(around, key=len) if around else residual.ends[0][0].name
+        layers[residual] = min(around, key=len) if around else ends[residual]
     return layers
 
 
 def _home(residual: Residual) -> Call | None:
     """Return the call that computes the branch: around a module that gets it as an argument, as in BERT's output."""
     call = residual.op.call
-    while call is not None and call.start > residual.root.index and residual.branch in call.inputs:
+    while call is not None and call.start > residual.root.index:
+        if not any(node in residual.before and node.index > residual.root.index for node in call.inputs):
+            break
         call = call.parent
     return call
 
 
+def _home_name(residual: Residual) -> str:
+    home = _home(residual)
+    return "" if home is None else home.name
+
+
 def _start(trace: Trace, residual: Residual) -> str:
     """Return the first module of the branch: it takes the skip's tensor, and the branch depends on its output."""
-    lengths = _lengths(residual.branch, residual.root.index)
     home = _home(residual)
     for call in trace.calls:
         since = max(residual.root.index, -1 if home is None else home.start)
         inside = since < call.start and call.end < residual.op.index and call is not residual.projection
-        if inside and residual.root in call.inputs and any(node in lengths for node in call.outputs):
+        if inside and residual.root in call.inputs and any(node in residual.before for node in call.outputs):
             return call.name
     return ""
 

@@ -372,19 +372,26 @@ def _layers(graph: ConvGraph, path: Collection[Node]) -> list[Call]:
 
 
 def _skip_module(graph: ConvGraph, one: _Sum, block: Call, term: Node) -> str:
-    """Return the module on a skip without a convolution: a pooling, a norm, or an Identity after the branch."""
-    started = max((user.index for user in graph.trace.users[term] if user.index < one.op.index), default=block.start)
-    calls = [call for call in graph.trace.calls if term in call.outputs and block.start < call.start < one.op.index]
-    return next((call.name for call in calls if term is not one.start or call.start > started), "")
+    """Return the last module on a skip without a convolution: a pooling, a norm, or an Identity after the branch."""
+    calls = [call for call in graph.trace.calls if block.start < call.start < one.op.index]
+    if term is one.start:
+        users = [op.index for op in graph.trace.users[term] if op.index < one.op.index]
+        started = max(users, default=block.start)
+        return next((call.name for call in calls if term in call.outputs and call.start > started), "")
+    on_skip = (call.name for node in reversed(graph.path(one.start, term)) for call in calls if node in call.outputs)
+    return next(on_skip, "")
 
 
 def _branch(graph: ConvGraph, one: _Sum, block: Call) -> str:
     """Return the layer that alone takes the tensor of an identity skip, by its name in the block."""
     calls = graph.calls_on(one.start, block.start, one.op.index)
     takers = [call for call in calls if one.start not in call.outputs]
+    paths = [graph.path(one.start, term) for term in one.terms]
+    skipping = {node for path in paths if not graph.convs(path) for node in path}  # a skip of functions: padding
     users = [op for op in graph.trace.users[one.start] if block.start < op.index < one.op.index]
+    branching = [op for op in users if skipping.isdisjoint(op.outputs)]
     prefix = f"{block.name}." if block.name else ""
-    alone = len(takers) == 1 and all(takers[0].start < op.index < takers[0].end for op in users)
+    alone = len(takers) == 1 and all(takers[0].start < op.index < takers[0].end for op in branching)
     return takers[0].name.removeprefix(prefix) if alone and takers[0].name.startswith(prefix) else ""
 
 

@@ -70,7 +70,10 @@ def examples(model: nn.Module, given: Any) -> Iterator[Example]:
         settings = getattr(part, "pretrained_cfg", None) or getattr(part, "default_cfg", None) or {}
         size = getattr(settings, "get", lambda key: None)("input_size")
         if size:  # the model itself, or inside wrappers
-            yield Example(_image(model, tuple(size)), f"timm's input size {tuple(size)}")
+            inner = (getattr(layer, "img_size", None) for layer in part.children())  # of `create_model(img_size=...)`
+            built = [(size[0], *own) for own in inner if isinstance(own, tuple) and tuple(size[1:]) != own]
+            for own in (*built[:1], tuple(size)):
+                yield Example(_image(model, own), f"timm's input size {own}")
             break
         if part is not model and list(part.parameters(recurse=False)):
             break

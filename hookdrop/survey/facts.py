@@ -12,15 +12,18 @@ from typing import Any
 from torch import nn
 
 from hookdrop.errors import InjectionError
-from hookdrop.survey.branches import Branch, find_branches
+from hookdrop.survey.branches import Branch, Residual, find_branches, find_endless, find_residuals
+from hookdrop.survey.calls import LayerCalls, layer_calls
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, no_example
 from hookdrop.survey.heads import Heads, find_heads
 from hookdrop.survey.samples import PLACES, Samples, growing_axis, row_orders
+from hookdrop.survey.skippable import find_skippable, includes_input
 from hookdrop.survey.tokens import Patches, TokensNeededError, find_embedding, find_patches, removable_patches
 from hookdrop.survey.trace import Call, Node, Trace, record
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
+from hookdrop.utils.tensor_tree import TensorKey
 
 MAX_FORWARDS = 4
 
@@ -175,10 +178,33 @@ class Survey:
         """The layer that looks up the integers that the model is called with; None if there is none."""
         return find_embedding(self.trace)
 
+    def calls(self, name: str, at: str = "output", tensor: TensorKey = None) -> LayerCalls:
+        """Return the calls of a layer, as a hook with these settings would see them."""
+        calls = self.trace.calls_of.get(name, [])
+        seen = layer_calls(self.trace, calls, at, tensor)
+        if at == "output":
+            sums = {residual.output: residual for residual in self._residuals}
+            seen.resembles_input = any(includes_input(call, sums) for call in calls)
+        return seen
+
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
         """The residual branches, in the order of execution."""
-        return find_branches(self.trace)
+        return find_branches(self.trace, self._residuals)
+
+    @cached_property
+    def endless(self) -> tuple[str, ...]:
+        """The layers with a residual branch that does not end with a module, so that no hook can drop it."""
+        return find_endless(self._residuals, self.branches)
+
+    @cached_property
+    def skippable(self) -> Mapping[str, str]:
+        """The layers around residual branches, by full name; empty if one is its input plus branches, or why not."""
+        return MappingProxyType(find_skippable(self.trace, self._residuals, self.branches))
+
+    @cached_property
+    def _residuals(self) -> list[Residual]:
+        return find_residuals(self.trace)
 
     @cached_property
     def drop_rates(self) -> DropRates:

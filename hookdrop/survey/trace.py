@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -55,11 +56,14 @@ class Node:
     """
 
     # Not a dataclass: those are containers for the functions that find tensors in values.
+    is_data: bool
+    has_weights: bool
+
     def __init__(self, index: int, tensor: Tensor, op: Op | None = None, leaf: str = "") -> None:
         self.index, self.shape, self.dtype, self.op, self.leaf = index, tuple(tensor.shape), tensor.dtype, op, leaf
         self.name = ""
-        self.is_data: bool = op is not None and any(node.is_data for node in op.inputs)
-        self.has_weights: bool = op is not None and any(node.has_weights for node in op.inputs)
+        self.is_data = op is not None and any(node.is_data for node in op.inputs)
+        self.has_weights = op is not None and any(node.has_weights for node in op.inputs)
 
     def __repr__(self) -> str:
         return f"Node({self.index}, {self.shape}, {self.name or self.leaf or getattr(self.op, 'name', '')})"
@@ -88,6 +92,7 @@ class Op:
     """The arguments, with nodes in place of tensors."""
     kwargs: dict[str, Any] = field(repr=False)
     inputs: tuple[Node, ...]
+    """The tensors whose values it reads: not those that `zeros_like` and `expand_as` take a shape from."""
     call: Call | None = field(repr=False)
     """The innermost running module."""
     outputs: list[Node] = field(default_factory=list)
@@ -179,9 +184,9 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: bool 
     Raises:
         InjectionError: the model does not accept the example, or needs values.
     """
-    recorder = _Recorder(model)
     with ExitStack() as stack:
         stack.enter_context(restored_after(model, trains=training))
+        recorder = _Recorder(model)
         stack.enter_context(_restored_attributes(model))
         stack.enter_context(_without_fused_attention())
         stack.enter_context(torch.no_grad())
@@ -278,6 +283,8 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _op(self, name: str, function: Any, args: Any, kwargs: Any, inputs: tuple[Node, ...]) -> Op:
+        if re.search("^new_|_like$|_as$", name):
+            inputs = inputs[:1] if name.endswith("_as") else ()
         op = Op(next(self.clock), name, function, args, kwargs, inputs, self.stack[-1] if self.stack else None)
         self.trace.ops.append(op)
         return op

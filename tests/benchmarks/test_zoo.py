@@ -233,7 +233,9 @@ class TestRecipes:
             "regularize",
             lambda self, x, rate: hookdrop.functional.drop_block(x, 0.1, self.block_size),
         )
-        record = Check(trial.build(), trial.example(), recipe=hookdrop.recipes.dropblock_resnet(p=0.1, block_size=3)).run()
+        record = Check(
+            trial.build(), trial.example(), recipe=hookdrop.recipes.dropblock_resnet(p=0.1, block_size=3)
+        ).run()
         step, error = failure(record)
         assert step == "train"
         assert error.startswith("DropBlock dropped")

@@ -840,8 +840,15 @@ def _() -> None:
     import timm
 
     with torch.device("meta"):
-        model = timm.create_model("mobilenetv5_base")
+        model = timm.create_model("coatnet_nano_rw_224")
     inject(model, recipes.dropblock_resnet())
+
+
+@case("dropblock_resnet of a traced model")
+def _() -> None:
+    import torchvision
+
+    inject(torch.fx.symbolic_trace(torchvision.models.resnet18()), recipes.dropblock_resnet())
 
 
 @case("dropblock_unet of a classifier")
@@ -855,12 +862,12 @@ def _() -> None:
 def _() -> None:
     import timm
 
-    recipes.stochastic_depth(timm.create_model("test_vit", drop_path_rate=0.1))
+    inject(timm.create_model("test_vit", drop_path_rate=0.1), recipes.stochastic_depth())
 
 
 @case("residual_dropout of a model that has dropout")
 def _() -> None:
-    recipes.residual_dropout(nn.Sequential(Decoder()))
+    inject(nn.Sequential(Decoder()), recipes.residual_dropout(), example_input=torch.randn(2, 4, 8))
 
 
 @case("neftune of a model with the NEFTune of transformers")
@@ -877,14 +884,14 @@ def _() -> None:
     inject(model, recipes.patch_dropout(p=0.5), example_input=torch.randn(1, 3, 224, 224))
 
 
-@case("a recipe for a model that torch.fx has traced")
+@case("a recipe for a model without residual branches")
 def _() -> None:
-    recipes.stochastic_depth(torch.fx.symbolic_trace(ResNet()))
+    inject(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), recipes.stochastic_depth(), example_input=IMAGES)
 
 
 @case("a keyword that a recipe does not take")
 def _() -> None:
-    recipes.stochastic_depth(ResNet(), rate=0.1)
+    recipes.stochastic_depth(rate=0.1)
 
 
 @case("set_dropout that reaches nothing")

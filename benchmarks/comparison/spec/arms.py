@@ -86,7 +86,7 @@ def split_rate(kind: str, text: str) -> tuple[str, float | None]:
         rate = _required_rate(call, peer.rate_name)
         return str(call.without(peer.rate_name)), rate
     takes = _recipe(call.name).parameters
-    call = call.bind(*list(takes)[1 : 1 + len(call.args)])
+    call = call.bind(*[name for name in takes if name != "model"][: len(call.args)])
     if unknown := [name for name in call.kwargs if name not in ("p", *_settings(takes))]:
         raise ValueError(
             f"{call.name} does not accept {unknown[0]!r} here.\n{suggest(unknown[0], ['p', *_settings(takes)])}"
@@ -115,6 +115,8 @@ def _plan_recipe(
     arm: Arm, model: nn.Module, schedule: hookdrop.Schedule | None, steps: int, example: Any
 ) -> hookdrop.Plan:
     call = parse_call(arm.call)
+    if isinstance(getattr(recipes, call.name), type):
+        return hookdrop.plan(model, full_call(arm), schedule=schedule, total_steps=steps, example_input=example)
     settings = {**call.kwargs, "p": arm.p, "total_steps": steps, "example_input": example}
     if "schedule" in _recipe(call.name).parameters:
         settings["schedule"] = schedule

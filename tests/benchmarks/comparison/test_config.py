@@ -267,11 +267,6 @@ class TestArms:
     def test_none_has_no_plan(self, resnet: nn.Module) -> None:
         assert arms.plan(Arm(name="none", kind="none"), resnet, 100, None) is None
 
-    def test_a_recipe_that_supports_only_the_linear_schedule(self, resnet: nn.Module) -> None:
-        arm = Arm(name="a", kind="recipe", call="dropblock_resnet()", p=0.1, schedule="CosineSchedule")
-        with pytest.raises(ValueError, match="supports only LinearSchedule"):
-            arms.plan(arm, resnet, 100, None)
-
 
 class TestModels:
     def test_unknown_model(self) -> None:

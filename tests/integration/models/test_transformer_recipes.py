@@ -196,7 +196,7 @@ class TestLayerDrop:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        drop = layer_drop(model, p=0.5)
+        drop = inject(model, layer_drop(p=0.5))
         assert [site.name for site in drop.sites] == sites
         drop.target_p = 1 - 1e-7
         with drop.recording() as recording:
@@ -214,7 +214,7 @@ class TestLayerDrop:
             model = llama().train()
             if checkpointing:
                 model.gradient_checkpointing_enable()
-            layer_drop(model, p=0.5)
+            inject(model, layer_drop(p=0.5))
             for seed in range(4):
                 torch.manual_seed(seed)
                 run(model).loss.backward()
@@ -223,27 +223,27 @@ class TestLayerDrop:
 
     def test_a_kv_cache_in_training_raises_and_generation_works(self) -> None:
         model = llama(use_cache=True).train()
-        layer_drop(model, p=0.5)
+        inject(model, layer_drop(p=0.5))
         with pytest.raises(InjectionError, match=r"KV cache \(past_key_values\)(.|\n)*config.use_cache = False"):
             model(IDS)
         model.eval().generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
     def test_rates_of_layer_skip(self) -> None:
         model = llama(num_hidden_layers=5)
-        drop = layer_drop(model, p=0.2, p_scale=lambda name, i, n: 2 ** (i / (n - 1)) - 1)
+        drop = inject(model, layer_drop(p=0.2), p_scale=lambda name, i, n: 2 ** (i / (n - 1)) - 1)
         assert [site.p for site in drop.sites] == pytest.approx([0.2 * (2 ** (i / 4) - 1) for i in range(5)])
 
     def test_is_part_of_a_compiled_graph(self) -> None:
         torch.compiler.reset()
         model = llama()
-        layer_drop(model, p=0.5)
+        inject(model, layer_drop(p=0.5))
         fast = torch.compile(model, backend="aot_eager", fullgraph=True)
         losses = {round(fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item(), 5) for _ in range(20)}
         assert 1 < len(losses) <= 4, "two layers, each dropped or not"
 
     def test_a_residual_cnn_raises(self) -> None:
-        with pytest.raises(LayerError, match=r"for residual CNNs, use stochastic_depth"):
-            layer_drop(timm.create_model("resnet18"))
+        with pytest.raises(LayerError, match=r"could be skipped(.|\n)*stochastic_depth"):
+            inject(timm.create_model("resnet18"), layer_drop())
 
 
 def example(model: nn.Module) -> Any:
@@ -481,7 +481,7 @@ def test_three_recipes_on_one_llama_leave_nothing_behind() -> None:
     twin = copy.deepcopy(model)
     for target in (model, twin):
         inject(target, neftune(attention_mask=True))
-        layer_drop(target, p=0.2)
+        inject(target, layer_drop(p=0.2))
         inject(target, head_dropout(p=0.1))
     assert torch.equal(model(IDS).logits, clean)
     for target in (model, twin):

@@ -123,7 +123,7 @@ def test_adding_a_regularizer_takes_one_module_and_two_registrations(tmp_path: P
     """`hookdrop.__all__`, `parse`, specs and the tables of these tests need no changes."""
     package = Path(shutil.copytree(Path(hookdrop.__file__).parent, tmp_path / "hookdrop"))
     (package / "regularizers" / "shrink.py").write_text(NEW)
-    for file, row in (("regularizers/catalog.py", "Shrink"), ("functional.py", "shrink")):
+    for file, row in (("regularizers/__init__.py", "Shrink"), ("functional.py", "shrink")):
         text = (package / file).read_text()
         imported = f'from hookdrop.regularizers.shrink import {row}\n__all__ = [\n    "{row}",'
         (package / file).write_text(text.replace("__all__ = [", imported, 1))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from hookdrop import HookdropWarning, Masksembles, ShapeError, inject
 from hookdrop.functional import masksembles
 from hookdrop.kernels.fixed_masks import fixed_masks, ones_per_mask
-from hookdrop.regularizers.masksembles import mask_seed
 from tests.support.tensors import all_equal
 
 
@@ -37,7 +36,7 @@ class TestMasks:
     def test_matches_the_papers_layer(self, n: int, shape: tuple[int, ...], channel_dim: int | None) -> None:
         """Up to the factor C / (ones per mask), which keeps the mean. Also the gradient."""
         x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        masks = fixed_masks(16, n, 2.0, mask_seed(5, ""), x.device)
+        masks = fixed_masks(16, n, 2.0, "5 ", x.device)
         factor = 16 / ones_per_mask(16, n, 2.0)
         expected = factor * papers_layer(x.movedim(channel_dim or 1, 1), masks).movedim(1, channel_dim or 1)
         found = Masksembles(n, seed=5, channel_dim=channel_dim)(x)
@@ -113,7 +112,7 @@ def test_sampling_predicts_with_each_mask() -> None:
         samples = model(x.repeat(4, 1)).unflatten(0, (4, 5))
     assert torch.equal(model(x), clean)
     hidden = model[:2](x)
-    masks = fixed_masks(16, 4, 2.0, mask_seed(0, "1"), x.device)
+    masks = fixed_masks(16, 4, 2.0, "0 1", x.device)
     for sample, mask in zip(samples, masks, strict=True):
         torch.testing.assert_close(sample, model[2](hidden * mask * 16 / ones_per_mask(16, 4, 2.0)))
     assert (samples.std(0) > 0).all()

@@ -14,7 +14,7 @@ from hookdrop import (
     ShapeError,
     inject,
 )
-from hookdrop.regularizers.mixstyle import symmetric_beta
+from hookdrop.regularizers.styles import symmetric_beta
 from tests.support.tensors import styled, within
 
 
@@ -102,7 +102,7 @@ class TestMixStyle:
     def test_a_batch_of_one_warns(self) -> None:
         model, x = nn.Sequential(nn.Identity()), styled(1)
         inject(model, MixStyle(1.0), layers="0")
-        with pytest.warns(HookdropWarning, match="a batch of one sample has no other style"):
+        with pytest.warns(HookdropWarning, match="a batch of one sample has a single style"):
             y = model(x)
         torch.testing.assert_close(y, x)
 

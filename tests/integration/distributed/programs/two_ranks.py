@@ -347,7 +347,7 @@ def warns_once_while_training() -> Facts:
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     drop = inject(net, Dropout(0.4), layers="blocks.*", schedule=LinearSchedule(100)).follow(optimizer)
     with hookdrop_warnings() as before:
-        drop.SUMMARY()  # no mask has been drawn yet: no warning
+        str(drop)  # no mask has been drawn yet: no warning
     during = []
     for step in range(2 * STEPS_BEFORE_WARNING):
         with hookdrop_warnings() as texts:
@@ -358,7 +358,7 @@ def warns_once_while_training() -> Facts:
         during += [(step + 1, text) for text in texts]
     with hookdrop_warnings() as texts:
         drop.metrics()
-        drop.SUMMARY()
+        str(drop)
         drop.state_dict()
     return {"before": before, "during": during, "later": texts}
 

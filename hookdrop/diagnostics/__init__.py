@@ -1,1 +1,0 @@
-"""Checks, measurements, recordings and dry runs. They observe the hooks, which never import them."""

@@ -1,0 +1,77 @@
+"""Find the layers that return their input, apart from residual branches and norms: those that LayerDrop can skip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hookdrop.survey.branches import Branch, Residual, is_linear
+from hookdrop.survey.trace import Call, Node, Trace
+
+
+def find_skippable(trace: Trace, residuals: list[Residual], branches: Iterable[Branch]) -> dict[str, str]:
+    """Return the layers around residual branches, each with the reason why it cannot be skipped; empty if it can."""
+    sums = {residual.output: residual for residual in residuals}
+    names = _around_parts(trace, dict.fromkeys(branch.layer for branch in branches))
+    found = {}
+    for name in names:
+        reasons = [_reason(call, sums) for call in trace.calls_of[name]]
+        found[name] = next(filter(None, reasons), "")
+    return found
+
+
+def _around_parts(trace: Trace, names: Iterable[str]) -> list[str]:
+    """Replace blocks by the layer that different kinds of them form: T5's layers are lists of three blocks."""
+    calls = {name: trace.calls_of[name][0] for name in names}
+    parts: dict[Call, list[Call]] = {}
+    for call in calls.values():
+        if call.parent is not None and call.parent.name:
+            parts.setdefault(call.parent, []).append(call)
+    wholes = {
+        part.name: whole.name
+        for whole, inside in parts.items()
+        if len(inside) > 1 and len({part.type for part in inside}) == len(inside)
+        for part in inside
+    }
+    return list(dict.fromkeys(wholes.get(name, name) for name in calls))
+
+
+def _reason(call: Call, sums: Mapping[Node, Residual]) -> str:
+    inputs, outputs = ([node for node in nodes if node.fits] for nodes in (call.inputs, call.outputs))
+    if not inputs or not outputs:
+        return "it takes or returns no floating-point tensor"
+    x, y = inputs[0], outputs[0]
+    if x.shape != y.shape:
+        return f"it changes the shape {x.shape} to {y.shape}"
+    source, added = _source(y, sums, call.start)
+    if source is not x or not added:
+        return "its first output is not its first input plus residual branches"
+    for other in outputs[1:]:
+        if other is not y and _source(other, sums, call.start)[1]:
+            return "it returns several tensors with residual branches"
+    return ""
+
+
+def includes_input(call: Call, sums: Mapping[Node, Residual]) -> bool:
+    """Whether the output of a call is its input plus residual branches, apart from norms and activations."""
+    outputs = [node for node in call.outputs if node.fits][:1]
+    found = [_source(node, sums, call.start, loosely=True) for node in outputs]
+    return any(added and source in call.inputs for source, added in found)
+
+
+def _source(node: Node, sums: Mapping[Node, Residual], since: int, loosely: bool = False) -> tuple[Node, bool]:
+    """Return the tensor from which skips and norms lead to a node, and whether there is an addition on the way.
+
+    `loosely` also follows activations.
+    """
+    added = False
+    while (op := node.op) is not None and node.index > since:
+        residual = sums.get(node)
+        inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data and one.size == node.size]
+        simple = is_linear(op) or "norm" in op.name or (loosely and len(op.inputs) == 1)
+        if residual is not None and not residual.is_projection:
+            node, added = residual.skip, True
+        elif len(inputs) == 1 and simple:
+            node = inputs[0]
+        else:
+            break
+    return node, added
