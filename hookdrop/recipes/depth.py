@@ -179,7 +179,7 @@ def _check_no_stochastic_depth(model: nn.Module, branches: Sequence[Branch]) -> 
             raise InjectionError(
                 f"stochastic_depth: the model already has it: {name!r} is a {type(module).__name__} at rate {rate:g}.\n"
                 "  build the model without it (timm: drop_path_rate=0.0, torchvision: stochastic_depth_prob=0.0), or "
-                f"change its rate: inject(model, set_dropout({{'**.{name.rpartition('.')[2]}': p}}))"
+                f"change its rate: inject(model, set_dropout(p={{'**.{name.rpartition('.')[2]}': p}}))"
             )
     for layer in named_layers(model):
         rate = vars(layer.module).get("drop_path")

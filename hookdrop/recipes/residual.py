@@ -81,7 +81,7 @@ def _check_no_dropout(model: nn.Module, survey: Survey, layer: str) -> None:
         if inside and value and not name.removesuffix(".p").endswith(_ATTENTION_DROPOUT):
             raise InjectionError(
                 f"residual_dropout: the model already has dropout: {name} is {value:g}.\n"
-                '  change it: inject(model, set_dropout({"**": p}))   list it: print(plan(model, set_dropout()))'
+                "  change it: inject(model, set_dropout(p=p))   list all: print(hookdrop.plan(model, set_dropout()))"
             )
 
 

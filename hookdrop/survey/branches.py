@@ -61,13 +61,9 @@ class Residual:
         return self.op.outputs[-1]
 
     @functools.cached_property
-    def before(self) -> dict[Node, int]:
+    def before(self) -> set[Node]:
         """What the branch was computed from since the root, if it depends on the root."""
-        found = {self.root: 0}
-        for node, length in sorted(_lengths(self.branch, self.root.index).items(), key=lambda item: item[0].index):
-            if node.op is not None and any(one in found for one in node.op.inputs):
-                found[node] = length
-        return found
+        return _between(self.root, self.branch)
 
 
 def find_residuals(trace: Trace) -> list[Residual]:
@@ -204,6 +200,8 @@ class _Search:
         path = _path(skip, root)
         # Otherwise these are two branches without a skip, such as routed and shared experts.
         is_simple = bool(path) and root in path[-1].inputs and sum(map(_is_layer, path)) <= 1
+        # LoRA: two linear layers beside one.
+        is_simple &= not all(map(_is_affine, (one.op for one in _between(root, branch) - {root} if one.op)))
         for node in (one.outputs[0] for one in path if is_simple):
             for call in self._producers(node):
                 if root in call.inputs and (call.has_weights or node is skip):
@@ -272,6 +270,19 @@ def _lengths(node: Node, since: int) -> dict[Node, int]:
                 waiting.append(one)
             lengths[one] = max(lengths.get(one, 0), lengths[node] + weighted)
     return lengths
+
+
+def _between(root: Node, node: Node) -> set[Node]:
+    """Return the root, and what a node was computed from that depends on the root."""
+    found = {root}
+    for one in sorted(_lengths(node, root.index), key=lambda one: one.index):
+        if one.op is not None and any(source in found for source in one.op.inputs):
+            found.add(one)
+    return found
+
+
+def _is_affine(op: Op) -> bool:
+    return is_linear(op) or op.name in _AFFINE
 
 
 def _path(node: Node, root: Node) -> list[Op]:
@@ -383,5 +394,6 @@ _LINEAR = set(
     )
 )
 """Operations that keep the size and are linear in one tensor."""
+_AFFINE = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "addmm", "add", "__add__", "add_"}
 _CROPS = {"__getitem__", "narrow", "index_select"}
 """Linear operations that choose rows, such as the crop of padded windows."""

@@ -14,7 +14,7 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.ops import StochasticDepth
 
-from hookdrop import InjectionError, LayerError, inject, plan
+from hookdrop import InjectionError, LayerError, ShakeDrop, inject, plan
 from hookdrop.recipes import stochastic_depth
 from tests.support.models import randomize_norms
 from tests.support.tensors import all_equal
@@ -105,6 +105,20 @@ def test_outputs_and_gradients_match_torchvisions_stochastic_depth_prob(name: st
     sites = plan(clean, stochastic_depth(P), p_scale=p_scale, example_input=x).sites
     inject(clean, {site.name: StochasticDepth(site.p, "row") for site in sites})
     assert_same_training_step(native, clean, x, without)
+
+
+def test_shake_drop_at_the_rates_of_its_paper() -> None:
+    """P l / L for block l of L."""
+    model, x = torchvision.models.resnet18(num_classes=5), torch.randn(6, 3, 64, 64)
+    sites = plan(model, stochastic_depth(p=0.5), p_scale="depth", example_input=x).sites
+    drop = inject(model, {site.name: ShakeDrop(site.p) for site in sites})
+    assert [(site.name, site.p) for site in drop.sites][::3] == [
+        ("layer1.0.bn2", 0.0625),
+        ("layer2.1.bn2", 0.25),
+        ("layer4.0.bn2", 0.4375),
+    ]
+    assert not all_equal(train_step(model, x), train_step(model, x))
+    assert drop.probe(x).eval_identical
 
 
 def test_torchvision_resnet_without_its_branches_computes_its_skips() -> None:

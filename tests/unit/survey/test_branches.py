@@ -226,6 +226,23 @@ def test_projections_and_identity_skips() -> None:
     ]
 
 
+class Adapter(nn.Module):
+    """LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.a, self.b = nn.Linear(C, C), nn.Linear(C, 2), nn.Linear(2, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.b(self.a(x))
+
+
+def test_adapters_are_no_branches() -> None:
+    model = Stack(PreNorm)
+    model.parts[0].f = nn.Sequential(Adapter(), nn.GELU(), Adapter())
+    assert {branch.end for branch in branches(model)} == {f"parts.{i}.{end}" for i in range(3) for end in "fg"}
+
+
 class NoResidual(nn.Module):
     """Additions of a polynomial, of positions, of a mask, of a U-Net's concatenation, and gates."""
 

@@ -101,7 +101,6 @@ class TestNoSideEffects:
 
     def test_large_buffers_are_not_copied(self) -> None:
         """In a quantized language model, buffers hold the weights."""
-
         calls: list[tuple[bool, int, int]] = []
 
         class Quantized(nn.Module):
