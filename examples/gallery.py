@@ -222,7 +222,7 @@ def draw_layer_drop(images: Tensor) -> Figure:
     """Draw the input and the output of a layer, and two forwards of which one skips it."""
     torch.manual_seed(2)
     layer_drop, output = parse(LAYER_DROP).train(), 1 - images
-    forwards = {f"step {step}": layer_drop(output, images) for step in (1, 2)}
+    forwards = {f"step {step}": layer_drop(output, layer_input=images) for step in (1, 2)}
     return draw_rows({"input": images, "output": output, **forwards})
 
 

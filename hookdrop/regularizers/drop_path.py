@@ -126,8 +126,8 @@ class DropPath(Regularizer):
                     f"DropPath(mode='subset') at {name!r}: {norms[0] or name!r} is a batch norm, whose statistics "
                     'would be those of the kept samples only.\n  use DropPath(p=..., mode="row")'
                 )
-        if survey is None or self.mode == "batch" or self.samples is not None:
-            return self
+        if survey is None or self.mode == "batch" or self.samples is not None or name not in survey.layers:
+            return self  # the plan reports layers that are never called
         found = survey.samples(name, at)
         if isinstance(found, str) or (found.argument is not None and self.mode == "subset"):
             raise LayerError(
