@@ -540,10 +540,12 @@ class Injection:
             >>> r.totals.calls
             1
         """
-        from hookdrop.injection.recording import recorded
+        from hookdrop.injection.measurement import measured_into
+        from hookdrop.injection.recording import Recording
 
         self._check_not_removed("recording()")
-        with recorded(self._hooks("recording()"), last, to) as recording:
+        recording = Recording(self._hooks("recording()"), last, to)
+        with measured_into(list(recording.totals.labels), recording.record):
             yield recording
 
     def check(self) -> list[str]:
