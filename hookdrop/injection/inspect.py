@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hookdrop.errors import LayerError, ShapeError
 from hookdrop.guards.plan import plan_warnings
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.plan import Plan, PlannedSite
 from hookdrop.regularizers import at_rate
 from hookdrop.survey import survey
 from hookdrop.survey.calls import LayerCalls
+from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.tables import counted
 
 

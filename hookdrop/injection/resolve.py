@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from hookdrop.errors import InjectionError, LayerError, StateError
 from hookdrop.guards.plan import plan_warnings
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.plan import Plan, PlannedSite
@@ -19,6 +18,7 @@ from hookdrop.regularizers import Regularizer, check_picklable, rate_of
 from hookdrop.regularizers.base import P
 from hookdrop.schedules import Schedule
 from hookdrop.schedules.base import in_steps
+from hookdrop.utils.errors import InjectionError, LayerError, StateError
 from hookdrop.utils.select import (
     Entry,
     Layer,

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from hookdrop.errors import InjectionError, LayerError, StateError, did_you_mean
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.sinks import RateSink
@@ -21,6 +20,7 @@ from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer, as_regularizer
 from hookdrop.regularizers.base import at_rate
 from hookdrop.schedules import ConstantSchedule, Schedule
+from hookdrop.utils.errors import InjectionError, LayerError, StateError, did_you_mean
 from hookdrop.utils.select import Entries, as_entries
 from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.validation import one_of
