@@ -24,9 +24,9 @@ from timm.layers.drop import DropBlock2d, DropPath
 from torch import nn
 
 import hookdrop
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth, timm_dropblock
 from hookdrop.regularizers import as_regularizer
+from hookdrop.utils.errors import InjectionError, LayerError
 
 P = 0.1
 TOLERANCE = 1e-6

@@ -11,8 +11,8 @@ from families.check import Injected, RecipeCheck
 from families.depth import check_sites
 from families.layers import stacks
 from hookdrop import recipes
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes.base import Recipe
+from hookdrop.utils.errors import InjectionError, LayerError
 from models.check import require
 
 Record = dict[str, Any]

@@ -22,8 +22,8 @@ from families.check import RecipeCheck, float_tensors
 from families.inputs import BATCH
 from families.layers import Run
 from hookdrop import HeadDropout, NEFTune, TokenDropout, recipes
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes.base import Recipe
+from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.tensor_tree import map_tensor, tensors
 from models.check import require
 

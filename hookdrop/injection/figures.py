@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hookdrop.errors import LayerError, ShapeError
 from hookdrop.utils.axes import channel_axis
+from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.optional import needs
 from hookdrop.utils.validation import count
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from hookdrop.errors import InjectionError, StateError, warn
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.rates import changing
 from hookdrop.injection.sinks import RateSink
 from hookdrop.injection.spec import described, spec_of
+from hookdrop.utils.errors import InjectionError, StateError, warn
 from hookdrop.utils.tables import counted
 from hookdrop.utils.validation import count
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.errors import LayerError, ShapeError, warn
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.observe.read_only_hooks import ByLayer, LayerObserver, chosen_layers, first_tensor, observed
 from hookdrop.utils.captures import CopyDevice, NotRecordedError, detached_copy, requires_with, valid_device
+from hookdrop.utils.errors import LayerError, ShapeError, warn
 from hookdrop.utils.select import Entries, Layer
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import TensorKey, describe, map_tensor

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import LayerError, ShapeError, warn
 from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.hooks import compiling
 from hookdrop.hooks.checkpointing import is_recomputing
@@ -18,6 +17,7 @@ from hookdrop.observe.read_only_hooks import first_tensor
 from hookdrop.survey.isolation import call, restored_after, set_eval, uncompiled
 from hookdrop.utils.axes import as_map
 from hookdrop.utils.captures import detached_copy
+from hookdrop.utils.errors import LayerError, ShapeError, warn
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.optional import needs
 from hookdrop.utils.select import Entries, Layer, select

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookdrop.errors import LayerError
 from hookdrop.injection.figures import blocks_figure, evenly_spaced, get_figure
 from hookdrop.injection.handle import Injection
 from hookdrop.schedules import Schedule
+from hookdrop.utils.errors import LayerError
 from hookdrop.utils.tables import counted, shape_text
 from hookdrop.utils.validation import count
 

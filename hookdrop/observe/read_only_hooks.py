@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from hookdrop.errors import InjectionError, did_you_mean, nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.survey.isolation import uncompiled
 from hookdrop.utils.captures import NotRecordedError
+from hookdrop.utils.errors import InjectionError, did_you_mean, nothing_placed
 from hookdrop.utils.select import Entries, Layer, select
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import tensors

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import warn
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.figures import pixels
 from hookdrop.observe.plots import stats_figure
 from hookdrop.observe.read_only_hooks import ByLayer, LayerObserver, chosen_layers, first_tensor, observed
 from hookdrop.utils.axes import channel_axis, channel_axis_of
 from hookdrop.utils.captures import requires_with
+from hookdrop.utils.errors import warn
 from hookdrop.utils.select import Entries, Layer, named_layers
 from hookdrop.utils.tables import some, text_table
 

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Dropout, DropPath, LayerDrop
 from hookdrop.survey import Branch, Survey
+from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import HeadDropout, NEFTune, TokenDropout
 from hookdrop.survey import Survey
 from hookdrop.survey.tokens import TokensNeededError
+from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers, select
 from hookdrop.utils.tables import some
 

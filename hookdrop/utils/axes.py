@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from hookdrop.errors import ShapeError
+from hookdrop.utils.errors import ShapeError
 
 MAX_PREFIX_TOKENS = 8
 """Upper bound on class, distillation and register tokens combined."""
