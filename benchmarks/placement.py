@@ -24,9 +24,8 @@ from timm.layers.drop import DropBlock2d, DropPath
 from torch import nn
 
 import hookdrop
-from hookdrop.errors import InjectionError, LayerError
+from hookdrop import DropBlock, InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth, timm_dropblock
-from hookdrop.regularizers import as_regularizer
 
 P = 0.1
 TOLERANCE = 1e-6
@@ -39,11 +38,13 @@ SCALES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class timms_own(timm_dropblock):
-    """The recipe with timm's module."""
+class with_timms_settings(timm_dropblock):
+    """The recipe with timm's factor of the rate as an attribute of each regularizer."""
 
     def regularizer(self, block_size: int, gamma_scale: float) -> Any:
-        return as_regularizer(DropBlock2d(self.p, block_size, gamma_scale))
+        drop = DropBlock(self.p, block_size)
+        drop.gamma_scale = gamma_scale
+        return drop
 
 
 Rates = dict[str, tuple[float, ...]]
@@ -108,11 +109,11 @@ def dropblock(name: str) -> str:
         return "unused"
     expected = {site: (block.drop_prob, block.block_size, block.gamma_scale) for site, block in blocks.items()}
     try:
-        plan = hookdrop.plan(clean, timms_own(P))
+        plan = hookdrop.plan(clean, with_timms_settings(P))
     except (LayerError, InjectionError) as error:
         return f"refused: {str(error).splitlines()[0]}"
-    modules = {site.name: site.regularizer.module for site in plan.sites}
-    got = {site: (block.drop_prob, block.block_size, block.gamma_scale) for site, block in modules.items()}
+    planned = {site.name: site.regularizer for site in plan.sites}
+    got = {site: (drop.p, drop.block_size, drop.gamma_scale) for site, drop in planned.items()}
     return "equal" if got == expected else f"differ: {difference(clean, got, expected)}"
 
 
