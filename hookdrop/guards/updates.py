@@ -7,9 +7,9 @@ import threading
 from torch import nn
 from torch.optim import Optimizer
 
-from hookdrop.errors import warn
 from hookdrop.guards.messages import find, message
 from hookdrop.hooks.state import InjectionState
+from hookdrop.utils.errors import warn
 from hookdrop.utils.weights import WeightUpdates
 
 UPDATES_BEFORE_WARNING = 20

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks import compiling
 from hookdrop.hooks.call_context import LAYER_INPUT, MASK, SAMPLES, CallValue, place_around, refuse_cache
 from hookdrop.hooks.checkpointing import collects_statistics, may_be_recomputed, rng_fingerprint
@@ -24,6 +23,7 @@ from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers import REGULARIZERS
 from hookdrop.regularizers.base import P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.samples import SampleRows
+from hookdrop.utils.errors import InjectionError, ShapeError
 from hookdrop.utils.tensor_tree import (
     TensorKey,
     bind_arguments,

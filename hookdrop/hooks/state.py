@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.errors import warn
 from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.optimizer import Follower
 from hookdrop.schedules import ConstantSchedule, Schedule
+from hookdrop.utils.errors import warn
 
 
 @dataclass(eq=False)

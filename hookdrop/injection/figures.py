@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hookdrop.errors import LayerError, ShapeError
-from hookdrop.utils.axes import channel_axis
+from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.optional import needs
 from hookdrop.utils.validation import count
 
@@ -48,6 +47,21 @@ def get_figure(figure: Any, width: float, height: float) -> Any:
     with needs("observe"):
         from matplotlib.figure import Figure
     return figure if figure is not None else Figure(figsize=(width, height), layout="constrained")
+
+
+def channel_axis(shape: Sequence[int]) -> int:
+    """Infer the channel axis from a shape.
+
+    It is axis 1 of a map (N, C, H, W), and the last axis of (N, H, W, C), recognized by H = W != C, of tokens
+    (N, L, C) and of features (N, C).
+
+    Example:
+        >>> channel_axis((8, 64, 14, 14)), channel_axis((8, 7, 7, 768)), channel_axis((8, 197, 384))
+        (1, 3, 2)
+    """
+    if len(shape) == 4 and shape[1] == shape[2] != shape[3]:
+        return 3
+    return len(shape) - 1 if len(shape) < 4 else 1
 
 
 def panels(x: Tensor, sample: int, channels: int, channel_dim: int | None = None) -> list[Panel]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookdrop.errors import InjectionError
 from hookdrop.guards import progress
 from hookdrop.guards.messages import message
 from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems
@@ -28,6 +27,7 @@ from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sink
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.captures import CopyDevice, requires_with
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tables import counted, html_table, text_table
 from hookdrop.utils.validation import count, number
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.errors import LayerError, ShapeError
 from hookdrop.guards.plan import plan_warnings
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.resolve import PlannedSite, Resolved
 from hookdrop.regularizers import Regularizer, at_rate
 from hookdrop.survey import survey
 from hookdrop.survey.calls import LayerCalls
+from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
 

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hookdrop.errors import InjectionError
 from hookdrop.hooks.hook import CurrentRate, SiteHook, regularized
 from hookdrop.regularizers import drops_elements
 from hookdrop.survey.isolation import forked_rng
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tables import html_table, text_table
 from hookdrop.utils.torch_internals import functorch_stack
 

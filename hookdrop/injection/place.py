@@ -7,7 +7,6 @@ import weakref
 
 from torch import nn
 
-from hookdrop.errors import InjectionError, warn
 from hookdrop.guards.progress import watch
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
@@ -21,6 +20,7 @@ from hookdrop.injection.plan import Plan
 from hookdrop.injection.resolve import PlannedSite
 from hookdrop.injection.sinks import AttributeSink, RateSink, sinks_of
 from hookdrop.schedules import ConstantSchedule
+from hookdrop.utils.errors import InjectionError, warn
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import TensorKey
 

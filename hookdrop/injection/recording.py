@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hookdrop.errors import did_you_mean
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced, pixels
 from hookdrop.injection.measurement import Measurement, labels_of, measured_into
 from hookdrop.regularizers import drops_elements
 from hookdrop.utils.captures import CopyDevice, NotRecordedError, detached_copy, valid_device
+from hookdrop.utils.errors import did_you_mean
 from hookdrop.utils.names import glob_expression
 from hookdrop.utils.tables import html_table, shape_text, some, text_table
 from hookdrop.utils.torch_internals import graph_task

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.text import as_schedule, parse
 from hookdrop.recipes.base import Recipe, RecipeSite
@@ -21,6 +20,7 @@ from hookdrop.regularizers import Regularizer, as_regularizer, check_picklable, 
 from hookdrop.regularizers.base import P
 from hookdrop.schedules import Schedule
 from hookdrop.schedules.base import in_steps
+from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import (
     Entries,
     Entry,

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.errors import StateError, did_you_mean
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.resolve import as_source, check_options, check_recipe_arguments, resolve
@@ -20,6 +19,7 @@ from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer
 from hookdrop.regularizers.base import at_rate
 from hookdrop.schedules import ConstantSchedule, Schedule
+from hookdrop.utils.errors import StateError, did_you_mean
 from hookdrop.utils.select import as_entries
 
 

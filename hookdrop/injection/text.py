@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from hookdrop import recipes
-from hookdrop.errors import StateError, nearest
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer
 from hookdrop.schedules import SCHEDULES, Schedule
+from hookdrop.utils.errors import StateError, nearest
 
 Allowed: TypeAlias = Sequence[Callable[..., Any]]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.errors import nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.handle import Injection
@@ -27,6 +26,7 @@ from hookdrop.injection.spec import InjectionSpec
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer
 from hookdrop.schedules import Schedule
+from hookdrop.utils.errors import nothing_placed
 from hookdrop.utils.select import Entries
 from hookdrop.utils.tensor_tree import TensorKey
 

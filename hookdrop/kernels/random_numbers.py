@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from hookdrop.errors import InjectionError
 from hookdrop.kernels import native
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.torch_internals import (
     can_replay_random_operators,
     disable_dynamo,

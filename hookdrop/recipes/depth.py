@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import DropPath
+from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import GraphModule
 
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import DropBlock, Regularizer
 from hookdrop.survey import Survey, survey
 from hookdrop.survey.convs import ConvBlock, conv_nets, pyramid_levels
 from hookdrop.survey.trace import Trace
+from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import some
 from hookdrop.utils.validation import one_of

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hookdrop.errors import LayerError
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import HeadDropout
+from hookdrop.utils.errors import LayerError
 from hookdrop.utils.tables import some
 
 if TYPE_CHECKING:

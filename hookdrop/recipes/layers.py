@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hookdrop.errors import LayerError
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.recipes.depth import require_branches, skipped_warnings
 from hookdrop.regularizers import LayerDrop
+from hookdrop.utils.errors import LayerError
 
 if TYPE_CHECKING:
     from hookdrop.survey import Survey

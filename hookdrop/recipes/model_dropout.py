@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hookdrop.errors import InjectionError, LayerError, nearest
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.survey.drop_rates import DropRate, DropRates, known_drop_rates
+from hookdrop.utils.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.names import glob_expression
 from hookdrop.utils.tables import some
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import TokenDropout
+from hookdrop.utils.errors import InjectionError, LayerError
 
 if TYPE_CHECKING:
     from hookdrop.survey import Survey

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.recipes.depth import require_branches, skipped_warnings
 from hookdrop.regularizers import Dropout
+from hookdrop.utils.errors import InjectionError, LayerError
 
 if TYPE_CHECKING:
     from hookdrop.survey import Survey

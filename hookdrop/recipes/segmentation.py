@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hookdrop.errors import LayerError
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.recipes.dropblock import example_call, no_layers
 from hookdrop.regularizers import DropBlock, Regularizer
 from hookdrop.survey import Survey
 from hookdrop.survey.convs import map_convs
+from hookdrop.utils.errors import LayerError
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hookdrop.errors import ShapeError
 from hookdrop.regularizers.samples import SamplePlace
+from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.validation import as_rate_tensor, rate
 
 R = TypeVar("R", bound="Regularizer")

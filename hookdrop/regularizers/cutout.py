@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hookdrop.errors import ShapeError
 from hookdrop.kernels.random_numbers import rand, randint
 from hookdrop.regularizers.base import Rate, Regularizer, describe_map, nhwc_warnings
+from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.validation import count, floating
 
 _RATE = Rate("p", kind="factor")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.kernels import custom_ops, triton_dropblock
 from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
 from hookdrop.kernels.drawing import NORMALIZE, BlockDrawing
 from hookdrop.kernels.masking import apply_mask
 from hookdrop.regularizers.base import P, Regularizer, describe_map, nhwc_warnings
+from hookdrop.utils.errors import InjectionError, ShapeError
 from hookdrop.utils.torch_internals import PLAIN_TYPES, dispatch_modes, is_tracing, on_plain_tensor, wraps_results
 from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, given_channel_axis, one_of
 

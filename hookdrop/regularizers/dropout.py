@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from hookdrop.errors import ShapeError
 from hookdrop.kernels.custom_ops import draw_elements
 from hookdrop.kernels.drawing import ElementDrawing
 from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import P, Regularizer, describe_map, nhwc_warnings
+from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.torch_internals import PLAIN_TYPES, functorch_stack, is_tracing, on_plain_tensor, wraps_results
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating
 

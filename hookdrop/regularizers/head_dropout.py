@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import LayerError, ShapeError
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import BELOW_1, Rate, Regularizer
 from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
+from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.validation import count, drop_rate, floating, one_of
 
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hookdrop.errors import ShapeError
 from hookdrop.kernels.fixed_masks import fixed_masks, ones_per_mask
 from hookdrop.regularizers.base import Rate, Regularizer, describe_map, nhwc_warnings
+from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.validation import count, floating, given_channel_axis, number
 
 MAX_SCALE = 6.0

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hookdrop.errors import ShapeError
 from hookdrop.kernels.random_numbers import rand_like, randn_like
 from hookdrop.regularizers.base import STD, Rate, Regularizer
+from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.torch_internals import functorch_stack
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, one_of
 

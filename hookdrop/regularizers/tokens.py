@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdrop.errors import LayerError, ShapeError
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import P, Regularizer
+from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.validation import count, drop_rate, floating, one_of
 
 
