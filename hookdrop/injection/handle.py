@@ -10,7 +10,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -432,29 +431,21 @@ class Injection:
         activation: str | None = "softmax",
         output: Callable[[Any], Tensor] | None = None,
         rows: int | None = None,
-        device: int | str | torch.device | None = None,
         progress: bool | None = None,
     ) -> Prediction:
         """Sample predictions inside `sampling()`, and return their mean, variance, entropy and mutual information.
 
-        The model runs in eval mode, without gradients, and its modes are restored, also after an error. Batch norm uses
-        its running statistics and does not update them. Of all hooks and dropout layers, only this injection drops. The
-        random numbers come from PyTorch's global RNG, as in the training.
-
-        To save time, the batch is repeated along axis 0, so that one forward draws several samples, if that does not
-        change their distribution. Each sample has its own forward if
-
-        * a regularizer draws once for the whole batch: `DropPath(mode="batch")`, `MixStyle`, `DropBlock` with its
-          default `normalize="batch"`, modules of other libraries, and classes that do not define
-          `independent_samples = True`;
-        * the output of a row depends on the others, which one comparison without dropout on a single row finds: a
-          recurrent network without `batch_first`, or a batch norm without running statistics;
-        * the arguments are not all tensors with the same number of rows (and plain numbers, strings or None).
+        The model runs in eval mode, without gradients, and its modes are restored. Batch norm uses its running
+        statistics. Of all hooks and dropout layers, only this injection drops. The random numbers come from PyTorch's
+        global RNG. The batch is repeated along axis 0, so that one forward draws several samples, unless a regularizer
+        draws once for the whole batch, the output of a row depends on other rows, or the arguments are not tensors
+        with the same number of rows.
 
         Args:
             data: a batch or a loader. A batch is a tensor, a tuple of arguments, or a mapping of keyword arguments. Any
                 other iterable is a loader of batches; of lists and tuples, the first element is the input, and may be a
                 mapping. The keys `labels` and `label` are only passed to a model whose forward has such an argument.
+                Batches are moved to the device of the model.
             samples: number of samples, at least 2.
             p: the rate, before `p_scale`; None uses the current rate.
             activation: `"softmax"` over the class axis (axis 1 of a 4-D or 5-D output, otherwise the last),
@@ -463,7 +454,6 @@ class Injection:
                 outputs. It can also move the class axis.
             rows: the largest number of rows of a forward that draws several samples; None is 256, and on a CPU at most
                 262,144 input values, because larger batches are not faster there. 1 never repeats a batch.
-            device: where to move the batches; None is the device of the model's parameters.
             progress: whether to show a progress bar, which needs tqdm (`pip install 'hookdrop[progress]'`); None shows
                 it for loaders, in terminals and notebooks, if tqdm is installed.
 
@@ -488,9 +478,8 @@ class Injection:
         from hookdrop.injection.prediction import Settings, predict
 
         self._check_not_removed("predict()")
-        settings = Settings(samples, activation, output, rows, device, progress)
-        hooks = self._hooks("predict()")
-        return predict(self._require_model(), hooks, lambda: self.sampling(p), data, settings)
+        settings, hooks = Settings(samples, activation, output, rows), self._hooks("predict()")
+        return predict(self._require_model(), hooks, lambda: self.sampling(p), data, settings, progress)
 
     # --- inspecting
 
