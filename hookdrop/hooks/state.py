@@ -56,7 +56,7 @@ class LiveState:
         """Called with (hook, tensor, rate, **context) in place of the regularizer by `measuring` and `recording`."""
         self.checkpointed = CheckpointedCalls()
         self.update_counter: Any = None
-        """The `UpdateCounter` of `guards.updates`."""
+        """The `UpdateCounter` of `guards.progress`."""
 
     def __reduce__(self) -> Any:
         return LiveState, ()
