@@ -309,6 +309,13 @@ class SiteHook(PlacedHook):
         else:
             self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
+    def accompany(self, register: Callable[..., Any], function: Any, *settings: Any, **flags: bool) -> CompanionHook:
+        """Register a companion that calls `function(self, *settings, ...)`."""
+        companion = CompanionHook(self, function, *settings)
+        companion.handle = register(companion, **flags)
+        self.companions.append(companion)
+        return companion
+
     def remove(self) -> None:
         super().remove()
         for companion in self.companions:
