@@ -19,7 +19,7 @@ from hookdrop.injection.plan import Plan, PlannedSite
 from hookdrop.injection.sinks import AttributeSink, RateSink, sinks_of
 from hookdrop.schedules import ConstantSchedule
 from hookdrop.utils.errors import InjectionError, warn
-from hookdrop.utils.tables import counted, some
+from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
 
 _CONSTANT = ConstantSchedule()
@@ -29,13 +29,12 @@ def place(plan: Plan) -> Injection:
     """Place all sites, or raise an error and place none.
 
     Raises:
-        InjectionError: a site already has an injection (see `on_existing`), the name is taken, or the code is being
-            traced.
+        InjectionError: a site already has an injection (see `on_existing`), or the name is taken.
     """
     for site in plan.sites:
         if site.module in hidden_modules:
             raise InjectionError(f"inside without_hooks: {site.name!r} may have temporarily removed hooks.")
-    replaced = _injections_to_replace(plan)
+    replaced = _replaced(plan)
     for text in plan.warnings:
         warn(text)
     compiling.reset_stale_compiler()
@@ -44,34 +43,28 @@ def place(plan: Plan) -> Injection:
     # The first forward must not repeat the warnings above.
     state.warned_kinds |= plan.warned_kinds
     state.live.root = weakref.ref(plan.root)
-    sinks = _place(plan, state)
-    going = [state for old in replaced for state in old._states]
+    sinks: list[RateSink] = []
+    try:
+        for site in plan.sites:
+            sinks.append(_sink(site, plan.spec.tensor, state))
+        for sink, site in zip(sinks, plan.sites, strict=True):
+            if isinstance(sink, SiteHook):
+                sink.place(site.module)
+        if isinstance(sinks[0], AttributeSink):
+            rates.update_rates([state])
+    except BaseException:
+        for sink in sinks:
+            sink.remove()
+        raise
     for sink in sinks:
         if isinstance(sink, AttributeSink):
-            sink.take_over(going)
-    for old in replaced:
-        old._detach()
+            sink.take_over(replaced)
+    if replaced:
+        find(plan.model)._only(replaced)._detach()
     if isinstance(sinks[0], SiteHook) or state.scheduled:
         state.live.trained = isinstance(sinks[0], AttributeSink)  # without hooks, nothing notes the calls
         watch(plan.root, state)
     return Injection(plan.model, [state], sinks)
-
-
-def _place(plan: Plan, state: InjectionState) -> list[RateSink]:
-    placed: list[RateSink] = []
-    try:
-        for site in plan.sites:
-            placed.append(_sink(site, plan.spec.tensor, state))
-        for sink, site in zip(placed, plan.sites, strict=True):
-            if isinstance(sink, SiteHook):
-                sink.place(site.module)
-        if isinstance(placed[0], AttributeSink):
-            rates.update_rates([state])
-    except BaseException:
-        for sink in placed:
-            sink.remove()
-        raise
-    return placed
 
 
 def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSink:
@@ -87,12 +80,8 @@ def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSi
     return SiteHook(*settings, site.at)
 
 
-def _injections_to_replace(plan: Plan) -> list[Injection]:
-    """Return the injections that this one replaces.
-
-    Raises:
-        InjectionError: the sites or the name are taken.
-    """
+def _replaced(plan: Plan) -> list[InjectionState]:
+    """Return the injections that this one replaces, or raise `InjectionError` if the sites or the name are taken."""
     present = list(sinks_of(plan.model))
     if not present:
         return []
@@ -106,26 +95,16 @@ def _injections_to_replace(plan: Plan) -> list[Injection]:
             '  replace them: inject(..., on_existing="replace")   '
             f'keep both: on_existing="stack", name="{_free_name(plan)}"'
         )
-    found = find(plan.model)
-    replaced = []
+    states = dict.fromkeys(sink.state for _, sink in present)
+    named = [old for old in states if old.name == plan.name]
     if plan.spec.on_existing == "replace":
-        states = dict.fromkeys(sink.state for _, sink in present)
-        replaced = [found._only([old]) for old in states if old in conflicts or old.name == plan.name]
-    sites = {site.label for site in plan.sites}
-    for old in replaced:
-        lost = [site.name for site in old.sites if site.name not in sites]
-        if lost:
-            warn(
-                f"replacing {old.name!r} removes it from {counted(len(lost), 'site')} that the new injection does "
-                f"not have: {some(lost)}."
-            )
-    going = {state for old in replaced for state in old._states}
-    if any(sink.state.name == plan.name and sink.state not in going for _, sink in present):
+        return [old for old in states if old in conflicts or old in named]
+    if named:
         raise InjectionError(
             f"this model already has an injection named {plan.name!r}.\n"
             f"  choose another name: inject(..., name={_free_name(plan)!r})"
         )
-    return replaced
+    return []
 
 
 def _place_of(module: nn.Module, what: PlannedSite | RateSink) -> tuple[int, str, str]:
