@@ -118,9 +118,9 @@ class TestReprAndMetrics:
         drop.remove()
         assert repr(drop) == "<Injection 'dropblock', removed>"
 
-    def test_html_tables_for_notebooks(self, model: Small, images: torch.Tensor) -> None:
+    def test_html_tables_for_notebooks(self, model: Small) -> None:
         drop = inject(model, DropBlock(0.2, 3), layers="layer1.*")
-        for shown in (drop, find(model), drop.probe(images)):
+        for shown in (drop, find(model)):
             assert "<table>" in shown._repr_html_()
             assert "&lt;" not in shown._repr_html_().replace("&lt;Injection", "")
 
