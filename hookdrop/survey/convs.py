@@ -16,16 +16,14 @@ from typing import Any
 
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
-_CONVS = frozenset(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3))
-_ENLARGING = frozenset({"interpolate", "upsample", "pixel_shuffle", *(name for name in _CONVS if "_" in name)})
-_SUMS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
-_PRODUCTS = frozenset({"mul", "mul_", "__mul__", "__imul__", "__rmul__", "multiply"})
-_ATTENTION = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"})
-_LAYOUT = frozenset({"view", "reshape", "permute", "transpose", "contiguous", "flatten", "unflatten", "squeeze"})
-_PARTS = frozenset({"__getitem__", "split", "chunk", "unbind", "narrow"})
-_CAT = frozenset({"cat", "concat"})
-_LINEAR = _CONVS | _SUMS | _PRODUCTS | _PARTS | _ENLARGING | {"pad", "dropout", "avg_pool2d", "max_pool2d"}
-_GATES = frozenset({"sigmoid", "softmax", "hardsigmoid"})
+_CONVS = {f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)}
+_ENLARGING = {"interpolate", "upsample", "pixel_shuffle", *(name for name in _CONVS if "_" in name)}
+_ATTENTION = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
+_LAYOUT = {"view", "reshape", "permute", "transpose", "contiguous", "flatten", "unflatten", "squeeze"}
+_PARTS = {"getitem", "split", "chunk", "unbind", "narrow"}
+_CAT = {"cat", "concat"}
+_LINEAR = _CONVS | _PARTS | _ENLARGING | {"add", "mul", "pad", "dropout", "avg_pool2d", "max_pool2d"}
+_GATES = {"sigmoid", "softmax", "hardsigmoid"}
 
 
 @dataclass(frozen=True)
@@ -96,15 +94,9 @@ class ConvGraph:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._ancestors: dict[Node, int] = {}
         self._takers: dict[Node, list[Call]] = {}
         own: dict[Call, list[Op]] = {}
         for op in trace.ops:
-            bits = 0
-            for node in op.inputs:
-                bits |= self._bits(node)
-            for node in op.outputs:
-                self._ancestors[node] = bits | 1 << node.index
             if op.call is not None:
                 own.setdefault(op.call, []).append(op)
         for call in trace.calls:
@@ -114,23 +106,16 @@ class ConvGraph:
         self._normed = {node for call in self._norms for node in call.outputs}
         self._normed |= {node for op in trace.ops if op.name.endswith("_norm") for node in op.outputs}
 
-    def _bits(self, node: Node) -> int:
-        return self._ancestors.get(node, 1 << node.index)
-
-    def leads_to(self, first: Node, second: Node) -> bool:
-        """Whether the second tensor is computed from the first."""
-        return first is not second and bool(self._bits(second) >> first.index & 1)
-
     def carriers(self, op: Op) -> list[Node]:
         """Return the inputs that an operation passes on: not a gate, nor an attention that is added."""
         inputs = [node for node in op.inputs if node.is_data]
-        if len(inputs) != 2 or op.name not in _SUMS | _PRODUCTS:
+        if len(inputs) != 2 or op.name not in ("add", "mul"):
             return inputs
         full = [node for node in inputs if node.shape == op.outputs[0].shape]
         if len(full) == 1:
             return full
         for kept, other in (inputs, inputs[::-1]):
-            if self.leads_to(kept, other) and (op.name in _PRODUCTS or self._attends(kept, other)):
+            if self.trace.leads(kept, other) and (op.name == "mul" or self._attends(kept, other)):
                 return [kept]
         return inputs
 
@@ -139,14 +124,7 @@ class ConvGraph:
 
     def path(self, start: Node, *ends: Node) -> list[Node]:
         """Return the tensors on the way, in the order of execution, without those that only compute gates."""
-        found: set[Node] = set()
-        todo = list(ends)
-        while todo:
-            node = todo.pop()
-            if node not in found and node.op is not None and self.leads_to(start, node):
-                found.add(node)
-                todo += self.carriers(node.op)
-        return sorted(found, key=lambda node: node.index)
+        return self.trace.path(start, ends, self.carriers)
 
     def origin(self, nodes: Iterable[Node]) -> Node | None:
         """Return the last tensor from which all of these are computed."""
@@ -186,7 +164,7 @@ class ConvGraph:
         node, user, call = conv.outputs[0], None, conv.call
         while not (norm := self.norm_after(node)):
             users = self.trace.users.get(node, [])
-            gated = [op for op in users if op.name in _PRODUCTS and len(op.inputs) == 2 and self.carriers(op) == [node]]
+            gated = [op for op in users if op.name == "mul" and len(op.inputs) == 2 and self.carriers(op) == [node]]
             user = gated[0] if gated else users[0] if len(users) == 1 else None
             if user is None or not (gated or user.name in _CAT or (user.name in _LAYOUT and user.call is call)):
                 break
@@ -199,7 +177,7 @@ class ConvGraph:
         node, has_norm = conv.outputs[0], False
         while True:
             users = self.trace.users.get(node, [])
-            product = next((op for op in users if op.name in _PRODUCTS and len(users) == 2), None)
+            product = next((op for op in users if op.name == "mul" and len(users) == 2), None)
             user = users[0] if len(users) == 1 else None
             if user is None:
                 return has_norm, product is not None
@@ -208,9 +186,9 @@ class ConvGraph:
                 # The norm may be an operation of a module that also activates.
                 is_op = norm is None or user.outputs[0] in self._normed
                 has_norm, node = True, user.outputs[0] if is_op or norm is None else norm.outputs[0]
-            elif user.name in _LAYOUT | _CAT or (user.name in _SUMS and len(self.carriers(user)) == 1):
+            elif user.name in _LAYOUT | _CAT or (user.name == "add" and len(self.carriers(user)) == 1):
                 node = user.outputs[0]
-            elif user.name in _SUMS and not has_norm:
+            elif user.name == "add" and not has_norm:
                 return self.has_norm(conv), self.has_norm(conv)
             else:
                 same = user.outputs[0].shape == node.shape and len([one for one in user.inputs if one.is_data]) == 1
@@ -286,8 +264,8 @@ def conv_nets(trace: Trace) -> list[ConvNet]:
     others = [one.op for one in sums if ends.isdisjoint((one.end, *one.path)) and not any(map(one.is_in, blocks))]
     nets: list[ConvNet] = []
     for block in blocks:
-        leading = [net for net in nets if any(graph.leads_to(before.end, block.end) for before in net.blocks)]
-        net = next((net for net in reversed(leading) if graph.leads_to(net.blocks[-1].end, block.end)), None)
+        leading = [net for net in nets if any(graph.trace.leads(before.end, block.end) for before in net.blocks)]
+        net = next((net for net in reversed(leading) if graph.trace.leads(net.blocks[-1].end, block.end)), None)
         if net is None:
             nets.append(ConvNet([block], [(op.index, op.call.name) for op in others if op.call]))
             for parallel in leading:
@@ -315,7 +293,7 @@ def _residual_sums(graph: ConvGraph) -> Iterator[_Sum]:
 
 def _adds_maps(op: Op) -> bool:
     shapes = [node.shape for node in op.inputs if node.is_data]
-    return op.name in _SUMS and len(shapes) == 2 and len(shapes[0]) > 2 and shapes[0] == shapes[1]
+    return op.name == "add" and len(shapes) == 2 and len(shapes[0]) > 2 and shapes[0] == shapes[1]
 
 
 def _terms(graph: ConvGraph, op: Op) -> Iterator[Node]:
@@ -421,7 +399,7 @@ def _blocks_without_skip(graph: ConvGraph, known: list[ConvBlock]) -> list[ConvB
     outer = {around for call in found for around in call.around() if around is not call}
     counts = Counter(call.type for call in found if call not in outer)
     blocks = [block for call, block in found.items() if call not in outer and counts[call.type] > 1]
-    in_a_row = all(graph.leads_to(before.end, block.end) for before, block in pairwise(blocks))
+    in_a_row = all(graph.trace.leads(before.end, block.end) for before, block in pairwise(blocks))
     return blocks if in_a_row else []
 
 
@@ -493,7 +471,7 @@ def _backbones(graph: ConvGraph, start: Node) -> Iterator[Call]:
     """Yield the modules that reduce an image to an eighth or less, and begin with it in their first convolution."""
     for call in graph.trace.calls[1:]:
         maps = [node for node in call.outputs if len(node.shape) > 2]
-        image = next((node for node in call.inputs if node is start or graph.leads_to(start, node)), None)
+        image = next((node for node in call.inputs if node is start or graph.trace.leads(start, node)), None)
         if image is None or not maps or 8 * maps[-1].shape[-1] > start.shape[-1] or image.shape[2:] != start.shape[2:]:
             continue
         inside = graph.path(image, *maps)

@@ -176,7 +176,7 @@ class _Arrivals:
         draws: set[Node] = set()
         filled: dict[Node, Any] = {}
         for op in trace.ops:
-            name, args, kwargs = op.name.strip("_"), op.args, op.kwargs
+            name, args, kwargs = op.name, op.args, op.kwargs
             if op.call is None or _known_attribute(self._modules[op.call.name]) is not None:
                 continue
             if name in _DRAWS:
@@ -191,7 +191,7 @@ class _Arrivals:
                     self._at_drop(op, kwargs.get("dropout_p", (*args, *[0.0] * 11)[_ATTENTION[name]]))
             elif name == "bernoulli":
                 self._at_draw(op, kwargs.get("p", args[1] if len(args) > 1 else filled.get(args[0])))
-            elif name in _COMPARISONS or name in ("add", "radd"):
+            elif name in _COMPARISONS or name == "add":
                 operands = [arg for arg in args[:2] if arg not in draws]
                 if len(operands) == 1 and len(args) > 1:
                     self._at_draw(op, operands[0])

@@ -21,8 +21,8 @@ from hookdrop.survey.trace import Call, Node, Op, Trace
 from hookdrop.utils.tensor_tree import map_leaves, tensors
 
 _FUSED = "scaled_dot_product_attention"
-_PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "addmm", "einsum", "linear"})
-HIDDEN = frozenset({"multi_head_attention_forward", "_native_multi_head_attention"})
+_PRODUCTS = {"matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "linear"}
+HIDDEN = {"multi_head_attention_forward", "native_multi_head_attention"}
 """Attention as one function, which applies the weight of the projection without calling the layer."""
 
 
@@ -186,11 +186,11 @@ class _Chain:
         for op in self.ops:
             if op.function is None:
                 raise _NoHeadsError(f"the way from attention to it is hidden ({op.name})")
-            if _is_in_place(op):
+            if op.is_in_place:
                 known[op.inputs[0]] = value(op.inputs[0]).clone()
             args, kwargs = map_leaves(op.args, value), map_leaves(op.kwargs, value)
             result = op.function(*args, **kwargs)
-            made = [known[op.inputs[0]]] if _is_in_place(op) else tensors(result)
+            made = [known[op.inputs[0]]] if op.is_in_place else tensors(result)
             known.update(zip(op.outputs, made, strict=True))
         return known[self.end]
 
@@ -201,10 +201,6 @@ class _Chain:
             self.constants[node] = torch.rand(node.shape).add(1.0).to(node.dtype) if floating else torch.ones(
                 node.shape, dtype=node.dtype)  # fmt: skip
         return self.constants[node]
-
-
-def _is_in_place(op: Op) -> bool:
-    return op.name == "__setitem__" or op.name.startswith("__i") or (op.name.endswith("_") and op.name[-2] != "_")
 
 
 class _Probe:

@@ -22,9 +22,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,7 +39,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hookdrop.survey.isolation import call, restored_after
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
-from hookdrop.utils.tensor_tree import bind_arguments, map_leaves
+from hookdrop.utils.tensor_tree import bind_arguments, map_leaves, tensors
 from hookdrop.utils.torch_internals import BatchNorm, fake_tensors, storage_of, version_of
 
 
@@ -65,9 +66,6 @@ class Node:
         self.is_data = op is not None and any(node.is_data for node in op.inputs)
         self.has_weights = op is not None and any(node.has_weights for node in op.inputs)
 
-    def __repr__(self) -> str:
-        return f"Node({self.index}, {self.shape}, {self.name or self.leaf or getattr(self.op, 'name', '')})"
-
     @property
     def fits(self) -> bool:
         """Whether it can be regularized: a floating-point tensor with at least one dimension."""
@@ -85,7 +83,7 @@ class Op:
 
     index: int
     name: str
-    """The name of the function, such as "add", "add_", "linear" or "__getitem__"."""
+    """The name of the function, such as "linear" or "getitem"; "add" for all forms of an addition, as of a product."""
     function: Callable[..., Any] | None = field(repr=False)
     """None for code in which operations cannot be seen."""
     args: tuple[Any, ...] = field(repr=False)
@@ -96,6 +94,8 @@ class Op:
     call: Call | None = field(repr=False)
     """The innermost running module."""
     outputs: list[Node] = field(default_factory=list)
+    is_in_place: bool = False
+    """Whether it changes its first input."""
 
 
 @dataclass(eq=False)
@@ -158,6 +158,51 @@ class Trace:
                 found.setdefault(node, []).append(op)
         return found
 
+    @cached_property
+    def ancestors(self) -> dict[Node, int]:
+        """The nodes from which each node was computed, itself included, as a set of bits: see `bit`."""
+        found: dict[Node, int] = {}
+        for op in self.ops:
+            for node in op.inputs:
+                found.setdefault(node, 1 << len(found))
+            before = functools.reduce(operator.or_, (found[node] for node in op.inputs), 0)
+            for node in op.outputs:
+                found[node] = before | 1 << len(found)
+        return found
+
+    @cached_property
+    def bit(self) -> dict[Node, int]:
+        """A number with one bit for each node."""
+        return {node: 1 << index for index, node in enumerate(self.ancestors)}
+
+    def leads(self, first: Node, second: Node) -> bool:
+        """Whether the second tensor is computed from the first."""
+        return first is not second and bool(self.ancestors.get(second, 0) & self.bit.get(first, 0))
+
+    def path(
+        self, start: Node, ends: Iterable[Node], inputs: Callable[[Op], Iterable[Node]] = operator.attrgetter("inputs")
+    ) -> list[Node]:
+        """Return what is computed from `start` on the way to `ends`, in the order of execution.
+
+        `inputs` gives the inputs of an operation that are followed; by default, all.
+        """
+        found: set[Node] = set()
+        waiting = list(ends)
+        while waiting:
+            node = waiting.pop()
+            if node not in found and node.op is not None and self.leads(start, node):
+                found.add(node)
+                waiting += inputs(node.op)
+        return sorted(found, key=lambda node: node.index)
+
+    def reached(self, starts: Iterable[Node], gate: Node | None = None) -> set[Node]:
+        """Return these nodes and all that is computed from them, not only through `gate`."""
+        found = {*starts}
+        for op in self.ops:
+            if not found.isdisjoint(op.inputs):
+                found.update(node for node in op.outputs if node is not gate)
+        return found
+
 
 def nodes_in(value: Any) -> list[Node]:
     """Return the nodes in a value, depth first."""
@@ -218,7 +263,7 @@ class _Recorder(TorchFunctionMode):
             node.name, node.has_weights = name, isinstance(tensor, nn.Parameter)
 
     def mark_inputs(self, example: Any) -> None:
-        for tensor in _tensors(example):
+        for tensor in tensors(example):
             self._leaf(tensor, "input").is_data = True
 
     @contextmanager
@@ -246,7 +291,7 @@ class _Recorder(TorchFunctionMode):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         left = self.stack.pop()
-        unseen = [tensor for tensor in _tensors(output) if tensor not in self.nodes]
+        unseen = [tensor for tensor in tensors(output) if tensor not in self.nodes]
         if unseen:  # the module is compiled by torch.jit, or calls code of another library
             op = self._op("opaque", None, tuple(left.inputs), {}, tuple(left.inputs))
             for tensor in unseen:
@@ -270,12 +315,10 @@ class _Recorder(TorchFunctionMode):
         inputs = [self.nodes[tensor] for tensor in given.values()]
         result = function(*args, **kwargs or {})
         changed = [x for x, node in zip(given.values(), inputs, strict=True) if _version(x) != self.versions[node]]
-        outputs = {id(x): x for x in (*(x for x in _tensors(result) if x not in self.nodes), *changed)}
+        outputs = {id(x): x for x in (*(x for x in tensors(result) if x not in self.nodes), *changed)}
         if outputs:
-            name = getattr(function, "__name__", str(function))
-            if name == "__get__":  # a property such as `x.T`
-                name = getattr(function.__self__, "__name__", name)
-            op = self._op(name, function, plain_args, plain_kwargs, tuple(inputs))
+            op = self._op(_name(function), function, plain_args, plain_kwargs, tuple(inputs))
+            op.is_in_place = bool(changed)
             for tensor in outputs.values():
                 self._new(tensor, op)
             for tensor in changed:
@@ -360,24 +403,18 @@ def _without_fused_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
+def _name(function: Any) -> str:
+    """Return the name of a function, the same one for methods, operators and in-place forms."""
+    name = getattr(function, "__name__", str(function))
+    if name == "__get__":  # a property such as `x.T`
+        name = getattr(function.__self__, "__name__", name)
+    special = re.fullmatch("__[ir]?(add|mul|matmul)__|__i?true(div)__|(mul)tiply|true_(div)ide", name)
+    return next(filter(None, special.groups())) if special else name.strip("_")
+
+
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map_tensors(value, found.append)
-    return found
-
-
 def _map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
-    """Return `value` with `fn` applied to its tensors. This is `map_leaves` for the fast path of each operation."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if type(value) in (tuple, list):
-        return type(value)(_map_tensors(item, fn) for item in value)
-    if type(value) is dict:
-        return {key: _map_tensors(item, fn) for key, item in value.items()}
-    if isinstance(value, tuple | list | Mapping) or hasattr(value, "__dataclass_fields__"):
-        return map_leaves(value, lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf)
-    return value
+    return map_leaves(value, lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf)
