@@ -12,7 +12,7 @@ from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.resolve import PlannedSite, Resolved
 from hookdrop.regularizers import Regularizer, at_rate
 from hookdrop.survey import survey
-from hookdrop.survey.calls import LayerCalls
+from hookdrop.survey.layers import LayerCalls
 from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey

@@ -49,7 +49,7 @@ def make_plan(
         name,
         sites,
         resolved.counts,
-        [*warnings, *(() if survey is None else survey.warnings)],
+        warnings,
         resolved.schedule,
         resolved.requested_schedule,
         survey,
@@ -118,7 +118,7 @@ class Plan:
         table = text_table([HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
         notes = [f"{entry}: {counted(count, 'layer')}" for entry, count in self.counts.items()]
         if self.survey is not None:
-            notes.append(f"example: {self.survey.source}")
+            notes.append(f"example: {self.survey.example.source}")
         return "\n".join([self.title, table, *notes, *(f"warning: {text}" for text in self.warnings)])
 
     def _repr_html_(self) -> str:

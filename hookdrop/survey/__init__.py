@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hookdrop.survey.branches import Branch
-    from hookdrop.survey.facts import LayerFacts, Survey, survey
-    from hookdrop.survey.trace import Call, Node, Op, Trace, record
+    from hookdrop.survey.facts import Survey, survey
+    from hookdrop.survey.trace import record
 
-__all__ = ["Branch", "Call", "LayerFacts", "Node", "Op", "Survey", "Trace", "record", "survey"]
-
-_FILES = ("facts", "branches", "trace")
+__all__ = ["Branch", "Survey", "record", "survey"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the analyses on first use, because most programs survey no model."""
     if name in __all__:
-        for file in _FILES:
+        for file in ("facts", "branches", "trace"):
             module = importlib.import_module(f"hookdrop.survey.{file}")
             if name in vars(module):
                 return vars(module)[name]

@@ -18,9 +18,13 @@ from torch import Tensor, nn
 
 from hookdrop.survey.heads import HIDDEN, attention_cores
 from hookdrop.survey.isolation import call, restored_after, set_eval
-from hookdrop.survey.trace import Call, Node, Trace
+from hookdrop.survey.trace import Node, Trace
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import map_tensor, tensors
+
+
+class TokensNeededError(Exception):
+    """Why the tokens of a layer cannot be removed."""
 
 
 @dataclass(frozen=True)
@@ -36,46 +40,21 @@ class Patches:
 def find_patches(trace: Trace) -> str | None:
     """Return the layer whose output is the patches with their positions; None if there is none."""
     cores = {*attention_cores(trace)}
-    images = [node for node in _inputs(trace) if node.fits and len(node.shape) >= 4]
+    inputs = dict.fromkeys(node for op in trace.ops for node in op.inputs if node.leaf == "input")
+    images = [node for node in inputs if node.fits and len(node.shape) >= 4]
     core = next((op for op in trace.ops if op.name in HIDDEN or op in cores), None)
     if len(images) != 1 or core is None:
         return None
-    sources = _sources(trace)
+    depends = trace.reached(images) - trace.reached(inputs.keys() - {*images})
     returned = [(call, call.outputs[0]) for call in trace.calls if call.end < core.index and call.outputs]
-    nodes = dict.fromkeys(node for _, node in returned if len(node.shape) == 3 and node.fits)
-    ends = [node for node in nodes if sources.get(node) == frozenset(images) and _all_passes(trace, images[0], node)]
-    if not ends:
-        return None
-    last = max(ends, key=lambda node: node.index)
-    return _outermost(next(call for call, node in returned if node is last), last).name
-
-
-def _inputs(trace: Trace) -> list[Node]:
-    return list(dict.fromkeys(node for op in trace.ops for node in op.inputs if node.leaf == "input"))
-
-
-def _sources(trace: Trace) -> dict[Node, frozenset[Node]]:
-    """Return the inputs of the model that each tensor depends on."""
-    found = {node: frozenset([node]) for node in _inputs(trace)}
-    for op in trace.ops:
-        sources = frozenset[Node]().union(*(found.get(node, ()) for node in op.inputs))
-        found.update(dict.fromkeys(op.outputs, sources))
-    return found
-
-
-def _all_passes(trace: Trace, start: Node, gate: Node) -> bool:
-    """Whether all that the model computes from a tensor passes through another."""
-    reached = {start}
-    for op in trace.ops:
-        if not reached.isdisjoint(op.inputs):
-            reached.update(node for node in op.outputs if node is not gate)
-    return reached.isdisjoint(trace.calls[0].outputs)
-
-
-def _outermost(call: Call, node: Node) -> Call:
-    while call.parent is not None and call.parent.outputs[:1] == [node]:
-        call = call.parent
-    return call
+    tokens = {node for _, node in returned if len(node.shape) == 3 and node.fits and node in depends}
+    for last in sorted(tokens, key=lambda node: -node.index):
+        if trace.reached(images, gate=last).isdisjoint(trace.calls[0].outputs):  # all of the image passes through it
+            call = next(call for call, node in returned if node is last)
+            while call.parent is not None and call.parent.outputs[:1] == [last]:
+                call = call.parent
+            return call.name
+    return None
 
 
 def find_embedding(trace: Trace) -> str | None:
@@ -93,10 +72,6 @@ def _given(node: Node) -> Node:
     while node.op is not None and node.op.name in ("view", "reshape", "flatten", "contiguous", "to", "long", "clamp"):
         node = node.op.inputs[0]
     return node
-
-
-class TokensNeededError(Exception):
-    """Why the tokens of a layer cannot be removed."""
 
 
 def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches:

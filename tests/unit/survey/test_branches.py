@@ -299,7 +299,7 @@ class TestSurvey:
 
     def test_assumes_an_image_for_convolutions_of_three_channels(self) -> None:
         found = survey(nn.Sequential(Conv(first=True), Conv()))
-        assert "assumed image" in found.source
+        assert "assumed image" in found.example.source
         assert found.forwards == 0
 
     def test_values_are_used_where_shapes_depend_on_them(self) -> None:
