@@ -78,11 +78,13 @@ class ConvNet:
     def others_since(self, first: ConvBlock) -> list[str]:
         """Return the names of the other blocks that run in the stages since a block."""
         root = os.path.commonpath([block.name.replace(".", "/") for block in self.blocks]).replace("/", ".")
-        last = self.blocks[-1].end.index
-        since = [(when, name) for when, name in self.others if when > first.start.index]
-        return list(
-            dict.fromkeys(name for when, name in since if when < last or (root and name.startswith(f"{root}.")))
-        )
+        first_index, last_index = first.start.index, self.blocks[-1].end.index
+        inside = [
+            name
+            for when, name in self.others
+            if when > first_index and (when < last_index or (root and name.startswith(f"{root}.")))
+        ]
+        return list(dict.fromkeys(inside))
 
 
 def _widens(block: ConvBlock) -> bool:
@@ -120,7 +122,7 @@ class ConvGraph:
         return inputs
 
     def _attends(self, start: Node, end: Node) -> bool:
-        return any(node.op is not None and node.op.name in _ATTENTION for node in self.path(start, end))
+        return not _ATTENTION.isdisjoint(_names(self.path(start, end)))
 
     def path(self, start: Node, *ends: Node) -> list[Node]:
         """Return the tensors on the way, in the order of execution, without those that only compute gates."""
@@ -138,7 +140,7 @@ class ConvGraph:
     def convs(self, nodes: Iterable[Node]) -> list[Op]:
         """Return the convolutions with parameters that computed these tensors."""
         ops = [node.op for node in nodes if node.op is not None and node.op.name in _CONVS]
-        return [op for op in ops if argument(op, 1, "weight").has_weights]
+        return [op for op in ops if _argument(op, 1, "weight").has_weights]
 
     def calls_on(self, node: Node, start: int, end: int) -> list[Call]:
         """Return the outermost calls that take a tensor in this interval."""
@@ -212,7 +214,12 @@ class ConvGraph:
         return False
 
 
-def argument(op: Op, index: int, name: str, default: Any = None) -> Any:
+def _names(path: Iterable[Node]) -> list[str]:
+    """Return the names of the operations that computed these tensors."""
+    return [node.op.name for node in path if node.op is not None]
+
+
+def _argument(op: Op, index: int, name: str, default: Any = None) -> Any:
     """Return an argument of a function by its position or its name."""
     return op.args[index] if len(op.args) > index else op.kwargs.get(name, default)
 
@@ -244,7 +251,7 @@ class _Sum:
     @property
     def enlarges(self) -> bool:
         """Whether the branch has an upsampling, as between the levels of a feature pyramid."""
-        return any(node.op is not None and node.op.name in _ENLARGING for node in self.path)
+        return not _ENLARGING.isdisjoint(_names(self.path))
 
     def is_in(self, block: ConvBlock) -> bool:
         """Whether the addition runs inside a block."""
@@ -287,7 +294,7 @@ def _residual_sums(graph: ConvGraph) -> Iterator[_Sum]:
             if start is None or any(_is_part(graph, start, term) for term in terms):
                 continue
             path = graph.path(start, *terms, *op.inputs)
-            if any(node.op is not None and _reads_weights(node.op) for node in path):
+            if any(not one.is_data and one.has_weights for node in path if node.op for one in node.op.inputs):
                 yield _Sum(op, terms, start, path)
 
 
@@ -310,11 +317,7 @@ def _terms(graph: ConvGraph, op: Op) -> Iterator[Node]:
 def _is_part(graph: ConvGraph, start: Node, term: Node) -> bool:
     """Whether a term is a part of a tensor, as in Res2Net, and no skip."""
     path = graph.path(start, term)
-    return bool(path) and all(node.op is not None and node.op.name in _PARTS | _LAYOUT for node in path)
-
-
-def _reads_weights(op: Op) -> bool:
-    return any(node.has_weights and not node.is_data for node in op.inputs)
+    return bool(path) and {*_names(path)} <= _PARTS | _LAYOUT
 
 
 def _outermost(graph: ConvGraph, sums: list[_Sum]) -> list[_Sum]:
@@ -345,8 +348,8 @@ def _residual_block(graph: ConvGraph, one: _Sum) -> ConvBlock | None:
 
 def _layers(graph: ConvGraph, path: Collection[Node]) -> list[Call]:
     """Return the layers after the convolutions of a block; none if it does not consist of convolutions and norms."""
-    layers, has_linear = graph.layers(path), any(node.op is not None and node.op.name == "linear" for node in path)
-    return layers if len(layers) > 1 and not has_linear and any(map(graph.has_norm, graph.convs(path))) else []
+    layers, is_mixed = graph.layers(path), "linear" in _names(path)
+    return layers if len(layers) > 1 and not is_mixed and any(map(graph.has_norm, graph.convs(path))) else []
 
 
 def _skip_module(graph: ConvGraph, one: _Sum, block: Call, term: Node) -> str:
@@ -380,14 +383,8 @@ def _blocks_without_skip(graph: ConvGraph, known: list[ConvBlock]) -> list[ConvB
     found = {}
     for call in graph.trace.calls:
         inputs, outputs = [node for node in call.inputs if node.is_data], call.outputs
-        inside = any(around.name in names for around in call.around())
-        if (
-            inside
-            or len(inputs) != 1
-            or len(outputs) != 1
-            or len(outputs[0].shape) < 3
-            or (known and call.type not in types)
-        ):
+        is_other = any(around.name in names for around in call.around()) or (known and call.type not in types)
+        if is_other or len(inputs) != 1 or len(outputs) != 1 or len(outputs[0].shape) < 3:
             continue
         path = graph.path(inputs[0], outputs[0])
         convs, layers = graph.convs(path), graph.layers(path) if known else _layers(graph, path)
@@ -404,7 +401,7 @@ def _blocks_without_skip(graph: ConvGraph, known: list[ConvBlock]) -> list[ConvB
 
 
 def _dilation(convs: Iterable[Op]) -> int:
-    values = [argument(op, 5, "dilation", 1) for op in convs if op.name not in _ENLARGING]
+    values = [_argument(op, 5, "dilation", 1) for op in convs if op.name not in _ENLARGING]
     return max((max(value) if isinstance(value, tuple | list) else value for value in values), default=1)
 
 
@@ -429,7 +426,8 @@ def map_convs(trace: Trace) -> tuple[list[str], tuple[str, ...]]:
     model = trace.calls[0]
     start = next(node for node in model.inputs if node.is_data and len(node.shape) > 2)
     path = graph.path(start, *(node for node in model.outputs if len(node.shape) > 2))
-    pooled, direct = _after_pooling(path), _without_convs(graph, model.outputs)
+    pooled = _after_pooling(path)
+    direct = trace.path(start, model.outputs, lambda op: () if op.name in _CONVS else graph.carriers(op))
     names = []
     for conv in graph.convs(path):
         has_norm, is_activated = graph.follows(conv)
@@ -440,31 +438,16 @@ def map_convs(trace: Trace) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _is_pointwise(conv: Op) -> bool:
-    return set(argument(conv, 1, "weight").shape[2:]) == {1}
+    return set(_argument(conv, 1, "weight").shape[2:]) == {1}
 
 
 def _after_pooling(path: Iterable[Node]) -> set[Node]:
     """Return the tensors after a global pooling, until they are enlarged."""
     pooled: set[Node] = set()
-    for node in path:
-        op = node.op
-        if op is not None and (
-            "adaptive" in op.name or (op.inputs[0] in pooled and node.shape[2:] <= op.inputs[0].shape[2:])
-        ):
+    for node, op in ((node, node.op) for node in path if node.op is not None):
+        if "adaptive" in op.name or (op.inputs[0] in pooled and node.shape[2:] <= op.inputs[0].shape[2:]):
             pooled.add(node)
     return pooled
-
-
-def _without_convs(graph: ConvGraph, outputs: Iterable[Node]) -> set[Node]:
-    """Return the tensors that reach an output of the model through no convolution."""
-    found: set[Node] = set()
-    todo = list(outputs)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += graph.carriers(node.op) if node.op is not None and node.op.name not in _CONVS else []
-    return found
 
 
 def _backbones(graph: ConvGraph, start: Node) -> Iterator[Call]:
@@ -476,6 +459,5 @@ def _backbones(graph: ConvGraph, start: Node) -> Iterator[Call]:
             continue
         inside = graph.path(image, *maps)
         convs = graph.convs(inside)
-        enlarges = any(node.op is not None and node.op.name in _ENLARGING for node in inside)
-        if convs and not enlarges and convs[0].outputs[0].shape[-1] < start.shape[-1]:
+        if convs and _ENLARGING.isdisjoint(_names(inside)) and convs[0].outputs[0].shape[-1] < start.shape[-1]:
             yield call

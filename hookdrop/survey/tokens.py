@@ -9,7 +9,6 @@ run. Windows, grids, relative positions and rotary embeddings fail one of both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.survey.heads import HIDDEN, attention_cores
-from hookdrop.survey.isolation import call, restored_after, set_eval
+from hookdrop.survey.isolation import run_with_hooks
 from hookdrop.survey.trace import Node, Trace
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import map_tensor, tensors
@@ -131,16 +130,11 @@ def _run(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], 
         return save
 
     layers = {found.name: found.module for found in named_layers(model)}
-    with ExitStack() as stack:
-        # Registered last, so that this changes what a hook of hookdrop would change.
-        stack.callback(layers[layer].register_forward_hook(at_layer).remove)
-        for name, module in layers.items():
-            if name != layer and not name.startswith(f"{layer}."):
-                stack.callback(module.register_forward_hook(after(name)).remove)
-        stack.enter_context(restored_after(model, trains=False))
-        stack.enter_context(torch.no_grad())
-        set_eval(model)
-        call(model, example)
+    others = {name: module for name, module in layers.items() if not f"{name}.".startswith(f"{layer}.")}
+    # Registered last, so that this changes what a hook of hookdrop would change.
+    handles = [layers[layer].register_forward_hook(at_layer)]
+    handles += [module.register_forward_hook(after(name)) for name, module in others.items()]
+    run_with_hooks(model, example, handles)
     return run
 
 
