@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hookdrop
 from families.layers import Run
 from hookdrop.recipes.base import Recipe
-from hookdrop.survey import survey
+from hookdrop.survey.facts import survey
 from hookdrop.utils.tensor_tree import tensors
 from models.check import NotRunnable, require
 from models.footprint import bit_equal, differences, fingerprint, footprint

@@ -11,7 +11,7 @@ from hookdrop.guards.plan import plan_warnings
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.resolve import PlannedSite, Resolved
 from hookdrop.regularizers import Regularizer, at_rate
-from hookdrop.survey import survey
+from hookdrop.survey.facts import survey
 from hookdrop.survey.layers import LayerCalls
 from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.tables import counted

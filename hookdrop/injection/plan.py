@@ -15,7 +15,7 @@ from hookdrop.utils.tables import counted, html_table, shape_text, text_table
 from hookdrop.utils.tensor_tree import TensorKey
 
 if TYPE_CHECKING:
-    from hookdrop.survey import Survey
+    from hookdrop.survey.facts import Survey
 
 HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 

@@ -39,7 +39,7 @@ from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.validation import number, one_of
 
 if TYPE_CHECKING:
-    from hookdrop.survey import Survey
+    from hookdrop.survey.facts import Survey
 
 Source: TypeAlias = Regularizer | nn.Module | Callable[[Tensor], Tensor] | str
 Regularizers: TypeAlias = Source | Mapping[Any, Source] | Recipe
@@ -201,7 +201,7 @@ class LazySurvey:
     def __getattr__(self, name: str) -> Any:
         with hooks_removed(self._arguments[0]):  # an injection is no part of the model
             if self.found is None:
-                from hookdrop.survey import survey
+                from hookdrop.survey.facts import survey
 
                 self.found = survey(*self._arguments)
             return getattr(self.found, name)

@@ -12,7 +12,8 @@ from torch import nn
 
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Dropout, DropPath, LayerDrop
-from hookdrop.survey import Branch, Survey
+from hookdrop.survey.branches import Branch
+from hookdrop.survey.facts import Survey
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some

@@ -9,7 +9,7 @@ from torch import nn
 
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import HeadDropout, NEFTune, TokenDropout
-from hookdrop.survey import Survey
+from hookdrop.survey.facts import Survey
 from hookdrop.survey.tokens import TokensNeededError
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers, select

@@ -23,16 +23,10 @@ from hookdrop.survey.trace import Call, Node, Op, Trace
 class Branch:
     """A residual branch. All names are full names of modules."""
 
-    block: str
-    """The innermost module in whose forward the addition runs."""
     layer: str
-    """The outermost block around this block that adds branches: in BERT, the layer around both of its outputs."""
+    """The outermost block around the addition that adds branches: in BERT, the layer around both of its outputs."""
     end: str
     """The last module of the branch, whose output reaches the addition."""
-    start: str
-    """The first module that takes the skip's tensor; empty if none does."""
-    skip: str | None
-    """Empty: an identity skip, from the block's own input; a name: the module on the skip; None: another tensor."""
     shape: tuple[int, ...]
     """The shape of the output of `end`."""
     parts: tuple[str, ...] = ()
@@ -50,8 +44,6 @@ class Residual:
     """The tensor from which both come: the skip, or what it is a sum with, or the input of a projection."""
     is_projection: bool = False
     """Whether the skip is computed from the root by layers."""
-    projection: Call | None = None
-    """The call that returned the skip, if it is one."""
     before: set[Node] = field(default_factory=set)
     """The root, and what the branch was computed from since then."""
     ends: list[list[Call]] = field(default_factory=list)
@@ -75,14 +67,11 @@ def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...
     layers = _layers(residuals, usable)
     found: dict[tuple[str, str], Branch] = {}
     for residual in residuals:
-        start, skip = _start(trace, residual), _skip(residual)
-        block = "" if residual.op.call is None else residual.op.call.name
         for calls in residual.ends:
             usable_calls = [call for call in calls if call.name in usable]
             if usable_calls:
                 parts = tuple(dict.fromkeys(call.name for call in usable_calls))
-                shape = usable_calls[0].outputs[0].shape
-                branch = Branch(block, layers[residual], parts[0], start, skip, shape, parts)
+                branch = Branch(layers[residual], parts[0], usable_calls[0].outputs[0].shape, parts)
                 found.setdefault((branch.layer, branch.end), branch)
     return tuple(found.values())
 
@@ -187,7 +176,7 @@ class _Search:
         of_a, of_b = lengths[0][root], lengths[1][root]
         for skip, branch in ((a, b), (b, a)):  # a further branch beside the same projection
             if skip in self.found and self.found[skip].is_projection and self.found[skip].root is root:
-                return Residual(op, skip, branch, root, True, self.found[skip].projection)
+                return Residual(op, skip, branch, root, True)
         skip, branch = (a, b) if of_a < of_b else (b, a)
         if of_a == of_b:
             return None
@@ -200,7 +189,7 @@ class _Search:
         for node in (one.outputs[0] for one in path if is_simple):
             for call in self._producers(node):
                 if root in call.inputs and (call.has_weights or node is skip):
-                    return Residual(op, skip, branch, root, True, call if node is skip else None)
+                    return Residual(op, skip, branch, root, True)
         return None
 
     def _producers(self, node: Node) -> list[Call]:
@@ -338,35 +327,13 @@ def _layers(residuals: list[Residual], usable: set[str]) -> dict[Residual, str]:
     return layers
 
 
-def _home(residual: Residual) -> Call | None:
-    """Return the call in which the branch starts: around a module that gets it as an argument, as in BERT's output."""
+def _home_name(residual: Residual) -> str:
+    """Return the module in which the branch starts, around one that gets it as an argument, as in BERT's output."""
     root, call = residual.root, residual.op.call
     first = max((n.op.index for n in residual.before - {root} if n.op and root in n.op.inputs), default=root.index)
     while call is not None and call.start > max(first, root.index):
         call = call.parent
-    return call
-
-
-def _home_name(residual: Residual) -> str:
-    home = _home(residual)
-    return "" if home is None else home.name
-
-
-def _start(trace: Trace, residual: Residual) -> str:
-    """Return the first module of the branch: it takes the skip's tensor, and the branch depends on its output."""
-    home = _home(residual)
-    for call in trace.calls:
-        since = max(residual.root.index, -1 if home is None else home.start)
-        inside = since < call.start and call.end < residual.op.index and call is not residual.projection
-        if inside and residual.root in call.inputs and any(node in residual.before for node in call.outputs):
-            return call.name
-    return ""
-
-
-def _skip(residual: Residual) -> str | None:
-    if residual.projection is not None:
-        return residual.projection.name
-    return "" if residual.op.call is not None and residual.skip in residual.op.call.inputs else None
+    return "" if call is None else call.name
 
 
 _LINEAR = frozenset(

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
@@ -140,7 +139,7 @@ class ConvGraph:
     def convs(self, nodes: Iterable[Node]) -> list[Op]:
         """Return the convolutions with parameters that computed these tensors."""
         ops = [node.op for node in nodes if node.op is not None and node.op.name in _CONVS]
-        return [op for op in ops if _argument(op, 1, "weight").has_weights]
+        return [op for op in ops if op.argument(1, "weight").has_weights]
 
     def calls_on(self, node: Node, start: int, end: int) -> list[Call]:
         """Return the outermost calls that take a tensor in this interval."""
@@ -217,11 +216,6 @@ class ConvGraph:
 def _names(path: Iterable[Node]) -> list[str]:
     """Return the names of the operations that computed these tensors."""
     return [node.op.name for node in path if node.op is not None]
-
-
-def _argument(op: Op, index: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a function by its position or its name."""
-    return op.args[index] if len(op.args) > index else op.kwargs.get(name, default)
 
 
 def _is_norm(call: Call, own: Collection[Op]) -> bool:
@@ -401,7 +395,7 @@ def _blocks_without_skip(graph: ConvGraph, known: list[ConvBlock]) -> list[ConvB
 
 
 def _dilation(convs: Iterable[Op]) -> int:
-    values = [_argument(op, 5, "dilation", 1) for op in convs if op.name not in _ENLARGING]
+    values = [op.argument(5, "dilation", 1) for op in convs if op.name not in _ENLARGING]
     return max((max(value) if isinstance(value, tuple | list) else value for value in values), default=1)
 
 
@@ -438,7 +432,7 @@ def map_convs(trace: Trace) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _is_pointwise(conv: Op) -> bool:
-    return set(_argument(conv, 1, "weight").shape[2:]) == {1}
+    return set(conv.argument(1, "weight").shape[2:]) == {1}
 
 
 def _after_pooling(path: Iterable[Node]) -> set[Node]:

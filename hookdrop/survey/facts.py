@@ -12,7 +12,7 @@ from torch import nn
 
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
-from hookdrop.survey.examples import Example, examples, no_example
+from hookdrop.survey.examples import Example, examples
 from hookdrop.survey.heads import Heads, find_heads
 from hookdrop.survey.layers import LayerCalls, find_skippable, layer_calls
 from hookdrop.survey.samples import PLACES, Samples, growing_axis, row_orders
@@ -211,7 +211,10 @@ def _survey(model: nn.Module, given: Any) -> Survey:
                 continue
             if not example.is_assumed or _begins_with_image_convolution(trace):
                 return Survey(model, example, trace, forwards, not fake)
-    raise no_example(model)
+    raise InjectionError(
+        f"this needs an example input for {type(model).__name__}, to see what its layers compute.\n"
+        "  pass one: example_input=x, a tensor, a tuple of arguments or a dict of keyword arguments"
+    )
 
 
 def _begins_with_image_convolution(trace: Trace) -> bool:

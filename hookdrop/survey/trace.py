@@ -97,6 +97,10 @@ class Op:
     is_in_place: bool = False
     """Whether it changes its first input."""
 
+    def argument(self, index: int, name: str, default: Any = None) -> Any:
+        """Return an argument of the function by its position or its name."""
+        return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
+
 
 @dataclass(eq=False)
 class Call:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdrop.survey import survey
+from hookdrop.survey.facts import survey
 from hookdrop.survey.tokens import Patches, TokensNeededError
 
 X = torch.randn(2, 3, 8, 8)
