@@ -16,7 +16,7 @@ from hookdrop.survey.examples import Example, examples
 from hookdrop.survey.heads import Heads, find_heads
 from hookdrop.survey.layers import LayerCalls, find_skippable, layer_calls
 from hookdrop.survey.samples import PLACES, Samples, growing_axis, row_orders
-from hookdrop.survey.tokens import Patches, TokensNeededError, find_embedding, find_patches, removable_patches
+from hookdrop.survey.tokens import Patches, find_embedding, find_patches, removable_patches
 from hookdrop.survey.trace import Call, Trace, record
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
@@ -34,12 +34,9 @@ class Survey:
         """The number of forwards with values so far."""
         self.is_fake = not has_values
         """Whether the traces have shapes but no values."""
-        self._tokens: dict[str, Patches | TokensNeededError] = {}
+        self._tokens: dict[str, Patches | str] = {}
         self.trace = trace
         """The forward with the batch size of the example."""
-
-    def __repr__(self) -> str:
-        return f"Survey({self.example.source}, {len(self.layers)} layers, {len(self.branches)} branches)"
 
     @property
     def model(self) -> nn.Module:
@@ -99,36 +96,22 @@ class Survey:
         return row_orders(self.model, self.example.two_samples(), sites)
 
     @cached_property
-    def patches(self) -> Patches:
-        """The tokens of image patches, if later layers do not need all of them.
-
-        Raises:
-            TokensNeededError: they do, or there are none.
-        """
+    def patches(self) -> Patches | str:
+        """The tokens of image patches, or why there are none, or why later layers need all of them."""
         layer = find_patches(self.trace)
-        if layer is None:
-            raise TokensNeededError("it has no tensor (N, L, C) of image patches from which all else is computed")
-        return self._removable(layer)
+        none = "it has no tensor (N, L, C) of image patches from which all else is computed"
+        return self._removable(layer) if layer else none
 
     def why_tokens_stay(self, layer: str) -> str:
         """Return why later layers need all tokens (N, L, C) that a layer returns; empty if they do not."""
-        try:
-            self._removable(layer)
-        except TokensNeededError as error:
-            return str(error)
-        return ""
+        found = self._removable(layer)
+        return found if isinstance(found, str) else ""
 
-    def _removable(self, layer: str) -> Patches:
+    def _removable(self, layer: str) -> Patches | str:
         if layer not in self._tokens:
             self.forwards += 3
-            try:
-                self._tokens[layer] = removable_patches(self.model, self.example.two_samples(), layer)
-            except TokensNeededError as error:
-                self._tokens[layer] = error
-        found = self._tokens[layer]
-        if isinstance(found, TokensNeededError):
-            raise found
-        return found
+            self._tokens[layer] = removable_patches(self.model, self.example.two_samples(), layer)
+        return self._tokens[layer]
 
     @cached_property
     def token_embedding(self) -> str | None:

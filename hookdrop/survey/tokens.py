@@ -22,10 +22,6 @@ from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import map_tensor, tensors
 
 
-class TokensNeededError(Exception):
-    """Why the tokens of a layer cannot be removed."""
-
-
 @dataclass(frozen=True)
 class Patches:
     """The tokens of image patches, which may be removed."""
@@ -73,30 +69,42 @@ def _given(node: Node) -> Node:
     return node
 
 
-def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches:
-    """Return the patches among the tokens that a layer returns, if later layers do not need all of them.
+class _NeededError(Exception):
+    """Why the tokens of a layer cannot be removed."""
+
+
+def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches | str:
+    """Return the patches among the tokens (N, L, C) that a layer returns, or why later layers need all of them.
 
     Args:
         model: the model without wrappers.
         example: two different samples.
-        layer: the name of a layer that returns tokens (N, L, C).
-
-    Raises:
-        TokensNeededError: later layers need them.
+        layer: the name of the layer.
     """
+    try:
+        return _removable_patches(model, example, layer)
+    except _NeededError as error:
+        return str(error)
+
+
+def _removable_patches(model: nn.Module, example: Any, layer: str) -> Patches:
     plain = _run(model, example, layer, lambda x: x)
     tokens = plain.tokens
     if tokens is None or tokens.dim() != 3 or len(tokens) != 2:
-        raise TokensNeededError(f"{layer!r} does not return one tensor (N, L, C) in each forward")
+        raise _NeededError(f"{layer!r} does not return one tensor (N, L, C) in each forward")
     equal = (tokens[0] == tokens[1]).all(-1)
     length, prefix = tokens.shape[1], int(equal.sum())
     if not equal[:prefix].all() or length - prefix < 2:
-        raise TokensNeededError(f"the tokens of {layer!r} that do not depend on the image are not the first ones")
+        raise _NeededError(f"the tokens of {layer!r} that do not depend on the image are not the first ones")
     order = torch.cat([torch.arange(prefix), torch.arange(prefix, length).roll(1 + (length - prefix) // 3)])
     permuted = _tried(model, example, layer, lambda x: x[:, order.to(x.device)], "in another order")
     for (name, before), (_, after) in zip(plain.outputs, permuted.outputs, strict=False):
-        if not _same(_in_order(before, order), after):
-            raise TokensNeededError(f"{name!r} depends on the position of the tokens that it gets")
+        if before.shape == order.shape:
+            before = before[order.to(before.device)]
+        # The order of a sum changes its rounding; a position changes much more than this.
+        limit = 1e-3 * before.abs().max().clamp(min=1e-6)
+        if before.shape != after.shape or not bool(((before - after).abs() <= limit).all()):
+            raise _NeededError(f"{name!r} depends on the position of the tokens that it gets")
     kept = torch.arange(prefix + (length - prefix) // 2)
     _tried(model, example, layer, lambda x: x[:, kept.to(x.device)], "with fewer tokens")
     return Patches(layer, prefix)
@@ -118,7 +126,7 @@ def _run(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], 
     def at_layer(module: nn.Module, args: Any, output: Any) -> Any:
         first, run.tokens = run.tokens is None, next(iter(tensors(output)), None)
         if not first:
-            raise TokensNeededError(f"{layer!r} runs several times in a forward")
+            raise _NeededError(f"{layer!r} runs several times in a forward")
         return map_tensor(output, None, change)
 
     def after(name: str) -> Callable[..., None]:
@@ -141,11 +149,11 @@ def _run(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], 
 def _tried(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], Tensor], how: str) -> _Run:
     try:
         return _run(model, example, layer, change)
-    except TokensNeededError:
+    except _NeededError:
         raise
     except Exception as error:  # models fail in any way
         reason = "".join(str(error.__cause__ or error).strip().splitlines()[:1])
-        raise TokensNeededError(f"the layers after {layer!r} do not run {how}: {reason}") from error
+        raise _NeededError(f"the layers after {layer!r} do not run {how}: {reason}") from error
 
 
 def _projected(x: Tensor, length: int) -> Tensor:
@@ -156,12 +164,3 @@ def _projected(x: Tensor, length: int) -> Tensor:
     rows = x.movedim(axes[0], 0).flatten(1) if axes else x.reshape(1, -1)
     weights = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows)
     return (rows * weights).float().sum(1)
-
-
-def _in_order(x: Tensor, order: Tensor) -> Tensor:
-    return x[order.to(x.device)] if x.shape == order.shape else x
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    # The order of a sum changes its rounding; a position changes much more than this.
-    return x.shape == y.shape and bool(((x - y).abs() <= 1e-3 * x.abs().max().clamp(min=1e-6)).all())

@@ -51,7 +51,6 @@ class Node:
         shape, dtype: those of the tensor.
         op: the operation that computed it; None for a leaf.
         leaf: `"input"`, `"weight"` (a parameter or a buffer) or `"constant"`; empty if an operation computed it.
-        name: the full name of a parameter or buffer.
         is_data: whether it depends on the example.
         has_weights: whether it depends on parameters.
     """
@@ -62,7 +61,6 @@ class Node:
 
     def __init__(self, index: int, tensor: Tensor, op: Op | None = None, leaf: str = "") -> None:
         self.index, self.shape, self.dtype, self.op, self.leaf = index, tuple(tensor.shape), tensor.dtype, op, leaf
-        self.name = ""
         self.is_data = op is not None and any(node.is_data for node in op.inputs)
         self.has_weights = op is not None and any(node.has_weights for node in op.inputs)
 
@@ -237,7 +235,8 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: bool 
         stack.enter_context(restored_after(model, trains=training))
         recorder = _Recorder(model)
         stack.enter_context(_restored_attributes(model))
-        stack.enter_context(_without_fused_attention())
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.no_grad())
         for module in model.modules():
             module.training = training and not isinstance(module, BatchNorm)  # which fails for one small map
@@ -245,7 +244,8 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: bool 
             stack.callback(_clear_function_caches, model)
             mode = stack.enter_context(fake_tensors())
             example = _map_tensors(example, mode.from_tensor)
-        recorder.mark_inputs(example)
+        for tensor in tensors(example):
+            recorder.leaf(tensor, "input").is_data = True
         stack.enter_context(recorder.hooks(model))
         stack.enter_context(recorder)
         call(unwrapped(model), example)
@@ -262,13 +262,8 @@ class _Recorder(TorchFunctionMode):
         """The last in-place change of each storage."""
         self.versions: dict[Node, int] = {}
         self.stack: list[Call] = []
-        for name, tensor in (*unwrapped(model).named_parameters(), *unwrapped(model).named_buffers()):
-            node = self._leaf(tensor, "weight")
-            node.name, node.has_weights = name, isinstance(tensor, nn.Parameter)
-
-    def mark_inputs(self, example: Any) -> None:
-        for tensor in tensors(example):
-            self._leaf(tensor, "input").is_data = True
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.leaf(tensor, "weight").has_weights = isinstance(tensor, nn.Parameter)
 
     @contextmanager
     def hooks(self, model: nn.Module) -> Iterator[None]:
@@ -341,7 +336,7 @@ class _Recorder(TorchFunctionMode):
         op.outputs.append(node)
         return self._remember(tensor, node)
 
-    def _leaf(self, tensor: Tensor, kind: str) -> Node:
+    def leaf(self, tensor: Tensor, kind: str) -> Node:
         return self._remember(tensor, Node(next(self.clock), tensor, leaf=kind))
 
     def _remember(self, tensor: Tensor, node: Node) -> Node:
@@ -350,7 +345,7 @@ class _Recorder(TorchFunctionMode):
 
     def _node(self, tensor: Tensor) -> Node:
         if tensor not in self.nodes:
-            return self._leaf(tensor, "constant")
+            return self.leaf(tensor, "constant")
         node: Node = self.nodes[tensor]
         if self.versions[node] != _version(tensor):  # changed through another tensor that shares its memory
             inputs = tuple(dict.fromkeys((node, self.writes.get(storage_of(tensor), node))))
@@ -395,16 +390,6 @@ def _clear_function_caches(model: nn.Module) -> None:
 
 
 _LRU_CACHE = type(functools.lru_cache(int))
-
-
-@contextmanager
-def _without_fused_attention() -> Iterator[None]:
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def _name(function: Any) -> str:
