@@ -19,7 +19,7 @@ from torch import nn
 
 import hookdrop
 from hookdrop import recipes
-from hookdrop.recipes.base import Recipe
+from hookdrop.recipes import Recipe
 from models import catalog, report
 from models.catalog import Name, Trial
 from models.check import Check, NotRunnable, short_traceback

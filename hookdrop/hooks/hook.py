@@ -141,8 +141,8 @@ class SiteHook(PlacedHook):
         if rate is None and not module.training and not torch.is_grad_enabled():
             self.called = True  # inference: there is nothing to check
             return None
-        for listener in self.listeners:
-            listener(self, module, value)
+        if self.listeners:
+            _NOTIFY.call(self, module, value)
         if graph_task() != -1:
             return self._recompute(module, value, rate)
         if (rate is not None or module.training) and may_be_recomputed():
@@ -309,6 +309,13 @@ class SiteHook(PlacedHook):
         else:
             self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
+    def accompany(self, register: Callable[..., Any], function: Any, *settings: Any, **flags: bool) -> CompanionHook:
+        """Register a companion that calls `function(self, *settings, ...)`."""
+        companion = CompanionHook(self, function, *settings)
+        companion.handle = register(companion, **flags)
+        self.companions.append(companion)
+        return companion
+
     def remove(self) -> None:
         super().remove()
         for companion in self.companions:
@@ -344,13 +351,19 @@ def regularized(regularizer: Regularizer, x: Tensor, rate: Any, **context: Any) 
     return require_same_shape_and_dtype(x, y) if regularizer.keeps_shape else y
 
 
+def _notify(hook: SiteHook, module: nn.Module, value: Any) -> None:
+    for listener in hook.listeners:
+        listener(hook, module, value)
+
+
 def _apply(hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
     # Not `hook.apply`: a `SkipHook` saves its input differently in compiled code than in eager code.
     return SiteHook.apply(hook, x, rate, **context)
 
 
+_NOTIFY = compiling.GraphBreak(_notify, "hookdrop checks the first calls.")
 _OBSERVED = compiling.GraphBreak(
     _apply,
-    "measuring() and recording() need tensor values, so they break the graph.\n"
-    "  measure the uncompiled model, or use probe(x), which runs it uncompiled.",
+    "recording() needs tensor values, so it breaks the graph.\n"
+    "  record the uncompiled model, or use probe(x), which runs it uncompiled.",
 )
