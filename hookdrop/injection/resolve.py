@@ -11,7 +11,7 @@ from torch import nn
 
 from hookdrop.guards.plan import plan_warnings
 from hookdrop.hooks.registry import hooks_removed
-from hookdrop.injection.plan import Plan, PlannedSite
+from hookdrop.injection.plan import Plan, PlannedSite, inspect_forward
 from hookdrop.injection.spec import InjectionSpec, PScale
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Regularizer, check_picklable, rate_of
@@ -76,8 +76,6 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
     if hooked:
         plan.warnings += plan_warnings(plan.root, plan.sites)
     if given and not any(site.attribute for site in plan.sites):
-        from hookdrop.injection.inspect import inspect_forward  # only an example needs it
-
         inspect_forward(plan, example_input)
     plan.name = spec.name or plan.name or "_".join(dict.fromkeys(hooked))
     return plan
