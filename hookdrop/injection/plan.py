@@ -19,7 +19,7 @@ from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.tables import counted, html_table, shape_text, text_table
 
 if TYPE_CHECKING:
-    from hookdrop.survey import Survey
+    from hookdrop.survey.facts import Survey
     from hookdrop.survey.layers import LayerCalls
 
 HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
@@ -139,7 +139,7 @@ def inspect_forward(plan: Plan, example: Any) -> None:
         ShapeError: the regularizer does not support the tensor at a site.
         LayerError: a layer given by its full name is never called.
     """
-    from hookdrop.survey import survey  # only an example needs it
+    from hookdrop.survey.facts import survey  # only an example needs it
 
     with hooks_removed(plan.model):
         found = survey(plan.model, example)
