@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hookdrop.utils.torch_internals import PLAIN_TYPES, dispatch_modes, functorch_stack, is_tracing
-from hookdrop.utils.validation import one_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +58,6 @@ class Blocks:
     def elements_per_sample(self) -> int:
         """The number of mask elements of one sample."""
         return self.channels * math.prod(self.sizes)
-
-    def repeated(self, count: int) -> Blocks:
-        """The same geometry for `count` times as many samples."""
-        return blocks_of(self.samples * count, self.channels, self.sizes, self.blocks, self.channel)
 
     def zero_(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Zero the seeds' blocks in `x`, a dense tensor with its channels at axis `channel`."""
@@ -177,6 +172,19 @@ def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
+def most_precise_dtype(device: torch.device) -> torch.dtype:
+    """The most precise floating-point dtype of the device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def kept_scale(count: int, dropped: Tensor, rank: int) -> Tensor:
+    """Return count / kept count, given the number of dropped elements: 0-d, or one per sample of a tensor."""
+    kept = (count - dropped).clamp(min=1).to(most_precise_dtype(dropped.device))
+    # `number / tensor` multiplies by the reciprocal in PyTorch, which rounds twice.
+    scale = torch.full_like(kept, count) / kept
+    return scale.view(-1, *[1] * (rank - 1)) if scale.dim() else scale
+
+
 def three_axes(values: Sequence[int]) -> tuple[int, ...]:
     """Prepend axes of length 1 up to three axes."""
     return (*[1] * (3 - len(values)), *values)
@@ -187,6 +195,7 @@ def three_axes(values: Sequence[int]) -> tuple[int, ...]:
 GAMMA = ("exact", "paper")
 
 
+@lru_cache(maxsize=4096)
 def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: str = "exact") -> float:
     """Return the probability that a position where a whole block fits is a seed.
 
@@ -200,18 +209,12 @@ def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: st
         >>> round(gamma_for((14, 14), (7, 7), 0.5) / gamma_for((14, 14), (7, 7), 0.5, "paper"), 2)
         1.68
     """
-    one_of(how, "gamma", "DropBlock", GAMMA)
     if p in (0.0, 1.0) or 0 in sizes:
         return p
     if how == "paper":
         area = math.prod(size / (block * (size - block + 1)) for size, block in zip(sizes, blocks, strict=True))
         return min(1.0, p * area)
-    return _exact(sizes, blocks, p)
-
-
-@lru_cache(maxsize=4096)
-def _exact(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> float:
-    """Solve dropped(gamma) = p starting from a cached solution nearby, so that each rate of a schedule is cheap."""
+    # Start from a cached solution nearby, so that each rate of a schedule is cheap.
     cover, nearest = _cover_counts(sizes, blocks), round(p * _ANCHORS) / _ANCHORS
     if not 0.0 < nearest < 1.0:
         return _solve(cover, p)

@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 
 from hookdrop.errors import InjectionError
 from hookdrop.kernels import native
+from hookdrop.kernels.blocks import most_precise_dtype
 from hookdrop.utils.torch_internals import (
     can_replay_random_operators,
     disable_dynamo,
@@ -84,15 +85,22 @@ def _numbers(kind: str, high: int, size: list[int], *, dtype: torch.dtype, devic
     return (torch.rand if kind == "rand" else torch.randn)(size, dtype=dtype, device=device)
 
 
-_NAME = "hookdrop::random_numbers"
-# PyTorch finds the device of an operator without tensors only in a keyword argument.
-_SCHEMA = "(str kind, SymInt high, SymInt[] size, *, ScalarType dtype, Device device) -> Tensor"
-torch.library.define(_NAME, _SCHEMA, tags=torch.Tag.nondeterministic_seeded)
-torch.library.impl(_NAME, "default")(disable_dynamo(_numbers))
-torch.library.register_fake(_NAME)(
-    lambda kind, high, size, *, dtype, device: torch.empty(size, dtype=dtype, device=device)
+def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> Any:
+    """Register `function` as an operator that the compiler does not trace into, with its meta implementation."""
+    name = schema.partition("(")[0]
+    torch.library.define(f"hookdrop::{name}", schema.removeprefix(name), tags=tags)
+    torch.library.impl(f"hookdrop::{name}", "default")(disable_dynamo(function))
+    torch.library.register_fake(f"hookdrop::{name}")(fake)
+    return getattr(torch.ops.hookdrop, name).default
+
+
+_NUMBERS = operator(
+    # PyTorch finds the device of an operator without tensors only in a keyword argument.
+    "random_numbers(str kind, SymInt high, SymInt[] size, *, ScalarType dtype, Device device) -> Tensor",
+    _numbers,
+    lambda kind, high, size, *, dtype, device: torch.empty(size, dtype=dtype, device=device),
+    torch.Tag.nondeterministic_seeded,
 )
-_NUMBERS = torch.ops.hookdrop.random_numbers.default
 
 
 # --- Bernoulli trials
@@ -148,11 +156,6 @@ def trials(count: int, p: float, device: torch.device, *, static: bool) -> Tenso
     result = _bytes_below(level, count, device)
     rest = (p - level / 256.0) / (1.0 - level / 256.0) if level < 256 else 0.0
     return result.index_fill_(0, successes(count, rest, device, static=False), 1)
-
-
-def most_precise_dtype(device: torch.device) -> torch.dtype:
-    """The most precise floating-point dtype of the device."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _logs(count: int, device: torch.device) -> Tensor:

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.blocks import Blocks, contiguous_strides, three_axes
+from hookdrop.kernels.blocks import Blocks, contiguous_strides, kept_scale, three_axes
 from hookdrop.kernels.native import has_plain_memory
-from hookdrop.kernels.random_numbers import most_precise_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SEED_BITS, _SEED_WORDS = 31, 2
@@ -145,9 +144,7 @@ def unpacked(packed: Tensor, scale: Tensor, blocks: Blocks) -> tuple[Tensor, Ten
         return dropped, scale
     lost = scale[_SEED_WORDS:] >> _SEED_BITS
     count = blocks.samples // lost.numel() * blocks.elements_per_sample
-    kept = (count - lost).clamp_(min=1).to(most_precise_dtype(scale.device))
-    ratio = torch.full_like(kept, count) / kept
-    return dropped, ratio.view(()) if ratio.numel() == 1 else ratio.view(-1, *[1] * (dropped.dim() - 1))
+    return dropped, kept_scale(count, lost.squeeze(), dropped.dim())
 
 
 def _halo(blocks: Blocks) -> int:

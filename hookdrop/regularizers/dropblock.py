@@ -13,10 +13,19 @@ from torch.compiler import is_compiling
 from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.kernels import custom_ops, triton_dropblock
 from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
-from hookdrop.kernels.drawing import NORMALIZE, BlockDrawing
+from hookdrop.kernels.drawing import NORMALIZE, draw_blocks
 from hookdrop.kernels.masking import apply_mask
 from hookdrop.regularizers.base import P, Regularizer, describe_map, nhwc_warnings
-from hookdrop.utils.torch_internals import PLAIN_TYPES, dispatch_modes, is_tracing, on_plain_tensor, wraps_results
+from hookdrop.utils.torch_internals import (
+    PLAIN_TYPES,
+    dispatch_modes,
+    functorch_stack,
+    is_tracing,
+    on_plain_tensor,
+    vmap_randomness,
+    without_functorch,
+    wraps_results,
+)
 from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, given_channel_axis, one_of
 
 
@@ -74,17 +83,15 @@ def _drop_block(
                 "drop_block: x is a DTensor, sharded over several ranks, and blocks cannot be drawn across ranks.\n"
                 "  hook a layer whose output is local (use_local_output=True), or use Dropout or DropPath."
             )
-    if dispatch_modes() > 0 and triton_dropblock.usable(x.device):
-        # A mode such as fake tensors sees operators only, not the launches of kernels.
+    # A mode such as fake tensors sees operators only, not the launches of kernels.
+    opaque = dispatch_modes() > 0 and triton_dropblock.usable(x.device)
+    if opaque or (functorch_stack() is not None and {*vmap_randomness()} - {"same"}):
         geometry = blocks.blocks, blocks.channel, per_channel
         return custom_ops.drop_block(x, as_rate_tensor(p), *geometry, gamma, normalize)
-    dropped, scale = _block_drawing(blocks, p, gamma, normalize)(x)
+    seed_rate = gamma_for(blocks.sizes, blocks.blocks, p, gamma)
+    with without_functorch():
+        dropped, scale = draw_blocks(x, blocks, seed_rate, p, normalize)
     return apply_mask(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
-
-
-@lru_cache(maxsize=1024)
-def _block_drawing(blocks: Blocks, p: float, gamma: str, normalize: str | None) -> BlockDrawing:
-    return BlockDrawing(blocks, gamma_for(blocks.sizes, blocks.blocks, p, gamma), p, normalize)
 
 
 @lru_cache(maxsize=1024)

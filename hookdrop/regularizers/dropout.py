@@ -11,11 +11,17 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookdrop.errors import ShapeError
-from hookdrop.kernels.custom_ops import draw_elements
-from hookdrop.kernels.drawing import ElementDrawing
+from hookdrop.kernels import custom_ops, drawing
 from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import P, Regularizer, describe_map, nhwc_warnings
-from hookdrop.utils.torch_internals import PLAIN_TYPES, functorch_stack, is_tracing, on_plain_tensor, wraps_results
+from hookdrop.utils.torch_internals import (
+    PLAIN_TYPES,
+    functorch_stack,
+    is_tracing,
+    on_plain_tensor,
+    vmap_randomness,
+    wraps_results,
+)
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating
 
 _MIN_NATIVE_ELEMENTS = 2**15
@@ -35,16 +41,18 @@ def dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
 def _dropout(x: Tensor, p: float | Tensor) -> Tensor:
     if isinstance(p, Tensor) or is_compiling():
         p = p if isinstance(p, Tensor) else as_rate_tensor(p)
-        return torch.where(draw_elements(x, p), 0.0, x * keep_scale(p))
+        return torch.where(custom_ops.draw_elements(x, p), 0.0, x * keep_scale(p))
     if p == 0.0:
         return x
     # On the CPU, PyTorch draws one random number per element on one thread, and rounds 1 / (1 - p) to the dtype of x.
     small = x.numel() < _MIN_NATIVE_ELEMENTS and x.dtype not in HALF
     if small or x.is_nested or not x.is_cpu or is_tracing():
         return torch.dropout(x, p, True)
+    if functorch_stack() is not None and {*vmap_randomness()} - {"same"}:
+        return torch.where(torch.rand_like(x, dtype=torch.float32) < p, 0.0, x * keep_scale(p))
     if type(x) not in PLAIN_TYPES and wraps_results(x):
         return on_plain_tensor(_dropout, x, p)
-    return apply_mask(x, *ElementDrawing(p)(x))
+    return apply_mask(x, *drawing.draw_elements(x, p))
 
 
 class Dropout(Regularizer):
@@ -170,7 +178,7 @@ def alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor
     if not training:
         return x
     if isinstance(p, Tensor):
-        return _saturate(x, (~draw_elements(x, p)).to(x.dtype), p)
+        return _saturate(x, (~custom_ops.draw_elements(x, p)).to(x.dtype), p)
     return F.alpha_dropout(x, p, True) if p > 0.0 else x
 
 

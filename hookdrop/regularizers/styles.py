@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hookdrop.errors import ShapeError
-from hookdrop.kernels.random_numbers import most_precise_dtype, rand, randn_like
+from hookdrop.kernels.blocks import most_precise_dtype
+from hookdrop.kernels.random_numbers import rand, randn_like
 from hookdrop.regularizers.base import Rate, Regularizer, describe_map, nhwc_warnings
 from hookdrop.regularizers.cutout import check_map
 from hookdrop.utils.validation import floating, positive
