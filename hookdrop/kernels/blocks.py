@@ -214,37 +214,16 @@ def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: st
     if how == "paper":
         area = math.prod(size / (block * (size - block + 1)) for size, block in zip(sizes, blocks, strict=True))
         return min(1.0, p * area)
-    # Start from a cached solution nearby, so that each rate of a schedule is cheap.
-    cover, nearest = _cover_counts(sizes, blocks), round(p * _ANCHORS) / _ANCHORS
-    if not 0.0 < nearest < 1.0:
-        return _solve(cover, p)
-    gamma, slope, bend = _anchor(sizes, blocks, nearest)
-    by = (p - nearest) / slope
-    return _solve(cover, p, start=gamma + by - bend / slope * by * by / 2)
+    return _solve(_cover_counts(sizes, blocks), p)
 
 
-# Start from a fixed grid, not from the previous rate: the last bit of gamma must not depend on the order of rates.
-_ANCHORS = 128
-
-
-@lru_cache(maxsize=4096)
-def _anchor(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> tuple[float, float, float]:
-    """The solution for a rate on the grid, with the first two derivatives of dropped(gamma) there."""
-    cover = _cover_counts(sizes, blocks)
-    gamma = _solve(cover, p)
-    miss = math.log1p(-gamma)
-    bend = -sum(share * n * (n - 1) * math.exp((n - 2) * miss) for n, share in cover)
-    return gamma, _dropped(cover, gamma)[1], bend
-
-
-def _solve(cover: tuple[tuple[int, float], ...], p: float, start: float | None = None) -> float:
+def _solve(cover: tuple[tuple[int, float], ...], p: float) -> float:
     """Newton's method on dropped(gamma) = p.
 
     The left side is concave and increasing, so the method converges from below, and a first step from above lands
     below. The only safeguard needed is clamping to the open interval (0, 1).
     """
-    start = p / sum(n * share for n, share in cover) if start is None else start
-    gamma = min(max(start, math.ulp(0.0)), _BELOW_ONE)
+    gamma = min(max(p / sum(n * share for n, share in cover), math.ulp(0.0)), _BELOW_ONE)
     for _ in range(200):
         dropped, slope = _dropped(cover, gamma)
         step = (p - dropped) / slope

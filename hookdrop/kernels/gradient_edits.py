@@ -93,11 +93,6 @@ def clip_norm(grad: Tensor, max_norm: float, per_sample: bool) -> Tensor:
     return torch.where(short, wide, part * (max_norm / torch.where(short, 1.0, norm))).to(grad.dtype)
 
 
-def clamp(grad: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Clamp `grad` to [low, high]."""
-    return grad.clamp(low, high)
-
-
 def scale(grad: Tensor, factor: float | Tensor) -> Tensor:
     """Multiply `grad` by `factor`."""
     if not isinstance(factor, Tensor) and factor != 0.0:

@@ -27,30 +27,31 @@ from hookdrop.utils.torch_internals import (
 
 def rand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.rand`."""
-    if _must_not_fuse(device):
-        return _unfused("rand", shape, dtype, device)
-    return torch.rand(tuple(shape), dtype=dtype, device=device)
+    return _random("rand", 0, shape, dtype, device)
+
+
+def randint(high: int, shape: Sequence[int], device: torch.device) -> Tensor:
+    """`torch.randint`."""
+    return _random("randint", high, shape, torch.int64, device)
 
 
 def rand_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`torch.rand_like`, in any memory format."""
-    if _must_not_fuse(x.device):
-        return _unfused("rand", x.shape, dtype, x.device)
-    return torch.rand_like(x, dtype=dtype)
+    return rand(x.shape, dtype, x.device) if _must_not_fuse(x.device) else torch.rand_like(x, dtype=dtype)
 
 
 def randn_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`torch.randn_like`, in any memory format."""
     if _must_not_fuse(x.device):
-        return _unfused("randn", x.shape, dtype or x.dtype, x.device)
+        return _random("randn", 0, x.shape, dtype or x.dtype, x.device)
     return torch.randn_like(x, dtype=dtype)
 
 
-def randint(high: int, shape: Sequence[int], device: torch.device) -> Tensor:
-    """`torch.randint`."""
-    if _must_not_fuse(device):
-        return _unfused("randint", shape, torch.int64, device, high)
-    return torch.randint(high, tuple(shape), device=device)
+def _random(kind: str, high: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not _must_not_fuse(device):
+        return _numbers(kind, high, tuple(shape), dtype=dtype, device=device)
+    numbers: Tensor = replayed(_NUMBERS, kind, high, shape, dtype=dtype, device=device)
+    return numbers
 
 
 def replayed(operator: Callable[..., Any], *args: Any, **settings: Any) -> Any:
@@ -74,12 +75,7 @@ def _must_not_fuse(device: torch.device) -> bool:
     return is_compiling() and (recomputes_forward() or (device.type == "cuda" and has_faulty_random_kernels()))
 
 
-def _unfused(kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, high: int = 0) -> Tensor:
-    numbers: Tensor = replayed(_NUMBERS, kind, high, shape, dtype=dtype, device=device)
-    return numbers
-
-
-def _numbers(kind: str, high: int, size: list[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _numbers(kind: str, high: int, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     if kind == "randint":
         return torch.randint(high, size, dtype=dtype, device=device)
     return (torch.rand if kind == "rand" else torch.randn)(size, dtype=dtype, device=device)

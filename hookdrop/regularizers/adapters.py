@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from hookdrop.errors import InjectionError
 from hookdrop.regularizers.base import Rate, Regularizer
 
-# Names of other libraries' classes and the equivalent hookdrop classes.
-_EQUIVALENTS = {name: name for name in ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath")}
-_EQUIVALENTS |= {"FeatureAlphaDropout": "FeatureAlphaDropout", "StochasticDepth": "DropPath"}
-_EQUIVALENTS |= {"DropBlock2d": "DropBlock", "DropBlock3d": "DropBlock"}
+_SAME = ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath", "FeatureAlphaDropout")
+_EQUIVALENTS = {name: name for name in _SAME} | {"StochasticDepth": "DropPath"}
+_EQUIVALENTS |= dict.fromkeys(("DropBlock2d", "DropBlock3d"), "DropBlock")
+"""Names of other libraries' classes, and the equivalent hookdrop classes."""
+
 RATE_NAMES = ("p", "drop_prob", "drop_rate")
 
 
@@ -65,14 +66,11 @@ class ForeignModule(Regularizer):
     def graph_break(self) -> str:
         instead = "remove fullgraph=True"
         if ours := _EQUIVALENTS.get(self.title):
-            settings = [(name, getattr(self.module, name, None)) for name in ("block_size", "mode")]
-            more = "".join(f", {name}={value!r}" for name, value in settings if value is not None)
-            instead = f"use hookdrop.{ours}(p={self.p:g}{more}), which compiles without a graph break"
+            instead = f"use hookdrop.{ours}(p={self.p:g}), which compiles without a graph break"
         return f"{self!r} stores its rate as a Python float, which compiled code treats as a constant.\n  {instead}."
 
     def settings(self) -> dict[str, Any]:
-        names = [name for name in inspect.signature(type(self.module).__init__).parameters if name != "self"]
-        return {name: getattr(self.module, name) for name in names}
+        return {name: getattr(self.module, name) for name in inspect.signature(type(self.module)).parameters}
 
     @property
     def title(self) -> str:
@@ -124,7 +122,7 @@ def as_regularizer(given: object) -> Regularizer:
         InjectionError: if `given` has parameters or buffers, or cannot be pickled.
     """
     if isinstance(given, type):
-        raise TypeError(f"the regularizer must be an instance, got the class {given.__name__}: {_example_call(given)}.")
+        raise TypeError(f"the regularizer must be an instance, got the class: write {given.__name__}(...).")
     found: Regularizer
     if isinstance(given, nn.Module):
         if owned := [name for name, _ in (*given.named_parameters(), *given.named_buffers())]:
@@ -145,15 +143,8 @@ def as_regularizer(given: object) -> Regularizer:
         raise InjectionError(
             f"{type(found).__name__} has no attribute {declared.attribute!r}, which its rate refers to."
         )
-    if hidden := vars(found).keys() & _METHODS:
-        raise InjectionError(
-            f"{type(found).__name__} has an attribute {hidden.pop()!r}, which hides a method of Regularizer: rename it."
-        )
     check_picklable(found, "the regularizer")
     return found
-
-
-_METHODS = {name for name, value in vars(Regularizer).items() if callable(value)}
 
 
 def _foreign(module: nn.Module) -> ForeignModule:
@@ -173,10 +164,3 @@ def check_picklable(value: object, what: str) -> None:
             f"{what} can't be pickled ({error}), so torch.save(model) and worker processes would fail.\n"
             "  instead of a lambda or a local function, use a function or class at the top level of a module."
         ) from error
-
-
-def _example_call(cls: type) -> str:
-    if not callable(cls):
-        return "create an instance of it"
-    first = next((n for n in RATE_NAMES if n in inspect.signature(cls).parameters), None)
-    return f"write {cls.__name__}({first}=0.1)" if first else f"write {cls.__name__}(...)"

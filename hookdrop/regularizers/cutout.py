@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hookdrop.errors import ShapeError
 from hookdrop.kernels.random_numbers import rand, randint
-from hookdrop.regularizers.base import Rate, Regularizer, describe_map, nhwc_warnings
-from hookdrop.utils.validation import count, floating
+from hookdrop.regularizers.base import Rate, Regularizer
+from hookdrop.utils.validation import count
 
 _RATE = Rate("p", kind="factor")
 """Not the fraction of dropped elements."""
@@ -20,9 +19,7 @@ _RATE = Rate("p", kind="factor")
 def cutout(x: Tensor, size: int | tuple[int, int], p: float | Tensor = 1.0, training: bool = True) -> Tensor:
     """Zero one rectangle per sample of (N, C, H, W), in all channels and without rescaling: see `Cutout`."""
     height, width = height_and_width(size, "cutout")
-    p = _RATE.argument(p, "cutout")
-    floating(x, "cutout")
-    check_map(x.shape, "cutout", "cuts squares")
+    p = _RATE.argument(p, x, "cutout", Cutout.axes)
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
     n, _, h, w = x.shape
@@ -41,17 +38,6 @@ def height_and_width(size: object, owner: str) -> tuple[int, int]:
     if len(size) != 2:
         raise ValueError(f"{owner}: size must be one number or (height, width), got {size!r}.")
     return count(size[0], "size", owner), count(size[1], "size", owner)
-
-
-def check_map(shape: Sequence[int], owner: str, does: str) -> None:
-    """Raise `ShapeError` unless `shape` is (N, C, H, W)."""
-    if len(shape) == 4:
-        return
-    use = {
-        3: "for tokens (N, L, C) use TokenDropout(p=...)",
-        5: "for (N, C, D, H, W) use DropBlock(p=...) or Dropout3d(p=...)",
-    }.get(len(shape), "use Dropout(p=...)")
-    raise ShapeError(f"got {tuple(shape)}: {owner} {does} of (N, C, H, W).\n  {use}.")
 
 
 def _window_mask(samples: int, length: int, size: int, device: torch.device) -> Tensor:
@@ -91,6 +77,7 @@ class Cutout(Regularizer):
     """
 
     rate: ClassVar[Rate] = _RATE
+    axes = "N C H W"
     independent_samples = True
 
     def __init__(self, size: int | tuple[int, int], p: float = 1.0) -> None:
@@ -99,14 +86,8 @@ class Cutout(Regularizer):
         self.size: int | tuple[int, int] = height if height == width else (height, width)
         self.p = self.rate.valid(p, self.title)
 
-    def check(self, shape: Sequence[int]) -> None:
-        check_map(shape, self.title, "cuts squares")
-
-    def reading(self, shape: Sequence[int]) -> str:
-        return describe_map(shape, 1)
-
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
-        found = nhwc_warnings(shape, 1, "it would cut rows and channels; hook a layer that returns NCHW.")
+        found = super().shape_warnings(shape)
         (height, width), (h, w) = height_and_width(self.size, self.title), shape[2:]
         if h and w and height >= 2 * h - 1 and width >= 2 * w - 1:
             found.append(

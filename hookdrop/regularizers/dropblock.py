@@ -15,7 +15,7 @@ from hookdrop.kernels import custom_ops, triton_dropblock
 from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
 from hookdrop.kernels.drawing import NORMALIZE, draw_blocks
 from hookdrop.kernels.masking import apply_mask
-from hookdrop.regularizers.base import P, Regularizer, describe_map, nhwc_warnings
+from hookdrop.regularizers.base import DropRegularizer, P, describe_map, nhwc_warnings
 from hookdrop.utils.torch_internals import (
     PLAIN_TYPES,
     dispatch_modes,
@@ -26,7 +26,7 @@ from hookdrop.utils.torch_internals import (
     without_functorch,
     wraps_results,
 )
-from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, given_channel_axis, one_of
+from hookdrop.utils.validation import as_rate_tensor, count, floating, given_channel_axis, one_of
 
 
 def drop_block(
@@ -43,11 +43,10 @@ def drop_block(
     """Zero blocks that cover an expected fraction `p` of the map: see `DropBlock`."""
     one_of(normalize, "normalize", "drop_block", NORMALIZE)
     one_of(gamma, "gamma", "drop_block", GAMMA)
-    p = P.argument(p, "drop_block")
+    p = P.argument(p, x, "drop_block")
     block_size = check_block_size(block_size)
     if training:
         return _drop_block(x, p, block_size, channel_dim, per_channel, gamma, normalize)
-    floating(x, "drop_block")
     _map_geometry(x.shape, block_size, channel_dim)
     return x
 
@@ -144,7 +143,7 @@ def check_block_size(block_size: object) -> int | tuple[int, ...]:
     return tuple(count(edge, "block_size", "DropBlock") for edge in block_size)
 
 
-class DropBlock(Regularizer):
+class DropBlock(DropRegularizer):
     """Zero contiguous blocks that cover an expected fraction `p` of the map, for any map size.
 
     Differs from the paper in two ways: the default `gamma="exact"` accounts for overlapping blocks, which the paper's
@@ -191,8 +190,7 @@ class DropBlock(Regularizer):
         normalize: str | None = "batch",
         channel_dim: int | None = None,
     ) -> None:
-        super().__init__()
-        self.p = drop_rate(p, keep_prob, self.title, default=0.1)
+        super().__init__(0.1 if p is None and keep_prob is None else p, keep_prob=keep_prob)
         self.block_size = check_block_size(block_size)
         self.per_channel: bool = one_of(per_channel, "per_channel", self.title, (True, False))
         self.gamma: str = one_of(gamma, "gamma", self.title, GAMMA)
@@ -206,8 +204,7 @@ class DropBlock(Regularizer):
         return describe_map(shape, channel_axis(shape, self.channel_dim))
 
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
-        instead = "use DropBlock(..., channel_dim=-1)."
-        found = [] if self.channel_dim else nhwc_warnings(shape, 1, instead)
+        found = [] if self.channel_dim else nhwc_warnings(shape, "use DropBlock(..., channel_dim=-1).")
         _, sizes, edges = _map_geometry(shape, self.block_size, self.channel_dim)
         if edges == sizes:
             covers = f"Dropout{len(sizes)}d" if self.per_channel else "DropPath"

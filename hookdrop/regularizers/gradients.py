@@ -7,13 +7,13 @@ The edited gradient trains all layers before the hooked one. For the gradients o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from hookdrop.kernels.gradient_edits import add_noise, clamp, clip_norm, edit_gradient, scale
-from hookdrop.regularizers.base import STD, Rate, Regularizer, check_batch_axis
+from hookdrop.kernels.gradient_edits import add_noise, clip_norm, edit_gradient, scale
+from hookdrop.regularizers.base import STD, Rate, Regularizer
 from hookdrop.utils.validation import floating, number, one_of, positive
 
 _FACTOR = Rate("factor", -math.inf, math.inf, neutral=1.0, kind="factor")
@@ -32,7 +32,7 @@ def clip_activation_grad(
     if not training:
         return x
     if max_value is not None:
-        return edit_gradient(x, clamp, -max_value, max_value)
+        return edit_gradient(x, torch.clamp, -max_value, max_value)
     return edit_gradient(x, clip_norm, max_norm, per_sample)
 
 
@@ -60,7 +60,7 @@ def clamp_activation_grad(
     """Return `x` and clamp its gradient to [min, max] elementwise: see `ClampActivationGrad`."""
     limits = _clamp_limits(min, max, "clamp_activation_grad")
     floating(x, "clamp_activation_grad")
-    return edit_gradient(x, clamp, *limits) if training else x
+    return edit_gradient(x, torch.clamp, *limits) if training else x
 
 
 def _clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, float | None]:
@@ -76,15 +76,13 @@ def _clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, 
 
 def scale_activation_grad(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
     """Return `x` and multiply its gradient by `factor`: see `ScaleActivationGrad`."""
-    factor = _FACTOR.argument(factor, "scale_activation_grad")
-    floating(x, "scale_activation_grad")
+    factor = _FACTOR.argument(factor, x, "scale_activation_grad")
     return edit_gradient(x, scale, factor) if training and (isinstance(factor, Tensor) or factor != 1.0) else x
 
 
 def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
     """Return `x` and add N(0, std^2) to its gradient: see `NoiseActivationGrad`."""
-    std = STD.argument(std, "noise_activation_grad")
-    floating(x, "noise_activation_grad")
+    std = STD.argument(std, x, "noise_activation_grad")
     return edit_gradient(x, add_noise, std) if training and (isinstance(std, Tensor) or std != 0.0) else x
 
 
@@ -101,7 +99,7 @@ class ClipActivationGrad(_ActivationGrad):
         max_value: > 0. Each element is clamped.
         per_sample: clip the norm of each sample (axis 0) instead of the norm of the whole tensor.
 
-    Shape: any; (N, ...) with `per_sample`.
+    Shape: any; with `per_sample`, (N, ...).
 
     With a `GradScaler`, multiply the limit by the loss scale. `max_norm` turns an overflow into NaN, which the scaler
     detects; `max_value` makes infinities finite.
@@ -119,13 +117,7 @@ class ClipActivationGrad(_ActivationGrad):
     def __init__(self, max_norm: float | None = None, max_value: float | None = None, per_sample: bool = False) -> None:
         super().__init__()
         self.max_norm, self.max_value, self.per_sample = _clip_limits(max_norm, max_value, per_sample, self.title)
-
-    def check(self, shape: Sequence[int]) -> None:
-        if self.per_sample:
-            check_batch_axis(shape)
-
-    def reading(self, shape: Sequence[int]) -> str:
-        return f"N={shape[0]}" if self.per_sample else ""
+        self.axes = "N ..." if self.per_sample else "..."
 
     def regularize(self, x: Tensor, rate: None) -> Tensor:
         return clip_activation_grad(x, self.max_norm, self.max_value, self.per_sample)

@@ -78,7 +78,7 @@ class TestCutout:
         [((8, 197, 384), "TokenDropout"), ((8, 4, 5, 6, 7), "Dropout3d"), ((8, 10), r"Dropout\(p")],
     )
     def test_unsupported_shapes_suggest_an_alternative(self, shape: tuple[int, ...], instead: str) -> None:
-        with pytest.raises(ShapeError, match=rf"Cutout cuts squares of \(N, C, H, W\).\n  .*use .*{instead}"):
+        with pytest.raises(ShapeError, match=rf"Cutout needs \(N, C, H, W\).\n  .*use .*{instead}"):
             Cutout(3).check(shape)
 
     def test_shape_warnings(self) -> None:
