@@ -14,7 +14,6 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from timm.layers.drop import DropBlock2d, DropPath
 from torch import nn
 
 import hookdrop
-from hookdrop.errors import InjectionError, LayerError
+from hookdrop import InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth, timm_dropblock
-from hookdrop.regularizers import as_regularizer
 
 P = 0.1
 TOLERANCE = 1e-6
@@ -36,14 +34,6 @@ SCALES: dict[str, Any] = {
     "i / n": lambda name, index, count: index / count,
     "p everywhere": None,
 }
-
-
-@dataclass(frozen=True)
-class timms_own(timm_dropblock):
-    """The recipe with timm's module."""
-
-    def regularizer(self, block_size: int, gamma_scale: float) -> Any:
-        return as_regularizer(DropBlock2d(self.p, block_size, gamma_scale))
 
 
 Rates = dict[str, tuple[float, ...]]
@@ -106,13 +96,12 @@ def dropblock(name: str) -> str:
     blocks = {site: module for site, module in native.named_modules() if isinstance(module, DropBlock2d)}
     if not blocks:
         return "unused"
-    expected = {site: (block.drop_prob, block.block_size, block.gamma_scale) for site, block in blocks.items()}
+    expected = {site: (block.drop_prob * block.gamma_scale, block.block_size) for site, block in blocks.items()}
     try:
-        plan = hookdrop.plan(clean, timms_own(P))
+        plan = hookdrop.plan(clean, timm_dropblock(P))
     except (LayerError, InjectionError) as error:
         return f"refused: {str(error).splitlines()[0]}"
-    modules = {site.name: site.regularizer.module for site in plan.sites}
-    got = {site: (block.drop_prob, block.block_size, block.gamma_scale) for site, block in modules.items()}
+    got = {site.name: (site.p, site.regularizer.block_size) for site in plan.sites}
     return "equal" if got == expected else f"differ: {difference(clean, got, expected)}"
 
 

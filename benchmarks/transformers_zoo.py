@@ -1,8 +1,8 @@
 """Check a recipe in every family of transformers: `python benchmarks/transformers_zoo.py`.
 
 Build a tiny model of each family with random weights, find inputs that call all of its layers, inject the recipe, run
-one training step, and remove the hooks (families/check.py). For `stochastic_depth`, families/depth.py also checks that
-each site ends a residual branch and that none is missing. Nothing is downloaded.
+one training step, and remove the hooks (families/check.py). families/depth.py and families/units.py check what each
+site means, such as the end of a residual branch. Nothing is downloaded.
 
 A run takes about ten minutes on two cores with two shards, `--shard 1/2` and `--shard 2/2`, each in its own process. To
 resume an interrupted run, start it again with the same `--out`. Each shard writes RECIPE.json and RECIPE.md at its end.
@@ -27,11 +27,8 @@ import torch
 import transformers
 
 from families import report, tiny
-from families.check import RecipeCheck
 from families.layers import attentions, find_runs, stacks
 from families.recipes import CASES, run_case
-from families.units import CASES as UNITS
-from families.units import run_units
 from models.check import CheckFailed, NotRunnable
 from models.report import lines, records
 from models.sweep import GIB, Journal, time_limit
@@ -67,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--recipe", choices=[*CASES, *UNITS], default="stochastic_depth")
+    parser.add_argument("--recipe", choices=CASES, default="stochastic_depth")
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="check part I of N; I starts at 1")
     parser.add_argument("--only", type=_regular_expression, default="", metavar="PATTERN", help="to search in names")
     parser.add_argument(
@@ -133,9 +130,7 @@ def _check_family(name: str, recipe: str, record: dict[str, Any]) -> dict[str, A
         if not missing:
             record.pop("error", None)
             record["runs"] = [run.name for run in runs]
-            if recipe in UNITS:
-                return run_units(recipe, model, runs)
-            return run_case(CASES[recipe], RecipeCheck(model, runs))
+            return run_case(CASES[recipe], model, runs)
         reason = reason or f"no inputs found for {', '.join(missing)}: {error}"
         record["error"] = reason
     return {"status": "not run", "error": reason}

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from hookdrop import regularizers as _regularizers
 from hookdrop import schedules as _schedules
-from hookdrop.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.spec import InjectionSpec
@@ -16,6 +15,7 @@ from hookdrop.injection.verbs import inject, plan, without_hooks
 from hookdrop.regularizers import *
 from hookdrop.regularizers import Rate, Regularizer
 from hookdrop.schedules import *
+from hookdrop.utils.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.utils.seeding import seed_per_rank
 
 if TYPE_CHECKING:

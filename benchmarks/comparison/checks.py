@@ -78,12 +78,12 @@ def _check_model(study: Study, data: Data, model: Model, lines: Lines, found: Fi
         for arm in study.arms[1:]:
             at = lines.where(("arms", [one.name for one in config.all_arms()].index(arm.name)))
             try:
-                planned = arms.plan(arm, built, steps_of(run, len(split.train)), example)
+                settings = arms.arguments(arm, built, steps_of(run, len(split.train)), example)
+                if settings is not None:
+                    plan = str(hookdrop.plan(built, **settings))
+                    found.plans.setdefault(arm.name, plan)
             except EXPECTED_ERRORS as error:
                 found.errors.append(_strip_footer(f"{at}, {arm.name} on {model.name}: {error}"))
-                continue
-            if planned is not None:
-                found.plans.setdefault(arm.name, str(planned))
     _try_steps(study, data, model, lines, found)
 
 

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import hookdrop
 from families.layers import Run
-from hookdrop.recipes.base import Recipe
-from hookdrop.survey import survey
-from hookdrop.utils.tensor_tree import tensors
+from hookdrop import InjectionError, LayerError
+from hookdrop.recipes import Recipe
 from models.check import NotRunnable, require
 from models.footprint import bit_equal, differences, fingerprint, footprint
 
-
-@dataclass
-class Injected:
-    """What a recipe found in the runs of a model. All names are those of the model, not of its parts."""
-
-    sites: dict[str, Any] = field(default_factory=dict)
-    """The regularizer of each site."""
-    blocks: dict[str, list[str]] = field(default_factory=dict)
-    """The ends of the residual branches of each layer, if they are sites."""
-    inner: set[str] = field(default_factory=set)
-    """The layers that are not their input plus branches, such as blocks with projections."""
-    warnings: list[tuple[str, str]] = field(default_factory=list)
-    """The warnings of the plans, after the prefix of the names in them."""
+Planned = list[tuple[Run, hookdrop.Plan]]
+"""The plans of a recipe, each with the forward that its sites were found in."""
 
 
 class RecipeCheck:
@@ -56,51 +44,40 @@ class RecipeCheck:
         # I-BERT replaces its buffers in each forward.
         self.before = {key: value for key, value in footprint(model).items() if value == self.before[key]}
 
-    def run(self, recipe: Recipe) -> Injected:
-        """Inject in each run, evaluate, run one training step, and remove; return the sites.
+    def run(self, recipe: Recipe) -> tuple[Planned, list[str]]:
+        """Inject in the module of each run, evaluate, run one training step, and remove.
+
+        Returns:
+            The plans, and the reasons of the modules that the recipe refuses.
 
         Raises:
-            LayerError, InjectionError: the recipe refuses the model.
             CheckFailed: a guarantee is broken.
         """
-        found = self._plan(recipe)
-        self._require_unchanged("plan")
-        self._check(
-            [hookdrop.inject(run.module, recipe, p_scale="equal", example_input=run.inputs) for run in self.runs]
-        )
-        return found
-
-    def run_value(self, recipe: Any, example: Any) -> hookdrop.Plan:
-        """The same in one run; return the plan."""
-        plan = hookdrop.plan(self.model, recipe, example_input=example)
-        self._require_unchanged("plan")
-        self._check([hookdrop.inject(self.model, recipe, example_input=example)])
-        return plan
-
-    def _plan(self, recipe: Recipe) -> Injected:
-        found = Injected()
+        planned, refused = Planned(), []
         for run in self.runs:
-            plan = hookdrop.plan(run.module, recipe, p_scale="equal", example_input=run.inputs)
-            prefix = f"{run.name}." if run.name else ""
-            found.sites |= {f"{prefix}{site.name}": site.regularizer for site in plan.sites}
-            found.warnings += [(prefix, warning) for warning in plan.warnings]
-            facts = survey(run.module, run.inputs)
-            found.inner |= {f"{prefix}{name}" for name, reason in facts.skippable.items() if reason}
-            for branch in facts.branches:
-                if f"{prefix}{branch.end}" in found.sites:
-                    found.blocks.setdefault(f"{prefix}{branch.layer}", []).append(f"{prefix}{branch.end}")
-        return found
+            settings: dict[str, Any] = {"p_scale": "equal", "example_input": run.inputs}
+            try:
+                plan = hookdrop.plan(run.module, recipe, **settings)
+            except (LayerError, InjectionError) as error:
+                refused.append(" ".join(str(error).partition("No hook was placed")[0].split()))
+                continue
+            self._require_unchanged("plan")
+            if not any(site.calls for site in plan.sites):
+                refused.append(f"{plan.sites[0].name} does not run with these inputs, as the plan warns")
+                continue
+            self._check(hookdrop.inject(run.module, recipe, **settings))
+            planned.append((run, plan))
+        return planned, refused
 
-    def _check(self, drops: Sequence[hookdrop.Injection]) -> None:
+    def _check(self, drop: hookdrop.Injection) -> None:
         changed = [part for part in differences(self.before, footprint(self.model)) if part != "hooks"]
         require(not changed, f"inject changed {', '.join(changed)}")
         require(bit_equal(self._evaluate(), self.outputs), "eval output differs with hooks")
-        silent = [site.name for drop in drops for site in drop.sites if not site.called]
+        silent = [site.name for site in drop.sites if not site.called]
         require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
         changed = sorted(self._train() ^ self.gradients)[:3]
         require(not changed, f"different parameters have gradients: {changed}")
-        for drop in drops:
-            drop.remove()
+        drop.remove()
         self._require_unchanged("remove")
         require(fingerprint(self.model) == self.checksums, "a parameter or buffer changed")
         require(bit_equal(self._evaluate(), self.outputs), "eval output differs after remove")
@@ -136,6 +113,19 @@ class RecipeCheck:
         return set(gradients)
 
 
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a value."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
 def float_tensors(value: Any) -> list[Tensor]:
     """Return the floating-point tensors in a value."""
     return [x for x in tensors(value) if x.is_floating_point()]
+
+
+def with_first(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value with a function applied to its first floating-point tensor."""
+    leaves, spec = tree_flatten(value)
+    first = next(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point())
+    leaves[first] = function(leaves[first])
+    return tree_unflatten(leaves, spec)

@@ -18,10 +18,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from families.check import float_tensors
+from families.check import float_tensors, with_first
 from families.inputs import BATCH
 from families.layers import Run, is_layer, stacks
-from hookdrop.utils.tensor_tree import map_tensor
 
 _NORM = re.compile("norm|^ln|affine", re.IGNORECASE)
 _PROJECTIONS = ("downsample", "shortcut", "proj", "layernorm_before")
@@ -254,7 +253,7 @@ def _scaled(model: nn.Module, factors: Mapping[str, float], first: bool = False)
         def scale(module: nn.Module, args: Any, output: Any) -> Any:
             factor = 0.0 if first and name in called else factors[name]
             called.add(name)
-            return map_tensor(output, None, lambda x: x * factor)
+            return with_first(output, lambda x: x * factor)
 
         return scale
 

@@ -1,18 +1,20 @@
-"""The recipes to check: the settings to try, and the checks that only one recipe has to pass."""
+"""The recipes to check: the settings to try, and what each of their sites has to mean."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from families.check import Injected, RecipeCheck
+from torch import nn
+
+from families.check import Planned, RecipeCheck
 from families.depth import check_sites
-from families.layers import stacks
+from families.layers import Run
+from families.units import check_heads, check_patches, check_tokens
 from hookdrop import recipes
-from hookdrop.errors import InjectionError, LayerError
-from hookdrop.recipes.base import Recipe
+from hookdrop.recipes import Recipe
 from models.check import require
 
 Record = dict[str, Any]
@@ -20,44 +22,53 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """The recipes to try in this order by status, and a further check.
-
-    The check returns fields of the record; `layers` are those that the recipe does not cover.
-    """
+    """The recipes to try in this order by status, and the check of their sites, which returns fields of the record."""
 
     recipes: dict[str, Recipe]
-    check: Callable[[RecipeCheck, Injected], Record] = field(default=lambda check, found: {})
+    check: Callable[[nn.Module, Planned], Record]
+    whole: bool = False
+    """Whether the recipe has to accept each part of a model."""
 
 
-def run_case(case: Case, check: RecipeCheck) -> Record:
+def run_case(case: Case, model: nn.Module, runs: Sequence[Run]) -> Record:
     """Return the record of the first settings with which the recipe covers the model, else of the first settings."""
+    behavior = RecipeCheck(model, runs)
     tried = []
     for status, recipe in case.recipes.items():
-        try:
-            found = check.run(recipe)
-        except (LayerError, InjectionError) as error:
-            classes = sorted({type(layer).__name__ for _, layers in stacks(check.model) for _, layer in layers})
-            tried.append({"status": "refused", "error": f"{', '.join(classes)}: {str(error).splitlines()[0]}"})
+        planned, refused = behavior.run(recipe)
+        if not planned or (refused and case.whole):
+            tried.append({"status": "refused", "error": refused[0][:250]})
             continue
-        record = {"status": status, "sites": len(found.sites), **case.check(check, found)}
+        record = {"status": status, "sites": sum(len(plan.sites) for _, plan in planned), **case.check(model, planned)}
+        if refused:
+            record["error"] = refused[0][:250]
         if "error" not in record:
             return record
         tried.append(record | {"status": "partial"})
     return tried[0]
 
 
-def check_depth(check: RecipeCheck, injected: Injected) -> Record:
+def check_depth(model: nn.Module, planned: Planned) -> Record:
     """Check that the sites are the ends of all branches, and that a warning names all other layers.
 
     Raises:
         CheckFailed: a site is not the end of a branch, or no warning names a layer without sites.
     """
-    rows = [name for name, drop in injected.sites.items() if drop.mode == "row" and drop.samples is None]
-    found = check_sites(check.model, check.runs, injected.blocks, rows, injected.inner)
+    blocks: dict[str, list[str]] = {}
+    rows, inner, warnings = [], set(), []
+    for run, plan in planned:
+        prefix, facts = f"{run.name}." if run.name else "", plan.survey
+        assert facts is not None
+        rows += [f"{prefix}{one.name}" for one in plan.sites if _draws_for_rows(one.regularizer)]
+        inner |= {f"{prefix}{name}" for name, reason in facts.skippable.items() if reason}
+        warnings += [f"{prefix}{one}" for text in plan.warnings for one in re.findall(r"'([\w.]+)'", text)]
+        sites = {site.name for site in plan.sites}
+        for branch in facts.branches:
+            if branch.end in sites:
+                blocks.setdefault(f"{prefix}{branch.layer}", []).append(f"{prefix}{branch.end}")
+    found = check_sites(model, [run for run, _ in planned], blocks, rows, inner)
     silent = {
-        name: problem
-        for name, problem in found.problems.items()
-        if not _is_warned(name, injected.warnings, exact=name in injected.blocks)
+        name: problem for name, problem in found.problems.items() if not _is_warned(name, warnings, name in blocks)
     }
     require(not silent, "; ".join(f"{name}: {problem}" for name, problem in [*silent.items()][:2]))
     record: Record = {"layers": found.layers, "reduces": sorted(set(found.kinds.values()))}
@@ -67,19 +78,37 @@ def check_depth(check: RecipeCheck, injected: Injected) -> Record:
     return record
 
 
-def _is_warned(name: str, warnings: Sequence[tuple[str, str]], exact: bool) -> bool:
+def _draws_for_rows(drop: Any) -> bool:
+    return drop.mode == "row" and drop.samples is None
+
+
+def _is_warned(name: str, warned: Sequence[str], exact: bool) -> bool:
     """Whether a warning names the layer, or unless `exact` one like it: a warning names only the first of many."""
-    named = [f"{prefix}{one}" for prefix, text in warnings for one in re.findall(r"'([\w.]+)'", text)]
-    return name in named if exact else any(f"{_pattern(one)}.".startswith(f"{_pattern(name)}.") for one in named)
+    return name in warned if exact else any(f"{_pattern(one)}.".startswith(f"{_pattern(name)}.") for one in warned)
 
 
 def _pattern(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
+def _in_each(check: Callable[[Run, Any], None]) -> Callable[[nn.Module, Planned], Record]:
+    """Check the sites of each run alone."""
+
+    def check_all(model: nn.Module, planned: Planned) -> Record:
+        for run, plan in planned:
+            check(run, plan)
+        return {}
+
+    return check_all
+
+
 CASES = {
     "stochastic_depth": Case(
         {"passed": recipes.stochastic_depth(p=0.2), "batch": recipes.stochastic_depth(p=0.2, mode="batch")},
         check_depth,
+        whole=True,
     ),
+    "head_dropout": Case({"passed": recipes.head_dropout(p=0.5)}, _in_each(check_heads)),
+    "patch_dropout": Case({"passed": recipes.patch_dropout(p=0.5)}, _in_each(check_patches)),
+    "neftune": Case({"passed": recipes.neftune(alpha=5.0)}, _in_each(check_tokens)),
 }

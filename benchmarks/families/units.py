@@ -18,36 +18,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import hookdrop
-from families.check import RecipeCheck, float_tensors
+from families.check import float_tensors, tensors, with_first
 from families.inputs import BATCH
 from families.layers import Run
-from hookdrop import HeadDropout, NEFTune, TokenDropout, recipes
-from hookdrop.errors import InjectionError, LayerError
-from hookdrop.recipes.base import Recipe
-from hookdrop.utils.tensor_tree import map_tensor, tensors
+from hookdrop import HeadDropout, NEFTune, TokenDropout
 from models.check import require
 
-Record = dict[str, Any]
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
-
-
-def run_units(name: str, model: nn.Module, runs: list[Run]) -> Record:
-    """Check a recipe in each run of a model, and return the record; the recipe may refuse some parts."""
-    recipe, check = CASES[name]
-    sites, refused = 0, []
-    for run in runs:
-        try:
-            plan = RecipeCheck(run.module, [run]).run_value(recipe, run.inputs)
-            check(run, plan)
-        except (LayerError, InjectionError) as error:
-            refused.append(" ".join(str(error).partition("No hook was placed")[0].split()))
-            continue
-        sites += len(plan.sites)
-    if not sites:
-        return {"status": "refused", "error": refused[0][:250]}
-    return {"status": "partial" if refused else "passed", "sites": sites} | (
-        {"error": refused[0][:250]} if refused else {}
-    )
 
 
 def check_heads(run: Run, plan: hookdrop.Plan) -> None:
@@ -192,7 +169,7 @@ def check_patches(run: Run, plan: hookdrop.Plan) -> None:
                 tokens.append(x.shape[1])
                 return torch.cat([x[:, : drop.prefix], x[:, drop.prefix + order(x.shape[1] - drop.prefix)]], 1)
 
-            return map_tensor(output, None, change)
+            return with_first(output, change)
 
         with _hooked(run.module.get_submodule(site.name), keep), torch.no_grad():
             torch.manual_seed(0)
@@ -221,7 +198,6 @@ def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
     """Check that the site returns one vector for each token id, whatever its position.
 
     Raises:
-        LayerError: the embedding does not run, with a warning.
         CheckFailed: it does not.
     """
     require(len(plan.sites) == 1, "more than one embedding")
@@ -234,8 +210,6 @@ def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
 
     with _hooked(run.module.get_submodule(site.name), save), torch.no_grad():
         run()
-    if not seen and any("never" in warning for warning in plan.warnings):
-        raise LayerError(f"{site.name} does not run with these inputs, as the plan warns")
     require(bool(seen), f"{site.name} does not run")
     ids, vectors = seen[0][0], seen[0][1].flatten(0, -2)
     require(not ids.is_floating_point() and ids.numel() % len(vectors) == 0, f"{site.name} does not look up tokens")
@@ -248,10 +222,3 @@ def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
     # Offsets or a prompt may have been added to them.
     fits = [x.numel() == ids.numel() or {*x.flatten().tolist()} <= tokens for x in given]
     require(any(fits), f"{site.name} does not get the tokens")
-
-
-CASES: dict[str, tuple[Recipe, Callable[[Run, hookdrop.Plan], None]]] = {
-    "head_dropout": (recipes.head_dropout(p=0.5), check_heads),
-    "patch_dropout": (recipes.patch_dropout(p=0.5), check_patches),
-    "neftune": (recipes.neftune(alpha=5.0), check_tokens),
-}

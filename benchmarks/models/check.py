@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hookdrop
-from hookdrop.injection.place import place
-from hookdrop.recipes.base import Recipe
+from hookdrop.recipes import Recipe
 from models.catalog import Example
 from models.footprint import bit_equal, differences, fingerprint, footprint, tensors
 from models.sites import BLOCK, SiteChooser, choose_regularizers, label
@@ -112,24 +111,21 @@ class Check:
 
     def _plan(self) -> None:
         rng_state = torch.get_rng_state()
-        if self.recipe is None:
-            self._plan_chosen_layers()
-        else:
-            self.plan = hookdrop.plan(self.model, self.recipe, example_input=self.example.eval)
+        self.regularizer = self.recipe or self._choose_layers()
+        self.plan = hookdrop.plan(self.model, self.regularizer, example_input=self.example.eval)
         self.chosen = {site.name: site.regularizer for site in self.plan.sites}
         self.record["sites"] = dict(Counter(label(regularizer) for regularizer in self.chosen.values()))
         str(self.plan)
+        if self.recipe is None:
+            planned = {(site.name, site.shape, site.calls) for site in self.plan.sites}
+            require(planned <= self.listed, "the plan of the chosen layers differs from the plan of all layers")
         self._require_unchanged("plan", torch.equal(rng_state, torch.get_rng_state()))
 
-    def _plan_chosen_layers(self) -> None:
-        args = self.example.eval
-        listed = hookdrop.plan(self.model, layers="**", example_input=args)
-        self.record["modules"] = len(listed.sites)
-        self.plan = hookdrop.plan(self.model, self.choose(listed), example_input=args)
-        planned = [(site.name, site.shape, site.calls) for site in self.plan.sites]
-        chosen = {site.name for site in self.plan.sites}
-        expected = [(site.name, site.shape, site.calls) for site in listed.sites if site.name in chosen]
-        require(planned == expected, "the plan of the chosen layers differs from the plan of all layers")
+    def _choose_layers(self) -> dict[str, hookdrop.Regularizer]:
+        plan = hookdrop.plan(self.model, layers="**", example_input=self.example.eval)
+        self.record["modules"] = len(plan.sites)
+        self.listed = {(site.name, site.shape, site.calls) for site in plan.sites}
+        return self.choose(plan)
 
     def _require_unchanged(self, verb: str, same_rng: bool) -> None:
         changed = differences(self.before, footprint(self.model))
@@ -138,7 +134,7 @@ class Check:
 
     def _inject(self) -> None:
         rng_state = torch.get_rng_state()
-        self.drop = place(self.plan)  # `inject` is `plan` followed by `place`
+        self.drop = hookdrop.inject(self.model, self.regularizer, example_input=self.example.eval)
         self._require_only_hooks_added(torch.equal(rng_state, torch.get_rng_state()))
         require(fingerprint(self.model) == self.checksums, "plan or inject changed a parameter or buffer")
         require(bit_equal(self._evaluate(), self.output), "eval output differs with hooks")
@@ -153,7 +149,7 @@ class Check:
         require(after["hooks"] != self.before["hooks"], "inject placed no hook")
 
     def _inject_on_meta(self) -> None:
-        self.drop = place(self.plan)
+        self.drop = hookdrop.inject(self.model, self.regularizer, example_input=self.example.eval)
         self._require_only_hooks_added(True)
         self._evaluate()
         require(all(site.called for site in self.drop.sites), "a site did not fire")

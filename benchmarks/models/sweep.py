@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 import hookdrop
-from hookdrop.recipes import RECIPES
-from hookdrop.recipes.base import Recipe
+from hookdrop import recipes
+from hookdrop.recipes import Recipe
 from models import catalog, report
 from models.catalog import Name, Trial
 from models.check import Check, NotRunnable, short_traceback
@@ -85,7 +85,7 @@ def check_model(name: Name, options: argparse.Namespace) -> dict[str, Any]:
 def _check_model(name: Name, options: argparse.Namespace, record: dict[str, Any]) -> dict[str, Any]:
     skeleton = catalog.skeleton_of(name)
     record["parameters"] = sum(p.numel() for p in skeleton.parameters())
-    recipe = RECIPES[options.recipe](p=P, block_size=BLOCK) if options.recipe else None
+    recipe = getattr(recipes, options.recipe)(p=P, block_size=BLOCK) if options.recipe else None
     trials = (trial for trial in catalog.trials(name, skeleton) if catalog.accepted(trial, skeleton))
     need, (exclusive, shared) = training_bytes(skeleton), limits(options)
     if need > exclusive:

@@ -92,7 +92,7 @@ with observe.capture(without, "block*", gradients=True) as seen:
     cross_entropy(without.eval()(test_x[:4]), test_y[:4]).backward()
 without.zero_grad()
 print(seen)
-print(seen.gradients["block3"][-1].shape)
+print(seen["block3"][-1].grad.shape)
 
 figure = plt.figure(figsize=(8, 6), layout="constrained")
 observe.plot_features(seen, channels=6, figure=figure)

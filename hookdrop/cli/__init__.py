@@ -11,12 +11,12 @@ from importlib.metadata import version
 
 from hookdrop.cli.layers import list_layers
 from hookdrop.cli.plan import show_plan
-from hookdrop.errors import HookdropError, HookdropWarning, LayerError
 from hookdrop.kernels import native
-from hookdrop.recipes import RECIPE_MODULES
+from hookdrop.recipes import RECIPE_NAMES
+from hookdrop.utils.errors import HookdropError, HookdropWarning, LayerError
 
 _ENTRY = "a full name, a quoted glob ('layer3.*', '**.bn[12]', '**'), or a class (type:BatchNorm2d)"
-_TEXT = f"'DropBlock(p=0.1, block_size=7)', or a recipe, which chooses its layers: {', '.join(RECIPE_MODULES)}"
+_TEXT = f"'DropBlock(p=0.1, block_size=7)', or a recipe, which chooses its layers: {', '.join(RECIPE_NAMES)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 
 from hookdrop.cli import models
 from hookdrop.cli.console import ROOT, Output
-from hookdrop.errors import ShapeError
 from hookdrop.injection.text import parse
 from hookdrop.regularizers import Regularizer
 from hookdrop.survey import survey
+from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.names import glob_expression
 from hookdrop.utils.select import named_layers, select
 from hookdrop.utils.tables import counted, shape_text

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookdrop.errors import HookdropError, LayerError, nearest
 from hookdrop.survey import survey
+from hookdrop.utils.errors import HookdropError, LayerError, nearest
 from hookdrop.utils.optional import needs
 from hookdrop.utils.select import Entry
 from hookdrop.utils.tables import shape_text

@@ -26,7 +26,7 @@ def message(kind: str, it: object, found: Any = ()) -> str:
 
 
 MESSAGES = {
-    # --- in a plan: the first three without a forward
+    # --- in a plan: the first two without a forward
     "nested": (
         "{n} of {of} sites are nested inside other sites: activations are regularized up to {levels} times{rate}, at "
         "{path}.\n  for one level only, end the pattern in '.*', not '.**'."
@@ -34,10 +34,6 @@ MESSAGES = {
     "fused_encoder": (
         "TransformerEncoderLayer leaves its fused eval path while a module inside it is hooked: eval output matches "
         "that of the unhooked model up to rounding, not bit for bit."
-    ),
-    "wrong_time_axis": (
-        "LockedDropout at {site.name!r}: an {site.type} with batch_first={rnn.batch_first} expects {axes}, where "
-        "time_dim={drop.time_dim} is not T.\n  write time_dim={time_dim}"
     ),
     "whole_block": (
         "{title} at {site.name!r}: the output includes the input (a whole residual block?), so {title} also {does} the "
@@ -79,14 +75,10 @@ MESSAGES = {
         "callback that runs before training."
     ),
     # --- use of the model
-    "bypassed": (
-        "{it.name!r}: {sites} never ran, so it is not regularized.\n"
-        "  inputs_embeds bypass the embedding: pass input_ids to the model, or regularize the embeddings yourself."
-    ),
     "silent": (
         "{it.name!r}: {sites} never ran, so nothing is dropped there.\n"
-        "  PyTorch calls neither a ModuleList that is only iterated over nor a module whose weights are used directly: "
-        "hook the layers inside or after it."
+        "  PyTorch calls neither a ModuleList that is only iterated over nor a module whose weights are used directly, "
+        "and inputs_embeds bypass the embedding: hook the layers inside or after it."
     ),
     "always_in_eval": (
         "{it.name!r}: {sites} only ran in eval mode, where nothing is dropped.\n"
@@ -103,12 +95,6 @@ MESSAGES = {
         "{it.name!r} draws once for each row of axis 0, of which {many!r} has {most} and {few!r} {least}: not all rows "
         "are samples.\n"
         '  to draw once for each sample: inject(..., example_input=x)   once for the batch: DropPath(mode="batch")'
-    ),
-    "other_trained": (
-        "{it.name!r}: optimizers took {it.other_steps} steps for other models, and this one never ran in training "
-        "mode: nothing was dropped.\n"
-        "  if your trainer builds a new model (as ultralytics does), inject into that one, in a callback that runs "
-        "before training."
     ),
     # --- progress of the schedule
     "optimizer_gone": (

@@ -8,17 +8,9 @@ from typing import Any
 from torch import nn
 
 from hookdrop.guards.messages import find
-from hookdrop.regularizers import (
-    DropBlock,
-    Dropout,
-    DropPath,
-    GaussianDropout,
-    LockedDropout,
-    ShakeDrop,
-    drops_elements,
-)
+from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, ShakeDrop, drops_elements
 
-WITHOUT_FORWARD = ("nested", "fused_encoder", "wrong_time_axis")
+WITHOUT_FORWARD = ("nested", "fused_encoder")
 WITH_FORWARD = ("whole_block", "never_called", "frozen", "before_batch_norm")
 
 # From this rate on, dropout's variance shift in a following batch norm outweighs its benefit (arXiv:1801.05134).
@@ -68,21 +60,10 @@ class Planned:
         return not fused.isdisjoint([id(site.module) for site in self.sites])
 
     @property
-    def wrong_time_axis(self) -> dict[str, Any]:
-        """`batch_first` of the RNN contradicts `time_dim`."""
-        for site in self.sites:
-            rnn, drop = site.module, site.regularizer
-            if isinstance(rnn, nn.RNNBase) and isinstance(drop, LockedDropout) and drop.time_dim % 3 != rnn.batch_first:
-                axes = "(N, T, C)" if rnn.batch_first else "(T, N, C)"
-                return {"site": site, "rnn": rnn, "axes": axes, "drop": drop, "time_dim": int(rnn.batch_first)}
-        return {}
-
-    @property
     def whole_block(self) -> dict[str, Any]:
         """The output of the forward is close to the sum of the input and something else."""
-        whole = [
-            s for s, seen in self._seen if seen.resembles_input and isinstance(s.regularizer, DropPath | ShakeDrop)
-        ]
+        kinds = DropPath | ShakeDrop
+        whole = [s for s, seen in self._seen if seen.resembles_input and isinstance(s.regularizer, kinds)]
         if not whole:
             return {}
         regularizer, others = whole[0].regularizer, len(whole) - 1

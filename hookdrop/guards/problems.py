@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookdrop.guards.messages import find, message
-from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter, schedule_problems
 from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
@@ -21,7 +20,7 @@ from hookdrop.utils.seeding import announce, find_rank_with_same_seed
 from hookdrop.utils.torch_internals import full_backward_hooks_of, parameters_of
 
 CHANGES = ("lost", "copied", "adapted", "full_backward_hook")
-USE = ("bypassed", "silent", "always_in_eval", "equal_masks", "rows", "other_trained")
+USE = ("silent", "always_in_eval", "equal_masks", "rows")
 STEPS_BEFORE_WARNING = 10
 """Schedule steps after which every site should have run."""
 
@@ -40,7 +39,7 @@ def find_problems(
     for hook in compared.intact:
         if check_first_shape in hook.listeners:
             found |= shape_warnings(hook)
-    return found | schedule_problems(state, trained=any(hook.trained for hook in compared.intact))
+    return found
 
 
 def find_changes(model: nn.Module, state: InjectionState) -> dict[str, str]:
@@ -52,20 +51,13 @@ class Comparison:
     """A model and its injection."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        state: InjectionState,
-        hooks: Sequence[SiteHook] | None = None,
-        requested: bool = False,
+        self, model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook] | None = None, requested: bool = False
     ) -> None:
         self.model, self.state, self.requested, self.name = model, state, requested, state.name
         # Inside `without_hooks`, no hook is on the model.
         self._everything = [] if state.live.hidden_count else list(hooks_of(model))
         self.placed = [(module, hook) for module, hook in self._everything if hook.state is state]
         self.hooks = [hook for _, hook in self.placed] if hooks is None else hooks
-        counter: UpdateCounter | None = state.live.update_counter
-        self.updates, self.other_steps = (0, 0) if counter is None else (counter.updates, counter.other_steps)
-        self.updated = counter is not None and counter.was_updated()
 
     @property
     def known(self) -> int:
@@ -104,8 +96,12 @@ class Comparison:
         return [hook.site for module, hook in self.placed if hook.site not in self.copied and self._adds(module, hook)]
 
     def _adds(self, module: nn.Module, hook: SiteHook) -> bool:
-        now = self._module_at(hook.site)
-        if now is None or now is module or all(part is not module for part in now.modules()):
+        root = None if self.state.live.root is None else self.state.live.root()
+        try:
+            now = module if root is None else unwrapped(root.get_submodule(hook.site))
+        except AttributeError:  # the name leaves out a wrapper inside the model
+            return False
+        if now is module or all(part is not module for part in now.modules()):
             return False
         inside = set(map(id, module.parameters()))
         return any(weight.requires_grad and id(weight) not in inside for weight in now.parameters())
@@ -115,13 +111,6 @@ class Comparison:
         """A module with weights, hooked at its output, has full backward hooks: PyTorch attaches them after ours."""
         outputs = [(module, hook.site) for module, hook in self.placed if hook.at == "output"]
         return [site for module, site in outputs if full_backward_hooks_of(module) and any(parameters_of(module))]
-
-    def _module_at(self, site: str) -> nn.Module | None:
-        root = None if self.state.live.root is None else self.state.live.root()
-        try:
-            return None if root is None else unwrapped(root.get_submodule(site))
-        except AttributeError:  # the name leaves out a wrapper inside the model
-            return None
 
     # --- use
 
@@ -133,25 +122,17 @@ class Comparison:
     @cached_property
     def started(self) -> bool:
         """Whether the training has certainly started."""
-        trained = any(hook.trained for hook in self.intact)
-        return trained or self.updated or self.state.live.moves >= STEPS_BEFORE_WARNING
-
-    @cached_property
-    def _never_called(self) -> list[str]:
-        silent = [hook.site for hook in self.intact if not hook.called]
-        begun = self.requested and (self.state.live.moves > 0 or self.updates > 0)
-        return silent if self.started or begun or len(silent) < len(self.intact) else []
-
-    @cached_property
-    def bypassed(self) -> list[str]:
-        """All hooks that were not called in a training are on embeddings."""
-        modules = [self._module_at(site) for site in self._never_called]
-        return self._never_called if all(isinstance(module, nn.Embedding) for module in modules) else []
+        live = self.state.live
+        updated = live.update_counter is not None and live.update_counter.was_updated()
+        return any(hook.trained for hook in self.intact) or updated or live.moves >= STEPS_BEFORE_WARNING
 
     @property
     def silent(self) -> list[str]:
         """A hook was not called, although others were, weights were updated, or the schedule advanced."""
-        return [] if self.bypassed else self._never_called
+        silent, live = [hook.site for hook in self.intact if not hook.called], self.state.live
+        updates = 0 if live.update_counter is None else live.update_counter.updates
+        begun = self.requested and (live.moves > 0 or updates > 0)
+        return silent if self.started or begun or len(silent) < len(self.intact) else []
 
     @property
     def always_in_eval(self) -> list[str]:
@@ -164,19 +145,12 @@ class Comparison:
         """Another rank published the seed of this rank in the job's store."""
         asked = self.state.enabled and (self.requested or self.started)
         found = find_rank_with_same_seed(self.model) if asked else None
-        return (
-            {} if found is None else dict(zip(("first", "second", "seed"), (*sorted(found[:2]), found[2]), strict=True))
-        )
+        return {} if found is None else {"first": min(found[:2]), "second": max(found[:2]), "seed": found[2]}
 
     @property
     def rows(self) -> dict[str, Any]:
         """Axis 0 of a site has several times the rows of another site, and both draw once for each row."""
         return _different_rows(self.intact)
-
-    @property
-    def other_trained(self) -> bool:
-        """Optimizers took 20 steps for other models before any hook ran in training mode; only in `check()`."""
-        return self.requested and not self.started and self.other_steps >= UPDATES_BEFORE_WARNING
 
 
 # --- the first calls of a hook
@@ -199,7 +173,8 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
         if all(type(size) is int for size in x.shape):
             hook.last_shape = x.shape
             warn_about_shape(hook)
-            warn_about_rows(hook)
+            if _draws_for_rows(hook) and (found := _different_rows(hook.state.live.members)):
+                hook.state.warn_once("rows", message("rows", hook.state, found))
         # Ranks announce their seeds when they draw their first masks.
         announce(x.device)
         return x
@@ -220,13 +195,6 @@ def shape_warnings(hook: SiteHook) -> dict[str, str]:
     found = [] if hook.last_shape is None else hook.regularizer.shape_warnings(hook.last_shape)
     see_all = "\n  all sites: print(plan(..., example_input=x))"
     return {re.sub(r"\d+", "#", text): f"{hook.where}: {text}{see_all}" for text in found}
-
-
-def warn_about_rows(hook: SiteHook) -> None:
-    """Warn if the rows of this site and of others, in the same injection, cannot all be samples."""
-    found = _different_rows(hook.state.live.members) if _draws_for_rows(hook) else {}
-    if found:
-        hook.state.warn_once("rows", message("rows", hook.state, found))
 
 
 def _different_rows(hooks: Iterable[SiteHook]) -> dict[str, Any]:

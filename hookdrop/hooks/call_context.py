@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.compiler import is_compiling
 
-from hookdrop.errors import InjectionError
 from hookdrop.hooks.registry import CompanionHook
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.select import layers_by_name
 from hookdrop.utils.tensor_tree import bind_arguments, parameter_names, tensors
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Proxy
 
-from hookdrop.errors import InjectionError, warn
 from hookdrop.utils import torch_internals
+from hookdrop.utils.errors import InjectionError, warn
 
 ALTERNATIVES = "in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
 """What to do instead of tracing or exporting active hooks."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks import compiling
 from hookdrop.hooks.call_context import LAYER_INPUT, MASK, SAMPLES, CallValue, place_around, refuse_cache
 from hookdrop.hooks.checkpointing import collects_statistics, may_be_recomputed, rng_fingerprint
@@ -24,6 +23,7 @@ from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers import REGULARIZERS
 from hookdrop.regularizers.base import P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.samples import SampleRows
+from hookdrop.utils.errors import InjectionError, ShapeError
 from hookdrop.utils.tensor_tree import (
     TensorKey,
     bind_arguments,
@@ -141,8 +141,8 @@ class SiteHook(PlacedHook):
         if rate is None and not module.training and not torch.is_grad_enabled():
             self.called = True  # inference: there is nothing to check
             return None
-        for listener in self.listeners:
-            listener(self, module, value)
+        if self.listeners:
+            _NOTIFY.call(self, module, value)
         if graph_task() != -1:
             return self._recompute(module, value, rate)
         if (rate is not None or module.training) and may_be_recomputed():
@@ -344,11 +344,17 @@ def regularized(regularizer: Regularizer, x: Tensor, rate: Any, **context: Any) 
     return require_same_shape_and_dtype(x, y) if regularizer.keeps_shape else y
 
 
+def _notify(hook: SiteHook, module: nn.Module, value: Any) -> None:
+    for listener in hook.listeners:
+        listener(hook, module, value)
+
+
 def _apply(hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
     # Not `hook.apply`: a `SkipHook` saves its input differently in compiled code than in eager code.
     return SiteHook.apply(hook, x, rate, **context)
 
 
+_NOTIFY = compiling.GraphBreak(_notify, "hookdrop checks the first calls.")
 _OBSERVED = compiling.GraphBreak(
     _apply,
     "measuring() and recording() need tensor values, so they break the graph.\n"

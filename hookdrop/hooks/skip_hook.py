@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hookdrop.errors import InjectionError
 from hookdrop.hooks.hook import CurrentRate, SiteHook
 from hookdrop.hooks.registry import CompanionHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.torch_internals import graph_task
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.errors import warn
 from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.optimizer import Follower
 from hookdrop.schedules import ConstantSchedule, Schedule
+from hookdrop.utils.errors import warn
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class LiveState:
         """Called with (hook, tensor, rate, **context) in place of the regularizer by `measuring` and `recording`."""
         self.checkpointed = CheckpointedCalls()
         self.update_counter: Any = None
-        """The `UpdateCounter` of `guards.updates`."""
+        """The `UpdateCounter` of `guards.progress`."""
 
     def __reduce__(self) -> Any:
         return LiveState, ()

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.hooks.call_context import CallValue, refuse_cache
 from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import CurrentRate, SiteHook
 from hookdrop.hooks.registry import CompanionHook
+from hookdrop.utils.errors import InjectionError, ShapeError
 from hookdrop.utils.tensor_tree import bind_arguments, describe, first_tensor, fits, map_leaves, map_tensor
 
 

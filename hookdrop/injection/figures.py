@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hookdrop.errors import LayerError, ShapeError
-from hookdrop.utils.axes import channel_axis
+from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.optional import needs
-from hookdrop.utils.validation import count
+from hookdrop.utils.validation import count, given_channel_axis
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
 Rows: TypeAlias = Mapping[str, Tensor]
@@ -50,6 +48,21 @@ def get_figure(figure: Any, width: float, height: float) -> Any:
     return figure if figure is not None else Figure(figsize=(width, height), layout="constrained")
 
 
+def channel_axis(shape: Sequence[int]) -> int:
+    """Infer the channel axis from a shape.
+
+    It is axis 1 of a map (N, C, H, W), and the last axis of (N, H, W, C), recognized by H = W != C, of tokens
+    (N, L, C) and of features (N, C).
+
+    Example:
+        >>> channel_axis((8, 64, 14, 14)), channel_axis((8, 7, 7, 768)), channel_axis((8, 197, 384))
+        (1, 3, 2)
+    """
+    if len(shape) == 4 and shape[1] == shape[2] != shape[3]:
+        return 3
+    return len(shape) - 1 if len(shape) < 4 else 1
+
+
 def panels(x: Tensor, sample: int, channels: int, channel_dim: int | None = None) -> list[Panel]:
     """Convert one sample to images.
 
@@ -65,9 +78,7 @@ def panels(x: Tensor, sample: int, channels: int, channel_dim: int | None = None
         raise ShapeError(f"got {tuple(x.shape)}, which has no sample={sample}: the batch size is {len(x)}.")
     if x.dim() == 3:
         return [Panel("", x[sample], ("channel", "token"))]
-    axis = channel_axis(x.shape) if channel_dim is None else count(channel_dim, "channel_dim", "plot", -5)
-    if not -x.dim() <= axis < x.dim():
-        raise ShapeError(f"got {tuple(x.shape)}: channel_dim={axis} is not one of its axes 1 to {x.dim() - 1}.")
+    axis = channel_axis(x.shape) if channel_dim is None else given_channel_axis(x.shape, channel_dim, "plot")
     maps = x.movedim(axis, 1)[sample]
     if maps.dim() == 4:
         maps = maps[:, maps.shape[1] // 2]
@@ -102,7 +113,10 @@ def blocks_figure(
         parts[0].suptitle(f"{len(blocks)} of {total} layers\n{next(iter(blocks))}", fontsize=10)
     masked = [part for part, images in zip(parts, shown, strict=True) if any(_is_mask(row[0]) for row in images)]
     if masked:
-        _add_legend(masked[-1])
+        from matplotlib.patches import Patch
+
+        patches = [Patch(color=KEPT, label="kept"), Patch(color=DROPPED, label="dropped")]
+        masked[-1].legend(handles=patches, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return figure  # type: ignore[no-any-return]
 
 
@@ -119,7 +133,11 @@ def _draw_block(part: SubFigure, title: str, labels: list[str], rows: list[list[
     part.suptitle(title, fontsize=10)
     flat = len(rows[0]) == 1
     table = part.subplots(*((1, len(rows)) if flat else (len(rows), len(rows[0]))), squeeze=False)
-    low, high = limits([panel.image for row in rows for panel in row if not _is_mask(panel)])
+    values = [panel.image for row in rows for panel in row if not _is_mask(panel)]
+    finite = torch.cat([torch.empty(0), *(value[value.isfinite()] for value in values)])
+    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+    if low == high:  # matplotlib would scale each image differently
+        low, high = low - 0.5, high + 0.5
     scale: dict[str, Any] = {"cmap": SCALE, "vmin": low, "vmax": high, "interpolation": "nearest"}
     of_mask = scale | {"cmap": ListedColormap([DROPPED, KEPT]), "vmin": 0, "vmax": 1}
     drawn = None
@@ -127,44 +145,17 @@ def _draw_block(part: SubFigure, title: str, labels: list[str], rows: list[list[
         for panel, axes in zip(row, line, strict=True):
             image = axes.imshow(panel.image.numpy(), **of_mask if _is_mask(panel) else scale)
             drawn = drawn if _is_mask(panel) else image
-            _label(axes, panel, label, first=panel is row[0], top=row is rows[0] or flat)
+            if panel.axes is None:
+                axes.set(xticks=[], yticks=[], title=panel.title if row is rows[0] else "")
+                axes.set_ylabel(label if panel is row[0] else "")
+            else:
+                axes.set(aspect="auto", title=label, xlabel=panel.axes[0], ylabel=panel.axes[1])
+                axes.locator_params(integer=True)
+            axes.tick_params(labelsize=7)
+            for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+                text.set_fontsize(8)
     if drawn is not None:
-        bar = part.colorbar(drawn, ax=table, shrink=0.8, pad=0.02)
-        bar.set_label("value", fontsize=8)
-        bar.ax.tick_params(labelsize=7)
-
-
-def _label(axes: Axes, panel: Panel, label: str, *, first: bool, top: bool) -> None:
-    if panel.axes is not None:
-        axes.set_aspect("auto")
-        axes.locator_params(integer=True)
-        axes.set_title(label, fontsize=8)
-        axes.set_xlabel(panel.axes[0], fontsize=8)
-        axes.set_ylabel(panel.axes[1], fontsize=8)
-        axes.tick_params(labelsize=7)
-        return
-    axes.set(xticks=[], yticks=[])
-    if top:
-        axes.set_title(panel.title, fontsize=8)
-    if first:
-        axes.set_ylabel(label, fontsize=8)
-
-
-def _add_legend(part: SubFigure) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [Patch(color=KEPT, label="kept"), Patch(color=DROPPED, label="dropped")]
-    part.legend(handles=patches, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-
-
-def limits(values: Sequence[Tensor]) -> tuple[float, float]:
-    """Return the smallest and the largest finite value."""
-    finite = torch.cat([torch.empty(0), *(v[v.isfinite()] for v in values)])
-    if not finite.numel():
-        return 0.0, 1.0
-    low, high = float(finite.min()), float(finite.max())
-    # For an empty range, matplotlib would scale each image differently.
-    return (low, high) if low < high else (low - 0.5, high + 0.5)
+        part.colorbar(drawn, ax=table, shrink=0.8, pad=0.02, label="value").ax.tick_params(labelsize=7)
 
 
 def as_images(x: Tensor) -> Tensor:

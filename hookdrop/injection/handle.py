@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookdrop.errors import InjectionError
 from hookdrop.guards import progress
 from hookdrop.guards.messages import message
 from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems
-from hookdrop.guards.updates import restarted, schedule_problems, trains_other_model
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.optimizer import Follower, innermost
@@ -28,6 +26,7 @@ from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sink
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.captures import CopyDevice, requires_with
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tables import counted, html_table, text_table
 from hookdrop.utils.validation import count, number
 
@@ -348,9 +347,9 @@ class Injection:
                 )
         new = [state for state in self._states if not state.followed]
         for state in new:
-            trains_other_model(state, self._require_model(), inner)
+            progress.trains_other_model(state, self._require_model(), inner)
         for state in new:
-            state.live.follower = Follower(inner, self._only([state])._advance, partial(restarted, state))
+            state.live.follower = Follower(inner, self._only([state])._advance, partial(progress.restarted, state))
         return self
 
     def _advance(self, n: int = 1) -> None:
@@ -540,10 +539,12 @@ class Injection:
             >>> r.totals.calls
             1
         """
-        from hookdrop.injection.recording import recorded
+        from hookdrop.injection.measurement import measured_into
+        from hookdrop.injection.recording import Recording
 
         self._check_not_removed("recording()")
-        with recorded(self._hooks("recording()"), last, to) as recording:
+        recording = Recording(self._hooks("recording()"), last, to)
+        with measured_into(list(recording.totals.labels), recording.record):
             yield recording
 
     def check(self) -> list[str]:
@@ -555,12 +556,11 @@ class Injection:
         return [text for state in self._states for text in self._problems(state, model, requested=True).values()]
 
     def _problems(self, state: InjectionState, model: nn.Module, requested: bool = False) -> dict[str, str]:
-        sinks = [sink for sink in self._sinks if sink.state is state]
+        sinks, counter = self._sinks_at(state), state.live.update_counter
         hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
-        if hooks or not sinks:
-            return find_problems(model, state, hooks, requested=requested)
-        counter = state.live.update_counter
-        return schedule_problems(state, counter is not None and counter.updates > 0)
+        found = find_problems(model, state, hooks, requested=requested) if hooks or not sinks else {}
+        trained = any(hook.trained for hook in hooks) if hooks else counter is not None and counter.updates > 0
+        return found | progress.schedule_problems(state, trained)
 
     def _warn_about_problems(self) -> None:
         if (model := self._model()) is not None:

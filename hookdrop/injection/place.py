@@ -7,7 +7,6 @@ import weakref
 
 from torch import nn
 
-from hookdrop.errors import InjectionError, warn
 from hookdrop.guards.progress import watch
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
@@ -17,10 +16,10 @@ from hookdrop.hooks.state import InjectionState
 from hookdrop.hooks.subset_hook import SubsetHook
 from hookdrop.injection import rates
 from hookdrop.injection.handle import Injection, find
-from hookdrop.injection.plan import Plan
-from hookdrop.injection.resolve import PlannedSite
+from hookdrop.injection.plan import Plan, PlannedSite
 from hookdrop.injection.sinks import AttributeSink, RateSink, sinks_of
 from hookdrop.schedules import ConstantSchedule
+from hookdrop.utils.errors import InjectionError, warn
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import TensorKey
 
@@ -42,7 +41,7 @@ def place(plan: Plan) -> Injection:
         warn(text)
     compiling.reset_stale_compiler()
     state = InjectionState(plan.name, tuple([s.label for s in plan.sites]), plan.schedule or _CONSTANT)
-    state.portable, state.recipe = plan.portable, plan.recipe
+    state.portable, state.recipe = plan.spec.portable, plan.recipe
     # The first forward must not repeat the warnings above.
     state.warned_kinds |= plan.warned_kinds
     state.live.root = weakref.ref(plan.root)
@@ -63,7 +62,7 @@ def _place(plan: Plan, state: InjectionState) -> list[RateSink]:
     placed: list[RateSink] = []
     try:
         for site in plan.sites:
-            placed.append(_sink(site, plan.tensor, state))
+            placed.append(_sink(site, plan.spec.tensor, state))
         for sink, site in zip(placed, plan.sites, strict=True):
             if isinstance(sink, SiteHook):
                 sink.place(site.module)
@@ -100,7 +99,7 @@ def _injections_to_replace(plan: Plan) -> list[Injection]:
         return []
     wanted = {_place_of(site.module, site) for site in plan.sites}
     conflicts = [sink.state for module, sink in present if _place_of(module, sink) in wanted]
-    if conflicts and plan.on_existing == "error":
+    if conflicts and plan.spec.on_existing == "error":
         carry = f"{counted(len(conflicts), 'site')} already carr{'ies' if len(conflicts) == 1 else 'y'}"
         names = ", ".join(sorted({repr(state.name) for state in conflicts}))
         raise InjectionError(
@@ -110,7 +109,7 @@ def _injections_to_replace(plan: Plan) -> list[Injection]:
         )
     found = find(plan.model)
     replaced = []
-    if plan.on_existing == "replace":
+    if plan.spec.on_existing == "replace":
         states = dict.fromkeys(sink.state for _, sink in present)
         replaced = [found._only([old]) for old in states if old in conflicts or old.name == plan.name]
     sites = {site.label for site in plan.sites}

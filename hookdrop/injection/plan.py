@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hookdrop.guards.plan import plan_warnings
-from hookdrop.injection.resolve import PlannedSite, Resolved
+from hookdrop.injection.spec import InjectionSpec
+from hookdrop.regularizers import Regularizer, rate_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.tables import counted, html_table, shape_text, text_table
-from hookdrop.utils.tensor_tree import TensorKey
 
 if TYPE_CHECKING:
     from hookdrop.survey import Survey
@@ -20,45 +20,49 @@ if TYPE_CHECKING:
 HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 
 
-def make_plan(
-    model: nn.Module,
-    resolved: Resolved,
-    *,
-    tensor: TensorKey,
-    name: str | None,
-    on_existing: str,
-    portable: bool,
-    example_input: Any,
-) -> Plan:
-    """Make the plan of the resolved sites; the arguments are those of `inject`."""
-    sites = resolved.sites
-    regularizers = [site.regularizer for site in sites if site.regularizer is not None]
-    warnings = resolved.warnings + (plan_warnings(resolved.root, sites) if regularizers else [])
-    warned_kinds: set[str] = set()
-    if example_input is not None and not any(site.attribute for site in sites):
-        from hookdrop.injection.inspect import inspect_forward  # only an example needs it
+@dataclass
+class PlannedSite:
+    """One layer to hook, or one rate of the dropout that the model already has."""
 
-        warned_kinds, more = inspect_forward(model, resolved, tensor, example_input)
-        warnings += more
-    if name is None:
-        name = resolved.name or "_".join(dict.fromkeys([regularizer.title.lower() for regularizer in regularizers]))
-    survey = None if resolved.survey is None else resolved.survey.found
-    return Plan(
-        model,
-        resolved.root,
-        name,
-        sites,
-        resolved.counts,
-        [*warnings, *(() if survey is None else survey.warnings)],
-        resolved.schedule,
-        resolved.requested_schedule,
-        survey,
-        tensor=tensor,
-        on_existing=on_existing,
-        portable=portable,
-        warned_kinds=warned_kinds,
-        recipe=resolved.recipe,
-    )
+    name: str
+    type: str
+    module: nn.Module = field(repr=False)
+    regularizer: Regularizer | None
+    """Shared by all sites of an entry; each hook gets a copy."""
+    at: str = "output"
+    """`"output"` or `"input"` of the layer, or the identity `"skip"` around its residual branch."""
+    p_scale: float = 1.0
+    branch: str = ""
+    """For a skip: the name of the branch's first layer, relative to this layer."""
+    shape: tuple[int, ...] | None = None
+    """Shape of the tensor to regularize; None without `example_input`."""
+    calls: int | None = None
+    """Calls per forward; None without `example_input`."""
+    reading: str = ""
+    """How the regularizer interprets the axes."""
+    attribute: str = ""
+    """For a dropout that the model already has: the attribute with its rate."""
+    target: float | None = None
+    """The rate before `p_scale`; None if there is none."""
+    label: str = ""
+    """The name that the handle shows."""
+
+    def __post_init__(self) -> None:
+        self.label = self.label or self.name
+        if self.regularizer is not None:
+            self.target = rate_of(self.regularizer)
+
+    @property
+    def p(self) -> float | None:
+        """The target rate, including `p_scale`."""
+        return None if self.target is None else self.target * self.p_scale
+
+    @property
+    def text(self) -> str:
+        """The regularizer, or the current rate of a dropout that the model already has."""
+        if self.attribute:
+            return f"{self.type}.{self.attribute} (now {float(attrgetter(self.attribute)(self.module)):g})"
+        return "" if self.regularizer is None else repr(self.regularizer)
 
 
 @dataclass
@@ -68,24 +72,23 @@ class Plan:
     model: nn.Module = field(repr=False)
     root: nn.Module = field(repr=False)
     """The model without its wrappers."""
-    name: str
-    sites: list[PlannedSite]
-    counts: dict[str, int]
-    """Number of layers that each entry matched."""
-    warnings: list[str]
-    schedule: Schedule | None = None
+    spec: InjectionSpec = field(repr=False)
+    """The arguments of `inject`."""
+    schedule: Schedule | None
     """In optimizer steps."""
-    requested_schedule: Schedule | None = None
-    """As requested, possibly in fractions of the training."""
+    name: str = ""
+    sites: list[PlannedSite] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Number of layers that each entry matched."""
+    warnings: list[str] = field(default_factory=list)
     survey: Survey | None = field(default=None, repr=False)
     """What running the model has shown to a recipe."""
-    tensor: TensorKey = None
-    on_existing: str = "error"
-    portable: bool = False
+    exact: set[str] = field(default_factory=set, repr=False)
+    """The layers that an entry gives by full name or as a module."""
     warned_kinds: set[str] = field(default_factory=set, repr=False)
     """The kinds of shape warnings that `warnings` contains."""
     recipe: Mapping[str, Any] | None = field(default=None, repr=False)
-    """The arguments of `inject` that a spec of a recipe repeats."""
+    """The arguments of `inject` with which a recipe chooses the same sites again."""
 
     @property
     def at(self) -> str:
@@ -106,9 +109,8 @@ class Plan:
     def title(self) -> str:
         """The number of sites, the model, and the schedule."""
         where = ", at the input" if self.at == "input" else ""
-        schedule = "" if self.schedule is None else f", {self.schedule}"
-        if self.requested_schedule is not None and self.requested_schedule.is_relative:
-            schedule = f", {self.requested_schedule} = {self.schedule}"
+        requested = f"{self.spec.timing} = " if self.spec.is_relative else ""
+        schedule = "" if self.schedule is None else f", {requested}{self.schedule}"
         return f"{counted(len(self.sites), 'site')} of {type(self.root).__name__}{where}{schedule}"
 
     def __str__(self) -> str:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import InjectionError, ShapeError, warn
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.injection.batches import Device, Inputs, is_batch, read_batches
 from hookdrop.injection.uncertainty import Prediction, Statistics, Summary, concatenated
 from hookdrop.regularizers import rows_alone
 from hookdrop.survey.isolation import eval_mode, forked_rng, uncompiled
+from hookdrop.utils.errors import InjectionError, ShapeError, warn
 from hookdrop.utils.optional import progress_bar
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count, one_of

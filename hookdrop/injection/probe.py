@@ -12,11 +12,10 @@ from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
-from hookdrop.injection.measurement import Measurement, labels_of, measured_into, require_values
+from hookdrop.injection.measurement import Measurement, measured_into, require_values
 from hookdrop.survey.isolation import call, restored_after, set_eval
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import tensors
-from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import count
 
 
@@ -26,13 +25,14 @@ def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) ->
     inner = unwrapped(model)
     for parameter in inner.parameters():
         require_values(parameter)
-    result = Measurement(labels_of(hooks))
+    result = Measurement(hooks)
     notes = [_note_on_modes(inner)]
     with without_bookkeeping(model), restored_after(model), torch.no_grad():
-        modes = _training_modes(inner)
+        # `train()` is not called, because some classes merge weights in it (LoRA).
+        modes = [(module, module.training or not inner.training) for module in inner.modules()]
         set_eval(inner)
         result.eval_identical = _eval_identical(inner, x)
-        for module, training in zip(inner.modules(), modes, strict=True):
+        for module, training in modes:
             module.training = training
         with measured_into(hooks, result.record):
             for _ in range(forwards):
@@ -43,31 +43,9 @@ def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) ->
     return result
 
 
-def _training_modes(model: nn.Module) -> list[bool]:
-    """Return the current flags if the model is in training mode, or else those that `train()` would set.
-
-    `train()` is not called, because some classes merge weights in it (LoRA). Others keep batch norm in eval mode:
-    inside a module that overrides `train()`, frozen batch norm stays in eval mode.
-    """
-    if model.training:
-        return [module.training for module in model.modules()]
-    parts = [part for module in _with_own_train(model) for part in module.modules()]
-    frozen = {id(part) for part in parts if isinstance(part, BatchNorm) and _is_frozen(part)}
-    return [id(module) not in frozen for module in model.modules()]
-
-
-def _with_own_train(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if getattr(m.train, "__func__", None) is not nn.Module.train]
-
-
-def _is_frozen(norm: nn.Module) -> bool:
-    parameters = list(norm.parameters())
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
-
-
 def _note_on_modes(model: nn.Module) -> str:
-    own = [] if model.training else _with_own_train(model)
-    if not own:
+    own = [m for m in model.modules() if getattr(m.train, "__func__", None) is not nn.Module.train]
+    if model.training or not own:
         return ""
     return (
         f"the model was in eval mode, and {type(own[0]).__name__} overrides train(), which probe() does not call: "

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hookdrop.errors import did_you_mean
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced, pixels
-from hookdrop.injection.measurement import Measurement, labels_of, measured_into
+from hookdrop.injection.measurement import Measurement
 from hookdrop.regularizers import drops_elements
 from hookdrop.utils.captures import CopyDevice, NotRecordedError, detached_copy, valid_device
+from hookdrop.utils.errors import did_you_mean
 from hookdrop.utils.names import glob_expression
 from hookdrop.utils.tables import html_table, shape_text, some, text_table
 from hookdrop.utils.torch_internals import graph_task
@@ -60,19 +59,15 @@ class Recording(Mapping[str, Record]):
 
     def __init__(self, hooks: Sequence[SiteHook], last: int = 1, to: CopyDevice = None) -> None:
         self.name = ", ".join(dict.fromkeys(hook.state.name for hook in hooks))
-        self.totals = Measurement(labels_of(hooks))
+        self.totals = Measurement(hooks)
         """What was measured in all calls: rates, dropped fractions, mean ratios."""
-        self.reasons: dict[str, str] = {}
-        """Why nothing was recorded, by site. Filled when the recording ends."""
         self._last, self._to = count(last, "last", "recording", 0), valid_device(to, "recording")
         self._records: dict[str, deque[Record]] = {site: deque(maxlen=self._last) for site in self.totals.sites}
 
     def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
         """Add one call. Only the totals include those that an activation checkpoint recomputes."""
-        if hook not in self.totals.labels:
-            return
         self.totals.record(hook, rate, x, y, dropped)
-        if not self._last or graph_task() != -1:
+        if hook not in self.totals.labels or not self._last or graph_task() != -1:
             return
         drops = drops_elements(hook.regularizer)
         before, after, dropped = (detached_copy(tensor, self._to) for tensor in (x, y, dropped))
@@ -98,9 +93,9 @@ class Recording(Mapping[str, Record]):
 
     def _missing(self, name: str) -> str:
         recorded = f"\n  recorded: {some(list(self)) or 'nothing'}"
-        if name in self._records:
-            why = self.reasons.get(name, "it has not been called in training mode at a rate above 0 yet")
-            return f"nothing was recorded at {name!r}: {why}.{recorded}"
+        for hook, label in self.totals.labels.items():
+            if label == name:
+                return f"nothing was recorded at {name!r}: {_why_not(hook) if self._last else 'last=0'}.{recorded}"
         return f"{self.name!r} has no site {name!r}.{did_you_mean(name, self._records)}{recorded}"
 
     # --- plots
@@ -128,8 +123,7 @@ class Recording(Mapping[str, Record]):
         """
         blocks: dict[str, Rows] = {}
         for name, r in self._select(layers).items():
-            mask = {"mask": r.mask} if r.drops else {}
-            blocks[self._title(name)] = {"before": r.before, **mask, "after": r.after}
+            blocks[self._title(name)] = {"before": r.before, **({"mask": r.mask} if r.drops else {}), "after": r.after}
             if not r.drops:
                 blocks[f"{name or 'the model'}: change"] = {"after - before": r.after - r.before}
         return self._draw(blocks, layers, sample, channels, figure)
@@ -177,14 +171,9 @@ class Recording(Mapping[str, Record]):
     # --- text
 
     def _rows(self) -> list[tuple[object, ...]]:
+        calls = {name: effect.calls for name, effect in self.totals.sites.items()}
         return [
-            (
-                name,
-                self.totals.sites[name].calls,
-                shape_text(r.before.shape),
-                r.p,
-                f"{r.dropped:.3f}" if r.drops else "-",
-            )
+            (name, calls[name], shape_text(r.before.shape), r.p, f"{r.dropped:.3f}" if r.drops else "-")
             for name, r in self.items()
         ]
 
@@ -195,18 +184,6 @@ class Recording(Mapping[str, Record]):
 
     def _repr_html_(self) -> str:
         return html_table(HEADER, self._rows(), f"recording of {self.name}: the last call of each site")
-
-
-@contextmanager
-def recorded(hooks: Sequence[SiteHook], last: int, to: CopyDevice) -> Iterator[Recording]:
-    """Record the forwards inside, and find the reasons why sites were not recorded."""
-    recording = Recording(hooks, last, to)
-    try:
-        with measured_into(hooks, recording.record):
-            yield recording
-    finally:
-        missing = [(hook, name) for hook, name in recording.totals.labels.items() if name not in recording]
-        recording.reasons = {name: _why_not(hook) if last else "last=0 keeps no calls" for hook, name in missing}
 
 
 def _why_not(hook: SiteHook) -> str:

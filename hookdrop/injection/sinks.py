@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from hookdrop.errors import LayerError, warn
 from hookdrop.hooks.hook import CurrentRate, SiteHook
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import P
+from hookdrop.utils.errors import LayerError, warn
 from hookdrop.utils.tables import counted, some
 
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
-from hookdrop.errors import StateError, did_you_mean
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
-from hookdrop.injection.resolve import as_source, check_options, check_recipe_arguments, resolve
 from hookdrop.injection.sinks import RateSink
-from hookdrop.injection.text import Allowed, as_schedule, read, text_of
+from hookdrop.injection.text import Allowed, as_schedule, parse, read, text_of
 from hookdrop.recipes.base import Recipe
-from hookdrop.regularizers import Regularizer
+from hookdrop.regularizers import Regularizer, as_regularizer
 from hookdrop.regularizers.base import at_rate
 from hookdrop.schedules import ConstantSchedule, Schedule
-from hookdrop.utils.select import as_entries
+from hookdrop.utils.errors import InjectionError, LayerError, StateError, did_you_mean
+from hookdrop.utils.select import Entries, as_entries
+from hookdrop.utils.tensor_tree import TensorKey
+from hookdrop.utils.validation import one_of
+
+Source: TypeAlias = Regularizer | nn.Module | Callable[[Tensor], Tensor] | str
+Regularizers: TypeAlias = Source | Mapping[Any, Source] | Recipe
+PScale: TypeAlias = str | Mapping[Any, float] | Callable[[str, int, int], float]
+P_SCALES = (None, "equal", "depth", "depth_from_zero")
 
 
 @dataclass(frozen=True)
@@ -61,29 +69,74 @@ class InjectionSpec:
     portable: bool = False
 
     def __post_init__(self) -> None:
-        """Find invalid settings before there is a model, by resolving them for one that has any layer."""
-        check_options(self.at, self.tensor, self.name, self.on_existing, self.portable)
-        as_entries(() if self.exclude is None else self.exclude, "`exclude`")
-        toy = nn.Sequential(nn.Identity(), nn.Identity())
-        given = self.arguments(toy)
-        source, layers = given["regularizer"], given["layers"]
-        if isinstance(source, Recipe):
-            check_recipe_arguments(source, None, self.at, self.tensor)
-            as_schedule(self.schedule or ConstantSchedule(), "InjectionSpec")
-            return
-        as_entries(() if layers is None else layers, "`layers`")
-        for key in source if isinstance(source, Mapping) else ():
-            as_entries(key, "a key of the mapping")
-        # Factors by pattern or by a function depend on the names of the layers.
-        p_scale: Any = self.p_scale if isinstance(self.p_scale, str | int | float) else None
-        everywhere = None if layers is None else "*"
-        for one in [{"*": value} for value in source.values()] if isinstance(source, Mapping) and source else [source]:
-            resolve(toy, one, everywhere, (), self.schedule, p_scale, self.at, total_steps=1_000_000)
+        """Find settings that are invalid for any model."""
+        if self.at not in ("output", "input"):
+            one_of(self.at, "at", "inject", ("output", "input"))
+        if isinstance(self.tensor, bool) or not isinstance(self.tensor, TensorKey):
+            raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {self.tensor!r}.")
+        if self.on_existing not in ("error", "replace", "stack"):
+            one_of(self.on_existing, "on_existing", "inject", ("error", "replace", "stack"))
+        if not isinstance(self.portable, bool):
+            one_of(self.portable, "portable", "inject", (True, False))
+        if self.name is not None and (not isinstance(self.name, str) or not self.name or "/" in self.name):
+            raise InjectionError(f"inject: name must be a non-empty string without '/', got {self.name!r}.")
+        scale = self.p_scale
+        if not (scale in P_SCALES if isinstance(scale, str | None) else isinstance(scale, Mapping) or callable(scale)):
+            hint = "\n  one factor for all sites? multiply p by it." if isinstance(scale, int | float) else ""
+            raise ValueError(
+                f"p_scale must be 'depth', 'depth_from_zero', 'equal', a mapping of patterns to factors, or a function "
+                f"of (name, index, count), got {scale!r}.{hint}"
+            )
+        if self.exclude not in ((), None):
+            as_entries(self.exclude, "`exclude`")
+        _ = self.timing
+        if isinstance(self.source, Recipe):
+            check_recipe_arguments(self.source, None, self.at, self.tensor)
+        else:
+            _ = self.chosen
+
+    @cached_property
+    def source(self) -> Any:
+        """The regularizer, the recipe or the mapping, made from strings."""
+        return _source(self.regularizer)
+
+    @cached_property
+    def chosen(self) -> tuple[list[Regularizer | None], Entries]:
+        """A regularizer for each entry, or one for all, and the entries."""
+        source = self.source
+        if not isinstance(source, Mapping):
+            if self.layers is None:
+                raise LayerError(
+                    "`layers` is missing: pass a name, a glob such as 'layer3.*', a class, or a list of these.\n"
+                    '  see all:      print(hookdrop.plan(model, layers="**"))'
+                )
+            as_entries(_with_root(self.layers, _ANY_MODEL), "`layers`")
+            return [None if source is None else _regularizer(source)], self.layers
+        if recipe := next((value for value in source.values() if isinstance(value, Recipe)), None):
+            raise TypeError(f"the recipe {recipe!r} chooses its layers: pass it alone, not in a mapping.")
+        if self.layers is not None:
+            raise LayerError("pass either `layers` or a mapping of layers to regularizers, not both.")
+        for key in _with_root(source, _ANY_MODEL):
+            if len(as_entries(key, "a key of the mapping")) != 1:
+                raise LayerError("each key of the mapping must be a single entry: a name, a glob, a class, ...")
+        return [_regularizer(value) for value in source.values()], list(source)
+
+    @cached_property
+    def timing(self) -> Schedule | None:
+        """The schedule, possibly in fractions of the training."""
+        return None if self.schedule is None else as_schedule(self.schedule, "inject")
 
     @property
     def is_relative(self) -> bool:
         """Whether the schedule has fractions of the training, so that `inject` needs `total_steps`."""
-        return self.schedule is not None and as_schedule(self.schedule, "InjectionSpec").is_relative
+        return self.timing is not None and self.timing.is_relative
+
+    def for_model(self, model: nn.Module) -> InjectionSpec:
+        """Return the spec with `model` in place of the empty name, which stands for the model itself."""
+        if isinstance(self.source, Recipe):
+            return self
+        parts = {name: _with_root(getattr(self, name), model) for name in ("layers", "p_scale")}
+        return replace(self, regularizer=_with_root(self.source, model), **parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, ready for JSON or YAML.
@@ -121,24 +174,8 @@ class InjectionSpec:
         read_here = {"regularizer", "schedule"} & set(settings) if allow else ()
         return cls(**dict(settings) | {name: _read(settings[name], allow) for name in read_here})
 
-    def arguments(self, model: nn.Module) -> dict[str, Any]:
-        """Return the arguments of `inject` for a model; the empty name stands for the model itself."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        given["regularizer"] = as_source(self.regularizer)
-        if isinstance(given["regularizer"], Recipe):
-            given["layers"] = None
-        return given | {name: _with_root(given[name], model) for name in ("regularizer", "layers", "p_scale")}
 
-    def check_sites(self, sites: Sequence[str]) -> None:
-        """Raise `StateError` if a recipe chose other sites than `layers`."""
-        if self.layers is None or list(sites) == list(self.layers):
-            return
-        lines = [f"the recipe {self.regularizer} chooses other sites here than in the spec."]
-        lines += [f"  only in the spec: {site!r}" for site in self.layers if site not in sites]
-        lines += [f"  only here:        {site!r}" for site in sites if site not in self.layers]
-        raise StateError("\n".join([*lines, "  to place it anyway: remove `layers` from the spec"]))
-
-
+_ANY_MODEL = nn.Identity()
 _EXAMPLE = '  for example: InjectionSpec("Dropout(p=0.1)", layers="head")'
 
 
@@ -146,6 +183,30 @@ def _with_root(value: Any, model: nn.Module) -> Any:
     if isinstance(value, Mapping):
         return {model if key == "" else key: one for key, one in value.items()}
     return [model if entry == "" else entry for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _source(given: Any) -> Any:
+    if isinstance(given, Mapping):
+        return {key: _source(value) for key, value in given.items()}
+    found = parse(given) if isinstance(given, str) else given
+    if isinstance(found, Schedule):
+        raise TypeError(f"{found!r} is a schedule, not a regularizer.\n  write: inject(model, ..., schedule={found!r})")
+    return found
+
+
+def _regularizer(given: object) -> Regularizer:
+    # Copied so that changes to the original do not affect a plan. Each hook gets its own copy later.
+    return copy.deepcopy(as_regularizer(given))
+
+
+def check_recipe_arguments(recipe: Recipe, layers: Entries | None, at: str, tensor: TensorKey) -> None:
+    """Raise for arguments of `inject` that a recipe replaces."""
+    given = {"layers": layers is not None, "at": at != "output", "tensor": tensor is not None}
+    if used := [name for name, is_given in given.items() if is_given]:
+        raise TypeError(
+            f"the recipe {type(recipe).__name__} chooses its layers: remove {' and '.join(f'{n}=' for n in used)}.\n"
+            "  to leave some out: exclude=   to choose them yourself: pass a regularizer instead of a recipe"
+        )
 
 
 def spec_of(state: InjectionState, sinks: Sequence[RateSink], declared: bool = False) -> InjectionSpec:

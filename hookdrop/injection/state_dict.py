@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from hookdrop.errors import InjectionError, StateError, warn
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.rates import changing
 from hookdrop.injection.sinks import RateSink
 from hookdrop.injection.spec import described, spec_of
+from hookdrop.utils.errors import InjectionError, StateError, warn
 from hookdrop.utils.tables import counted
-from hookdrop.utils.validation import count
 
 VERSION = 2
-_KEYS = ("step_count", "enabled", "target_p", "spec")
+_TYPES: dict[str, type] = {"step_count": int, "enabled": bool, "sites": list, "target_p": list, "spec": str}
 
 Parts: TypeAlias = Sequence[tuple[InjectionState, Sequence[RateSink]]]
 """The states, each with the sinks of a handle."""
 
 
 def save(parts: Parts) -> dict[str, Any]:
-    """Return plain numbers, strings, lists and dicts, for `torch.load(weights_only=True)` and JSON."""
+    """Return plain numbers, strings, lists and dicts, for `torch.load(weights_only=True)` and JSON.
+
+    The keys are the same for all settings: distributed checkpoints look up each key of a nested dict on its own, and
+    would not read the rest of a state that lacks one.
+    """
     saved: dict[str, Any] = {}
     for state, sinks in parts:
         if state.name in saved:
@@ -32,9 +36,10 @@ def save(parts: Parts) -> dict[str, Any]:
         saved[state.name] = {
             "step_count": state.step_count,
             "enabled": state.enabled,
-            "target_p": {sink.site: sink.target for sink in sinks},
+            "sites": [sink.site for sink in sinks],
+            "target_p": [sink.target for sink in sinks],
             # With the rates that the code declares: loading compares the settings, and does not restore them.
-            "spec": described(spec_of(state, sinks, declared=True)),
+            "spec": json.dumps(described(spec_of(state, sinks, declared=True))),
         }
     return {"version": VERSION, "injections": saved}
 
@@ -77,18 +82,13 @@ def _validated(saved: Any) -> Mapping[str, Any]:
         )
     found: Mapping[str, Any] = saved["injections"]
     for name, one in found.items():
-        missing = [key for key in _KEYS if not isinstance(one, Mapping) or key not in one]
+        missing = [key for key in _TYPES if not isinstance(one, Mapping) or key not in one]
         if missing:
             raise StateError(f"the state of {name!r} lacks {', '.join(missing)}. Nothing was loaded.")
-        try:
-            count(one["step_count"], "step_count", "state", 0)
-        except (TypeError, ValueError) as error:
-            raise StateError(f"the state of {name!r}: {error} Nothing was loaded.") from None
-        for key, kind in (("enabled", bool), ("target_p", Mapping), ("spec", Mapping)):
-            if not isinstance(one[key], kind):
-                raise StateError(
-                    f"the state of {name!r}: {key} must be a {kind.__name__}, got {one[key]!r}. Nothing was loaded."
-                )
+        are_valid = all(type(one[key]) is kind for key, kind in _TYPES.items())
+        if not are_valid or one["step_count"] < 0 or len(one["sites"]) != len(one["target_p"]):
+            values = ", ".join(f"{key}={one[key]!r}" for key in _TYPES)
+            raise StateError(f"the state of {name!r} is not what state_dict() returned: {values}. Nothing was loaded.")
     return found
 
 
@@ -96,8 +96,7 @@ def _matched(
     state: InjectionState, sinks: Sequence[RateSink], saved: Mapping[str, Any], strict: bool
 ) -> Iterator[tuple[RateSink, float | None]]:
     """Yield each sink that the state has, with its target."""
-    here, there = [sink.site for sink in sinks], list(saved["target_p"])
-    # The order does not count: some trainers sort the keys of the states that they save.
+    here, there = [sink.site for sink in sinks], dict(zip(saved["sites"], saved["target_p"], strict=True))
     if (strict and set(here) != set(there)) or not set(here) & set(there):
         lines = [f"the state does not match {state.name!r}. Nothing was loaded."]
         lines += [f"  only in the state: {site!r}" for site in there if site not in here]
@@ -107,7 +106,7 @@ def _matched(
         raise StateError("\n".join(lines))
     for sink in sinks:
         if sink.site in there:
-            yield sink, _valid_target(sink, saved["target_p"][sink.site])
+            yield sink, _valid_target(sink, there[sink.site])
 
 
 def _valid_target(sink: RateSink, target: Any) -> float | None:
@@ -123,7 +122,7 @@ def _valid_target(sink: RateSink, target: Any) -> float | None:
 
 def _warn_about_differences(state: InjectionState, sinks: Sequence[RateSink], saved: Mapping[str, Any]) -> None:
     """Warn about settings of the code that the state was not saved with; those of the code apply."""
-    here, there = described(spec_of(state, sinks, declared=True)), saved["spec"]
+    here, there = described(spec_of(state, sinks, declared=True)), json.loads(saved["spec"])
     lines = []
     for key in sorted((here.keys() | there.keys()) - {"name"}):
         new, old = here.get(key), there.get(key)

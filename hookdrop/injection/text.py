@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from hookdrop import recipes
-from hookdrop.errors import StateError, nearest
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer
 from hookdrop.schedules import SCHEDULES, Schedule
+from hookdrop.utils.errors import StateError, nearest
 
 Allowed: TypeAlias = Sequence[Callable[..., Any]]
 
-NAMES = (*REGULARIZERS, *recipes.RECIPE_MODULES, *SCHEDULES)
+NAMES = (*REGULARIZERS, *recipes.RECIPE_NAMES, *SCHEDULES)
 """All names that `parse` knows. A recipe is imported when it is first used."""
 
 
@@ -170,7 +170,7 @@ def _construct(name: str, make: Callable[..., Any], args: Iterable[Any], kwargs:
 
 
 def _named(name: str) -> Callable[..., Any]:
-    if name in recipes.RECIPE_MODULES:
+    if name in recipes.RECIPE_NAMES:
         return getattr(recipes, name)  # type: ignore[no-any-return]
     return REGULARIZERS[name] if name in REGULARIZERS else SCHEDULES[name]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.special import entr
 
-from hookdrop.errors import ShapeError, warn
+from hookdrop.utils.errors import ShapeError, warn
 
 Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Mean, variance, entropy and mutual information."""

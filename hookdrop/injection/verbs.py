@@ -8,25 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.errors import nothing_placed
 from hookdrop.hooks import compiling
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.place import place
-from hookdrop.injection.plan import Plan, make_plan
-from hookdrop.injection.resolve import (
-    PScale,
-    Regularizers,
-    as_source,
-    check_options,
-    check_recipe_arguments,
-    resolve,
-    resolve_recipe,
-)
-from hookdrop.injection.spec import InjectionSpec
+from hookdrop.injection.plan import Plan
+from hookdrop.injection.resolve import make_plan
+from hookdrop.injection.spec import InjectionSpec, PScale, Regularizers, check_recipe_arguments
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer
 from hookdrop.schedules import Schedule
+from hookdrop.utils.errors import nothing_placed
 from hookdrop.utils.select import Entries
 from hookdrop.utils.tensor_tree import TensorKey
 
@@ -99,23 +91,9 @@ def inject(
     """
     if regularizer is None:
         raise TypeError("inject: the regularizer is None: pass one, such as DropBlock(p=0.1).")
+    given = (layers, exclude, at, tensor, schedule, p_scale, name, on_existing, portable)
     with nothing_placed():
-        planned = plan(
-            model,
-            regularizer,
-            layers=layers,
-            exclude=exclude,
-            at=at,
-            tensor=tensor,
-            schedule=schedule,
-            total_steps=total_steps,
-            p_scale=p_scale,
-            name=name,
-            on_existing=on_existing,
-            portable=portable,
-            example_input=example_input,
-        )
-        return place(planned)
+        return place(_plan(model, regularizer, given, total_steps, example_input))
 
 
 def plan(
@@ -153,34 +131,23 @@ def plan(
         1     ReLU     0.1  Dropout(p=0.1)
         '*': 2 layers
     """
+    given = (layers, exclude, at, tensor, schedule, p_scale, name, on_existing, portable)
     with nothing_placed():
-        compiling.raise_if_tracing("inject() or plan()")
-        if isinstance(regularizer, InjectionSpec):
-            given = (layers, exclude, at, tensor, schedule, p_scale, name, on_existing, portable)
-            if given != (None, (), "output", None, None, None, None, "error", False):
-                raise TypeError("inject: a spec has all settings: pass only total_steps= and example_input= with it.")
-            planned = plan(model, **regularizer.arguments(model), total_steps=total_steps, example_input=example_input)
-            if planned.recipe is not None:
-                regularizer.check_sites([site.label for site in planned.sites])
-            return planned
-        if isinstance(model, Regularizer):
-            raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
-        check_options(at, tensor, name, on_existing, portable)
-        source = as_source(regularizer)
-        if isinstance(source, Recipe):
-            check_recipe_arguments(source, layers, at, tensor)
-            resolved = resolve_recipe(model, source, exclude, schedule, p_scale, total_steps, example_input)
-        else:
-            resolved = resolve(model, source, layers, exclude, schedule, p_scale, at, total_steps, example_input)
-        return make_plan(
-            model,
-            resolved,
-            tensor=tensor,
-            name=name,
-            on_existing=on_existing,
-            portable=portable,
-            example_input=example_input,
-        )
+        return _plan(model, regularizer, given, total_steps, example_input)
+
+
+def _plan(model: nn.Module, regularizer: Any, given: tuple[Any, ...], total_steps: int | None, example: Any) -> Plan:
+    compiling.raise_if_tracing("inject() or plan()")
+    if isinstance(regularizer, InjectionSpec):
+        if given != (None, (), "output", None, None, None, None, "error", False):
+            raise TypeError("inject: a spec has all settings: pass only total_steps= and example_input= with it.")
+        return make_plan(model, regularizer.for_model(model), total_steps, example)
+    if isinstance(model, Regularizer):
+        raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
+    spec = InjectionSpec(regularizer, *given)
+    if isinstance(spec.source, Recipe):
+        check_recipe_arguments(spec.source, spec.layers, spec.at, spec.tensor)
+    return make_plan(model, spec, total_steps, example)
 
 
 @contextmanager

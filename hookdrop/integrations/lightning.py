@@ -10,10 +10,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
-from hookdrop.errors import InjectionError
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement, submodule
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.seeding import seed_per_rank as seed_this_rank
 from hookdrop.utils.tables import counted
 from hookdrop.utils.validation import count

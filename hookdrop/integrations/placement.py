@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.errors import LayerError, did_you_mean
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.verbs import inject
+from hookdrop.utils.errors import LayerError, did_you_mean
 
 
 class Placement:

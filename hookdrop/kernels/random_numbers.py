@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from hookdrop.errors import InjectionError
 from hookdrop.kernels import native
 from hookdrop.kernels.blocks import most_precise_dtype
 from hookdrop.utils.torch_internals import (

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.errors import LayerError, ShapeError, warn
 from hookdrop.hooks.checkpointing import is_recomputing
-from hookdrop.observe.read_only_hooks import ByLayer, LayerObserver, chosen_layers, first_tensor, observed
-from hookdrop.utils.captures import CopyDevice, NotRecordedError, detached_copy, requires_with, valid_device
+from hookdrop.observe.observers import ByLayer, chosen_layers, first_tensor, observed
+from hookdrop.utils.captures import CopyDevice, detached_copy, requires_with, valid_device
+from hookdrop.utils.errors import ShapeError, warn
 from hookdrop.utils.select import Entries, Layer
 from hookdrop.utils.tables import counted, some
-from hookdrop.utils.tensor_tree import TensorKey, describe, map_tensor
+from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count
 
 
@@ -25,12 +21,10 @@ from hookdrop.utils.validation import count
 def capture(
     model: nn.Module,
     layers: Entries,
-    inputs: bool = False,
     gradients: bool = False,
     *,
     to: CopyDevice = None,
     last: int | None = None,
-    tensor: TensorKey = None,
     exclude: Entries = (),
 ) -> Iterator[Captured]:
     """Capture the outputs of layers during the forwards inside the `with` block.
@@ -43,17 +37,14 @@ def capture(
     Args:
         model: any module, wrapped (DistributedDataParallel, torch.compile, ...) or not.
         layers: names, globs, classes, modules, ..., as in `inject`.
-        inputs: also capture the first tensor among the arguments of each call, as `captured.inputs`.
-        gradients: also capture the gradient of each call's output, as `captured.gradients`: the sum over the backward
-            passes inside, or None if no backward pass reached it, as inside a reentrant checkpoint.
+        gradients: also capture the gradient of each output, as the `grad` of the captured tensor: the sum over the
+            backward passes, or None if no backward pass reached it, as inside a reentrant checkpoint.
         to: device of the copies, such as `"cpu"`; None keeps the device of each tensor.
         last: number of most recent calls of each layer to keep; None keeps all.
-        tensor: which tensor of a tuple, list or dict to capture: an index or a key; None is the first floating-point
-            tensor.
         exclude: layers to skip.
 
     Yields:
-        A read-only dict from layer names to lists of tensors, one for each call.
+        A dict from layer names to lists of tensors, one for each call: the first floating-point tensor of the output.
 
     Raises:
         LayerError: an entry matches no layer, or the requested layer was not captured or never called.
@@ -65,114 +56,45 @@ def capture(
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
         >>> with capture(model, "*", gradients=True) as seen:
         ...     model(torch.ones(2, 3)).sum().backward()
-        >>> seen["0"][-1].shape, seen.gradients["1"][-1].sum()
+        >>> seen["0"][-1].shape, seen["1"][-1].grad.sum()
         (torch.Size([2, 4]), tensor(8.))
     """
-    if last is not None:
-        last = count(last, "last", "capture")
-    to = valid_device(to, "capture")
-    if tensor == "all":
-        raise LayerError('capture: tensor must be an index, a key or None, not "all": it keeps one tensor per call.')
+    kept = None if last is None else count(last, "last", "capture")
+    device = valid_device(to, "capture")
     chosen = chosen_layers(model, layers, exclude, "capture()")
-    recorders = [_Recorder(layer, gradients, to, last, tensor) for layer in chosen]
-    before = [(recorder.module, recorder.before_forward) for recorder in recorders if inputs]
-    with observed(recorders, before):
-        yield Captured(recorders, inputs, gradients)
-    never = [recorder.name for recorder in recorders if not recorder.calls]
-    if never:
-        warn(
-            f"capture: {len(never)} of {counted(len(recorders), 'layer')} never ran: {some(never)}.\n"
-            "  possible causes: a container that is only iterated, a branch not taken, weights used without the module."
-        )
-    calls = [call for recorder in recorders for call in recorder.calls]
-    if gradients and calls and all(call.gradient is None for call in calls):
-        warn("no gradient was captured: call backward() inside the `with` block, and run the forward with gradients.")
+    seen = Captured(chosen)
 
-
-@dataclass(eq=False)
-class _Call:
-    """The captured tensors of one call."""
-
-    output: Tensor
-    input: Tensor | None
-    gradient: Tensor | None = None
-
-
-class _Recorder(LayerObserver):
-    """The hooks of one layer, and its captured calls."""
-
-    def __init__(self, layer: Layer, gradients: bool, to: CopyDevice, last: int | None, tensor: TensorKey) -> None:
-        super().__init__(layer)
-        self.calls: deque[_Call] = deque(maxlen=last)
-        self._gradients, self._to, self._tensor = gradients, to, tensor
-        self._inputs: dict[int, list[Tensor]] = {}
-        """Inputs of the running calls by thread: several if the layer calls itself."""
-
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def keep(layer: Layer, output: Any) -> None:
         if is_recomputing():
             return
-        x = first_tensor((args, kwargs))
-        if x is None:
-            raise ShapeError(f"{self.name!r} was called without a tensor.\n  skip it: exclude=...")
-        self._inputs.setdefault(threading.get_ident(), []).append(detached_copy(x, self._to))
-
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if is_recomputing():
-            return
-        inputs = self._inputs.get(threading.get_ident())
-        input = inputs.pop() if inputs else None
-        if output is None and sys.exc_info()[0] is not None:  # the forward raised
-            return
-        x = self._chosen(output)
-        self.calls.append(call := _Call(detached_copy(x, self._to), input))
+        if (x := first_tensor(output)) is None:
+            what = f"{layer.name!r} returned {describe(output)}, which contains no tensor"
+            raise ShapeError(f"{what}.\n  skip it: exclude=...")
+        copy = detached_copy(x, device)
+        calls = seen.setdefault(layer.name, [])
+        calls.append(copy)
+        if kept is not None:
+            del calls[:-kept]
 
         def add(gradient: Tensor) -> None:
-            new = detached_copy(gradient, self._to)
-            call.gradient = new if call.gradient is None else call.gradient + new
+            new = detached_copy(gradient, device)
+            copy.grad = new if copy.grad is None else copy.grad + new
 
-        if self._gradients and x.requires_grad:
-            self.on_gradient(x, add)
+        if gradients and x.requires_grad:
+            x.register_hook(add)  # type: ignore[no-untyped-call]
 
-    def _chosen(self, output: Any) -> Tensor:
-        if self._tensor is None:
-            if (first := first_tensor(output)) is None:
-                what = f"{self.name!r} returned {describe(output)}, which contains no tensor"
-                raise ShapeError(f"{what}.\n  skip it: exclude=...")
-            return first
-        found: dict[int, Tensor] = {}
-        try:
-            map_tensor(output, self._tensor, lambda x: found.setdefault(0, x))
-        except ShapeError as error:
-            error.args = (f"{self.name!r} {error}",)
-            raise
-        return found[0]
+    with observed(chosen, keep):
+        yield seen
+    if never := seen.never_called:
+        warn(
+            f"capture: {len(never)} of {counted(len(chosen), 'layer')} never ran: {some(never)}.\n"
+            "  possible causes: a container that is only iterated, a branch not taken, weights used without the module."
+        )
 
 
-class Captured(ByLayer[list[Any]]):
-    """Captured outputs by layer name, one tensor for each call. `inputs` and `gradients` have the same form."""
-
-    def __init__(self, recorders: Sequence[_Recorder], inputs: bool, gradients: bool, shown: str = "output") -> None:
-        super().__init__(recorders, lambda recorder: [getattr(call, shown) for call in recorder.calls])
-        self._requested = inputs, gradients
-
-    @property
-    def inputs(self) -> Captured:
-        """The first tensor among the arguments of each call, as it was before the call."""
-        return self._view("inputs", "input", self._requested[0])
-
-    @property
-    def gradients(self) -> Captured:
-        """The gradient of each call's output; None where no backward pass reached it."""
-        return self._view("gradients", "gradient", self._requested[1])
-
-    def _view(self, name: str, shown: str, requested: bool) -> Captured:
-        if not requested:
-            raise NotRecordedError(f"the {name} were not captured.\n  write: capture(..., {name}=True)")
-        return Captured(self._observers, *self._requested, shown)
+class Captured(ByLayer[list[Tensor]]):
+    """Captured outputs by layer name, one tensor for each call, with its gradient as `grad`."""
 
     def __repr__(self) -> str:
-        lines = [
-            f"{name!r}: {counted(len(calls), 'call')}, {'no gradient' if calls[-1] is None else describe(calls[-1])}"
-            for name, calls in self.items()
-        ]
+        lines = [f"{name!r}: {counted(len(calls), 'call')}, {describe(calls[-1])}" for name, calls in self.items()]
         return "\n".join(lines) or "<nothing captured>"

@@ -9,28 +9,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import warn
 from hookdrop.hooks.checkpointing import is_recomputing
-from hookdrop.injection.figures import pixels
+from hookdrop.injection.figures import channel_axis, pixels
+from hookdrop.observe.observers import ByLayer, chosen_layers, first_tensor, observed
 from hookdrop.observe.plots import stats_figure
-from hookdrop.observe.read_only_hooks import ByLayer, LayerObserver, chosen_layers, first_tensor, observed
-from hookdrop.utils.axes import channel_axis, channel_axis_of
 from hookdrop.utils.captures import requires_with
+from hookdrop.utils.errors import warn
 from hookdrop.utils.select import Entries, Layer, named_layers
 from hookdrop.utils.tables import some, text_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_DOUBTS_SHOWN = 8
+VANISHING, EXPLODING = 1e-3, 1e3
+"""A signal outside of these multiples of the reference has vanished or exploded."""
 MARGIN = 0.05
 """An output is saturated if it is within this fraction of the output range from a bound."""
+RANGES = {nn.Sigmoid: (0.0, 1.0), nn.Hardsigmoid: (0.0, 1.0), nn.Tanh: (-1.0, 1.0), nn.Softsign: (-1.0, 1.0)}
+CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
+MAX_DOUBTS_SHOWN = 8
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
 
 @requires_with("with stats(model) as seen: model(x)   then seen[name]")
 def stats(model: nn.Module, layers: Entries | None = None, *, exclude: Entries = ()) -> Iterator[Stats]:
-    """Collect statistics of the forward and backward passes inside the `with` block, in constant memory.
+    """Collect statistics of the forwards inside the `with` block and of their backward passes, in constant memory.
 
     Args:
         model: any module, wrapped or not.
@@ -38,8 +41,8 @@ def stats(model: nn.Module, layers: Entries | None = None, *, exclude: Entries =
         exclude: layers to skip.
 
     Yields:
-        A read-only dict from the names of the called layers, in the order of their first calls, to `LayerStats`. It has
-        `plot` and `doubts`, and `print` shows a table. Layers that return no floating-point tensor are missing.
+        A dict from the names of the called layers, in the order of their first calls, to `LayerStats`. It has `plot`
+        and `doubts`, and `print` shows a table. Layers that return no floating-point tensor are missing.
 
     Raises:
         LayerError: an entry matches no layer, or the requested layer was not observed or never called.
@@ -50,18 +53,15 @@ def stats(model: nn.Module, layers: Entries | None = None, *, exclude: Entries =
         >>> with stats(model) as seen:
         ...     for _ in range(5):
         ...         model(torch.randn(2, 3)).sum().backward()
-        >>> seen["1"].calls, 0 < seen["1"].mean < 1, seen["1"].dead
+        >>> seen["1"].calls, 0 < seen["1"].activation.mean < 1, seen["1"].dead
         (5, True, 0.0)
     """
     leaves = [layer.module for layer in named_layers(model) if not any(layer.module.children())]
-    axes: dict[tuple[int, ...], int] = {}
-    called: list[LayerStats] = []
-    found = chosen_layers(model, leaves if layers is None else layers, exclude, "stats()")
-    chosen = [LayerStats(layer, axes, called) for layer in found]
-    with observed(chosen):
-        yield Stats(called, chosen)
-    never = [layer.name for layer in chosen if not layer.calls]
-    if never and (layers is not None or not called):
+    chosen = chosen_layers(model, leaves if layers is None else layers, exclude, "stats()")
+    seen = Stats(chosen)
+    with observed(chosen, seen._add):
+        yield seen
+    if (never := seen.never_called) and (layers is not None or not seen):
         warn(f"stats: these layers never ran, or returned no floating-point tensor: {some(never)}.")
 
 
@@ -113,19 +113,16 @@ class Moments:
         return self.rms * math.sqrt(self.count / self.parts) if self.parts else math.nan
 
 
-class LayerStats(LayerObserver):
+class LayerStats:
     """Statistics of one layer: `activation` and `gradient` of its output have `mean`, `variance`, `rms` and `norm`."""
 
-    def __init__(self, layer: Layer, axes: dict[tuple[int, ...], int], called: list[LayerStats]) -> None:
-        super().__init__(layer)
-        self.kind, self.calls = type(layer.module).__name__, 0
+    def __init__(self, layer: Layer) -> None:
+        self.name, self.kind, self.calls = layer.name, type(layer.module).__name__, 0
         self.activation, self.gradient = Moments(), Moments()
-        self._axes, self._called = axes, called
         self._alive: Tensor | None = None
         """bool, one element for each channel: whether it was ever nonzero."""
         self._channels_vary = False
-        """Whether the number of channels differs between calls."""
-        self._bounds = _bounds(layer.module)
+        self._range = RANGES.get(type(layer.module))
         self._saturated: Tensor | int = 0
 
     def __repr__(self) -> str:
@@ -133,27 +130,12 @@ class LayerStats(LayerObserver):
         return f"<LayerStats {self.name or 'the model'} ({self.kind}): {self.calls} calls, {numbers}>"
 
     @property
-    def mean(self) -> float:
-        """Mean of the output's elements over all calls."""
-        return self.activation.mean
-
-    @property
-    def variance(self) -> float:
-        """Variance of the output's elements, as `torch.var(correction=0)`."""
-        return self.activation.variance
-
-    @property
-    def gradient_norm(self) -> float:
-        """L2 norm of the gradient of a call's output: root mean square over the calls; NaN without a backward pass."""
-        return self.gradient.norm
-
-    @property
     def dead(self) -> float | None:
         """Fraction of channels (or feature units) that were exactly 0 in every element of every call.
 
-        The axis of the channels is the one that the layer's class defines (convolutions, norms, linear layers), else
-        that of the last such layer observed whose output had this shape, else axis 1 of maps and the last axis of
-        tokens and features. None if the output has no channels, or if their number differs between calls.
+        The channels are on the last axis of linear layers and on axis 1 of convolutions and their norms. For other
+        layers, the axis is that of the last such layer whose output had this shape, else axis 1 of maps and the last
+        axis of tokens and features. None if the output has no channels, or if their number differs between calls.
         """
         return None if self._alive is None or self._channels_vary else float((~self._alive).double().mean())
 
@@ -161,92 +143,85 @@ class LayerStats(LayerObserver):
     def saturated(self) -> float | None:
         """Fraction of output elements within 5% of the output range from a bound.
 
-        Sigmoid and Hardsigmoid: below 0.05 or above 0.95. Tanh and Softsign: beyond +-0.9. Hardtanh: within 5% of its
-        range from its bounds. ReLU6: above 5.7. None for all other layers.
+        Sigmoid and Hardsigmoid: below 0.05 or above 0.95. Tanh and Softsign: beyond +-0.9. None for all other layers.
         """
         total = self.activation.count
-        return float(self._saturated) / total if self._bounds is not None and total else None
+        return float(self._saturated) / total if self._range is not None and total else None
 
     def numbers(self) -> dict[str, float | None]:
         """Return all statistics by their column in the table."""
-        g = self.gradient
+        a, g = self.activation, self.gradient
         of_gradient = (g.mean, g.variance, g.norm) if g.count else (None,) * 3
-        return dict(zip(HEADER[3:], (self.mean, self.variance, *of_gradient, self.dead, self.saturated), strict=True))
+        return dict(zip(HEADER[3:], (a.mean, a.variance, *of_gradient, self.dead, self.saturated), strict=True))
 
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: add one call. From a recomputed forward of a checkpoint, add only the gradient."""
-        x = first_tensor(output)
-        if x is None or not x.is_floating_point():
-            return
-        if not is_recomputing():
-            if not self.calls:
-                self._called.append(self)
-            self.calls += 1
-            self._add_output(_local(x.detach()))
-        if x.requires_grad:
-            self.on_gradient(x, self.gradient.add)
-
-    def _add_output(self, x: Tensor) -> None:
+    def add(self, x: Tensor, axis: int) -> None:
+        """Add the output of one call, whose channels are on this axis."""
+        self.calls += 1
         self.activation.add(x)
-        if self._bounds is not None:
-            low, high = self._bounds
-            self._saturated = self._saturated + ((x <= low) | (x >= high)).sum()
+        if self._range is not None:
+            low, high = self._range
+            margin = MARGIN * (high - low)
+            self._saturated = self._saturated + ((x <= low + margin) | (x >= high - margin)).sum()
         if x.dim() < 2 or not x.numel():
             return
-        shape = tuple(x.shape)
-        if (own := channel_axis_of(self.module, shape)) is not None:
-            self._axes[shape] = own
-        alive = (x != 0).movedim(self._axes.get(shape, channel_axis(shape)), 0).flatten(1).any(1)
-        if self._alive is None or self._alive.shape == alive.shape:
+        alive = (x != 0).movedim(axis, 0).flatten(1).any(1)
+        self._channels_vary |= self._alive is not None and self._alive.shape != alive.shape
+        if not self._channels_vary:
             self._alive = alive if self._alive is None else self._alive | alive
-        else:
-            self._channels_vary = True
 
 
 class Stats(ByLayer[LayerStats]):
     """Statistics by layer name, in the order of the first calls; `print` it."""
 
-    def __init__(self, called: list[LayerStats], chosen: list[LayerStats]) -> None:
-        super().__init__(chosen, lambda layer: layer)
-        self._in_order = called
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__(layers)
+        self._axes: dict[tuple[int, ...], int] = {}
+        """Channel axes by the shapes that convolutions, norms and linear layers returned."""
 
-    def _called(self) -> list[LayerStats]:
-        return self._in_order
+    def _add(self, layer: Layer, output: Any) -> None:
+        """Add one call. From a recomputed forward of a checkpoint, add only the gradient."""
+        x = first_tensor(output)
+        if x is None or not x.is_floating_point():
+            return
+        if layer.name not in self:
+            self[layer.name] = LayerStats(layer)
+        of_layer = self[layer.name]
+        if not is_recomputing():
+            shape = tuple(x.shape)
+            if isinstance(layer.module, nn.Linear):
+                self._axes[shape] = -1
+            elif isinstance(layer.module, CHANNELS_FIRST):
+                self._axes[shape] = 1
+            of_layer.add(_local(x.detach()), self._axes.get(shape, channel_axis(shape)))
+        if x.requires_grad:
+            x.register_hook(of_layer.gradient.add)  # type: ignore[no-untyped-call]
 
-    def doubts(
-        self, vanishing: float = 1e-3, exploding: float = 1e3, dead: float = 0.5, saturated: float = 0.5
-    ) -> list[str]:
+    def doubts(self) -> list[str]:
         """Return a message for each probable problem.
 
-        `doubts` compares the root mean square of a layer's output with that of the first layer called, and the norm of
-        its gradient with that of the last layer that has a gradient.
-
-        Args:
-            vanishing: a signal below this fraction of the reference has vanished.
-            exploding: a signal above this multiple of the reference, or one that is not finite, has exploded.
-            dead: minimum fraction of dead channels to report.
-            saturated: minimum fraction of saturated elements to report.
+        An output has vanished or exploded if its root mean square is below 0.001 or above 1000 times that of the first
+        layer called; a gradient, if its norm is, compared with the last layer that has a gradient. At least half of
+        the channels of a layer are dead, or half of its outputs saturated.
         """
         found: list[str] = []
-        with_gradient = [layer for layer in self._in_order if layer.gradient.count]
-        for layer in self._in_order:
-            first = self._in_order[0]
-            signals = [("output", layer.activation.rms, first.activation.rms, first)]
+        layers = list(self.values())
+        last = [layer for layer in layers if layer.gradient.count][-1:]
+        for layer in layers:
+            signals = [("output", layer.activation.rms, layers[0].activation.rms, layers[0])]
             if layer.gradient.count:
-                last = with_gradient[-1]
-                signals.append(("gradient", layer.gradient.norm, last.gradient.norm, last))
+                signals.append(("gradient", layer.gradient.norm, last[0].gradient.norm, last[0]))
             problems = []
             for what, size, of_reference, reference in signals:
                 if not math.isfinite(size):
                     problems.append(f"{what} is not finite")
                 elif size == 0.0:
                     problems.append(f"{what} is 0 (expected at step 0 around zero-initialized layers)")
-                elif size < vanishing * of_reference or size > exploding * of_reference:
+                elif size < VANISHING * of_reference or size > EXPLODING * of_reference:
                     verb = "vanishes" if size < of_reference else "explodes"
                     problems.append(f"{what} {verb} ({size:.2g}; at {_name(reference)} {of_reference:.2g})")
-            if layer.dead is not None and layer.dead >= dead:
+            if (layer.dead or 0.0) >= 0.5:
                 problems.append(f"{layer.dead:.0%} of channels are dead (0 in every call)")
-            if layer.saturated is not None and layer.saturated >= saturated:
+            if (layer.saturated or 0.0) >= 0.5:
                 problems.append(f"{layer.saturated:.0%} of outputs are saturated (within 5% of a bound)")
             found += [f"{_name(layer)}: {problem}" for problem in problems]
         return found
@@ -257,7 +232,7 @@ class Stats(ByLayer[LayerStats]):
         Args:
             figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
         """
-        return stats_figure(self._in_order, figure)
+        return stats_figure(list(self.values()), figure)
 
     def log_tensorboard(self, writer: Any, step: int) -> None:
         """Log the statistics of every layer, and the figure.
@@ -266,7 +241,7 @@ class Stats(ByLayer[LayerStats]):
             writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar` and `add_image`.
             step: global step of the entries.
         """
-        for layer in self._in_order:
+        for layer in self.values():
             for key, value in layer.numbers().items():
                 if value is not None:
                     writer.add_scalar(f"hookdrop/stats/{layer.name or 'model'}/{key.replace(' ', '_')}", value, step)
@@ -275,7 +250,7 @@ class Stats(ByLayer[LayerStats]):
     def __repr__(self) -> str:
         if not self:
             return "<no layer was called>"
-        rows = [(layer.name, layer.kind, layer.calls, *layer.numbers().values()) for layer in self._in_order]
+        rows = [(layer.name, layer.kind, layer.calls, *layer.numbers().values()) for layer in self.values()]
         doubts = self.doubts()
         more = [f"and {len(doubts) - MAX_DOUBTS_SHOWN} more: .doubts()"] if len(doubts) > MAX_DOUBTS_SHOWN else []
         return "\n".join([text_table(HEADER, rows), *doubts[:MAX_DOUBTS_SHOWN], *more])
@@ -287,20 +262,3 @@ def _name(layer: LayerStats) -> str:
 
 def _local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
-
-
-def _bounds(module: nn.Module) -> tuple[float, float] | None:
-    """Return the bounds: an output is saturated at or below the first, or at or above the second."""
-    match module:
-        case nn.ReLU6():  # `dead` covers its lower end
-            return -math.inf, 6.0 * (1.0 - MARGIN)
-        case nn.Sigmoid() | nn.Hardsigmoid():
-            low, high = 0.0, 1.0
-        case nn.Tanh() | nn.Softsign():
-            low, high = -1.0, 1.0
-        case nn.Hardtanh():
-            low, high = float(module.min_val), float(module.max_val)
-        case _:
-            return None
-    margin = MARGIN * (high - low)
-    return low + margin, high - margin

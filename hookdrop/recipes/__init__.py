@@ -7,37 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hookdrop.recipes.base import Recipe as Recipe
-    from hookdrop.recipes.depth import stochastic_depth as stochastic_depth
-    from hookdrop.recipes.dropblock import dropblock_detector as dropblock_detector
-    from hookdrop.recipes.dropblock import dropblock_resnet as dropblock_resnet
-    from hookdrop.recipes.dropblock import timm_dropblock as timm_dropblock
-    from hookdrop.recipes.embeddings import neftune as neftune
-    from hookdrop.recipes.heads import head_dropout as head_dropout
-    from hookdrop.recipes.layers import layer_drop as layer_drop
-    from hookdrop.recipes.model_dropout import set_dropout as set_dropout
-    from hookdrop.recipes.patches import patch_dropout as patch_dropout
-    from hookdrop.recipes.residual import residual_dropout as residual_dropout
-    from hookdrop.recipes.segmentation import dropblock_unet as dropblock_unet
-
-RECIPE_MODULES = {
-    "dropblock_detector": "dropblock",
-    "dropblock_resnet": "dropblock",
-    "dropblock_unet": "segmentation",
-    "head_dropout": "heads",
-    "layer_drop": "layers",
-    "neftune": "embeddings",
-    "patch_dropout": "patches",
-    "residual_dropout": "residual",
-    "set_dropout": "model_dropout",
-    "stochastic_depth": "depth",
-    "timm_dropblock": "dropblock",
-}
-"""The module of each recipe, by name."""
-
-_MODULES = RECIPE_MODULES | {
-    "Recipe": "base",
-}
+    from hookdrop.recipes.base import Recipe
+    from hookdrop.recipes.branches import layer_drop, residual_dropout, stochastic_depth
+    from hookdrop.recipes.dropblock import dropblock_detector, dropblock_resnet, dropblock_unet, timm_dropblock
+    from hookdrop.recipes.model_dropout import set_dropout
+    from hookdrop.recipes.tokens import head_dropout, neftune, patch_dropout
 
 __all__ = [
     "Recipe",
@@ -53,14 +27,16 @@ __all__ = [
     "stochastic_depth",
     "timm_dropblock",
 ]
+RECIPE_NAMES = tuple(name for name in __all__ if name != "Recipe")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RECIPES":
-        return {recipe: __getattr__(recipe) for recipe in RECIPE_MODULES}
-    if name not in _MODULES:
-        raise AttributeError(f"module 'hookdrop.recipes' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"hookdrop.recipes.{_MODULES[name]}"), name)
+    if name in __all__:
+        for file in ("base", "branches", "dropblock", "model_dropout", "tokens"):
+            module = importlib.import_module(f"hookdrop.recipes.{file}")
+            if name in vars(module):
+                return vars(module)[name]
+    raise AttributeError(f"module 'hookdrop.recipes' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

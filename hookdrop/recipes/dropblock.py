@@ -1,4 +1,4 @@
-"""DropBlock with the placement of its paper, in classifiers and detectors, and with that of timm."""
+"""DropBlock with the placements of papers and of timm, in classifiers, detectors and segmentation networks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import GraphModule
 
-from hookdrop.errors import InjectionError, LayerError
 from hookdrop.recipes.base import Recipe, RecipeSite
-from hookdrop.regularizers import DropBlock, Regularizer
+from hookdrop.regularizers import DropBlock
 from hookdrop.survey import Survey, survey
-from hookdrop.survey.convs import ConvBlock, conv_nets, pyramid_levels
+from hookdrop.survey.convs import ConvBlock, conv_nets, map_convs, pyramid_levels
 from hookdrop.survey.trace import Trace
+from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import some
 from hookdrop.utils.validation import one_of
-
-_TIMM = {-2: (5, 0.25), -1: (3, 1.0)}
-"""timm's block size and gamma scale for the last two stages of a ResNet."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +54,17 @@ class dropblock_resnet(Recipe):
     block_size: int = 7
 
     def __post_init__(self) -> None:
-        self.regularizer()
-
-    def regularizer(self) -> Regularizer:
-        """Return the regularizer of a site."""
-        return DropBlock(self.p, self.block_size)
+        DropBlock(self.p, self.block_size)
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        prefix, trace = traced_part(model, survey)
+        prefix, trace = _traced_part(model, survey)
         sites: dict[tuple[str, str], RecipeSite] = {}
-        for block, factor in self._last_stages(model, trace, example_call(trace, prefix)):
-            group = prefix + block.name
+        for block, factor in self._last_stages(model, trace, _example_call(trace, prefix)):
+            group, drop = prefix + block.name, DropBlock(self.p, self.block_size)
             if block.branch is not None:
-                sites[group, "skip"] = RecipeSite(group, self.regularizer(), factor, group, "skip", block.branch)
+                sites[group, "skip"] = RecipeSite(group, drop, factor, group, "skip", block.branch)
             for layer in block.layers:
-                sites.setdefault((layer, ""), RecipeSite(prefix + layer, self.regularizer(), factor, group))
+                sites.setdefault((layer, ""), RecipeSite(prefix + layer, drop, factor, group))
         return list(sites.values())
 
     def _last_stages(self, model: nn.Module, trace: Trace, example: str) -> list[tuple[ConvBlock, float]]:
@@ -86,54 +79,18 @@ class dropblock_resnet(Recipe):
                     )
                 found += [(block, 0.25) for block in stages[-2]] + [(block, 1.0) for block in stages[-1]]
         if not found:
-            raise no_layers(
-                self, model, example, "blocks of convolutions and norms with residual additions, as in a ResNet"
-            )
+            wanted = "blocks of convolutions and norms with residual additions, as in a ResNet"
+            raise _no_layers(self, model, example, wanted)
         if hidden := [block.name for block, _ in found if block.branch == ""]:
-            raise InjectionError(_hidden_skip_text(self, model, hidden))
+            traced = any(isinstance(layer.module, GraphModule) for layer in named_layers(model))
+            remedy = "move each block to a module of its own, or choose the layers: inject(model, ..., layers=...)"
+            raise InjectionError(
+                f"{type(self).__name__}: no hook can reach the identity skips of {type(model).__name__} that are added "
+                f"in {some(hidden) if any(hidden) else 'its own forward'}: the tensor of the skip is not the input of "
+                "a module around one residual branch.\n  "
+                + ("torch.fx traced the model: inject before tracing" if traced else remedy)
+            )
         return found
-
-
-def traced_part(model: nn.Module, found: Survey) -> tuple[str, Trace]:
-    """Return the trace of the model or, if it cannot run without values, of the part of it that takes images."""
-    try:
-        return "", found.trace
-    except InjectionError:
-        for name, part in model.named_children():
-            with contextlib.suppress(InjectionError):
-                return f"{name}.", survey(part).trace
-        raise
-
-
-def _hidden_skip_text(recipe: Recipe, model: nn.Module, blocks: Sequence[str]) -> str:
-    traced = any(isinstance(layer.module, GraphModule) for layer in named_layers(model))
-    return (
-        f"{type(recipe).__name__}: no hook can reach the identity skips of {type(model).__name__} that are added in "
-        f"{some(blocks) if any(blocks) else 'its own forward'}: the tensor of the skip is not the input of a module "
-        "around one residual branch.\n"
-        + (
-            "  torch.fx traced the model: inject before tracing"
-            if traced
-            else "  move each block to a module of its own, or choose the layers: inject(model, ..., layers=...)"
-        )
-    )
-
-
-def no_layers(recipe: Recipe, model: nn.Module, example: str, wanted: str) -> LayerError:
-    """Return the error for a model without a site."""
-    return LayerError(
-        f"{type(recipe).__name__} found no matching layer in {type(model).__name__}: it looks for {wanted}.\n"
-        f"  choose the layers yourself: {example}\n"
-        '  see all:                    print(hookdrop.plan(model, layers="**"))'
-    )
-
-
-def example_call(trace: Trace, prefix: str = "") -> str:
-    """Return a call of `inject` for the last convolution of the smallest maps, as an example for an error."""
-    maps = [op for op in trace.ops if op.name.startswith("conv") and op.call and max(op.outputs[0].shape[2:]) > 1]
-    smallest = min(maps, key=lambda op: (op.outputs[0].shape[2:], -op.index), default=None)
-    layers = f'["{prefix}{smallest.call.name}"]' if smallest and smallest.call else "..."
-    return f"inject(model, DropBlock(p=0.1), layers={layers})"
 
 
 @dataclass(frozen=True)
@@ -171,16 +128,92 @@ class dropblock_detector(dropblock_resnet):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         sites = [*super().sites(model, survey)] if self.parts != "fpn" else []
         if self.parts != "backbone":
-            prefix, trace = traced_part(model, survey)
+            prefix, trace = _traced_part(model, survey)
             if not (levels := pyramid_levels(trace)):
-                raise no_layers(
-                    self,
-                    model,
-                    example_call(trace, prefix),
-                    "a feature pyramid: convolutions of sums with enlarged maps",
-                )
-            sites += [RecipeSite(prefix + name, self.regularizer()) for name in levels]
+                wanted = "a feature pyramid: convolutions of sums with enlarged maps"
+                raise _no_layers(self, model, _example_call(trace, prefix), wanted)
+            sites += [RecipeSite(prefix + name, DropBlock(self.p, self.block_size)) for name in levels]
         return sites
+
+
+@dataclass(frozen=True)
+class dropblock_unet(Recipe):
+    """DropBlock in a segmentation network: after every convolution, before its norm, as in SA-UNet.
+
+    The sites are the convolutions with a norm or an activation in the encoder and in the decoder, of a U-Net (of MONAI,
+    of diffusers, or your own), of FCN, DeepLabV3 or LR-ASPP, or of another network that returns maps. The output layer,
+    upsampling and projections without a norm, global pooling and attention gates are not regularized. Guo et al. 2020,
+    "SA-UNet", arXiv:2004.03696, and, for models with a backbone, Ghiasi et al. 2018, arXiv:1810.12890, section 4.3.
+
+    Args:
+        p: drop probability. SA-UNet uses 0.18 and 0.13, its first version SD-UNet 0.1.
+        block_size: edge of the dropped blocks, in pixels of the feature map, at every resolution.
+        backbone: whether to regularize a backbone too: a module that takes the image and reduces it to an eighth or
+            less, beginning with its first layer, as classification networks do. Ghiasi et al. found the convolutions on
+            top of it more effective. `dropblock_resnet(p)` regularizes its last two stages.
+
+    Raises:
+        LayerError: the model has no such convolution, or does not return maps.
+
+    Example:
+        >>> import torchvision
+        >>> from hookdrop import inject
+        >>> model = torchvision.models.segmentation.fcn_resnet50(weights=None, weights_backbone=None, num_classes=2)
+        >>> [site.name for site in inject(model, dropblock_unet(p=0.1)).sites]
+        ['classifier.0']
+    """
+
+    p: float = 0.1
+    block_size: int = 7
+    backbone: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.backbone, bool):
+            raise TypeError(f"dropblock_unet: backbone must be True or False, got {self.backbone!r}.")
+        DropBlock(self.p, self.block_size)
+
+    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
+        trace = survey.trace
+        if all(len(node.shape) < 3 for node in trace.calls[0].outputs):
+            raise LayerError(
+                f"dropblock_unet: {type(model).__name__} returns no maps, so it is not a segmentation network.\n"
+                "  for a classifier: dropblock_resnet(p=0.1)"
+            )
+        convs, backbone = map_convs(trace)
+        found = [name for name in convs if self.backbone or not f"{name}.".startswith(backbone)]
+        if not found:
+            outside = " outside the backbone (or pass backbone=True)" if convs else ""
+            wanted = f"convolutions that a norm or an activation follows{outside}"
+            raise _no_layers(self, model, _example_call(trace), wanted)
+        return [RecipeSite(name, DropBlock(self.p, self.block_size)) for name in found]
+
+
+def _traced_part(model: nn.Module, found: Survey) -> tuple[str, Trace]:
+    """Return the trace of the model or, if it cannot run without values, of the part of it that takes images."""
+    try:
+        return "", found.trace
+    except InjectionError:
+        for name, part in model.named_children():
+            with contextlib.suppress(InjectionError):
+                return f"{name}.", survey(part).trace
+        raise
+
+
+def _no_layers(recipe: Recipe, model: nn.Module, example: str, wanted: str) -> LayerError:
+    """Return the error for a model without a site."""
+    return LayerError(
+        f"{type(recipe).__name__} found no matching layer in {type(model).__name__}: it looks for {wanted}.\n"
+        f"  choose the layers yourself: {example}\n"
+        '  see all:                    print(hookdrop.plan(model, layers="**"))'
+    )
+
+
+def _example_call(trace: Trace, prefix: str = "") -> str:
+    """Return a call of `inject` for the last convolution of the smallest maps, as an example for an error."""
+    maps = [op for op in trace.ops if op.name.startswith("conv") and op.call and max(op.outputs[0].shape[2:]) > 1]
+    smallest = min(maps, key=lambda op: (op.outputs[0].shape[2:], -op.index), default=None)
+    layers = f'["{prefix}{smallest.call.name}"]' if smallest and smallest.call else "..."
+    return f"inject(model, DropBlock(p=0.1), layers={layers})"
 
 
 @dataclass(frozen=True)
@@ -210,11 +243,7 @@ class timm_dropblock(Recipe):
     p: float = 0.1
 
     def __post_init__(self) -> None:
-        self.regularizer(3, 1.0)
-
-    def regularizer(self, block_size: int, gamma_scale: float) -> Regularizer:
-        """Return the regularizer of a site. `gamma_scale` is timm's factor of the rate."""
-        return DropBlock(self.p * gamma_scale, block_size)
+        DropBlock(self.p)
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         found = list(_timm_sites(model))
@@ -223,15 +252,17 @@ class timm_dropblock(Recipe):
                 f"timm_dropblock found no matching layer in {type(model).__name__}: it looks for the modules that "
                 "timm's drop_block_rate replaces.\n  other models: dropblock_resnet(p=0.1)"
             )
-        return [RecipeSite(name, self.regularizer(*settings), group=block) for block, name, settings in found]
+        return [
+            RecipeSite(name, DropBlock(self.p * gamma_scale, block_size), group=block)
+            for block, name, (block_size, gamma_scale) in found
+        ]
 
 
+_TIMM = {-2: (5, 0.25), -1: (3, 1.0)}
+"""timm's block size and gamma scale for the last two stages of a ResNet."""
 _TIMM_PLACES = (
-    r"conv\d\.drop",
-    r"conv\d\.paths\.\d+\.bn\.drop",
-    "drop_block",
-    *(rf"conv{i}_kxk\.bn\.drop" for i in "21"),
-    r"conv_kxk\.bn\.drop",
+    *(r"conv\d\.drop", r"conv\d\.paths\.\d+\.bn\.drop", "drop_block"),
+    *(r"conv2_kxk\.bn\.drop", r"conv1_kxk\.bn\.drop", r"conv_kxk\.bn\.drop"),
 )
 """The modules of a block that timm's `drop_block_rate` replaces, by their names in timm; the first that a block has."""
 
@@ -245,12 +276,14 @@ def _timm_sites(model: nn.Module) -> Iterator[tuple[str, str, tuple[int, float]]
             continue
         count = len(list(modules[block.rsplit(".", 2)[0]].children())) if stage[2] else 5
         settings = _TIMM.get(int(stage[1] or stage[2]) - count)
+        if settings is None:
+            continue
         inside = [name for name, _ in part.named_modules()]
         places = ([name for name in inside if re.fullmatch(place, name)] for place in _TIMM_PLACES)
-        for place in next(filter(None, places), []) if settings else []:
+        for place in next(filter(None, places), []):
             if type(part.get_submodule(place)).__name__ == "DropBlock2d":
                 raise InjectionError(
                     f"timm_dropblock: the model already has it: {block}.{place} is a DropBlock2d.\n"
                     "  build the model with drop_block_rate=0.0"
                 )
-            yield block, f"{block}.{place}", settings  # type: ignore[misc]
+            yield block, f"{block}.{place}", settings

@@ -6,18 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hookdrop.errors import InjectionError, LayerError, nearest
 from hookdrop.recipes.base import Recipe, RecipeSite
+from hookdrop.survey import Survey
 from hookdrop.survey.drop_rates import DropRate, DropRates, known_drop_rates
+from hookdrop.utils.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.names import glob_expression
 from hookdrop.utils.tables import some
-
-if TYPE_CHECKING:
-    from hookdrop.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,7 @@ class set_dropout(Recipe):
     p: float | Mapping[str | re.Pattern[str], float] | None = None
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        """Return one site for each rate that changes."""
-        rates = current_rates(model, survey)
+        rates = _current_rates(model, survey)
         if not rates:
             raise LayerError(
                 f"set_dropout found no rate that it can change in {type(model).__name__}.\n"
@@ -78,20 +74,17 @@ class set_dropout(Recipe):
         ]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
-        """Return what keeps its rate although `p` is for all."""
         if isinstance(self.p, Mapping):
             return ()
         found, why = _find(model, survey)
         if why:
             return [f"functional dropout was not looked for: {why}\n  to run the model, pass example_input="]
-        limits = []
-        for what, layers in found.out_of_reach.items():
-            where = some([name or "the model" for name in layers])
-            limits.append(f"out of reach, so it stays as it is: {what}{f' ({where})' if where else ''}")
-        return limits
+        places = {what: some([name or "the model" for name in layers]) for what, layers in found.out_of_reach.items()}
+        left = [f"{what} ({where})" if where else what for what, where in places.items()]
+        return [f"out of reach, so it stays as it is: {text}" for text in left]
 
 
-def current_rates(model: nn.Module, survey: Survey) -> dict[str, tuple[DropRate, float]]:
+def _current_rates(model: nn.Module, survey: Survey) -> dict[str, tuple[DropRate, float]]:
     """Return the rates, with their current values, by a name to show: that of the module if it does nothing else."""
     found: dict[str, tuple[DropRate, float]] = {}
     for rate in _find(model, survey)[0].rates:
@@ -115,8 +108,7 @@ def _by_pattern(labels: list[str], given: Mapping[str | re.Pattern[str], float])
     """Return the new rates by label."""
     if not given:
         raise LayerError(f"set_dropout: the mapping is empty, so no rate would change.\n  rates: {some(labels)}")
-    chosen: dict[str, object] = {}
-    values: dict[str, float] = {}
+    chosen: dict[str, tuple[object, float]] = {}
     for pattern, value in given.items():
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"set_dropout: a key must be a name, a glob or a regular expression, got {pattern!r}.")
@@ -131,6 +123,6 @@ def _by_pattern(labels: list[str], given: Mapping[str | re.Pattern[str], float])
             )
         for label in matching:
             if label in chosen:
-                raise LayerError(f"set_dropout: two patterns match {label!r}: {chosen[label]!r} and {pattern!r}.")
-            chosen[label], values[label] = pattern, value
-    return values
+                raise LayerError(f"set_dropout: two patterns match {label!r}: {chosen[label][0]!r} and {pattern!r}.")
+            chosen[label] = pattern, value
+    return {label: value for label, (_, value) in chosen.items()}

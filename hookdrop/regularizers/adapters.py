@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hookdrop.errors import InjectionError
 from hookdrop.regularizers.base import Rate, Regularizer
+from hookdrop.utils.errors import InjectionError
 
 _SAME = ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath", "FeatureAlphaDropout")
 _EQUIVALENTS = {name: name for name in _SAME} | {"StochasticDepth": "DropPath"}

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hookdrop.errors import ShapeError
 from hookdrop.regularizers.samples import SamplePlace
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate
 

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import InjectionError, LayerError, ShapeError
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import BELOW_1, DropRegularizer, P, Rate
 from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
+from hookdrop.utils.errors import InjectionError, LayerError, ShapeError
 from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import floating, one_of
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from hookdrop.errors import InjectionError, ShapeError
 from hookdrop.kernels import custom_ops, triton_dropblock
 from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
 from hookdrop.kernels.drawing import NORMALIZE, draw_blocks

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import LayerError, ShapeError
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import BELOW_1, DropRegularizer, Rate
 from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hookdrop.errors import ShapeError
 from hookdrop.kernels.random_numbers import rand_like, randn_like
 from hookdrop.regularizers.base import STD, DropRegularizer, Rate, Regularizer
 from hookdrop.utils.torch_internals import functorch_stack

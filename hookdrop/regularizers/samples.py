@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hookdrop.errors import ShapeError
+from hookdrop.utils.errors import ShapeError
 
 SamplePlace = tuple[str | None, int, bool]
 """(module, axis, interleaved): the module whose first input has one row of axis 0 for each sample, the axis of the

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.errors import ShapeError
 from hookdrop.survey.trace import Call, Node, Trace
+from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.tensor_tree import TensorKey, fits, map_leaves, map_tensor, tensors
 
 

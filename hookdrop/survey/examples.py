@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import InjectionError
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tensor_tree import describe, map_leaves, tensors
 
 IMAGE = (3, 224, 224)

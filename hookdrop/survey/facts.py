@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.errors import InjectionError
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
 from hookdrop.survey.calls import LayerCalls, layer_calls
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
@@ -21,6 +20,7 @@ from hookdrop.survey.samples import PLACES, Samples, growing_axis, row_orders
 from hookdrop.survey.skippable import find_skippable, includes_input
 from hookdrop.survey.tokens import Patches, TokensNeededError, find_embedding, find_patches, removable_patches
 from hookdrop.survey.trace import Call, Node, Trace, record
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import TensorKey

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookdrop.errors import HookdropError, InjectionError, warn
+from hookdrop.utils.errors import HookdropError, InjectionError, warn
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.torch_internals import BatchNorm, buffers_of, compiler_is_imported, version_of

@@ -10,7 +10,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from hookdrop.errors import LayerError
+from hookdrop.utils.errors import LayerError
 
 CopyDevice = torch.device | str | None
 """The device of the copies; None is the device of the tensor."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from hookdrop.errors import LayerError
+from hookdrop.utils.errors import LayerError
 
 
 @lru_cache(maxsize=1024)

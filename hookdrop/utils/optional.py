@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hookdrop.errors import HookdropError
+from hookdrop.utils.errors import HookdropError
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from hookdrop.errors import InjectionError, LayerError, nearest
+from hookdrop.utils.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.names import WRAPPER_ATTRIBUTES, glob_expression, wrapped_attribute
 from hookdrop.utils.tables import counted
 from hookdrop.utils.torch_internals import children_of

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import ShapeError
+from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.tables import counted
 
 TensorKey = int | str | None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.errors import ShapeError
+from hookdrop.utils.errors import ShapeError
 
 
 def number(value: object, name: str, owner: str) -> float:

@@ -19,7 +19,6 @@ import transformers_zoo
 from families import report
 from families.depth import check_sites
 from families.layers import Run, stacks
-from hookdrop.utils.select import Layer
 from tests.support.programs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "transformers"
@@ -87,39 +86,36 @@ class Sandwich(PreNorm):
 
 class TestCheckOfSites:
     @staticmethod
-    def problems(
-        kind: type[nn.Module], ends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, **run: Any
-    ) -> list[str]:
+    def problems(kind: type[nn.Module], ends: tuple[str, ...], transposed: bool = False) -> list[str]:
         torch.manual_seed(0)
         model = nn.ModuleDict({"layers": nn.ModuleList([kind(), kind()])})
         steps = nn.Sequential(*model["layers"])
-        if run.get("transposed"):
+        if transposed:
             steps.forward = lambda input: nn.Sequential.forward(steps, input.transpose(0, 1))  # type: ignore[method-assign]
-        blocks = [(Layer(f"layers.{i}", layer), ends) for i, layer in enumerate(model["layers"])]
-        monkeypatch.setattr("families.depth.blocks", lambda model: blocks)
-        sites = [f"layers.{i}.{end}" for i in range(2) for end in ends]
-        found = check_sites(model, [Run("", steps, {"input": torch.randn(3, 5, 4)})], sites, rows=True)
+        blocks = {f"layers.{i}": [f"layers.{i}.{end}" for end in ends] for i in range(2)}
+        rows = [end for found in blocks.values() for end in found]
+        found = check_sites(model, [Run("", steps, {"input": torch.randn(3, 5, 4)})], blocks, rows)
         return sorted(set(found.problems.values()))
 
     @pytest.mark.parametrize("kind", [PreNorm, PostNorm])
-    def test_ends_of_all_branches_pass(self, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.problems(kind, ("attn", "mlp"), monkeypatch) == []
+    def test_ends_of_all_branches_pass(self, kind: type[nn.Module]) -> None:
+        assert self.problems(kind, ("attn", "mlp")) == []
 
-    def test_norms_that_end_the_branches_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.problems(Sandwich, ("norm1", "norm2"), monkeypatch) == []
+    def test_norms_that_end_the_branches_pass(self) -> None:
+        assert self.problems(Sandwich, ("norm1", "norm2")) == []
 
-    def test_missing_branch_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.problems(PreNorm, ("attn",), monkeypatch) == ["PreNorm does not reduce to its skip"]
+    def test_missing_branch_is_found(self) -> None:
+        assert self.problems(PreNorm, ("attn",)) == ["PreNorm does not reduce to its skip"]
 
-    def test_site_before_a_norm_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_site_before_a_norm_is_found(self) -> None:
         """The bias of a norm, or the scale that the norm undoes."""
-        assert self.problems(Sandwich, ("attn", "mlp"), monkeypatch) != []
+        assert self.problems(Sandwich, ("attn", "mlp")) != []
 
-    def test_site_on_the_stream_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.problems(PostNorm, ("attn", "norm2"), monkeypatch) != []
+    def test_site_on_the_stream_is_found(self) -> None:
+        assert self.problems(PostNorm, ("attn", "norm2")) != []
 
-    def test_tokens_on_the_first_axis_are_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = self.problems(PreNorm, ("attn", "mlp"), monkeypatch, transposed=True)
+    def test_tokens_on_the_first_axis_are_found(self) -> None:
+        found = self.problems(PreNorm, ("attn", "mlp"), transposed=True)
         assert [text for text in found if "is not the batch" in text]
 
     def test_layers_are_found_by_what_they_contain(self) -> None:

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 import hookdrop
+from hookdrop import Injection
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.injection.handle import Injection
-from hookdrop.injection.plan import Plan
 from tests.support.models import Small
 
 pytest.importorskip("timm")
@@ -268,7 +267,7 @@ class TestDetection:
     ) -> None:
         def always(hook: SiteHook, module: nn.Module, value: object) -> object:
             hook.called = True
-            return hook.edit(module, value, hook.regularizer.regularize)
+            return hook.edit(module, value, lambda x: hook.regularizer.regularize(x, 0.1))
 
         monkeypatch.setattr(SiteHook, "_call", always)
         assert failure(checked()) == ("inject", "eval output differs with hooks")
@@ -282,13 +281,13 @@ class TestDetection:
     def test_inject_that_draws_random_numbers_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        after(monkeypatch, Plan, "apply", lambda plan: torch.rand(1))
+        after(monkeypatch, hookdrop, "inject", lambda model: torch.rand(1))
         assert failure(checked()) == ("inject", "inject changed the RNG state")
 
     def test_inject_that_adds_a_buffer_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        after(monkeypatch, Plan, "apply", lambda plan: plan.model.register_buffer("extra", torch.ones(1)))
+        after(monkeypatch, hookdrop, "inject", lambda model: model.register_buffer("extra", torch.ones(1)))
         step, error = failure(checked())
         assert step == "inject"
         assert "state_dict keys" in error
@@ -296,7 +295,7 @@ class TestDetection:
     def test_inject_that_changes_a_bit_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        after(monkeypatch, Plan, "apply", lambda plan: plan.model.fc.weight.data[0, 0].nextafter_(torch.tensor(9.0)))
+        after(monkeypatch, hookdrop, "inject", lambda model: model.fc.weight.data[0, 0].nextafter_(torch.tensor(9.0)))
         assert failure(checked()) == ("inject", "plan or inject changed a parameter or buffer")
 
     @pytest.mark.parametrize("factor", [0.0, 0.8, 1.25])
@@ -362,16 +361,16 @@ def failure(record: dict[str, Any]) -> tuple[str, str]:
     return record["step"], record["error"].removeprefix("CheckFailed: ").partition(", such as")[0]
 
 
-def after(patch: pytest.MonkeyPatch, cls: type, method: str, also: Callable[[Any], Any]) -> None:
-    """Call `also(self)` at the end of `method`."""
-    original = getattr(cls, method)
+def after(patch: pytest.MonkeyPatch, owner: Any, name: str, also: Callable[[Any], Any]) -> None:
+    """Call `also` with the first argument at the end of a function or method."""
+    original = getattr(owner, name)
 
-    def extended(self: Any) -> Any:
-        result = original(self)
-        also(self)
+    def extended(first: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(first, *args, **kwargs)
+        also(first)
         return result
 
-    patch.setattr(cls, method, extended)
+    patch.setattr(owner, name, extended)
 
 
 class TestFingerprints:

@@ -38,7 +38,7 @@ def test_star_import_includes_the_public_packages() -> None:
 
 def test_packages_that_are_imported_on_first_use_are_listed_before() -> None:
     """For the completion of names in a notebook."""
-    loaded = "{'hookdrop.observe', 'hookdrop.recipes.depth'} & set(sys.modules)"
+    loaded = "{'hookdrop.observe', 'hookdrop.recipes.branches'} & set(sys.modules)"
     listed = "{'observe', 'recipes'} <= set(dir(hookdrop)) and 'neftune' in dir(hookdrop.recipes)"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, hookdrop; print({loaded}, {listed})"],

@@ -30,8 +30,9 @@ def outcome_of(setup: RunSetup, history: Any, measured: Any) -> tuple[Outcome, M
         mask = _mask(setup, drop, checked[:1])
         changed = changes(setup.model, drop, checked, setup.footprint)
     # The rate of Cutout is not the fraction that it drops.
-    drops = measured is not None and all(site.drops for site in measured.sites.values())
-    has_target = measured is not None and drops and all(site.asked_sum is not None for site in measured.sites.values())
+    called = [] if measured is None else [site for site in measured.sites.values() if site.calls]
+    drops = measured is not None and all(site.drops for site in called)
+    has_target = drops and all(site.asks for site in called)
     outcome: Outcome = {
         "call": setup.call,
         "sites": sites,

@@ -21,7 +21,6 @@ from comparison.run.linear_probe import LinearProbe
 from comparison.spec import arms
 from comparison.spec.run_spec import Run
 from comparison.spec.seeds import seed_of
-from hookdrop.injection.place import place
 
 AFTER_RAMP = 10**12
 """An optimizer step after the end of every ramp."""
@@ -86,12 +85,10 @@ def prepare(run: Run) -> RunSetup:
     torch.manual_seed(seed_of(run.seed, "weights"))
     model = models.build(run.model, task.classes, task.shape[0], arms.model_arguments(run.arm))
     weights, before = digest_of(model), footprint(model)
-    example = torch.zeros(2, *task.shape)
-    planned = arms.plan(run.arm, model, steps_of(run, len(split.train)), example)
+    drop, flags = _inject(run, model, len(split.train), torch.zeros(2, *task.shape))
     model.to(device, memory_format=memory_format(run))  # type: ignore[call-overload]
     trained = LinearProbe(model) if run.arm.kind == "probe" else model
     optimizer, decay = _optimizer(run, model, len(split.train))
-    drop, flags = _apply(planned)
     if drop and run.arm.p is not None:
         drop.follow(optimizer)
     forward = ranks.data_parallel(run, trained)
@@ -133,13 +130,17 @@ def steps_of(run: Run, train_images: int) -> int:
     return run.epochs * max(1, train_images // run.batch_size)
 
 
-def _apply(planned: hookdrop.Plan | None) -> tuple[hookdrop.Injection | None, list[str]]:
+def _inject(
+    run: Run, model: nn.Module, train_images: int, example: Tensor
+) -> tuple[hookdrop.Injection | None, list[str]]:
     """Place the hooks. The plan's warnings become flags in the report; any later warning is an error."""
-    if planned is None:
+    settings = arms.arguments(run.arm, model, steps_of(run, train_images), example)
+    if settings is None:
         return None, []
+    flags = hookdrop.plan(model, **settings).warnings
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hookdrop.HookdropWarning)
-        return place(planned), list(planned.warnings)
+        return hookdrop.inject(model, **settings), flags
 
 
 def _optimizer(run: Run, model: nn.Module, train_images: int) -> tuple[Optimizer, LRScheduler]:

@@ -1,4 +1,4 @@
-"""Plan the hooks of an arm on a model: a regularizer, recipe or peer at its rate."""
+"""The hooks of an arm: a regularizer, recipe or peer at its rate."""
 
 from __future__ import annotations
 
@@ -10,33 +10,27 @@ from torch import Tensor, nn
 import hookdrop
 from comparison.spec import peers
 from comparison.spec.call_syntax import Call, parse_call, parse_schedule
-from comparison.spec.errors import suggest
 from comparison.spec.run_spec import Arm
 from hookdrop import recipes
-from hookdrop.regularizers import rate_of
-
-RECIPES = ("dropblock_resnet", "timm_dropblock", "stochastic_depth", "residual_dropout")
 
 
-def plan(arm: Arm, model: nn.Module, steps: int, example: Tensor | None) -> hookdrop.Plan | None:
-    """Plan the arm on the model, for a training of `steps` optimizer steps; None for an arm without hooks.
+def arguments(arm: Arm, model: nn.Module, steps: int, example: Tensor | None) -> dict[str, Any] | None:
+    """The arguments of `hookdrop.inject` for a training of `steps` optimizer steps; None for an arm without hooks.
 
     Raises:
         ValueError, TypeError, hookdrop.HookdropError: The arm is invalid or does not fit the model.
     """
     if arm.kind in ("none", "probe") or model_arguments(arm):
         return None
-    schedule = parse_schedule(arm.schedule)
-    if arm.kind == "recipe":
-        return _plan_recipe(arm, model, schedule, steps, example)
-    regularizer = (
-        peers.make(parse_call(arm.call), peer_rate(arm, model, example)) if arm.kind == "peer" else full_call(arm)
-    )
-    if arm.p is None:
-        schedule = None
-    return hookdrop.plan(
-        model, regularizer, layers=list(arm.layers), schedule=schedule, total_steps=steps, example_input=example
-    )
+    return {
+        "regularizer": (
+            peers.make(parse_call(arm.call), peer_rate(arm, model, example)) if arm.kind == "peer" else full_call(arm)
+        ),
+        "layers": list(arm.layers) or None,
+        "schedule": None if arm.p is None else parse_schedule(arm.schedule),
+        "total_steps": steps,
+        "example_input": example,
+    }
 
 
 def model_arguments(arm: Arm) -> dict[str, float]:
@@ -72,26 +66,18 @@ def split_rate(kind: str, text: str) -> tuple[str, float | None]:
         ValueError, TypeError: The regularizer, recipe or peer does not exist or does not accept these settings.
     """
     call = parse_call(text)
-    if kind == "regularizer":
-        regularizer = hookdrop.parse(text)
-        takes = inspect.signature(type(regularizer)).parameters
-        declared = type(regularizer).rate
-        name = None if declared is None else declared.attribute
-        call = call.bind(*list(takes)[: len(call.args)])
-        return str(call.without(*([name, "keep_prob"] if name else []))), rate_of(regularizer)
     if kind == "peer":
         peer = peers.peer_of(call)
         call = call.bind(*peer.settings)
         peers.check_settings(call)
         rate = _required_rate(call, peer.rate_name)
         return str(call.without(peer.rate_name)), rate
-    takes = _recipe(call.name).parameters
-    call = call.bind(*[name for name in takes if name != "model"][: len(call.args)])
-    if unknown := [name for name in call.kwargs if name not in ("p", *_settings(takes))]:
-        raise ValueError(
-            f"{call.name} does not accept {unknown[0]!r} here.\n{suggest(unknown[0], ['p', *_settings(takes)])}"
-        )
-    return str(call.without("p")), _required_rate(call, "p")
+    parsed = hookdrop.parse(text)
+    if not isinstance(parsed, recipes.Recipe if kind == "recipe" else hookdrop.Regularizer):
+        raise ValueError(f"{call.name!r} is not a {kind}.")
+    call = call.bind(*list(inspect.signature(type(parsed)).parameters)[: len(call.args)])
+    name = rate_name(kind, call)
+    return str(call.without(name, "keep_prob")), getattr(parsed, name, None)
 
 
 def rate_name(kind: str, call: Call) -> str:
@@ -111,37 +97,10 @@ def peer_rate(arm: Arm, model: nn.Module, example: Tensor | None) -> float:
     return peers.rate_for(parse_call(arm.call), arm.p, [site.shape for site in sites if site.shape])
 
 
-def _plan_recipe(
-    arm: Arm, model: nn.Module, schedule: hookdrop.Schedule | None, steps: int, example: Any
-) -> hookdrop.Plan:
-    call = parse_call(arm.call)
-    if isinstance(getattr(recipes, call.name), type):
-        return hookdrop.plan(model, full_call(arm), schedule=schedule, total_steps=steps, example_input=example)
-    settings = {**call.kwargs, "p": arm.p, "total_steps": steps, "example_input": example}
-    if "schedule" in _recipe(call.name).parameters:
-        settings["schedule"] = schedule
-    elif isinstance(schedule, hookdrop.LinearSchedule) and (schedule.start, schedule.end, schedule.delay) == (0, 1, 0):
-        settings["steps"] = schedule.steps
-    elif schedule is not None:
-        raise ValueError(f"{call.name} supports only LinearSchedule(steps=...) or none, got {arm.schedule}.")
-    planned: hookdrop.Plan = getattr(recipes, call.name).plan(model, **settings)
-    return planned
-
-
-def _recipe(name: str) -> inspect.Signature:
-    if name not in RECIPES:
-        raise ValueError(f"{name!r} is not a recipe.\n{suggest(name, RECIPES)}")
-    return inspect.signature(getattr(recipes, name))
-
-
-def _settings(takes: Any) -> list[str]:
-    return [name for name in takes if name in ("block_size", "mode", "p_scale")]
-
-
 def _required_rate(call: Call, name: str) -> float:
     value = call.kwargs.get(name)
-    if isinstance(value, int | float) and not (isinstance(value, bool) or 0 <= value <= 1):
-        raise ValueError(f"{call}: {name} must be in [0, 1], got {value}.")
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{call} has no rate: write {call.with_settings(**{name: 0.1})}.")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{call}: {name} must be in [0, 1], got {value}.")
     return float(value)

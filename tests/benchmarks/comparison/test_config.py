@@ -79,7 +79,7 @@ class TestConfigErrors:
         [
             (5, GOOD.replace("epochs: 3", "epochs: -3"), "greater than 0, got -3"),
             (5, GOOD.replace("epochs: 3", "epoch: 3"), "unknown setting 'epoch'.\n  did you mean: epochs"),
-            (7, GOOD.replace("DropBlock(", "DropBlok("), "'DropBlok' is not a hookdrop regularizer.\n  did you mean: DropBlock"),
+            (7, GOOD.replace("DropBlock(", "DropBlok("), "'DropBlok' is not a hookdrop regularizer, recipe or schedule.\n  did you mean: DropBlock"),
             (7, GOOD.replace("p=0.1", "p=1.5"), "[0, 1], got 1.5"),
             (7, GOOD.replace("p=0.1", "p=x"), "cannot parse"),
             (7, GOOD.replace("block_size", "blocksize"), "blocksize"),
@@ -100,7 +100,7 @@ class TestConfigErrors:
             (8, GOOD + "? [a, b]\n: 1\n", "expected a setting name"),
             (8, GOOD + "  - {peer: 'timm.DropPath(drop_prob=-0.5)', equal: fraction}\n", "drop_prob must be in [0, 1], got -0.5"),
             (8, GOOD + "  - {peer: 'timm.DropBlock2d(p=0.1, block_size=3)'}\n", "does not accept 'p'; it accepts drop_prob, block_size"),
-            (8, GOOD + "  - {recipe: 'dropblock_resnet(p=0.1, example_input=3)'}\n", "does not accept 'example_input' here"),
+            (8, GOOD + "  - {recipe: 'dropblock_resnet(p=0.1, example_input=3)'}\n", "unexpected keyword argument 'example_input'"),
             (8, GOOD + "  - {regularizer: Dropout(p=0.1), name: ''}\n", "at least 1 character"),
             (8, GOOD + "tuning: {method: tpe, space: {p: [0.1, 0.3], lr: [0.1, 1]}, space_none: {lr: [0.1, 1]}}\n", "trials is missing"),
             (8, GOOD + "  - {recipe: 'dropblock_resnet(p=0.1)', layers: x}\n", "selects its own layers"),
@@ -173,7 +173,7 @@ class TestCalls:
 
     def test_a_full_call_includes_the_rate(self) -> None:
         arm = Arm(name="a", call="DropBlock(block_size=5)", p=0.25)
-        assert hookdrop.parse(arms.full_call(arm)).rate == 0.25
+        assert hookdrop.parse(arms.full_call(arm)).p == 0.25
         assert (
             arms.full_call(Arm(name="a", kind="peer", call="timm.DropPath()", p=0.2)) == "timm.DropPath(drop_prob=0.2)"
         )
@@ -259,13 +259,14 @@ class TestArms:
             ("recipe", "stochastic_depth()", 4),
         ):
             arm = Arm(name="a", kind=kind, call=text, p=0.1, layers=sites if kind != "recipe" else ())  # type: ignore[arg-type]
-            planned = arms.plan(arm, resnet, 100, example)
-            assert planned is not None
+            settings = arms.arguments(arm, resnet, 100, example)
+            assert settings is not None
+            planned = hookdrop.plan(resnet, **settings)
             assert len(planned.sites) == count
             assert planned.schedule == hookdrop.LinearSchedule(steps=100)
 
-    def test_none_has_no_plan(self, resnet: nn.Module) -> None:
-        assert arms.plan(Arm(name="none", kind="none"), resnet, 100, None) is None
+    def test_none_has_no_hooks(self, resnet: nn.Module) -> None:
+        assert arms.arguments(Arm(name="none", kind="none"), resnet, 100, None) is None
 
 
 class TestModels:

@@ -30,7 +30,7 @@ from hookdrop import (
     inject,
 )
 from hookdrop.guards import progress
-from hookdrop.guards.updates import UPDATES_BEFORE_WARNING
+from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from hookdrop.hooks import checkpointing
 from hookdrop.hooks.checkpointing import is_recomputing
 from tests.support.checkpointing import MODES, Forward, non_reentrant, plain, reentrant, run

@@ -22,7 +22,7 @@ from hookdrop import (
     inject,
     without_hooks,
 )
-from hookdrop.guards.updates import UPDATES_BEFORE_WARNING
+from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from hookdrop.recipes import set_dropout
 from tests.support.compiling import graphs
 from tests.support.leaks import no_leaks

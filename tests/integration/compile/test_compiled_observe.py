@@ -24,7 +24,7 @@ def test_capture_after_compiling(fullgraph: bool) -> None:
         for _ in range(12):
             fast(x).sum().backward()
     assert torch.equal(seen["0"][0], model[0](x))
-    assert len(seen["1"]) == len(seen.gradients["1"]) == 12
+    assert [x.grad is not None for x in seen["1"]] == [True] * 12
     fast(x)
     assert counted["frames"]["ok"] == compiled_before  # capturing caused no compilation
 

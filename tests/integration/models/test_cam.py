@@ -24,7 +24,7 @@ class TestTransformers:
             model(x)[:, 3].sum().backward()
         model.zero_grad()
         maps, gradients = (
-            calls[0][:, 1:].unflatten(1, (4, 6)).permute(0, 3, 1, 2) for calls in (seen[layer], seen.gradients[layer])
+            x[:, 1:].unflatten(1, (4, 6)).permute(0, 3, 1, 2) for x in (seen[layer][0], seen[layer][0].grad)
         )
         expected = (gradients.mean((2, 3), keepdim=True) * maps).sum(1).relu()
         resized = interpolate(scale_maps(expected)[:, None], (64, 96), mode="bilinear", align_corners=False)[:, 0]
@@ -50,7 +50,7 @@ class TestTransformers:
         x = torch.randn(2, 3, 64, 64)
         with capture(model.eval(), "layers.1", gradients=True) as seen:
             model(x)[:, 3].sum().backward()
-        maps, gradients = (calls["layers.1"][0].permute(0, 3, 1, 2) for calls in (seen, seen.gradients))
+        maps, gradients = (x.permute(0, 3, 1, 2) for x in (seen["layers.1"][0], seen["layers.1"][0].grad))
         expected = (gradients.mean((2, 3), keepdim=True) * maps).sum(1).relu()
         resized = interpolate(scale_maps(expected)[:, None], (64, 64), mode="bilinear", align_corners=False)[:, 0]
         assert torch.allclose(grad_cam(model, x, "layers.1", 3), scale_maps(resized), atol=1e-3)

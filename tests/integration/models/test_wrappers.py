@@ -25,7 +25,7 @@ def test_wrappers_are_unwrapped(model: Small) -> None:
         assert names(wrapped, f"{prefix}.layer1.*.bn1") == ["layer1.0.bn1", "layer1.1.bn1"]
         with inject(wrapped, Dropout(0.3), layers="layer1.*") as drop:
             assert [site.name for site in drop.sites] == ["layer1.0", "layer1.1"]
-            assert find(model) == find(wrapped) == (drop,)
+            assert find(model) == find(wrapped) == drop
 
 
 def test_timm_ema_is_a_wrapper(model: Small) -> None:

@@ -13,13 +13,13 @@ from tests.support.programs import ROOT, run_code
 
 
 def test_the_compiler_is_imported_only_when_something_is_compiled(tmp_path: Path) -> None:
-    """The import takes about as long as that of PyTorch. (PyTorch's optimizers import it when they are created.)"""
+    """The import takes about as long as that of PyTorch. (PyTorch's optimizers and fake tensors import it too.)"""
     run_code(f"""
 import sys, torch
 from torch import nn
 from hookdrop import DropBlock, Dropout, LinearSchedule, find, inject
 model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 6))
-drop = inject(model, DropBlock(0.1, 3), layers="0", schedule=LinearSchedule(4), example_input=torch.ones(1, 3, 8, 8))
+drop = inject(model, DropBlock(0.1, 3), layers="0", schedule=LinearSchedule(4))
 inject(model, nn.Dropout(0.5), layers="1")
 model(torch.ones(1, 3, 8, 8)).sum().backward()
 drop.step()

@@ -164,7 +164,7 @@ class TestResume:
         callback = InjectionCallback(HEAD)
         trainer(callback, saves, max_epochs=2, enable_checkpointing=True).fit(Classifier(), data())
         state = torch.load(tmp_path / "epoch=0.ckpt", weights_only=False)
-        state["callbacks"][callback.state_key]["injections"]["dropout"]["target_p"] = {"model.4": 0.25}
+        state["callbacks"][callback.state_key]["injections"]["dropout"]["target_p"] = [0.25]
         torch.save(state, tmp_path / "changed.ckpt")
         trainer(callback, max_epochs=2).fit(
             Classifier(), data(), ckpt_path=tmp_path / "changed.ckpt", weights_only=False

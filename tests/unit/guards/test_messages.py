@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hookdrop.guards import progress, updates
+from hookdrop.guards import progress
 from hookdrop.guards.messages import MESSAGES
 from hookdrop.guards.plan import Planned
 from hookdrop.guards.problems import Comparison
@@ -15,7 +15,7 @@ from hookdrop.guards.problems import Comparison
 ROOT = Path(__file__).parents[3]
 TABLE = (ROOT / "docs/architecture.md").read_text().partition("\n## Guards\n")[2].partition("\n## ")[0]
 ROWS = {kind: cells for kind, *cells in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", TABLE, flags=re.M)}
-DETECTED_BY = (Planned, Comparison, updates.Progress, updates, progress)
+DETECTED_BY = (Planned, Comparison, progress.Progress, progress)
 
 
 def test_every_guard_has_a_row() -> None:

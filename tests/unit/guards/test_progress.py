@@ -18,7 +18,7 @@ from hookdrop import (
     LinearSchedule,
     inject,
 )
-from hookdrop.guards.updates import UPDATES_BEFORE_WARNING
+from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from tests.support.models import mlp
 from tests.support.training import optimize, train
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, Injection, InjectionError, LinearSchedule, find, inject
-from hookdrop.guards.updates import UPDATES_BEFORE_WARNING
+from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from tests.support.injections import scheduled
 from tests.support.models import Small
 from tests.support.training import backward

@@ -167,20 +167,16 @@ class TestKeras:
 
     def test_keras_layers_raise(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), self.layer("Dense", nn.ReLU()))
-        with pytest.raises(
-            InjectionError, match=r"'1' \(Dense\) belongs to a Keras layer(.|\n)*keras.layers.Dropout"
-        ) as e:
+        with pytest.raises(InjectionError, match=r"'1' \(Dense\) is a Keras layer(.|\n)*keras.layers.Dropout") as e:
             inject(model, Dropout(0.5), layers="*")
         assert str(e.value).endswith(UNCHANGED)
-        with pytest.raises(InjectionError, match=r"'1\.0' \(ReLU\) belongs to a Keras layer"):
-            inject(model, Dropout(0.5), layers="1.0")
         assert not find(model)
 
     def test_torch_layers_of_a_keras_model_are_hooked(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), self.layer("TorchModuleWrapper", nn.ReLU()), self.layer("Dense"))
         inject(model, Dropout(0.5), layers=["0", "1.0"])
         assert len(plan(model, layers="**").sites) == 4
-        with pytest.raises(InjectionError, match=r"TorchModuleWrapper\) belongs"):
+        with pytest.raises(InjectionError, match=r"TorchModuleWrapper\) is a Keras layer"):
             inject(model, Dropout(0.5), layers="1")
 
 

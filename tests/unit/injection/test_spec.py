@@ -176,7 +176,6 @@ class TestErrors:
             (DROPOUT | {"portable": "false"}, "portable must be"),
             (DROPOUT | {"on_existing": "keep"}, "on_existing must be"),
             ({"regularizer": {0: "Dropout(p=0.1)"}}, "names are strings: write '0'"),
-            ({"regularizer": {}}, "layers"),
             ({"regularizer": "stochastic_dept(p=0.1)"}, "did you mean: stochastic_depth"),
             ({"regularizer": "set_dropout(q=0.1)"}, "signature: set_dropout"),
             ({"regularizer": "set_dropout(p=0.1)", "at": "input"}, "chooses its layers: remove at="),

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, HookdropError, HookdropWarning, LayerError, ShapeError, find, inject
 from hookdrop.observe import capture, grad_cam
-from hookdrop.utils.axes import as_map
+from hookdrop.observe.cam import as_map
 from tests.support.models import Small
 
 pytest.importorskip("pytorch_grad_cam")
@@ -31,7 +31,7 @@ def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: l
     model.zero_grad()
     for module, training in zip(model.modules(), modes, strict=True):
         module.training = training
-    features, gradients = seen[layer][0], seen.gradients[layer][0]
+    features, gradients = seen[layer][0], seen[layer][0].grad
     maps = (gradients.mean((2, 3), keepdim=True) * features).sum(1).relu()
     return scale_maps(interpolate(scale_maps(maps)[:, None], x.shape[2:], mode="bilinear", align_corners=False)[:, 0])
 
@@ -103,24 +103,15 @@ class TestTargets:
         assert torch.equal(grad_cam(model, images, "layer2"), expected)
         assert torch.equal(grad_cam(model, images, "layer2", predicted.tolist()), expected)
 
-    def test_function_target(self, model: Small, images: torch.Tensor) -> None:
-        def sixth(output: torch.Tensor) -> torch.Tensor:
-            assert output.shape == (10,)
-            return output[6]
-
-        assert torch.equal(grad_cam(model, images, "layer2", sixth), grad_cam(model, images, "layer2", 6))
-
     def test_invalid_arguments_raise(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(IndexError):
             grad_cam(model, images, "layer2", 10)
-        with pytest.raises(ValueError, match="one for each of the 4 images, got 3"):
+        with pytest.raises(ValueError, match="one for each of the 4 images, got .1, 2, 3"):
             grad_cam(model, images, "layer2", [1, 2, 3])
-        with pytest.raises(ValueError, match="target must be at least 0, got -1"):
+        with pytest.raises(ValueError, match="for each of the 4 images, got -1"):
             grad_cam(model, images, "layer2", -1)
         with pytest.raises(ValueError, match="method must be one of 'gradcam'"):
             grad_cam(model, images, "layer2", method="grad_cam")
-        with pytest.raises(ValueError, match="grid rows must be at least 1"):
-            grad_cam(model, images, "layer2", grid=(0, 4))
 
 
 class TestNoSideEffects:
@@ -217,34 +208,23 @@ class TestTransformers:
         assert maps.shape == (1, 2, *grid)
         assert torch.equal(maps[0].flatten(1), x[0, -grid[0] * grid[1] :].T)
 
-    def test_ambiguous_grid_raises(self) -> None:
-        with pytest.raises(ShapeError, match=r"got 99 tokens.*224 x 224.*\n  pass the grid: grid=\(rows, columns\)"):
+    def test_other_outputs_raise(self) -> None:
+        with pytest.raises(ShapeError, match=r"got 99 tokens.*224 x 224"):
             as_map(torch.ones(1, 99, 2), (224, 224))
-        assert as_map(torch.ones(1, 99, 2), (224, 224), (14, 7)).shape == (1, 2, 14, 7)
-        with pytest.raises(ShapeError, match="99 tokens do not fill a grid of 10 x 10"):
-            as_map(torch.ones(1, 99, 2), (224, 224), (10, 10))
         with pytest.raises(ShapeError, match="expected a map"):
             as_map(torch.ones(1, 99), (224, 224))
+        with pytest.raises(ShapeError, match="expected a map"):
+            as_map((torch.ones(1, 99, 2),), (224, 224))
 
-    def test_models_and_layers_with_container_outputs(self, images: torch.Tensor) -> None:
+    def test_models_with_container_outputs(self, images: torch.Tensor) -> None:
         class Output(Strided):
-            def __init__(self) -> None:
-                super().__init__()
-                self.both = TupleOutput()
-
             def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-                maps, _ = self.both(self.layer2(self.layer1(self.conv1(x))))
-                return {"logits": self.fc(maps.mean((2, 3))), "other": x}
+                return {"logits": super().forward(x), "other": x}
 
         model = Output()
-        assert torch.equal(grad_cam(model, images, "both", 2), grad_cam(model, images, "layer2", 2))
-
-
-class TupleOutput(nn.Module):
-    """A layer that returns a tuple."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
-        return x * 1, "text"
+        plain = Strided()
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(grad_cam(model, images, "layer2", 2), grad_cam(plain, images, "layer2", 2))
 
 
 class TestErrors:
@@ -253,17 +233,17 @@ class TestErrors:
             grad_cam(model, images, "layer3")
         with pytest.raises(LayerError, match="must match one layer, but it matches 2: 'layer1', 'layer2'"):
             grad_cam(model, images, "layer?")
-        with pytest.raises(ShapeError, match=r"'fc' got \(4, 10\): expected a map"):
+        with pytest.raises(ShapeError, match=r"'fc' got \(4, 10\) float32: expected a map"):
             grad_cam(model, images, "fc")
 
     def test_layer_called_more_than_once_or_never_raises(self, images: torch.Tensor) -> None:
         relu = nn.ReLU()
         model = nn.Sequential(nn.Conv2d(3, 4, 3), relu, relu, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        with pytest.raises(LayerError, match="'1' was called 2 times in one forward"):
+        with pytest.raises(LayerError, match="'1' must be called once in one forward"):
             grad_cam(model, images, "1")
         model.spare = nn.Conv2d(3, 3, 1)
         model.forward = lambda x: x.mean((2, 3))
-        with pytest.raises(LayerError, match="'spare' was called 0 times"):
+        with pytest.raises(LayerError, match="'spare' must be called once"):
             grad_cam(model, images, "spare")
 
     def test_layer_without_a_gradient_raises(self, images: torch.Tensor) -> None:
@@ -273,24 +253,19 @@ class TestErrors:
                     self.layer2(self.layer1(self.conv1(x)).detach()).mean((2, 3)) + x.mean((1, 2, 3))[:, None]
                 )
 
-        with pytest.raises(LayerError, match="no gradient flows from the model's output to 'layer1'"):
+        with pytest.raises(LayerError, match="'layer1' .* the output must depend on it"):
             grad_cam(Detached(), images, "layer1")
 
     def test_uint8_images_raise(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(TypeError, match=r"grad_cam: x must be a dense floating-point.*uint8.\n  pass x.float\(\)"):
             grad_cam(model, images.byte(), "layer2")
 
-    def test_nan_maps_warn(self, model: Small, images: torch.Tensor) -> None:
+    def test_maps_of_non_finite_images_are_nan(self, model: Small, images: torch.Tensor) -> None:
         bad = images.clone()
         bad[2, 0, 3, 3] = torch.nan
-        with pytest.warns(HookdropWarning, match="NaN in 1 of 4 maps.*\n  images: 2$"):
-            maps = grad_cam(model, bad, "layer2", 1)
+        maps = grad_cam(model, bad, "layer2", 1)
         assert maps[2].isnan().all()
         assert torch.equal(maps[[0, 1, 3]], grad_cam(model, images, "layer2", 1)[[0, 1, 3]])
-        with torch.no_grad():
-            model.layer2[0].bn1.bias.fill_(torch.inf)
-        with pytest.warns(HookdropWarning, match="NaN in 4 of 4 maps"):
-            grad_cam(model, images, "layer2", 1)
 
     def test_all_zero_map_warns(self, model: Small, images: torch.Tensor) -> None:
         with torch.no_grad():

@@ -6,9 +6,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
-from hookdrop import LayerError
 from hookdrop.observe import compare_cam, grad_cam
 from tests.support.models import Small
 
@@ -26,13 +24,6 @@ class TestCompareCam:
         assert before.training
         assert after.training
 
-    def test_error_names_the_model_that_lacks_the_layer(self, model: Small, images: torch.Tensor) -> None:
-        other = nn.Sequential(copy.deepcopy(model))
-        with pytest.raises(LayerError, match="in the model `after`: .*\n.*'layer2'"):
-            compare_cam(model, other, images, "layer2")
-        with pytest.raises(LayerError, match="in the model `before`: .*\n.*'layer2'"):
-            compare_cam(other, model, images, "layer2")
-
     def test_width_is_the_fraction_above_half(self, model: Small, images: torch.Tensor) -> None:
         result = compare_cam(model, model, images, "layer2", 1)
         assert torch.equal(result.wide_before, result.wide_after)
@@ -41,4 +32,4 @@ class TestCompareCam:
         lines = repr(result).splitlines()
         assert lines[2].split()[-1] == "1.000"
         assert lines[-1].split()[0] == "mean"
-        assert "class 1" in lines[2]
+        assert lines[2].split()[1] == "1"

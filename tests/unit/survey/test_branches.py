@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdrop.errors import InjectionError
 from hookdrop.survey import Branch, survey
+from hookdrop.utils.errors import InjectionError
 
 C = 8
 

@@ -20,7 +20,7 @@ from hookdrop import (
     inject,
     plan,
 )
-from hookdrop.guards.updates import UPDATES_BEFORE_WARNING
+from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from hookdrop.injection.place import place
 from hookdrop.utils.select import named_layers
 from tests.support.models import Small, names

@@ -1,0 +1,174 @@
+"""Recipes for the heads, patches and token embeddings of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from hookdrop.recipes.base import Recipe, RecipeSite
+from hookdrop.regularizers import HeadDropout, NEFTune, TokenDropout
+from hookdrop.survey import Survey
+from hookdrop.survey.tokens import TokensNeededError
+from hookdrop.utils.errors import InjectionError, LayerError
+from hookdrop.utils.select import named_layers, select
+from hookdrop.utils.tables import some
+
+
+@dataclass(frozen=True)
+class head_dropout(Recipe):
+    """DropHead: zero whole attention heads, before the output projection of every attention layer.
+
+    Zhou et al. 2020, arXiv:2004.13342. Running the model shows the projections, which features of their input belong to
+    which head, and which rows belong to which sample. With grouped queries, these are the query heads.
+
+    Args:
+        p: probability of dropping a head, in [0, 1).
+
+    Raises:
+        LayerError: no layer gets separate heads. `nn.MultiheadAttention` does not call its output projection, so hooks
+            cannot reach its heads.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
+        >>> drop = inject(model, head_dropout(p=0.2))
+        >>> [site.name for site in drop.sites]
+        ['blocks.0.attn.proj', 'blocks.1.attn.proj']
+    """
+
+    p: float = 0.1
+
+    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
+        if not survey.heads:
+            reasons = [f"\n  {name!r}: {reason}" for name, reason in list(survey.no_heads.items())[:3]]
+            raise LayerError(
+                f"head_dropout found no layer of {type(model).__name__} whose input is attention heads side by side."
+                + "".join(reasons)
+            )
+        return [
+            RecipeSite(name, HeadDropout(self.p, heads.count, interleaved=heads.interleaved))
+            for name, heads in survey.heads.items()
+        ]
+
+    def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
+        names, reason = some(list(survey.no_heads)), next(iter(survey.no_heads.values()), "")
+        return [f"head_dropout skips {names}, whose heads it cannot separate: {reason}."] if reason else ()
+
+
+@dataclass(frozen=True)
+class patch_dropout(Recipe):
+    """PatchDropout: in training, a vision transformer sees a random part of the patches, which saves time.
+
+    Liu et al. 2022, arXiv:2208.07220. The site is the last layer before attention that returns the patches with their
+    positions. Class and register tokens are kept: those that are equal for two images. Running the model with the
+    patches in another order, and with half of them, shows that no later layer depends on their places. With the same
+    seed, timm's `patch_drop_rate` keeps the same patches.
+
+    Args:
+        p: fraction of the patches to remove, in [0, 1).
+
+    Raises:
+        LayerError: the model has no such tokens, or later layers need all of them, as windows, relative positions, RoPE
+            and heads for dense prediction do.
+        InjectionError: the model already removes patches.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=1)
+        >>> drop = inject(model, patch_dropout(p=0.5))
+        >>> drop.sites[0].name, drop.sites[0].regularizer
+        ('pos_drop', 'TokenDropout(p=0.5, prefix=1, remove=True)')
+    """
+
+    p: float = 0.5
+
+    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
+        active = [name for name, module in model.named_modules() if type(module).__name__ == "PatchDropout"]
+        if active:
+            raise InjectionError(
+                f"patch_dropout: the model already has it: {active[0]} is {model.get_submodule(active[0])!r}.\n"
+                "  build the model with patch_drop_rate=0.0"
+            )
+        try:
+            found = survey.patches
+        except TokensNeededError as error:
+            raise LayerError(
+                f"patch_dropout does not apply to {type(model).__name__}: {error}.\n"
+                "  zero tokens instead: inject(model, TokenDropout(p=...), layers=...)"
+            ) from error
+        return [RecipeSite(found.layer, TokenDropout(self.p, found.prefix, remove=True))]
+
+
+@dataclass(frozen=True)
+class neftune(Recipe):
+    """NEFTune: noise on the token embeddings while a language model is fine-tuned. A schedule drives `alpha`.
+
+    Jain et al. 2023, arXiv:2310.05914. The site is the module that `get_input_embeddings()` returns (of an
+    encoder-decoder, the encoder's); of other models, the layer that looks up the integers that the model is called
+    with. With the same seed, the noise equals that of transformers' Trainer with `neftune_noise_alpha`, bit for bit.
+
+    Args:
+        alpha: scale of the noise; the paper uses 5, 10 and 15.
+        attention_mask: whether to spare padding, as in `NEFTune`.
+        embedding: the name of the embedding; None asks the model, or runs it.
+
+    Raises:
+        LayerError: the model looks up no tokens.
+        InjectionError: transformers' own NEFTune is active, or no module takes an attention mask.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> size = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2, vocab_size=9)
+        >>> model = LlamaForCausalLM(LlamaConfig(**size, num_key_value_heads=2))
+        >>> inject(model, neftune(alpha=5))
+        <Injection 'neftune': 1 site, alpha=5 of 5, step 0 of ConstantSchedule()>
+        >>> plan(model, neftune(), on_existing="replace").sites[0].name
+        'model.embed_tokens'
+    """
+
+    alpha: float = 5.0
+    attention_mask: bool = False
+    embedding: str | None = None
+
+    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
+        if self.embedding is not None:
+            found = select(model, self.embedding).layers
+            if len(found) != 1:
+                raise LayerError(f"neftune: {self.embedding!r} matches {len(found)} layers: name one embedding.")
+            name: str | None = found[0].name
+        else:
+            name = _input_embedding(model) or survey.token_embedding
+        if name is None:
+            raise LayerError(
+                f"neftune found no layer of {type(model).__name__} that looks up the tokens it is called with.\n"
+                '  name the embedding: neftune(alpha, embedding="tok_embeddings")\n'
+                "  find its name:      print(hookdrop.plan(model, layers=torch.nn.Embedding))"
+            )
+        if getattr(model.get_submodule(name), "neftune_noise_alpha", None):
+            raise InjectionError(
+                f"neftune: transformers' own NEFTune is already active at {name!r}.\n"
+                "  remove neftune_noise_alpha from the TrainingArguments"
+            )
+        return [RecipeSite(name, NEFTune(self.alpha, attention_mask=self.attention_mask))]
+
+
+_COMPUTING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _input_embedding(model: nn.Module) -> str | None:
+    """Return the embedding that a model of transformers, possibly inside another, names as that of its tokens."""
+    names = {layer.module: layer.name for layer in named_layers(model)}
+    for module in names:
+        has_encoder = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+        encoder = getattr(module, "get_encoder", None) if has_encoder else None
+        for owner in (encoder() if callable(encoder) else None, module):
+            try:
+                embedding = owner.get_input_embeddings()  # type: ignore[union-attr, operator]
+            except (AttributeError, NotImplementedError, TypeError):  # not a model of text
+                continue
+            # Not an embedding of patches or audio.
+            if embedding in names and not any(isinstance(part, _COMPUTING) for part in embedding.modules()):
+                return names[embedding]
+    return None
