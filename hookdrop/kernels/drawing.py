@@ -29,7 +29,7 @@ def draw_elements(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     like = torch.empty_like(x, dtype=torch.bool)
     with without_functorch():
         dropped = trials(x.numel(), p, x.device, static=must_avoid_sync(x)).view(torch.bool)
-    return dropped.as_strided(like.shape, like.stride()), as_rate_tensor(keep_scale(p))
+    return dropped.as_strided(like.shape, like.stride()), as_rate_tensor(float(keep_scale(p)))
 
 
 def draw_blocks(
@@ -66,7 +66,7 @@ def _scale(dropped: Tensor, blocks: Blocks, p: float, normalize: str | None, ran
 
 
 def _constant_scale(p: float, normalize: str | None) -> Tensor:
-    return as_rate_tensor(keep_scale(p if normalize == "expected" else 0.0))
+    return as_rate_tensor(float(keep_scale(p if normalize == "expected" else 0.0)))
 
 
 def _sparse(blocks: Blocks, seed_rate: float, static: bool) -> bool:

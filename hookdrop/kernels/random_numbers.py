@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 
 from hookdrop.kernels import native
 from hookdrop.kernels.blocks import most_precise_dtype
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.torch_internals import (
     can_replay_random_operators,
     disable_dynamo,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.regularizers.samples import SamplePlace
+from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate
 
 R = TypeVar("R", bound="Regularizer")

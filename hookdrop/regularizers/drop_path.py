@@ -217,7 +217,7 @@ class LayerDrop(DropRegularizer):
     needs = ("layer_input",)
 
     def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> LayerDrop:
-        if survey is not None and any(branch.layer == name for branch in survey.branches):
+        if survey is not None and any(branch.end == name for branch in survey.branches):
             raise LayerError(
                 f"LayerDrop at {name!r}: this is a residual branch. Skipped, it would add its input to the stream.\n"
                 "  hook the whole layer, or drop the branch: DropPath(p=...)"

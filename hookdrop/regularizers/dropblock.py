@@ -15,6 +15,7 @@ from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
 from hookdrop.kernels.drawing import NORMALIZE, draw_blocks
 from hookdrop.kernels.masking import apply_mask
 from hookdrop.regularizers.base import DropRegularizer, P, describe_map, nhwc_warnings
+from hookdrop.utils.errors import InjectionError, ShapeError
 from hookdrop.utils.torch_internals import (
     PLAIN_TYPES,
     dispatch_modes,

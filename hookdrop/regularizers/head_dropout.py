@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import BELOW_1, DropRegularizer, Rate
 from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
+from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.validation import count, one_of
 
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hookdrop.errors import ShapeError
 from hookdrop.kernels.random_numbers import operator
 from hookdrop.regularizers.base import Rate, Regularizer, check_axes, describe_map, nhwc_warnings
+from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.validation import count, floating, given_channel_axis, rate
 
 MIN_CHANNELS = 10
@@ -39,7 +39,8 @@ def masksembles(
     if not training or x.numel() == 0:
         return x
     channels = int(x.shape[axis])
-    mask_NC = fixed_masks(channels, n, scale, f"{seed} {site}", device=x.device).repeat_interleave(x.shape[0] // n, 0)
+    masks: Tensor = fixed_masks(channels, n, scale, f"{seed} {site}", device=x.device)
+    mask_NC = masks.repeat_interleave(x.shape[0] // n, 0)
     shape = [size if at in (0, axis) else 1 for at, size in enumerate(x.shape)]
     # In low precision, apply the scale last: a scaled mask would round it first.
     return x * mask_NC.view(shape).to(x.dtype) * (channels / ones_per_mask(channels, n, scale))

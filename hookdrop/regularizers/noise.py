@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hookdrop.kernels.random_numbers import rand_like, randn_like
 from hookdrop.regularizers.base import STD, DropRegularizer, Rate, Regularizer
+from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.torch_internals import functorch_stack
 from hookdrop.utils.validation import as_rate_tensor, one_of
 

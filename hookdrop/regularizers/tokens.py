@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import DropRegularizer, P
+from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.validation import count, one_of
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import ClassVar
 
-from hookdrop.errors import InjectionError
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.validation import count, rate
 
 
