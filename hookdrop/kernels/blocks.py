@@ -172,19 +172,6 @@ def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
-def most_precise_dtype(device: torch.device) -> torch.dtype:
-    """The most precise floating-point dtype of the device."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def kept_scale(count: int, dropped: Tensor, rank: int) -> Tensor:
-    """Return count / kept count, given the number of dropped elements: 0-d, or one per sample of a tensor."""
-    kept = (count - dropped).clamp(min=1).to(most_precise_dtype(dropped.device))
-    # `number / tensor` multiplies by the reciprocal in PyTorch, which rounds twice.
-    scale = torch.full_like(kept, count) / kept
-    return scale.view(-1, *[1] * (rank - 1)) if scale.dim() else scale
-
-
 def three_axes(values: Sequence[int]) -> tuple[int, ...]:
     """Prepend axes of length 1 up to three axes."""
     return (*[1] * (3 - len(values)), *values)

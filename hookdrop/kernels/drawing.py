@@ -9,9 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookdrop.kernels import native, triton_dropblock
-from hookdrop.kernels.blocks import Blocks, kept_scale, most_precise_dtype
+from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import keep_scale, scaled
-from hookdrop.kernels.random_numbers import MIN_EXPECTED_SUCCESSES, rand, successes, trials
+from hookdrop.kernels.random_numbers import (
+    MIN_EXPECTED_SUCCESSES,
+    kept_scale,
+    most_precise_dtype,
+    rand,
+    successes,
+    trials,
+)
 from hookdrop.utils.torch_internals import (
     PLAIN_TYPES,
     dispatch_modes,

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookdrop.kernels import native
-from hookdrop.kernels.blocks import most_precise_dtype
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.torch_internals import (
     can_replay_random_operators,
@@ -152,6 +151,19 @@ def trials(count: int, p: float, device: torch.device, *, static: bool) -> Tenso
     result = _bytes_below(level, count, device)
     rest = (p - level / 256.0) / (1.0 - level / 256.0) if level < 256 else 0.0
     return result.index_fill_(0, successes(count, rest, device, static=False), 1)
+
+
+def most_precise_dtype(device: torch.device) -> torch.dtype:
+    """The most precise floating-point dtype of the device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def kept_scale(count: int, dropped: Tensor, rank: int) -> Tensor:
+    """Return count / kept count, given the number of dropped elements: 0-d, or one per sample of a tensor."""
+    kept = (count - dropped).clamp(min=1).to(most_precise_dtype(dropped.device))
+    # `number / tensor` multiplies by the reciprocal in PyTorch, which rounds twice.
+    scale = torch.full_like(kept, count) / kept
+    return scale.view(-1, *[1] * (rank - 1)) if scale.dim() else scale
 
 
 def _logs(count: int, device: torch.device) -> Tensor:

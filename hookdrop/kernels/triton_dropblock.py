@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.blocks import Blocks, contiguous_strides, kept_scale, three_axes
+from hookdrop.kernels.blocks import Blocks, contiguous_strides, three_axes
 from hookdrop.kernels.native import has_plain_memory
+from hookdrop.kernels.random_numbers import kept_scale
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SEED_BITS, _SEED_WORDS = 31, 2

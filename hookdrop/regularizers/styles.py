@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.blocks import most_precise_dtype
-from hookdrop.kernels.random_numbers import rand, randn_like
+from hookdrop.kernels.random_numbers import most_precise_dtype, rand, randn_like
 from hookdrop.regularizers.base import Rate, Regularizer
 from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.validation import positive
