@@ -184,13 +184,7 @@ GAMMA = ("exact", "paper")
 
 @lru_cache(maxsize=4096)
 def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: str = "exact") -> float:
-    """Return the probability that a position where a whole block fits is a seed.
-
-    Args:
-        sizes: the sizes of the map.
-        blocks: the sizes of a block, at most those of the map.
-        p: the fraction to drop, in [0, 1].
-        how: `"exact"` or `"paper"`.
+    """Return the probability that a position where a whole block fits is a seed, so that blocks cover a fraction `p`.
 
     Example:
         >>> round(gamma_for((14, 14), (7, 7), 0.5) / gamma_for((14, 14), (7, 7), 0.5, "paper"), 2)

@@ -24,9 +24,8 @@ def apply_mask_no_grad(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks
 
     Args:
         x: a floating-point tensor.
-        dropped: a bool mask that broadcasts to `x`, the integer seeds of `blocks`, or `Blocks.packed`, which is uint8.
-        scale: 0-d, or one scale per sample that broadcasts to `x`; with a packed mask also the counters of
-            `triton_dropblock.draw`.
+        dropped: a bool mask that broadcasts to `x`, or of `blocks` the integer seeds, or `Blocks.packed`, in uint8.
+        scale: 0-d, or one scale per sample; with a packed mask also the counters of `triton_dropblock.draw`.
         blocks: the geometry of the seeds or of the packed mask, or None for a bool mask.
     """
     if blocks is not None and dropped.dtype == torch.uint8:

@@ -110,14 +110,9 @@ def successes(trials: int, p: float, device: torch.device, *, static: bool, dtyp
     Only the successes are drawn: the gaps between them are geometric, and a geometric number is the floor of an
     exponential one (Devroye, "Non-Uniform Random Variate Generation", 1986, X.2).
 
-    Args:
-        trials: number of trials.
-        p: probability of a success, in [0, 1).
-        device: device of the result.
-        static: whether the length of the result depends only on `trials` and `p`, which avoids a synchronization. The
-            last success is repeated as padding. `trials * p` must be at least `MIN_EXPECTED_SUCCESSES`, because an
-            empty result is impossible.
-        dtype: integer dtype of the result, large enough for `trials`.
+    With `static`, the length of the result depends only on `trials` and `p` in [0, 1), which avoids a synchronization:
+    the last success is repeated as padding. `trials * p` must then be at least `MIN_EXPECTED_SUCCESSES`, because an
+    empty result is impossible. `dtype` is an integer dtype, large enough for `trials`.
     """
     if p == 0.0 or trials == 0:
         return torch.empty(0, dtype=dtype, device=device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import numbers
 import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -130,7 +129,12 @@ def as_regularizer(given: object) -> Regularizer:
                 f"{type(given).__name__} owns parameters or buffers ({', '.join(owned[:3])}), which the optimizer and "
                 "the state_dict would miss.\n  make it a layer of the model, or remove its state."
             )
-        found = given if isinstance(given, Regularizer) else _foreign(given)
+        if isinstance(given, Regularizer):
+            found = given
+        elif rates := [name for name in RATE_NAMES if type(getattr(given, name, None)) in (int, float)]:
+            found = ForeignModule(given, rates[0])
+        else:
+            found = ForeignModuleWithoutRate(given)
     elif callable(given):
         found = ForeignFunction(given)
     else:
@@ -140,19 +144,9 @@ def as_regularizer(given: object) -> Regularizer:
         )
     declared = type(found).rate
     if declared is not None and not hasattr(found, declared.attribute):
-        raise InjectionError(
-            f"{type(found).__name__} has no attribute {declared.attribute!r}, which its rate refers to."
-        )
+        raise InjectionError(f"{found.title} has no attribute {declared.attribute!r}, which its rate refers to.")
     check_picklable(found, "the regularizer")
     return found
-
-
-def _foreign(module: nn.Module) -> ForeignModule:
-    for name in RATE_NAMES:
-        value = getattr(module, name, None)
-        if isinstance(value, numbers.Real) and not isinstance(value, bool):
-            return ForeignModule(module, name)
-    return ForeignModuleWithoutRate(module)
 
 
 def check_picklable(value: object, what: str) -> None:

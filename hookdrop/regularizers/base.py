@@ -90,7 +90,8 @@ class Regularizer(nn.Module):
     """A module that maps a tensor to a tensor. It regularizes in training mode and is the identity in eval mode.
 
     A subclass declares its `rate`, the number that a schedule drives (None if there is none), stores each argument of
-    `__init__` in an attribute of the same name, and defines `regularize(x, rate)`.
+    `__init__` in an attribute of the same name, and defines `regularize(x, rate)`. A forward raises `ShapeError` for a
+    tensor without its `axes`.
 
     Example:
         >>> class Shrink(Regularizer):

@@ -61,9 +61,6 @@ class Cutout(Regularizer):
     Shape: (N, C, H, W). Unlike the paper, it cuts the activations of the hooked layer (to cut images, hook the model's
     first layer with `at="input"`), and it does not reduce an odd `size` by 1 as the paper's code does.
 
-    Raises:
-        ShapeError: in forward, if the input is not (N, C, H, W).
-
     Example:
         >>> _ = torch.manual_seed(0)
         >>> Cutout(size=3)(torch.ones(1, 1, 4, 6))
@@ -90,10 +87,7 @@ class Cutout(Regularizer):
         found = super().shape_warnings(shape)
         (height, width), (h, w) = height_and_width(self.size, self.title), shape[2:]
         if h and w and height >= 2 * h - 1 and width >= 2 * w - 1:
-            found.append(
-                f"size={self.size} covers the whole {h}x{w} map wherever the center is: it zeros whole samples, like "
-                "DropPath without rescaling."
-            )
+            found.append(f"size={self.size} covers the whole {h}x{w} map wherever the center is, like DropPath.")
         return found
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:

@@ -14,13 +14,24 @@ from hookdrop.regularizers.base import BELOW_1, DropRegularizer, P, Rate
 from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
 from hookdrop.utils.errors import InjectionError, LayerError, ShapeError
 from hookdrop.utils.torch_internals import BatchNorm
-from hookdrop.utils.validation import floating, one_of
+from hookdrop.utils.validation import one_of
 
 _MODES = ("row", "batch", "subset")
 
 
-def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = True, *, scale: bool = True) -> Tensor:
-    """Zero whole samples (`mode="row"`, `"subset"`) or the whole batch, and scale the rest: see `DropPath`."""
+def drop_path(
+    x: Tensor,
+    p: float | Tensor,
+    mode: str = "row",
+    training: bool = True,
+    *,
+    scale: bool = True,
+    rows: SampleRows = SampleRows(),  # noqa: B008 (immutable)
+) -> Tensor:
+    """Zero whole samples (`mode="row"`, `"subset"`) or the whole batch, and scale the rest: see `DropPath`.
+
+    `rows` says which rows belong to which sample, if not each row of axis 0 is one.
+    """
     one_of(mode, "mode", "drop_path", _MODES)
     one_of(scale, "scale", "drop_path", (True, False))
     p = P.argument(p, x, "drop_path", DropPath.axes)
@@ -32,8 +43,14 @@ def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = 
         kept = _kept(len(x), p)
         order = rand((len(x),), torch.float32, x.device).argsort().argsort()
         return _keep(x, (order < kept).view(-1, *rest), len(x) / kept if scale else 1.0)
-    rows = x.shape[0] if mode == "row" else 1
-    return slice_dropout(x, p, (rows, *rest)) if scale else x * slice_mask(x, p, (rows, *rest))
+    if rows != SampleRows():
+        shape = [1] * x.dim()
+        shape[rows.axis] = -1
+        return _keep(
+            x, rows.repeat(slice_mask(x, p, (rows.samples(x),)), x).view(shape), keep_scale(p) if scale else 1.0
+        )
+    draws = (x.shape[0] if mode == "row" else 1, *rest)
+    return slice_dropout(x, p, draws) if scale else x * slice_mask(x, p, draws)
 
 
 def _keep(x: Tensor, kept: Tensor, scale: float | Tensor) -> Tensor:
@@ -76,7 +93,7 @@ class DropPath(DropRegularizer):
     Shape: (N, ...), or any other if `samples` says where the samples are.
 
     Raises:
-        LayerError: in `inject` with `mode="subset"`, if the branch has batch norm, or no parameters; with an example,
+        LayerError: in `inject` with `mode="subset"`, if the branch has batch norm; with an example,
             if it is unknown which rows belong to which sample.
         ShapeError, InjectionError: in forward with `mode="subset"`, if the rows of an argument cannot be selected.
 
@@ -114,11 +131,6 @@ class DropPath(DropRegularizer):
     def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> DropPath:
         if self.mode == "subset":
             branch = model.get_submodule(name)
-            if not any(True for _ in branch.parameters()):
-                raise LayerError(
-                    f"DropPath(mode='subset') at {name!r}: this {type(branch).__name__} computes nothing that could be "
-                    'saved.\n  hook the modules that are whole branches, such as attn and mlp; or use mode="row"'
-                )
             norms = [part for part, module in branch.named_modules() if isinstance(module, BatchNorm)]
             if norms:
                 raise LayerError(
@@ -158,16 +170,7 @@ class DropPath(DropRegularizer):
         if rows is not None:
             kept = torch.zeros(len(x), dtype=torch.bool, device=x.device).index_fill(0, rows, True)
             return _keep(x, kept.view(-1, *(1,) * (x.dim() - 1)), len(x) / len(rows) if self.scale else 1.0)
-        if self.samples is None:
-            return drop_path(x, rate, self.mode, scale=self.scale)
-        floating(x, self.title)
-        if x.numel() == 0:
-            return x
-        place = rows_in_call(self.samples, samples)
-        shape = [1] * x.dim()
-        shape[place.axis] = -1
-        kept = place.repeat(slice_mask(x, rate, (place.samples(x),)), x).view(shape)
-        return _keep(x, kept, keep_scale(rate) if self.scale else 1.0)
+        return drop_path(x, rate, self.mode, scale=self.scale, rows=rows_in_call(self.samples, samples))
 
 
 def layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool = True) -> Tensor:

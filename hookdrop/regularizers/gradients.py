@@ -41,14 +41,10 @@ def _clip_limits(
 ) -> tuple[float | None, float | None, bool]:
     """Return valid limits: exactly one of the first two is a number."""
     if (max_norm is None) == (max_value is None):
-        given = "neither" if max_norm is None else f"both (max_norm={max_norm!r}, max_value={max_value!r})"
-        raise TypeError(f"{owner}: pass max_norm or max_value, got {given}.\n  for example: {owner}(max_norm=1.0)")
+        raise TypeError(f"{owner}: pass either max_norm or max_value.\n  for example: {owner}(max_norm=1.0)")
     one_of(per_sample, "per_sample", owner, (True, False))
     if max_value is not None and per_sample:
-        raise ValueError(
-            f"{owner}: per_sample=True applies to max_norm only; max_value clips each element.\n"
-            "  remove per_sample, or pass max_norm."
-        )
+        raise ValueError(f"{owner}: per_sample=True applies to max_norm only; max_value clips each element.")
     name, value = ("max_value", max_value) if max_norm is None else ("max_norm", max_norm)
     limit = positive(value, name, owner, "\n  to stop the gradient: ScaleActivationGrad(0)")
     return (limit, None, bool(per_sample)) if max_value is None else (None, limit, False)

@@ -88,7 +88,6 @@ class HeadDropout(DropRegularizer):
     Shape: (N, L, H d), or (N, ..., H d), or any other if `samples` says where the samples are.
 
     Raises:
-        ShapeError: in forward, if the features do not divide into the heads.
         LayerError: in `inject`, if `heads` is None and there is no example, or the input of the layer has no heads.
 
     Example:

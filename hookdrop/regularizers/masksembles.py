@@ -146,9 +146,6 @@ class Masksembles(Regularizer):
     Unlike the paper, kept channels are divided by their fraction and eval mode is the identity, as for dropout. As
     plain layers without a hook, layers with the same settings and channels have the same masks: choose other seeds.
 
-    Raises:
-        ShapeError: in forward, if N is not a multiple of `n`, C is below 10, or the channel axis is ambiguous.
-
     Example:
         >>> (Masksembles(n=2, scale=2.0)(torch.ones(2, 12)) > 0).int()
         tensor([[1, 0, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1],

@@ -140,8 +140,8 @@ def neftune(x: Tensor, alpha: float | Tensor, attention_mask: Tensor | None = No
         return x
     if mask is not None and mask.shape != x.shape[:2]:
         raise ShapeError(
-            f"got {tuple(x.shape)} with an attention mask {tuple(mask.shape)}: the mask must be (N, L), here "
-            f"{tuple(x.shape[:2])}.\n  without the mask, padding gets noise too: attention_mask=False"
+            f"got {tuple(x.shape)}: the attention mask must be {tuple(x.shape[:2])}, got {tuple(mask.shape)}.\n"
+            "  without the mask, padding gets noise too: attention_mask=False"
         )
     if mask is None and not isinstance(alpha, Tensor):
         largest = _single(_single(alpha) / _single(math.sqrt(_single(x.shape[1] * x.shape[2]))))
@@ -175,10 +175,7 @@ class NEFTune(Regularizer):
             computes as the authors' training code does: L is the number of real tokens of each sample, and padding gets
             no noise. A hook reads the mask from the call of the model, which must take `attention_mask`.
 
-    Shape: (N, L, d).
-
-    Raises:
-        ShapeError: in forward, if the input is not (N, L, d), or the mask not (N, L).
+    Shape: (N, L, d), and a mask (N, L).
 
     Example:
         >>> _ = torch.manual_seed(0)

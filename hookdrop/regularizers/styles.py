@@ -112,11 +112,8 @@ class MixStyle(_StyleRegularizer):
         p: probability of mixing a batch, in [0, 1]. One draw decides for all its samples.
         alpha: > 0. The weight of a sample's own style is lambda ~ Beta(alpha, alpha), drawn for each sample.
 
-    Shape: (N, C, H, W), N > 1. The gradient treats the statistics over H and W as constants. With
+    Shape: (N, C, H, W), N > 1, more than one pixel. The gradient treats the statistics over H and W as constants. With
     DistributedDataParallel, styles are mixed within each rank.
-
-    Raises:
-        ShapeError: in forward, if the input is not (N, C, H, W) with more than one pixel.
 
     Reference: Zhou et al. 2021, "Domain generalization with MixStyle", arXiv:2104.02008 (the version with random
     shuffling).
@@ -142,11 +139,8 @@ class DSU(_StyleRegularizer):
     Args:
         p: probability of perturbing a batch, in [0, 1]. One draw decides for all its samples.
 
-    Shape: (N, C, H, W), N > 1. One sample is returned unchanged. The gradient also flows through the statistics, unlike
-    `MixStyle`. With DistributedDataParallel, the spread is that of each rank.
-
-    Raises:
-        ShapeError: in forward, if the input is not (N, C, H, W) with more than one pixel.
+    Shape: (N, C, H, W), N > 1, more than one pixel. One sample is returned unchanged. The gradient also flows through
+    the statistics, unlike `MixStyle`. With DistributedDataParallel, the spread is that of each rank.
 
     Example:
         >>> _ = torch.manual_seed(0)

@@ -93,7 +93,6 @@ class TokenDropout(DropRegularizer):
     (N, L', C) in training mode.
 
     Raises:
-        ShapeError: in forward, if the input is not (N, L, C) with L > `prefix`.
         LayerError: in `inject` with `remove` and an example, if later layers need all tokens.
 
     Example:
@@ -154,9 +153,6 @@ class LockedDropout(DropRegularizer):
 
     Shape: (N, T, C), or any shape with at least three axes. Each sequence has one mask at a layer's input or output, as
     in the papers; a hook cannot reach the recurrent state inside an `nn.LSTM`.
-
-    Raises:
-        ShapeError: in forward, if the input has fewer than three axes or `time_dim` is out of range.
 
     Example:
         >>> _ = torch.manual_seed(4)

@@ -74,7 +74,7 @@ def test_a_hook_reads_the_attention_mask_of_the_call() -> None:
 def test_an_attention_mask_of_another_shape_raises() -> None:
     model = TokenModel()
     inject(model, NEFTune(5, attention_mask=True), layers="embed")
-    with pytest.raises(ShapeError, match=r"mask must be \(N, L\), here \(2, 6\)(.|\n)*attention_mask=False"):
+    with pytest.raises(ShapeError, match=r"mask must be \(2, 6\)(.|\n)*attention_mask=False"):
         model(IDS, attention_mask=torch.ones(2, 1, 6, 6))
 
 
