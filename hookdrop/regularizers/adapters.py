@@ -65,7 +65,9 @@ class ForeignModule(Regularizer):
     def graph_break(self) -> str:
         instead = "remove fullgraph=True"
         if ours := _EQUIVALENTS.get(self.title):
-            instead = f"use hookdrop.{ours}(p={self.p:g}), which compiles without a graph break"
+            settings = [(name, getattr(self.module, name, None)) for name in ("block_size", "mode")]
+            more = "".join(f", {name}={value!r}" for name, value in settings if value is not None)
+            instead = f"use hookdrop.{ours}(p={self.p:g}{more}), which compiles without a graph break"
         return f"{self!r} stores its rate as a Python float, which compiled code treats as a constant.\n  {instead}."
 
     def settings(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -82,13 +81,6 @@ class Cutout(Regularizer):
         height, width = height_and_width(size, self.title)
         self.size: int | tuple[int, int] = height if height == width else (height, width)
         self.p = self.rate.valid(p, self.title)
-
-    def shape_warnings(self, shape: Sequence[int]) -> list[str]:
-        found = super().shape_warnings(shape)
-        (height, width), (h, w) = height_and_width(self.size, self.title), shape[2:]
-        if h and w and height >= 2 * h - 1 and width >= 2 * w - 1:
-            found.append(f"size={self.size} covers the whole {h}x{w} map wherever the center is, like DropPath.")
-        return found
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return cutout(x, self.size, rate)
