@@ -10,8 +10,7 @@ from hookdrop.injection.plan import Plan
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.text import parse
 from hookdrop.injection.uncertainty import Prediction
-from hookdrop.injection.update_bn import update_bn
-from hookdrop.injection.verbs import inject, plan, without_hooks
+from hookdrop.injection.verbs import inject, plan, update_bn, without_hooks
 from hookdrop.regularizers import *
 from hookdrop.regularizers import Rate, Regularizer
 from hookdrop.schedules import *

@@ -61,54 +61,38 @@ def check_sites(
         inner: layers that do not reduce to their input.
         rows: the sites that draw a mask for each row of the first axis, which has to be the batch.
     """
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    try:
-        _randomize(model)
-        return _check_sites(model, runs, blocks, rows, inner)
-    finally:
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(weights[name])
-
-
-def _check_sites(
-    model: nn.Module,
-    runs: Sequence[Run],
-    blocks: Mapping[str, Sequence[str]],
-    rows: Collection[str],
-    inner: Collection[str] = (),
-) -> Findings:
-    sites = [end for ends in blocks.values() for end in ends]
-    known = {name: ends for name, ends in blocks.items() if [name] != ends}
-    found = Findings(sum(len(layers) for _, layers in stacks(model)))
-    inside = [name for name, module in model.named_modules() if isinstance(module, nn.Module) and name]
-    names = [name for name in inside if name in known or is_layer(model.get_submodule(name))]
-    with _scaled(model, dict.fromkeys(sites, 1.0)):
-        plain = record(model, runs, [*names, *sites])
-    zeros = dict.fromkeys(sites, 0.0)
-    with _scaled(model, zeros):
-        zeroed = record(model, runs, names)
-    for _, layers in stacks(model):
-        for name, layer in layers:
-            _check_layer(name, layer, plain, zeroed, found)
-    for name, ends in known.items():
-        if name not in zeroed:
-            continue
-        if name not in found.kinds:
-            kind = reduction(zeroed[name]) or _projection(model, runs, name, zeros)
-            if kind:
-                found.kinds[name] = kind
-                found.problems.pop(name, None)
-            elif name not in inner:
-                found.problems[name] = f"{_kind(model, name)} does not reduce to its skip"
-        for end in ends:
-            if end not in plain or end not in rows:
+    with randomized(model):
+        sites = [end for ends in blocks.values() for end in ends]
+        known = {name: ends for name, ends in blocks.items() if [name] != ends}
+        found = Findings(sum(len(layers) for _, layers in stacks(model)))
+        inside = [name for name, module in model.named_modules() if isinstance(module, nn.Module) and name]
+        names = [name for name in inside if name in known or is_layer(model.get_submodule(name))]
+        with _scaled(model, dict.fromkeys(sites, 1.0)):
+            plain = record(model, runs, [*names, *sites])
+        zeros = dict.fromkeys(sites, 0.0)
+        with _scaled(model, zeros):
+            zeroed = record(model, runs, names)
+        for _, layers in stacks(model):
+            for name, layer in layers:
+                _check_layer(name, layer, plain, zeroed, found)
+        for name, ends in known.items():
+            if name not in zeroed:
                 continue
-            shape = plain[end].outputs[0].shape
-            if len(shape) < 3 or shape[0] % BATCH or shape[0] != plain[name].inputs[0].shape[0]:
-                found.problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
-    found.problems |= _check_scale(model, runs, known, zeroed, set(plain), inner)
-    return found
+            if name not in found.kinds:
+                kind = reduction(zeroed[name]) or _projection(model, runs, name, zeros)
+                if kind:
+                    found.kinds[name] = kind
+                    found.problems.pop(name, None)
+                elif name not in inner:
+                    found.problems[name] = f"{_kind(model, name)} does not reduce to its skip"
+            for end in ends:
+                if end not in plain or end not in rows:
+                    continue
+                shape = plain[end].outputs[0].shape
+                if len(shape) < 3 or shape[0] % BATCH or shape[0] != plain[name].inputs[0].shape[0]:
+                    found.problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
+        found.problems |= _check_scale(model, runs, known, zeroed, set(plain), inner)
+        return found
 
 
 def _check_layer(
@@ -263,12 +247,21 @@ def _scaled(model: nn.Module, factors: Mapping[str, float], first: bool = False)
         yield
 
 
-def _randomize(model: nn.Module) -> None:
+@contextmanager
+def randomized(model: nn.Module) -> Iterator[None]:
+    """Add noise to all vectors, and to weights that are zero, so that no branch is zero; restore them at the end."""
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.is_floating_point() and (p.numel() == max(p.shape, default=1) or not p.any()):
-                p.add_(torch.randn(p.shape, generator=generator).to(p) * 0.1)
+    try:
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.is_floating_point() and (p.numel() == max(p.shape, default=1) or not p.any()):
+                    p.add_(torch.randn(p.shape, generator=generator).to(p) * 0.1)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(weights[name])
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

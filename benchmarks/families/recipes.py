@@ -12,7 +12,7 @@ from torch import nn
 from families.check import Planned, RecipeCheck
 from families.depth import check_sites
 from families.layers import Run
-from families.units import check_heads, check_patches, check_tokens
+from families.units import check_heads, check_layers, check_patches, check_tokens
 from hookdrop import recipes
 from hookdrop.recipes import Recipe
 from models.check import require
@@ -109,6 +109,7 @@ CASES = {
         whole=True,
     ),
     "head_dropout": Case({"passed": recipes.head_dropout(p=0.5)}, _in_each(check_heads)),
+    "layer_drop": Case({"passed": recipes.layer_drop(p=0.5)}, _in_each(check_layers)),
     "patch_dropout": Case({"passed": recipes.patch_dropout(p=0.5)}, _in_each(check_patches)),
     "neftune": Case({"passed": recipes.neftune(alpha=5.0)}, _in_each(check_tokens)),
 }

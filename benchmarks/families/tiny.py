@@ -48,8 +48,8 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"image_size|input_size|pretrain_image_size|img_size", 32),
     (r"patch_size", 8),
 )
-OFF = r"drop_path(_rate)?|fusion_droppath|.*layerdrop|mask_(time|feature)_prob"
-"""Stochastic depth of the model, and masks that need long sequences."""
+OFF = r"drop_path(_rate)?|fusion_droppath|.*layerdrop|mask_(time|feature)_prob|use_cache"
+"""Stochastic depth of the model, masks that need long sequences, and KV caches, which training does not fill."""
 TOKEN_ID = r".*_(token_ids?|token_index|id)"
 MULTIMODAL_ROPE = r".*(vl|4v|ocr|image|omni|compass|cosmos|qwen|glm4|hunyuan|v46).*"
 

@@ -1,8 +1,9 @@
-"""Check the sites of `head_dropout`, `patch_dropout` and `neftune` by their meaning, with values instead of a survey.
+"""Check the sites of a recipe by their meaning, with values instead of a survey.
 
 * A head: with the head zeroed in the product of attention, the input of the projection is the same as with the features
   zeroed that HeadDropout assigns to the head.
 * A sample: rows that change with one sample of the batch have one draw.
+* A layer: dropped, it returns its input.
 * Patches: with half of them, in any order, the model computes the same.
 * Tokens: equal tokens have equal embeddings, wherever they are.
 """
@@ -19,11 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 import hookdrop
 from families.check import float_tensors, tensors, with_first
+from families.depth import randomized
 from families.inputs import BATCH
 from families.layers import Run
-from hookdrop import HeadDropout, NEFTune, TokenDropout
+from hookdrop import HeadDropout, NEFTune, TokenDropout, recipes
 from models.check import require
 
+FORWARDS = 20
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
 
 
@@ -150,6 +153,33 @@ def _around(name: str, cores: list[tuple[str, ...]]) -> list[int]:
         if found:
             return found
     return []
+
+
+def check_layers(run: Run, plan: hookdrop.Plan) -> None:
+    """Check that each layer returns its own output or its input, and its input in one of the forwards.
+
+    Raises:
+        CheckFailed: a layer does not.
+    """
+    waiting = {site.name for site in plan.sites}
+    drop = hookdrop.inject(run.module, recipes.layer_drop(p=0.5), example_input=run.inputs)
+    with ExitStack() as stack:
+        inputs: dict[str, Tensor] = {}
+        for name in waiting:
+            hook = run.module.get_submodule(name).register_forward_pre_hook(_saved(inputs, name), with_kwargs=True)
+            stack.callback(hook.remove)
+        for context in (randomized(run.module), drop, drop.sampling(), torch.no_grad()):
+            stack.enter_context(context)
+        for _ in range(FORWARDS):
+            inputs.clear()
+            with drop.recording(last=99) as record:
+                run()
+            for name in [*waiting]:
+                call = record.calls(name)[0]
+                if not torch.equal(call.after, call.before):
+                    require(torch.equal(call.after, inputs[name]), f"without {name}, its input does not come out")
+                    waiting.discard(name)
+    require(not waiting, f"{sorted(waiting)[:1]} is never dropped")
 
 
 def check_patches(run: Run, plan: hookdrop.Plan) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.compiler import is_compiling
 
-from hookdrop.hooks.registry import CompanionHook
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.select import layers_by_name
 from hookdrop.utils.tensor_tree import bind_arguments, parameter_names, tensors
@@ -45,6 +44,15 @@ class CallValue:
         thread = threading.get_ident()
         self.entry = self.by_thread[thread] = (value, self.by_thread.get(thread))
 
+    def replace(self, value: Any) -> None:
+        """Replace the value of the innermost call, if there is one."""
+        thread = None if is_compiling() else threading.get_ident()
+        entry = self.entry if thread is None else self.by_thread.get(thread, self.entry)
+        if entry is not None:
+            self.entry = (value, entry[1])
+            if thread in self.by_thread:
+                self.by_thread[thread] = self.entry
+
     def end(self) -> Any:
         """Remove and return the value of the call that ends; None if there is none."""
         if is_compiling():
@@ -67,35 +75,25 @@ class CallValue:
         return None if entry is None else entry[0]
 
 
-class CallStart(CompanionHook):
-    """A forward pre-hook on a module around a site that stores a value of its call."""
-
-    def __init__(self, owner: SiteHook, need: str) -> None:
-        super().__init__(owner)
-        self.need = need
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        bound = bind_arguments(module, args, kwargs or {})
-        # A tensor, not its size: a number that passes between compiled functions would be a constant.
-        value = bound.get(MASK) if self.need == MASK else next((x for x in tensors(bound) if x.dim() > 0), None)
-        self.owner.collected[self.need].start(value)
-
-
-class CallEnd(CallStart):
-    """A forward hook on the same module that removes the value, also after an error."""
-
-    def __call__(self, *_: Any) -> None:
-        self.owner.collected[self.need].end()
-
-
 def place_around(owner: SiteHook, module: nn.Module) -> None:
     """Place the companions of a site that collect what its regularizer needs from modules around it."""
     for need in owner.collected:
         for parent in _modules_around(owner, module, need):
-            start, end = CallStart(owner, need), CallEnd(owner, need)
-            start.handle = parent.register_forward_pre_hook(start, with_kwargs=True)
-            end.handle = parent.register_forward_hook(end, always_call=True)
-            owner.companions += [start, end]
+            owner.accompany(parent.register_forward_pre_hook, _start_call, need, with_kwargs=True)
+            owner.accompany(parent.register_forward_hook, _end_call, need, always_call=True)
+
+
+def _start_call(owner: SiteHook, need: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+    """Forward pre-hook of a module around a site."""
+    bound = bind_arguments(module, args, kwargs or {})
+    # A tensor, not its size: a number that passes between compiled functions would be a constant.
+    value = bound.get(MASK) if need == MASK else next((x for x in tensors(bound) if x.dim() > 0), None)
+    owner.collected[need].start(value)
+
+
+def _end_call(owner: SiteHook, need: str, *_: Any) -> None:
+    """Forward hook of the same module, which also runs after an error."""
+    owner.collected[need].end()
 
 
 def _modules_around(owner: SiteHook, module: nn.Module, need: str) -> list[nn.Module]:

@@ -309,6 +309,13 @@ class SiteHook(PlacedHook):
         else:
             self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
+    def accompany(self, register: Callable[..., Any], function: Any, *settings: Any, **flags: bool) -> CompanionHook:
+        """Register a companion that calls `function(self, *settings, ...)`."""
+        companion = CompanionHook(self, function, *settings)
+        companion.handle = register(companion, **flags)
+        self.companions.append(companion)
+        return companion
+
     def remove(self) -> None:
         super().remove()
         for companion in self.companions:
@@ -357,6 +364,6 @@ def _apply(hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tens
 _NOTIFY = compiling.GraphBreak(_notify, "hookdrop checks the first calls.")
 _OBSERVED = compiling.GraphBreak(
     _apply,
-    "measuring() and recording() need tensor values, so they break the graph.\n"
-    "  measure the uncompiled model, or use probe(x), which runs it uncompiled.",
+    "recording() needs tensor values, so it breaks the graph.\n"
+    "  record the uncompiled model, or use probe(x), which runs it uncompiled.",
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, Self
@@ -67,8 +67,11 @@ class CompanionHook(PlacedHook):
 
     owner: Any = None
 
-    def __init__(self, owner: SiteHook) -> None:
-        self.owner = owner
+    def __init__(self, owner: SiteHook, function: Callable[..., Any], *settings: Any) -> None:
+        self.owner, self.function, self.settings = owner, function, settings
+
+    def __call__(self, *call: Any) -> Any:
+        return self.function(self.owner, *self.settings, *call)
 
     @property
     def is_attached(self) -> bool:

@@ -53,7 +53,7 @@ class LiveState:
         self.contexts: list[Override] = []
         """The overrides of all contexts that have not exited."""
         self.observe: Callable[..., Tensor] | None = None
-        """Called with (hook, tensor, rate, **context) in place of the regularizer by `measuring` and `recording`."""
+        """Called with (hook, tensor, rate, **context) in place of the regularizer by `probe` and `recording`."""
         self.checkpointed = CheckpointedCalls()
         self.update_counter: Any = None
         """The `UpdateCounter` of `guards.progress`."""

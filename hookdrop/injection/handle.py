@@ -10,7 +10,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -155,7 +154,7 @@ class Injection:
     def _hooks(self, what: str) -> list[SiteHook]:
         """Return the hooks, or raise if there are none, or if the handle also drives dropout that the model has."""
         if not self._states:
-            raise InjectionError(f"{what}: there is no injection here.\n  call inject first")
+            raise InjectionError(f"{what}: there is no injection here.")
         sinks = self._sinks
         hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
         if len(hooks) < len(sinks):
@@ -169,15 +168,12 @@ class Injection:
     def _require_model(self) -> nn.Module:
         model = self._model()
         if model is None:
-            raise self._model_gone_error()
+            raise InjectionError(
+                f"the model that {self.name!r} was injected into was deleted.\n"
+                "  a handle does not keep its model alive: keep a reference to it. For a copied model: find(copy).\n"
+                "  if your trainer built a new model, inject into that one in a trainer callback."
+            )
         return model
-
-    def _model_gone_error(self) -> InjectionError:
-        return InjectionError(
-            f"the model that {self.name!r} was injected into was deleted.\n"
-            "  a handle does not keep its model alive: keep a reference to the model. For a copied model: find(copy).\n"
-            "  if your trainer built a new model, inject into that one in a trainer callback."
-        )
 
     def _common(self, what: str, values: Mapping[str, Any]) -> Any:
         """Return the value that all names share."""
@@ -206,30 +202,19 @@ class Injection:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the rate; `ConstantSchedule()` if none was given.
-
-        Raises:
-            InjectionError: the injections have different schedules.
-        """
+        """The schedule of the rate; `ConstantSchedule()` if none was given. An `InjectionError` if it differs."""
         return self._common("schedule", {state.name: state.schedule for state in self._states})  # type: ignore[no-any-return]
 
     @property
     def step_count(self) -> int:
-        """Number of optimizer steps taken.
-
-        Raises:
-            InjectionError: the injections are at different steps.
-        """
+        """Number of optimizer steps taken. An `InjectionError` if the injections are at different steps."""
         return self._common("step_count", {state.name: state.step_count for state in self._states})  # type: ignore[no-any-return]
 
     @property
     def spec(self) -> InjectionSpec:
         """What was injected, with the resolved sites: `inject(model, spec)` places it again.
 
-        `spec.to_dict()` is ready for JSON and YAML.
-
-        Raises:
-            InjectionError: there are several injections.
+        `spec.to_dict()` is ready for JSON and YAML. An `InjectionError` if there are several injections.
         """
         self._check_not_removed("spec")
         if len(self._states) != 1:
@@ -248,17 +233,11 @@ class Injection:
         units = list(rates.rates_by_unit(self._members).values())
         return rates.current_rate(units[0]) if len(units) == 1 else None
 
-    @p.setter
-    def p(self, value: float) -> None:
-        raise AttributeError(
-            f"p is read-only, because the schedule sets it.\n  set the target: drop.target_p = {value}"
-        )
-
     @property
     def keep_prob(self) -> float | None:
         """1 - p; None if p is not a drop probability (noise, `Cutout`) or is None."""
-        p = self.p
-        return 1.0 - p if p is not None and "p" in rates.rates_by_unit(self._members) else None
+        p, drops = self.p, all(sink.target is None or sink.rate.kind == "drop" for sink in self._members)
+        return 1.0 - p if p is not None and drops else None
 
     @property
     def target_p(self) -> float | None:
@@ -282,13 +261,11 @@ class Injection:
         """Return the sinks with a rate, or raise if there is none or the units differ."""
         units = rates.rates_by_unit(self._members)
         if not units:
-            sinks = self._sinks
-            because = f"{sinks[0].describe()} has none of p, drop_prob, drop_rate" if sinks else "it has no site"
-            raise InjectionError(f"{what}: {self.name!r} has no rate to set: {because}.")
+            because = "".join(f": {sink.describe()} has none of p, drop_prob, drop_rate" for sink in self._sinks[:1])
+            raise InjectionError(f"{what}: {self.name!r} has no rate to set{because}.")
         if len(units) > 1:
-            sites = "\n".join(
-                f"  {unit}: {', '.join(sorted(repr(sink.site) for sink in sinks))}" for unit, sinks in units.items()
-            )
+            names = {unit: ", ".join(sorted(repr(sink.site) for sink in sinks)) for unit, sinks in units.items()}
+            sites = "\n".join(f"  {unit}: {text}" for unit, text in names.items())
             raise InjectionError(
                 f"{what}: the sites of {self.name!r} have rates with different units.\n{sites}\n"
                 "  use separate injections, each with its own target. No rate was changed."
@@ -354,7 +331,9 @@ class Injection:
 
     def _advance(self, n: int = 1) -> None:
         for state in self._states:
-            if state.followed and state.live.follower is not None and not _is_attached(state):
+            # Check the hooks, not the model: a wrapper may be deleted before its parts.
+            attached = any(sink.is_attached for sink in state.live.members)
+            if state.followed and state.live.follower is not None and not attached:
                 # The modules no longer exist, so the optimizer must stop counting.
                 state.live.follower.release()
         self._check_not_removed("step()")
@@ -432,29 +411,21 @@ class Injection:
         activation: str | None = "softmax",
         output: Callable[[Any], Tensor] | None = None,
         rows: int | None = None,
-        device: int | str | torch.device | None = None,
         progress: bool | None = None,
     ) -> Prediction:
         """Sample predictions inside `sampling()`, and return their mean, variance, entropy and mutual information.
 
-        The model runs in eval mode, without gradients, and its modes are restored, also after an error. Batch norm uses
-        its running statistics and does not update them. Of all hooks and dropout layers, only this injection drops. The
-        random numbers come from PyTorch's global RNG, as in the training.
-
-        To save time, the batch is repeated along axis 0, so that one forward draws several samples, if that does not
-        change their distribution. Each sample has its own forward if
-
-        * a regularizer draws once for the whole batch: `DropPath(mode="batch")`, `MixStyle`, `DropBlock` with its
-          default `normalize="batch"`, modules of other libraries, and classes that do not define
-          `independent_samples = True`;
-        * the output of a row depends on the others, which one comparison without dropout on a single row finds: a
-          recurrent network without `batch_first`, or a batch norm without running statistics;
-        * the arguments are not all tensors with the same number of rows (and plain numbers, strings or None).
+        The model runs in eval mode, without gradients, and its modes are restored. Batch norm uses its running
+        statistics. Of all hooks and dropout layers, only this injection drops. The random numbers come from PyTorch's
+        global RNG. The batch is repeated along axis 0, so that one forward draws several samples, unless a regularizer
+        draws once for the whole batch, the output of a row depends on other rows, or the arguments are not tensors
+        with the same number of rows.
 
         Args:
             data: a batch or a loader. A batch is a tensor, a tuple of arguments, or a mapping of keyword arguments. Any
                 other iterable is a loader of batches; of lists and tuples, the first element is the input, and may be a
                 mapping. The keys `labels` and `label` are only passed to a model whose forward has such an argument.
+                Batches are moved to the device of the model.
             samples: number of samples, at least 2.
             p: the rate, before `p_scale`; None uses the current rate.
             activation: `"softmax"` over the class axis (axis 1 of a 4-D or 5-D output, otherwise the last),
@@ -463,7 +434,6 @@ class Injection:
                 outputs. It can also move the class axis.
             rows: the largest number of rows of a forward that draws several samples; None is 256, and on a CPU at most
                 262,144 input values, because larger batches are not faster there. 1 never repeats a batch.
-            device: where to move the batches; None is the device of the model's parameters.
             progress: whether to show a progress bar, which needs tqdm (`pip install 'hookdrop[progress]'`); None shows
                 it for loaders, in terminals and notebooks, if tqdm is installed.
 
@@ -488,16 +458,13 @@ class Injection:
         from hookdrop.injection.prediction import Settings, predict
 
         self._check_not_removed("predict()")
-        settings = Settings(samples, activation, output, rows, device, progress)
-        hooks = self._hooks("predict()")
-        return predict(self._require_model(), hooks, lambda: self.sampling(p), data, settings)
+        settings, hooks = Settings(samples, activation, output, rows), self._hooks("predict()")
+        return predict(self._require_model(), hooks, lambda: self.sampling(p), data, settings, progress)
 
     # --- inspecting
 
     def probe(self, x: Any, forwards: int = 3, step: int | None = None) -> Measurement:
-        """Run the model on `x` in training mode and measure what it drops.
-
-        The state of batch norm, the modes, and the RNG state are restored.
+        """Run the model on `x` in training mode and measure what it drops. Buffers, modes and RNG are restored.
 
         Args:
             x: an input, a tuple of inputs, or a mapping of keyword inputs.
@@ -549,14 +516,14 @@ class Injection:
 
     def check(self) -> list[str]:
         """List current problems: lost sites, layers that never ran or ran only in eval mode, a stalled schedule."""
-        model = self._model()
-        if model is None:
-            discarded = [message("discarded", state) for state in self._states if not state.live.trained]
-            return discarded or [str(self._model_gone_error())]
+        try:
+            model = self._require_model()
+        except InjectionError as error:
+            return [message("discarded", state) for state in self._states if not state.live.trained] or [str(error)]
         return [text for state in self._states for text in self._problems(state, model, requested=True).values()]
 
     def _problems(self, state: InjectionState, model: nn.Module, requested: bool = False) -> dict[str, str]:
-        sinks, counter = self._sinks_at(state), state.live.update_counter
+        sinks, counter = self._only([state])._sinks, state.live.update_counter
         hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
         found = find_problems(model, state, hooks, requested=requested) if hooks or not sinks else {}
         trained = any(hook.trained for hook in hooks) if hooks else counter is not None and counter.updates > 0
@@ -573,15 +540,12 @@ class Injection:
         self._check_not_removed("metrics()")
         found: dict[str, float] = {}
         for one in self:
-            numbers = one._rates_by_name()
+            numbers = {unit: rates.current_rate(sinks) for unit, sinks in rates.rates_by_unit(one._members).items()}
             if one.keep_prob is not None:
                 numbers["keep_prob"] = one.keep_prob
             numbers |= {"step": float(one.step_count), "enabled": float(one.enabled)}
             found |= {f"hookdrop/{one.name}/{key}": value for key, value in numbers.items()}
         return found
-
-    def _rates_by_name(self) -> dict[str, float]:
-        return {name: rates.current_rate(sinks) for name, sinks in rates.rates_by_name(self._members).items()}
 
     def __repr__(self) -> str:
         return "\n".join(self._only([state])._text() for state in self._states) or "<no injections>"
@@ -592,8 +556,10 @@ class Injection:
             return f"<Injection {state.name!r}, removed>"
         if self._model() is None:
             return f"<Injection {state.name!r}, whose model was deleted>"
-        targets = {name: rates.largest_target(sinks) for name, sinks in rates.rates_by_name(self._members).items()}
-        p = "".join(f" {name}={rate:.4g} of {targets[name]:.4g}," for name, rate in self._rates_by_name().items())
+        p = "".join(
+            f" {unit}={rates.current_rate(sinks):.4g} of {rates.largest_target(sinks):.4g},"
+            for unit, sinks in rates.rates_by_unit(self._members).items()
+        )
         off = "" if state.on else " disabled,"
         sites = counted(len(self._sinks), "site")
         return f"<Injection {state.name!r}: {sites},{p}{off} step {state.step_count} of {state.schedule}>"
@@ -607,7 +573,7 @@ class Injection:
     def state_dict(self) -> dict[str, Any]:
         """Return step counts, target rates, switches and specs by name, for `load_state_dict`, as plain values."""
         self._check_not_removed("state_dict()")
-        return state_dict.save([(state, self._sinks_at(state)) for state in self._states])
+        return state_dict.save([(one, self._only([one])._sinks) for one in self._states])
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Resume from a saved state, with the settings that the code has; a warning lists settings that differ.
@@ -620,10 +586,7 @@ class Injection:
             StateError: the names or the sites differ (with `strict`), or `state` is invalid. Nothing was loaded.
         """
         self._check_not_removed("load_state_dict()")
-        state_dict.load([(one, self._sinks_at(one)) for one in self._states], state, strict)
-
-    def _sinks_at(self, state: InjectionState) -> list[RateSink]:
-        return [sink for sink in self._sinks if sink.state is state]
+        state_dict.load([(one, self._only([one])._sinks) for one in self._states], state, strict)
 
     # --- removing
 
@@ -672,11 +635,6 @@ class Injection:
             self.remove()
         else:  # do not distract from the error with warnings
             self._detach()
-
-
-def _is_attached(state: InjectionState) -> bool:
-    # Check the hooks, not the model: a wrapper may be deleted before its parts.
-    return any(sink.is_attached for sink in state.live.members)
 
 
 def find(model: nn.Module) -> Injection:

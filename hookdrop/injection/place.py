@@ -9,11 +9,10 @@ from torch import nn
 
 from hookdrop.guards.progress import watch
 from hookdrop.hooks import compiling
+from hookdrop.hooks.branch_hooks import SkipHook, SubsetHook
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hidden_modules
-from hookdrop.hooks.skip_hook import SkipHook
 from hookdrop.hooks.state import InjectionState
-from hookdrop.hooks.subset_hook import SubsetHook
 from hookdrop.injection import rates
 from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.plan import Plan, PlannedSite

@@ -25,26 +25,12 @@ rate_lock = threading.RLock()
 
 
 def rates_by_unit(sinks: Sequence[RateSink]) -> dict[str, list[RateSink]]:
-    """Group the sinks that have a rate by its unit, `"p"` for drop probabilities first."""
+    """Group the sinks that have a rate by its unit: `"p"` for drop probabilities, or the name of the rate."""
     units: dict[str, list[RateSink]] = {}
     for sink in sinks:
         if sink.target is not None:
-            units.setdefault(_unit(sink), []).append(sink)
+            units.setdefault("p" if sink.rate.kind == "drop" else sink.rate.attribute, []).append(sink)
     return dict(sorted(units.items(), key=lambda item: (item[0] != "p", item[0])))
-
-
-def rates_by_name(sinks: Sequence[RateSink]) -> dict[str, list[RateSink]]:
-    """Group the sinks by the name of their rate, such as `p` or `std`, or by unit if two units share a name."""
-    units = rates_by_unit(sinks)
-    names = {unit: "p" if unit == "p" else sinks[0].rate.attribute for unit, sinks in units.items()}
-    shared = {name for name in names.values() if list(names.values()).count(name) > 1}
-    return {unit if names[unit] in shared else names[unit]: sinks for unit, sinks in units.items()}
-
-
-def _unit(sink: RateSink) -> str:
-    if sink.rate.kind == "drop" or not isinstance(sink, SiteHook):
-        return "p"
-    return f"{sink.rate.attribute} of {sink.regularizer.title}"
 
 
 def largest_target(sinks: Sequence[RateSink]) -> float:

@@ -70,25 +70,18 @@ def load(parts: Parts, saved: Any, strict: bool) -> None:
 
 
 def _validated(saved: Any) -> Mapping[str, Any]:
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("injections"), Mapping):
+    found: Any = saved.get("injections") if isinstance(saved, Mapping) else None
+    if not isinstance(found, Mapping) or saved.get("version") != VERSION:
         raise StateError(
-            "this is not the state of injections. Nothing was loaded.\n"
+            f"this is not the state of injections, of version {VERSION}. Nothing was loaded.\n"
             "  load what drop.state_dict() or find(model).state_dict() returned, not the state of the model."
         )
-    if saved.get("version") != VERSION:
-        raise StateError(
-            f"the state has version {saved.get('version')!r}, this hookdrop reads version {VERSION}. "
-            "Nothing was loaded."
-        )
-    found: Mapping[str, Any] = saved["injections"]
     for name, one in found.items():
-        missing = [key for key in _TYPES if not isinstance(one, Mapping) or key not in one]
-        if missing:
-            raise StateError(f"the state of {name!r} lacks {', '.join(missing)}. Nothing was loaded.")
-        are_valid = all(type(one[key]) is kind for key, kind in _TYPES.items())
+        values = {key: one.get(key) if isinstance(one, Mapping) else None for key in _TYPES}
+        are_valid = all(type(values[key]) is kind for key, kind in _TYPES.items())
         if not are_valid or one["step_count"] < 0 or len(one["sites"]) != len(one["target_p"]):
-            values = ", ".join(f"{key}={one[key]!r}" for key in _TYPES)
-            raise StateError(f"the state of {name!r} is not what state_dict() returned: {values}. Nothing was loaded.")
+            shown = ", ".join(f"{key}={value!r}" for key, value in values.items())
+            raise StateError(f"the state of {name!r} is not what state_dict() returned: {shown}. Nothing was loaded.")
     return found
 
 
@@ -105,19 +98,14 @@ def _matched(
             lines.append("  load what matches: load_state_dict(state, strict=False)")
         raise StateError("\n".join(lines))
     for sink in sinks:
-        if sink.site in there:
-            yield sink, _valid_target(sink, there[sink.site])
-
-
-def _valid_target(sink: RateSink, target: Any) -> float | None:
-    if sink.target is None and target is None:
-        return None
-    if sink.target is None:
-        raise StateError(f"the state has a rate of {target} for {sink.site!r}, which has none. Nothing was loaded.")
-    try:
-        return sink.valid_target(target)
-    except (TypeError, ValueError) as error:
-        raise StateError(f"the state's target_p of {sink.site!r}: {error} Nothing was loaded.") from None
+        target = there.get(sink.site)
+        if sink.site in there and not (sink.target is None and target is None):
+            try:
+                if sink.target is None:
+                    raise ValueError(f"the site has no rate, got {target}.")
+                yield sink, sink.valid_target(target)
+            except (TypeError, ValueError) as error:
+                raise StateError(f"the state's target_p of {sink.site!r}: {error} Nothing was loaded.") from None
 
 
 def _warn_about_differences(state: InjectionState, sinks: Sequence[RateSink], saved: Mapping[str, Any]) -> None:

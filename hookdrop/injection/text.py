@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from hookdrop import recipes
@@ -90,8 +90,10 @@ def text_of(thing: Regularizer | Recipe | Schedule) -> str:
         text = f"{name if name in NAMES else qualified_name(type(thing))}({settings}"
     try:
         for node in ast.walk(ast.parse(text, mode="eval")):
-            if isinstance(node, ast.Call):
-                list(map(_check_literal, [*node.args, *(keyword.value for keyword in node.keywords)]))
+            for one in [*node.args, *(k.value for k in node.keywords)] if isinstance(node, ast.Call) else []:
+                for part in one.elts if isinstance(one, ast.List | ast.Tuple) else [one]:
+                    if not isinstance(part, ast.Call):
+                        ast.literal_eval(part)
     except (SyntaxError, ValueError):
         raise StateError(
             f"{text} cannot be saved: a setting is not a literal.\n"
@@ -107,45 +109,38 @@ def qualified_name(thing: Any) -> str:
     return f"{thing.__module__}.{thing.__qualname__}"
 
 
-def _check_literal(node: ast.expr) -> None:
-    parts = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-    for part in parts:
-        if not isinstance(part, ast.Call):
-            ast.literal_eval(part)
-
-
 def _read(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
     """Create what a node of the text describes: a call by name, or the name of an allowed function."""
-    function = node.func if isinstance(node, ast.Call) else node
-    name = _dotted(function)
-    if name in allowed and not isinstance(allowed[name], type) and not isinstance(node, ast.Call):
-        return allowed[name]
-    if isinstance(function, ast.Name) and name in NAMES and not isinstance(node, ast.Call):
-        raise ValueError(f"parse: {text!r} has no arguments: write '{name}(...)'.{_signature(name, _named(name))}")
-    if not name or not isinstance(node, ast.Call):
+    name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+    if not name.replace(".", "_").isidentifier():
+        raise _unreadable(text)
+    if not isinstance(node, ast.Call):
+        if name in allowed and not isinstance(allowed[name], type):
+            return allowed[name]
+        if name in NAMES:
+            raise ValueError(f"parse: {text!r} has no arguments: write '{name}(...)'.{_signature(name, _named(name))}")
         raise _unreadable(text)
     if name not in NAMES and name not in allowed:
         raise ValueError(_unknown(name))
-    if any(keyword.arg is None for keyword in node.keywords):
-        raise _unreadable(text)
-    names = [keyword.arg for keyword in node.keywords]
-    if duplicate := next((one for one in names if names.count(one) > 1), None):
-        raise ValueError(f"parse: {text!r} sets {duplicate!r} more than once: keep one value.")
+    make = allowed.get(name) or _named(name)
     args = [_value(arg, text, allowed) for arg in node.args]
     kwargs = {str(keyword.arg): _value(keyword.value, text, allowed) for keyword in node.keywords}
-    return _construct(name, allowed.get(name) or _named(name), args, kwargs, text)
-
-
-def _dotted(node: ast.expr) -> str:
-    """Return a name, possibly with dots; empty for other nodes."""
-    if isinstance(node, ast.Attribute):
-        return f"{before}.{node.attr}" if (before := _dotted(node.value)) else ""
-    return node.id if isinstance(node, ast.Name) else ""
+    if "None" in kwargs or len(kwargs) < len(node.keywords):  # `**`, or a setting twice
+        raise _unreadable(text)
+    try:
+        signature = inspect.signature(make)
+        for setting, value in signature.bind(*args, **kwargs).arguments.items():
+            # The classes accept any truthy value for a bool; a text must not.
+            if isinstance(signature.parameters[setting].default, bool) and not isinstance(value, bool):
+                raise TypeError(f"{setting} must be True or False, got {value!r}")
+        return make(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"parse: {text!r}: {error}.{_signature(name, make)}") from None
 
 
 def _value(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
     """The value of a literal, of a call, or of a list of calls."""
-    if isinstance(node, ast.Call) and ((name := _dotted(node.func)) in allowed or nearest(name, NAMES)):
+    if isinstance(node, ast.Call) and ((name := ast.unparse(node.func)) in allowed or nearest(name, NAMES)):
         return _read(node, text, allowed)
     if isinstance(node, ast.List | ast.Tuple) and any(isinstance(part, ast.Call) for part in node.elts):
         return [_value(part, text, allowed) for part in node.elts]
@@ -157,22 +152,9 @@ def _value(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
         ) from None
 
 
-def _construct(name: str, make: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any], text: str) -> Any:
-    """Call a class. The classes accept any truthy value for a bool; a text must not."""
-    try:
-        signature = inspect.signature(make)
-        for setting, value in signature.bind(*args, **kwargs).arguments.items():
-            if isinstance(signature.parameters[setting].default, bool) and not isinstance(value, bool):
-                raise TypeError(f"{setting} must be True or False, got {value!r}")
-        return make(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"parse: {text!r}: {error}.{_signature(name, make)}") from None
-
-
 def _named(name: str) -> Callable[..., Any]:
-    if name in recipes.RECIPE_NAMES:
-        return getattr(recipes, name)  # type: ignore[no-any-return]
-    return REGULARIZERS[name] if name in REGULARIZERS else SCHEDULES[name]
+    found: Any = REGULARIZERS.get(name) or SCHEDULES.get(name) or getattr(recipes, name)
+    return found  # type: ignore[no-any-return]
 
 
 def _signature(name: str, make: Callable[..., Any]) -> str:

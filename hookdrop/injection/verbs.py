@@ -1,16 +1,18 @@
-"""The public functions `inject`, `plan` and `without_hooks`."""
+"""The public functions `inject`, `plan`, `without_hooks` and `update_bn`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import swa_utils
 
 from hookdrop.hooks import compiling
 from hookdrop.hooks.registry import hooks_removed
-from hookdrop.injection.handle import Injection
+from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.place import place
 from hookdrop.injection.plan import Plan
 from hookdrop.injection.resolve import make_plan
@@ -167,3 +169,27 @@ def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
     compiling.reset_stale_compiler()
     with hooks_removed(model):
         yield model
+
+
+def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.device | None = None) -> None:
+    """`torch.optim.swa_utils.update_bn` with all of hookdrop's hooks on the model disabled.
+
+    The batch-norm statistics of a model do not fit the average of its weights. One pass over the data in training mode
+    computes new ones; with active hooks, they would be those of dropped activations. Dropout of the model itself stays
+    active, as in PyTorch's function.
+
+    Args:
+        loader: yields batches: tensors, or lists and tuples whose first element is the input.
+        model: the average, such as an `AveragedModel`, or any model.
+        device: where to move the inputs; None does not move them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        >>> _ = inject(model, Dropout(p=0.5), layers="0")
+        >>> average = torch.optim.swa_utils.AveragedModel(model)
+        >>> update_bn([torch.randn(8, 4)] * 2, average)
+        >>> average.module[1].num_batches_tracked
+        tensor(2)
+    """
+    with find(model).disabled():
+        swa_utils.update_bn(loader, model, device)

@@ -686,12 +686,6 @@ def _() -> None:
     inject(model, {"fc": Dropout(p=0.1), "conv1": GaussianNoise(std=0.1)}).target_p = 0.2
 
 
-@case("assigning p")
-def _() -> None:
-    _model, drop = injected()
-    drop.p = 0.2
-
-
 @case("sampling at rate 0")
 def _() -> None:
     _model, drop = injected(schedule=LinearSchedule(steps=100))

@@ -399,7 +399,7 @@ def test_standalone_layer_follows_its_rate(text: str) -> None:
 def test_measuring_under_fullgraph_raises_with_a_hint() -> None:
     model = Net()
     drop = inject(model, Dropout(0.4), layers="inner")
-    with drop.recording(last=0), pytest.raises(torch._dynamo.exc.Unsupported, match="measure the uncompiled model"):
+    with drop.recording(last=0), pytest.raises(torch._dynamo.exc.Unsupported, match="record the uncompiled model"):
         compiled(model)(X)
 
 

@@ -188,7 +188,7 @@ def test_branch_called_by_keyword_receives_the_original_input(model: Any) -> Non
 
 
 def move_hooks(block: nn.Module, other: nn.Module) -> None:
-    for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+    for name in [name for name in vars(block) if name.startswith("_forward_")]:
         setattr(other, name, getattr(block, name))
 
 

@@ -26,13 +26,6 @@ from tests.support.models import ROWS, Small, pair
 from tests.support.tensors import X, zeroed
 
 
-def test_current_rate_cannot_be_set() -> None:
-    drop = inject(model := pair(), Dropout(0.5), layers="*.0")
-    with pytest.raises(AttributeError, match=r"drop.target_p = 0.4"):
-        drop.p = 0.4
-    assert model is not None
-
-
 def rising(step: int) -> float:
     return float(step)
 

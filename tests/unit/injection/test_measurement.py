@@ -1,4 +1,4 @@
-"""`probe` and `measuring`: correct numbers, without side effects."""
+"""`probe` and `recording`: correct numbers, without side effects."""
 
 from __future__ import annotations
 

@@ -295,14 +295,6 @@ class TestInput:
         found = inject(model, Dropout(0.5), layers=model).predict((X, X), samples=5)
         assert (found.mean.shape, found.forwards) == ((4, 3), 1)
 
-    def test_device_moves_the_batches(self) -> None:
-        model = nn.Linear(8, 3, device="meta")
-        drop = inject(model, Dropout(0.5), layers=model)
-        seen = []
-        with pytest.raises((NotImplementedError, RuntimeError)):  # a meta tensor has no values
-            drop.predict(X, device="meta", output=lambda out: seen.append(out.device.type) or out)
-        assert seen[0] == "meta"
-
     @pytest.mark.parametrize("loader", [[], iter([]), DataLoader([])])
     def test_empty_loader_raises(self, loader: Any) -> None:
         _, drop = classifier()

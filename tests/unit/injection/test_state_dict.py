@@ -177,6 +177,6 @@ def test_loading_rates_out_of_range_changes_nothing() -> None:
 def test_loading_rates_for_sites_without_a_rate_raises() -> None:
     drop = inject(model := pair(), torch.relu, layers="*.0")
     saved = changed(drop.state_dict(), target_p=[0.1, 0.1])
-    with pytest.raises(StateError, match="which has none. Nothing was loaded"):
+    with pytest.raises(StateError, match="has no rate, got 0.1. Nothing was loaded"):
         drop.load_state_dict(saved)
     assert len(find(model)) == 1

@@ -1,4 +1,4 @@
-"""`probe`, `measuring` and dry runs leave the model and the RNG state unchanged."""
+"""`probe`, `recording` and dry runs leave the model and the RNG state unchanged."""
 
 from __future__ import annotations
 
