@@ -315,10 +315,7 @@ class Injection:
                     f"{state.name!r} already follows an optimizer ({current.title}); nothing changed.\n"
                     "  to switch: drop.follow(None), then drop.follow(optimizer)"
                 )
-        new = [state for state in self._states if not state.followed]
-        for state in new:
-            progress.trains_other_model(state, self._require_model(), inner)
-        for state in new:
+        for state in [state for state in self._states if not state.followed]:
             state.live.follower = Follower(inner, self._only([state])._advance, partial(progress.restarted, state))
         return self
 
