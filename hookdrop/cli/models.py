@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookdrop.survey import survey
+from hookdrop.survey.facts import survey
 from hookdrop.utils.errors import HookdropError, LayerError, nearest
 from hookdrop.utils.optional import needs
 from hookdrop.utils.select import Entry

@@ -19,8 +19,8 @@ from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.tables import counted, html_table, shape_text, text_table
 
 if TYPE_CHECKING:
-    from hookdrop.survey import Survey
-    from hookdrop.survey.calls import LayerCalls
+    from hookdrop.survey.facts import Survey
+    from hookdrop.survey.layers import LayerCalls
 
 HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 
@@ -125,7 +125,7 @@ class Plan:
         table = text_table([HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
         notes = [f"{entry}: {counted(count, 'layer')}" for entry, count in self.counts.items()]
         if self.survey is not None:
-            notes.append(f"example: {self.survey.source}")
+            notes.append(f"example: {self.survey.example.source}")
         return "\n".join([self.title, table, *notes, *(f"warning: {text}" for text in self.warnings)])
 
     def _repr_html_(self) -> str:
@@ -139,7 +139,7 @@ def inspect_forward(plan: Plan, example: Any) -> None:
         ShapeError: the regularizer does not support the tensor at a site.
         LayerError: a layer given by its full name is never called.
     """
-    from hookdrop.survey import survey  # only an example needs it
+    from hookdrop.survey.facts import survey  # only an example needs it
 
     with hooks_removed(plan.model):
         found = survey(plan.model, example)
