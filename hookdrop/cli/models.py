@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookdrop.survey import survey
+from hookdrop.survey.facts import survey
 from hookdrop.utils.errors import HookdropError, LayerError, nearest
 from hookdrop.utils.optional import needs
 from hookdrop.utils.select import Entry
@@ -36,13 +36,10 @@ class LoadedModel:
     library: str
     model: nn.Module
     example_input: Any
-    also_in: str = ""
-    """The other library, if it also has a model of this name."""
 
     def __str__(self) -> str:
         shapes = ", ".join(map(shape_text, self.summary()["input"]))
-        other = f" (also in {self.also_in}: {self.also_in}:{self.name})" if self.also_in else ""
-        return f"{self.name} from {self.library}, input {shapes}{other}"
+        return f"{self.name} from {self.library}, input {shapes}"
 
     def summary(self) -> dict[str, Any]:
         """Return name, library, and input shapes, for JSON."""
@@ -62,12 +59,12 @@ def load(text: str, size: str = "") -> LoadedModel:
     defaults.
     """
     sizes = _sizes(size)
-    name, library, also_in = _find(text)
+    name, library = _find(text)
     # Seed the weights (a detector's boxes depend on them) without changing the global RNG state.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model, example = _build(name, library, sizes)
-    return LoadedModel(name, library, model, example, also_in)
+    return LoadedModel(name, library, model, example)
 
 
 def _build(name: str, library: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any]:
@@ -86,8 +83,8 @@ def _build(name: str, library: str, sizes: tuple[int, ...]) -> tuple[nn.Module, 
         raise HookdropError(f"{library} can't build {name!r}: {type(error).__name__}: {error}") from error
 
 
-def _find(text: str) -> tuple[str, str, str]:
-    """Return name, library, and the other library if it also has the name."""
+def _find(text: str) -> tuple[str, str]:
+    """Return the name and the library, by default timm."""
     prefix, colon, rest = text.partition(":")
     requested, name = (prefix, rest) if colon and prefix in LIBRARIES else ("", text)
     with needs("cli"):
@@ -99,7 +96,7 @@ def _find(text: str) -> tuple[str, str, str]:
     libraries = [library for library in LIBRARIES if name in known[library]] or tagged
     for library in libraries:
         if requested in ("", library):
-            return name, library, "".join(other for other in libraries if other != library)
+            return name, library
     near = {library: ", ".join(map(repr, nearest(name, known[library]))) for library in LIBRARIES}
     lines = [f"  {library + ':':13}{names}" for library, names in near.items() if names]
     hint = "did you mean:" if lines else "see timm.list_models() and torchvision.models.list_models()."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,15 +32,6 @@ def evenly_spaced(names: Sequence[str]) -> list[str]:
     return [names[round(i * (len(names) - 1) / (MAX_BLOCKS - 1))] for i in range(MAX_BLOCKS)]
 
 
-class Panel(NamedTuple):
-    """One image."""
-
-    title: str
-    image: Tensor
-    axes: tuple[str, str] | None = None
-    """The names of its columns and rows; None for a feature map."""
-
-
 def get_figure(figure: Any, width: float, height: float) -> Any:
     """Return `figure`, or a new figure of this size in inches."""
     with needs("observe"):
@@ -63,7 +54,7 @@ def channel_axis(shape: Sequence[int]) -> int:
     return len(shape) - 1 if len(shape) < 4 else 1
 
 
-def panels(x: Tensor, sample: int, channels: int, channel_dim: int | None = None) -> list[Panel]:
+def images_of(x: Tensor, sample: int, channels: int, channel_dim: int | None = None) -> list[Tensor]:
     """Convert one sample to images.
 
     Maps (N, C, H, W) or (N, H, W, C) give their first `channels`, volumes (N, C, D, H, W) the middle slices of these,
@@ -73,16 +64,14 @@ def panels(x: Tensor, sample: int, channels: int, channel_dim: int | None = None
     if not x.dim() or x.dim() > 5 or not x.numel():
         raise ShapeError(f"got {tuple(x.shape)}: it cannot be shown as images.")
     if x.dim() < 3:
-        return [Panel("", x.reshape(len(x), -1), ("unit", "sample"))]
+        return [x.reshape(len(x), -1)]
     if not -len(x) <= sample < len(x):
         raise ShapeError(f"got {tuple(x.shape)}, which has no sample={sample}: the batch size is {len(x)}.")
     if x.dim() == 3:
-        return [Panel("", x[sample], ("channel", "token"))]
+        return [x[sample]]
     axis = channel_axis(x.shape) if channel_dim is None else given_channel_axis(x.shape, channel_dim, "plot")
     maps = x.movedim(axis, 1)[sample]
-    if maps.dim() == 4:
-        maps = maps[:, maps.shape[1] // 2]
-    return [Panel(f"channel {index}", one) for index, one in enumerate(maps[:channels])]
+    return list((maps if maps.dim() == 3 else maps[:, maps.shape[1] // 2])[:channels])
 
 
 def blocks_figure(
@@ -103,16 +92,17 @@ def blocks_figure(
         raise LayerError(
             "`layers` is empty, so there is nothing to plot.\n  omit `layers` to plot all layers, or name some."
         )
-    shown = [[panels(x, sample, channels, channel_dim) for x in rows.values()] for rows in blocks.values()]
-    widths, heights = zip(*map(_size, shown), strict=True)
-    figure = get_figure(figure, max(5.0, *widths), sum(heights))
+    shown = [[images_of(x, sample, channels, channel_dim) for x in rows.values()] for rows in blocks.values()]
+    heights = [0.75 + 1.05 * len(rows) * (2 if len(rows[0]) == 1 else 1) for rows in shown]
+    width = max(5.0, *(1.6 + 1.05 * len(rows[0]) for rows in shown))
+    figure = get_figure(figure, width, sum(heights))
     parts = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, (title, rows), images in zip(parts, blocks.items(), shown, strict=True):
-        _draw_block(part, title, list(rows), images)
+        part.suptitle(title, fontsize=10)
+        _draw_block(part, rows, images)
     if total > len(blocks):
         parts[0].suptitle(f"{len(blocks)} of {total} layers\n{next(iter(blocks))}", fontsize=10)
-    masked = [part for part, images in zip(parts, shown, strict=True) if any(_is_mask(row[0]) for row in images)]
-    if masked:
+    if masked := [part for part, images in zip(parts, shown, strict=True) if any(_is_mask(row[0]) for row in images)]:
         from matplotlib.patches import Patch
 
         patches = [Patch(color=KEPT, label="kept"), Patch(color=DROPPED, label="dropped")]
@@ -120,40 +110,32 @@ def blocks_figure(
     return figure  # type: ignore[no-any-return]
 
 
-def _size(rows: list[list[Panel]]) -> tuple[float, float]:
-    """Return the width and height of a block in inches."""
-    columns = len(rows[0])
-    return (1.6 + 3.0 * len(rows), 2.6) if columns == 1 else (1.6 + 1.05 * max(2, columns), 0.75 + 1.05 * len(rows))
-
-
-def _draw_block(part: SubFigure, title: str, labels: list[str], rows: list[list[Panel]]) -> None:
-    """Draw one row per tensor, or one row in total if each tensor is a single image."""
+def _draw_block(part: SubFigure, tensors: Rows, rows: list[list[Tensor]]) -> None:
+    """Draw one row per tensor, with one color scale for all but the masks."""
     from matplotlib.colors import ListedColormap
 
-    part.suptitle(title, fontsize=10)
-    flat = len(rows[0]) == 1
-    table = part.subplots(*((1, len(rows)) if flat else (len(rows), len(rows[0]))), squeeze=False)
-    values = [panel.image for row in rows for panel in row if not _is_mask(panel)]
-    finite = torch.cat([torch.empty(0), *(value[value.isfinite()] for value in values)])
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+    table = part.subplots(len(rows), len(rows[0]), squeeze=False)
+    values = torch.cat(
+        [torch.empty(0), *(image[image.isfinite()] for row in rows for image in row if not _is_mask(image))]
+    )
+    low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 1.0)
     if low == high:  # matplotlib would scale each image differently
         low, high = low - 0.5, high + 0.5
     scale: dict[str, Any] = {"cmap": SCALE, "vmin": low, "vmax": high, "interpolation": "nearest"}
     of_mask = scale | {"cmap": ListedColormap([DROPPED, KEPT]), "vmin": 0, "vmax": 1}
     drawn = None
-    for label, row, line in zip(labels, rows, table.T if flat else table, strict=True):
-        for panel, axes in zip(row, line, strict=True):
-            image = axes.imshow(panel.image.numpy(), **of_mask if _is_mask(panel) else scale)
-            drawn = drawn if _is_mask(panel) else image
-            if panel.axes is None:
-                axes.set(xticks=[], yticks=[], title=panel.title if row is rows[0] else "")
-                axes.set_ylabel(label if panel is row[0] else "")
-            else:
-                axes.set(aspect="auto", title=label, xlabel=panel.axes[0], ylabel=panel.axes[1])
-                axes.locator_params(integer=True)
-            axes.tick_params(labelsize=7)
-            for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
-                text.set_fontsize(8)
+    for (label, x), row, line in zip(tensors.items(), rows, table, strict=True):
+        for index, (image, axes) in enumerate(zip(row, line, strict=True)):
+            one = axes.imshow(
+                image.numpy(), aspect="equal" if x.dim() > 3 else "auto", **of_mask if _is_mask(image) else scale
+            )
+            drawn = drawn if _is_mask(image) else one
+            axes.set(xticks=[], yticks=[])
+            if row is rows[0] and x.dim() > 3:
+                axes.set_title(f"channel {index}", fontsize=8)
+        line[0].set_ylabel(label, fontsize=8)
+        if x.dim() < 4:
+            line[0].set_xlabel("tokens x channels" if x.dim() == 3 else "samples x units", fontsize=8)
     if drawn is not None:
         part.colorbar(drawn, ax=table, shrink=0.8, pad=0.02, label="value").ax.tick_params(labelsize=7)
 
@@ -185,8 +167,8 @@ def pixels(figure: Figure) -> Any:
     return numpy.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-def _is_mask(panel: Panel) -> bool:
-    return panel.image.dtype == torch.bool
+def _is_mask(image: Tensor) -> bool:
+    return image.dtype == torch.bool
 
 
 def _on_cpu(x: Tensor) -> Tensor:

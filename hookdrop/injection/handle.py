@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -128,7 +127,6 @@ class Injection:
         return narrowed
 
     def _joined(self, other: Injection) -> Injection:
-        """Return a handle on the injections of both, which are on one model."""
         return Injection(self._require_model(), (*self._states, *other._states))
 
     @property
@@ -153,6 +151,7 @@ class Injection:
 
     def _hooks(self, what: str) -> list[SiteHook]:
         """Return the hooks, or raise if there are none, or if the handle also drives dropout that the model has."""
+        self._check_not_removed(what)
         if not self._states:
             raise InjectionError(f"{what}: there is no injection here.")
         sinks = self._sinks
@@ -275,11 +274,7 @@ class Injection:
     # --- steps
 
     def step(self, n: int = 1) -> None:
-        """Count `n` optimizer steps. Call it after each `optimizer.step()`, unless `follow` does.
-
-        Raises:
-            InjectionError: an optimizer is followed, so each step would be counted twice.
-        """
+        """Count `n` optimizer steps, after each `optimizer.step()`. An `InjectionError` if an optimizer is followed."""
         for state in self._states:
             if state.followed:
                 raise InjectionError(
@@ -299,13 +294,11 @@ class Injection:
 
         Args:
             optimizer: any torch optimizer, also inside a wrapper of Accelerate, Lightning, Lookahead, or fastai.
-                Following the same optimizer again has no effect; None stops following.
+                Following the same optimizer again has no effect; None stops following. Following another one is an
+                `InjectionError`.
 
         Returns:
             This handle.
-
-        Raises:
-            InjectionError: another optimizer is followed. Nothing changed.
         """
         self._check_not_removed("follow()")
         if optimizer is None:
@@ -331,10 +324,9 @@ class Injection:
 
     def _advance(self, n: int = 1) -> None:
         for state in self._states:
-            # Check the hooks, not the model: a wrapper may be deleted before its parts.
-            attached = any(sink.is_attached for sink in state.live.members)
-            if state.followed and state.live.follower is not None and not attached:
-                # The modules no longer exist, so the optimizer must stop counting.
+            # If the modules no longer exist, the optimizer must stop counting. The model may be a deleted wrapper.
+            if state.followed and not any(sink.is_attached for sink in state.live.members):
+                assert state.live.follower is not None
                 state.live.follower.release()
         self._check_not_removed("step()")
         self._move(lambda state: state.step_count + n)
@@ -380,27 +372,21 @@ class Injection:
         Raises:
             InjectionError: the rate has no effect, so all samples would be equal.
         """
-        self._check_not_removed("sampling()")
         self._hooks("sampling()")
         if p is not None:
             p = self._require_common_unit(f"sampling(p={p})")[0].valid_target(p)
         for state in self._states:
-            self._check_effect(state, p)
+            multiplier, rated = state.multiplier, [sink for sink in state.live.members if sink.target is not None]
+            at = {sink.target * multiplier if p is None else p for sink in rated}
+            if len(at) == 1 and at == {sink.rate.neutral for sink in rated}:
+                raise InjectionError(
+                    f"sampling at rate {at.pop():g} gives the same output each time: {state.name!r} is at step "
+                    f"{state.step_count} of {state.schedule}.\n"
+                    f"  pass a rate: sampling(p={rates.largest_target(rated) or 0.1:g})   or seek() to the training "
+                    "step (a copy, such as an EMA, has its own step count)."
+                )
         with rates.overriding(self._states, sampling=True, p=p):
             yield self
-
-    def _check_effect(self, state: InjectionState, p: float | None) -> None:
-        multiplier = state.multiplier
-        rated = [sink for sink in state.live.members if sink.target is not None]
-        at = {sink.target * multiplier if p is None else p for sink in rated}
-        neutral = {sink.rate.neutral for sink in rated}
-        if rated and len(at | neutral) == 1:
-            target = rates.largest_target(rated)
-            raise InjectionError(
-                f"sampling at rate {at.pop():g} gives the same output each time: {state.name!r} is at step "
-                f"{state.step_count} of {state.schedule}.\n  pass a rate: sampling(p={target or 0.1:g})   or "
-                "seek() to the training step (a copy, such as an EMA, has its own step count)."
-            )
 
     def predict(
         self,
@@ -457,7 +443,6 @@ class Injection:
         """
         from hookdrop.injection.prediction import Settings, predict
 
-        self._check_not_removed("predict()")
         settings, hooks = Settings(samples, activation, output, rows), self._hooks("predict()")
         return predict(self._require_model(), hooks, lambda: self.sampling(p), data, settings, progress)
 
@@ -476,9 +461,8 @@ class Injection:
             and input, and the calls; and whether eval output is bit-identical with and without hooks. `print` shows a
             table.
         """
-        from hookdrop.injection.probe import probe
+        from hookdrop.injection.measurement import probe
 
-        self._check_not_removed("probe()")
         hooks = self._hooks("probe()")
         with rates.overriding(self._states, step=None if step is None else count(step, "step", "probe", 0)):
             return probe(self._require_model(), hooks, x, forwards)
@@ -488,8 +472,7 @@ class Injection:
         """Record the forwards inside the `with` block: `r["layer4.0"].before`, `.mask`, `.after`, and their plots.
 
         `r.totals` measures all forwards, as `probe` does. Regularizers run twice; masks and results do not change.
-        Recording causes graph breaks in compiled code, which are an error with `fullgraph=True`: record the uncompiled
-        model instead.
+        Recording breaks graphs of compiled code, an error with `fullgraph=True`: record the uncompiled model instead.
 
         Args:
             last: number of calls to keep per site; `r.calls("layer4.0")` lists them. 0 keeps no tensors, for `r.totals`
@@ -509,7 +492,6 @@ class Injection:
         from hookdrop.injection.measurement import measured_into
         from hookdrop.injection.recording import Recording
 
-        self._check_not_removed("recording()")
         recording = Recording(self._hooks("recording()"), last, to)
         with measured_into(list(recording.totals.labels), recording.record):
             yield recording
@@ -518,8 +500,8 @@ class Injection:
         """List current problems: lost sites, layers that never ran or ran only in eval mode, a stalled schedule."""
         try:
             model = self._require_model()
-        except InjectionError as error:
-            return [message("discarded", state) for state in self._states if not state.live.trained] or [str(error)]
+        except InjectionError as gone:
+            return [message("discarded", state) for state in self._states if not state.live.trained] or [str(gone)]
         return [text for state in self._states for text in self._problems(state, model, requested=True).values()]
 
     def _problems(self, state: InjectionState, model: nn.Module, requested: bool = False) -> dict[str, str]:
@@ -628,9 +610,7 @@ class Injection:
     def __enter__(self) -> Injection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.remove()
         else:  # do not distract from the error with warnings
@@ -640,10 +620,7 @@ class Injection:
 def find(model: nn.Module) -> Injection:
     """Return a handle on all injections of `model`, which may be copied, wrapped, or unpickled.
 
-    `find(model)["dropblock"]` is one of them, iterating yields one per name, and the handle is false if there is none.
-
-    Args:
-        model: any module.
+    `find(model)["dropblock"]` is one of them; see `Injection`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())

@@ -1,4 +1,4 @@
-"""Measure the effect of regularizers on real tensors."""
+"""Measure the effect of regularizers on real tensors, and probe that they are active."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.hooks.hook import CurrentRate, SiteHook, regularized
+from hookdrop.hooks.registry import hooks_removed
+from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import drops_elements
-from hookdrop.survey.isolation import forked_rng
+from hookdrop.survey.isolation import call, forked_rng, restored_after, set_eval
 from hookdrop.utils.errors import InjectionError
-from hookdrop.utils.tables import html_table, text_table
+from hookdrop.utils.names import unwrapped
+from hookdrop.utils.tables import text_table
+from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import functorch_stack
+from hookdrop.utils.validation import count
 
 HEADER = ("site", "asked", "dropped", "mean ratio", "calls")
 
@@ -117,9 +122,6 @@ class Measurement(Effect):
             lines.append(f"eval output {'' if self.eval_identical else 'NOT '}bit-identical with and without hooks")
         return "\n".join([*lines, self.note] if self.note else lines)
 
-    def _repr_html_(self) -> str:
-        return html_table(HEADER, self.rows(), "effect of the regularizers")
-
 
 def _total(number: Tensor) -> float:
     """Convert to a float, summed over all ranks: a sum over a `DTensor` is partial on each rank."""
@@ -129,37 +131,36 @@ def _total(number: Tensor) -> float:
 @contextmanager
 def measured_into(hooks: Sequence[SiteHook], record: Record) -> Iterator[None]:
     """Pass what the hooks do in the forwards inside to `record`."""
-    lives = list(dict.fromkeys(hook.state.live for hook in hooks))
+    lives: list[Any] = list(dict.fromkeys(hook.state.live for hook in hooks))
     for live in lives:
-        live.observe = partial(_observe, [*_records(live.observe), record])
+        live.observe = live.observe or Observers()
+        live.observe.append(record)
     try:
         yield
     finally:
         for live in lives:
-            left = [other for other in _records(live.observe) if other != record]
-            live.observe = partial(_observe, left) if left else None
+            live.observe.remove(record)
+            live.observe = live.observe or None
 
 
-def _records(observe: Any) -> list[Record]:
-    return [] if observe is None else observe.args[0]
-
-
-def _observe(records: list[Record], hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
-    """Regularize and record `x`.
+class Observers(list[Record]):
+    """Called in place of a regularizer.
 
     Dropped elements are those with a zero derivative, whatever their values and whichever library the regularizer is
     from. The derivative is computed in an extra run from the same RNG state, so that the actual run has the same mask
     and leaves the same RNG state as without measuring.
     """
-    require_values(x)
-    # A copy, because the regularizer may be stateful.
-    twin = copy.deepcopy(hook.regularizer)
-    with forked_rng(x):
-        dropped = _derivative(lambda x: regularized(twin, x, rate.value, **context), x) == 0
-    y = regularized(hook.regularizer, x, rate.value, **context)
-    for record in records:
-        record(hook, rate.value, x, y, dropped)
-    return y
+
+    def __call__(self, hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+        require_values(x)
+        # A copy, because the regularizer may be stateful.
+        twin = copy.deepcopy(hook.regularizer)
+        with forked_rng(x):
+            dropped = _derivative(lambda x: regularized(twin, x, rate.value, **context), x) == 0
+        y = regularized(hook.regularizer, x, rate.value, **context)
+        for record in self:
+            record(hook, rate.value, x, y, dropped)
+        return y
 
 
 def _derivative(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -184,3 +185,74 @@ def require_values(x: Tensor) -> None:
             "tensors on the meta device have no values, so nothing can be measured.\n"
             '  first materialize the model: model.to_empty(device="cpu"), then load its weights'
         )
+
+
+# --- a few forwards without side effects
+
+
+def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:
+    """Measure `forwards` training-mode forwards on `x`, and compare eval output with and without hooks."""
+    forwards = count(forwards, "forwards", "probe")
+    inner = unwrapped(model)
+    for parameter in inner.parameters():
+        require_values(parameter)
+    result = Measurement(hooks)
+    notes = [_note_on_modes(inner)]
+    with without_bookkeeping(model), restored_after(model), torch.no_grad():
+        # `train()` is not called, because some classes merge weights in it (LoRA).
+        modes = [(module, module.training or not inner.training) for module in inner.modules()]
+        set_eval(inner)
+        result.eval_identical = _eval_identical(inner, x)
+        for module, training in modes:
+            module.training = training
+        with measured_into(hooks, result.record):
+            for _ in range(forwards):
+                call(inner, x)
+        for state in reversed(list(dict.fromkeys(hook.state for hook in hooks))):
+            notes.insert(0, _note(state, [hook for hook in hooks if hook.state is state], result))
+    result.note = "\n".join(filter(None, notes))
+    return result
+
+
+def _note_on_modes(model: nn.Module) -> str:
+    own = [m for m in model.modules() if getattr(m.train, "__func__", None) is not nn.Module.train]
+    if model.training or not own:
+        return ""
+    return (
+        f"the model was in eval mode, and {type(own[0]).__name__} overrides train(), which probe() does not call: "
+        "call model.train() first to probe in the modes that it sets"
+    )
+
+
+def _eval_identical(model: nn.Module, x: Any) -> bool | None:
+    with restored_after(model, trains=False):
+        regularized = tensors(call(model, x))
+    with restored_after(model, trains=False), hooks_removed(model):
+        clean = tensors(call(model, x))
+    if not clean:
+        return None
+    return len(clean) == len(regularized) and all(map(_same, clean, regularized))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    # Each rank compares its own shard of a DTensor.
+    a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _note(state: InjectionState, hooks: Sequence[SiteHook], result: Measurement) -> str:
+    if not state.on:
+        return f"{state.name!r} is disabled: drop.enabled = True"
+    calls = sum(result.sites[result.labels[hook]].calls for hook in hooks)
+    if calls and all(hook.regularizer.in_backward for hook in hooks):
+        return f"{state.name!r} edits gradients in the backward pass, so it changes nothing in these forwards"
+    if calls:
+        return ""
+    if state.multiplier == 0.0 and any(hook.train_rate is not None and hook.train_rate.neutral for hook in hooks):
+        return (
+            f"nothing was dropped: the rate is 0 at step {state.step_count} of {state.schedule}; "
+            "measure a later step with probe(x, step=...)"
+        )
+    if not any(hook.trained for hook in hooks):
+        return "nothing was dropped: no site was called in training mode (never called, or kept in eval mode)"
+    return "nothing was dropped: the rate is the one that has no effect"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -9,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hookdrop.guards.plan import plan_warnings
+from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.spec import InjectionSpec
-from hookdrop.regularizers import Regularizer, rate_of
+from hookdrop.regularizers import Regularizer, at_rate, rate_of
 from hookdrop.schedules import Schedule
+from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.tables import counted, html_table, shape_text, text_table
 
 if TYPE_CHECKING:
-    from hookdrop.survey import Survey
+    from hookdrop.survey.facts import Survey
+    from hookdrop.survey.layers import LayerCalls
 
 HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 
@@ -120,8 +125,58 @@ class Plan:
         table = text_table([HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
         notes = [f"{entry}: {counted(count, 'layer')}" for entry, count in self.counts.items()]
         if self.survey is not None:
-            notes.append(f"example: {self.survey.source}")
+            notes.append(f"example: {self.survey.example.source}")
         return "\n".join([self.title, table, *notes, *(f"warning: {text}" for text in self.warnings)])
 
     def _repr_html_(self) -> str:
         return html_table(HEADER, self.rows, "\n".join([self.title, *self.warnings]))
+
+
+def inspect_forward(plan: Plan, example: Any) -> None:
+    """Run one forward on `example`, and fill in the shapes and calls of the sites, and the warnings.
+
+    Raises:
+        ShapeError: the regularizer does not support the tensor at a site.
+        LayerError: a layer given by its full name is never called.
+    """
+    from hookdrop.survey.facts import survey  # only an example needs it
+
+    with hooks_removed(plan.model):
+        found = survey(plan.model, example)
+    seen = [found.calls(site.name, site.at, plan.spec.tensor) for site in plan.sites]
+    shape_warnings: dict[str, list[str]] = {}
+    for site, observed in zip(plan.sites, seen, strict=True):
+        _inspect_site(site, observed, shape_warnings)
+        if site.calls == 0 and site.name in plan.exact:
+            raise LayerError(
+                f"{site.name!r} ({site.type}) is not called in the forward pass: a hook on it never fires.\n"
+                "  it is unused, or only its submodules or weights are used: hook its submodules, or the next layer."
+            )
+    for texts in shape_warnings.values():
+        more = f" (and {counted(len(texts) - 1, 'more site')} like it)" if len(texts) > 1 else ""
+        fact, line_break, remedy = texts[0].partition("\n")
+        plan.warnings.append(fact + more + line_break + remedy)
+    plan.warned_kinds = set(shape_warnings)
+    plan.warnings += plan_warnings(plan.model, plan.sites, seen)
+
+
+def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str, list[str]]) -> None:
+    site.calls, site.shape, regularizer = seen.calls, seen.shape, site.regularizer
+    if regularizer is None:
+        return
+    where = f"{regularizer.title} at {site.name!r}"
+    try:
+        if seen.mismatch:
+            raise ShapeError(seen.mismatch)
+        for shape in seen.shapes:
+            regularizer.check(shape)
+    except ShapeError as error:
+        raise ShapeError(f"{where} {error}") from None
+    if seen.shape is None:
+        return
+    several = f" (1 of {seen.tensor_count} tensors)" if seen.tensor_count else ""
+    at_target = regularizer if site.p_scale == 1.0 else at_rate(regularizer, site.p)
+    site.reading = at_target.reading(seen.shape) + several
+    for shape in seen.shapes:
+        for warning in at_target.shape_warnings(shape):
+            shape_warnings.setdefault(re.sub(r"\d+", "#", warning), []).append(f"{where}: {warning}")

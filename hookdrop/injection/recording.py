@@ -103,9 +103,7 @@ class Recording(Mapping[str, Record]):
     def plot_features(
         self, layers: str | Sequence[str] | None = None, sample: int = 0, channels: int = 8, figure: Any = None
     ) -> Figure:
-        """Plot input, mask and output of the last call of each site, with one color scale per site.
-
-        For regularizers that drop nothing, such as noise, the change is plotted instead of a mask.
+        """Plot input, mask (or change, of noise) and output of the last call of each site; returns the figure.
 
         Args:
             layers: the sites, by name or glob; None plots all recorded sites, or 6 of them from first to last.
@@ -113,9 +111,6 @@ class Recording(Mapping[str, Record]):
             channels: the maximum number of channels of a map. Tokens are one image (tokens x channels), and so are
                 features (samples x units).
             figure: a matplotlib `Figure` or `SubFigure` to draw into, instead of a new one.
-
-        Returns:
-            The figure. `figure.savefig("features.png")` saves it, and notebooks display it.
 
         Raises:
             HookdropError: matplotlib is not installed.
@@ -136,13 +131,7 @@ class Recording(Mapping[str, Record]):
         return self._draw(blocks, layers, sample, channels, figure)
 
     def log_tensorboard(self, writer: Any, step: int, sample: int = 0, channels: int = 8) -> None:
-        """Log a plot and the dropped fraction of every site.
-
-        Args:
-            writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with `add_image` and `add_scalar`.
-            step: the global step.
-            sample, channels: as in `plot_features`.
-        """
+        """Log a plot and the dropped fraction of every site to a `torch.utils.tensorboard.SummaryWriter`."""
         for name, record in self.items():
             tag = f"hookdrop/{self.name}/{name or 'model'}"
             image = pixels(self.plot_features(name, sample, channels))

@@ -11,7 +11,7 @@ from torch import nn
 
 from hookdrop.guards.plan import plan_warnings
 from hookdrop.hooks.registry import hooks_removed
-from hookdrop.injection.plan import Plan, PlannedSite
+from hookdrop.injection.plan import Plan, PlannedSite, inspect_forward
 from hookdrop.injection.spec import InjectionSpec, PScale
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Regularizer, check_picklable, rate_of
@@ -35,7 +35,7 @@ from hookdrop.utils.tables import counted, some
 from hookdrop.utils.validation import number
 
 if TYPE_CHECKING:
-    from hookdrop.survey import Survey
+    from hookdrop.survey.facts import Survey
 
 
 class LazySurvey:
@@ -49,7 +49,7 @@ class LazySurvey:
     def __getattr__(self, name: str) -> Any:
         with hooks_removed(self._arguments[0]):  # an injection is no part of the model
             if self.found is None:
-                from hookdrop.survey import survey
+                from hookdrop.survey.facts import survey
 
                 self.found = survey(*self._arguments)
             return getattr(self.found, name)
@@ -76,11 +76,8 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
     if hooked:
         plan.warnings += plan_warnings(plan.root, plan.sites)
     if given and not any(site.attribute for site in plan.sites):
-        from hookdrop.injection.inspect import inspect_forward  # only an example needs it
-
         inspect_forward(plan, example_input)
     plan.name = spec.name or plan.name or "_".join(dict.fromkeys(hooked))
-    plan.warnings += () if plan.survey is None else plan.survey.warnings
     return plan
 
 

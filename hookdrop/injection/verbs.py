@@ -1,7 +1,9 @@
-"""The public functions `inject`, `plan`, `without_hooks` and `update_bn`."""
+"""The public functions `inject`, `plan`, `without_hooks` and `update_bn`, and how a plan is placed."""
 
 from __future__ import annotations
 
+import pickle
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,19 +12,27 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
+from hookdrop.guards.progress import watch
 from hookdrop.hooks import compiling
-from hookdrop.hooks.registry import hooks_removed
+from hookdrop.hooks.branch_hooks import SkipHook, SubsetHook
+from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.registry import hidden_modules, hooks_removed
+from hookdrop.hooks.state import InjectionState
+from hookdrop.injection import rates
 from hookdrop.injection.handle import Injection, find
-from hookdrop.injection.place import place
-from hookdrop.injection.plan import Plan
+from hookdrop.injection.plan import Plan, PlannedSite
 from hookdrop.injection.resolve import make_plan
+from hookdrop.injection.sinks import AttributeSink, RateSink, sinks_of
 from hookdrop.injection.spec import InjectionSpec, PScale, Regularizers, check_recipe_arguments
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer
-from hookdrop.schedules import Schedule
-from hookdrop.utils.errors import nothing_placed
+from hookdrop.schedules import ConstantSchedule, Schedule
+from hookdrop.utils.errors import InjectionError, nothing_placed, warn
 from hookdrop.utils.select import Entries
+from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
+
+_CONSTANT = ConstantSchedule()
 
 
 def inject(
@@ -193,3 +203,97 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
     """
     with find(model).disabled():
         swa_utils.update_bn(loader, model, device)
+
+
+# --- placing a plan
+
+
+def place(planned: Plan) -> Injection:
+    """Place all sites, or raise an error and place none.
+
+    Raises:
+        InjectionError: a site already has an injection (see `on_existing`), or the name is taken.
+    """
+    for site in planned.sites:
+        if site.module in hidden_modules:
+            raise InjectionError(f"inside without_hooks: {site.name!r} may have temporarily removed hooks.")
+    replaced = _replaced(planned)
+    for text in planned.warnings:
+        warn(text)
+    compiling.reset_stale_compiler()
+    state = InjectionState(planned.name, tuple([s.label for s in planned.sites]), planned.schedule or _CONSTANT)
+    state.portable, state.recipe = planned.spec.portable, planned.recipe
+    # The first forward must not repeat the warnings above.
+    state.warned_kinds |= planned.warned_kinds
+    state.live.root = weakref.ref(planned.root)
+    sinks: list[RateSink] = []
+    try:
+        for site in planned.sites:
+            sinks.append(_sink(site, planned.spec.tensor, state))
+        for sink, site in zip(sinks, planned.sites, strict=True):
+            if isinstance(sink, SiteHook):
+                sink.place(site.module)
+        if isinstance(sinks[0], AttributeSink):
+            rates.update_rates([state])
+    except BaseException:
+        for sink in sinks:
+            sink.remove()
+        raise
+    for sink in sinks:
+        if isinstance(sink, AttributeSink):
+            sink.take_over(replaced)
+    if replaced:
+        find(planned.model)._only(replaced)._detach()
+    if isinstance(sinks[0], SiteHook) or state.scheduled:
+        state.live.trained = isinstance(sinks[0], AttributeSink)  # without hooks, nothing notes the calls
+        watch(planned.root, state)
+    return Injection(planned.model, [state], sinks)
+
+
+def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSink:
+    if site.regularizer is None:
+        assert site.target is not None
+        return AttributeSink(site.label, site.module, site.attribute, site.target, site.p_scale, state)
+    # `resolve` checked that it can be pickled, and a deep copy takes ten times as long.
+    settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
+    if site.at == "skip":
+        return SkipHook(*settings, site.branch)
+    if "rows" in site.regularizer.needs:
+        return SubsetHook(*settings, "input")
+    return SiteHook(*settings, site.at)
+
+
+def _replaced(planned: Plan) -> list[InjectionState]:
+    """Return the injections that this one replaces, or raise `InjectionError` if the sites or the name are taken."""
+    present = list(sinks_of(planned.model))
+    if not present:
+        return []
+    wanted = {_place_of(site.module, site) for site in planned.sites}
+    conflicts = [sink.state for module, sink in present if _place_of(module, sink) in wanted]
+    if conflicts and planned.spec.on_existing == "error":
+        carry = f"{counted(len(conflicts), 'site')} already carr{'ies' if len(conflicts) == 1 else 'y'}"
+        names = ", ".join(sorted({repr(state.name) for state in conflicts}))
+        raise InjectionError(
+            f"{carry} {names} (a re-run cell?).\n"
+            '  replace them: inject(..., on_existing="replace")   '
+            f'keep both: on_existing="stack", name="{_free_name(planned)}"'
+        )
+    states = dict.fromkeys(sink.state for _, sink in present)
+    named = [old for old in states if old.name == planned.name]
+    if planned.spec.on_existing == "replace":
+        return [old for old in states if old in conflicts or old in named]
+    if named:
+        raise InjectionError(
+            f"this model already has an injection named {planned.name!r}.\n"
+            f"  choose another name: inject(..., name={_free_name(planned)!r})"
+        )
+    return []
+
+
+def _place_of(module: nn.Module, what: PlannedSite | RateSink) -> tuple[int, str, str]:
+    return id(module), what.at, getattr(what, "attribute", "")
+
+
+def _free_name(planned: Plan) -> str:
+    taken = find(planned.model)
+    return next(free for n in range(2, len(taken) + 3) if (free := f"{planned.name}{n}") not in taken)

@@ -12,7 +12,7 @@ from torch import nn
 from hookdrop.regularizers import Regularizer
 
 if TYPE_CHECKING:
-    from hookdrop.survey import Survey
+    from hookdrop.survey.facts import Survey
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from torch import nn
 
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Dropout, DropPath, LayerDrop
-from hookdrop.survey import Branch, Survey
+from hookdrop.survey.branches import Branch
+from hookdrop.survey.facts import Survey
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some
@@ -67,7 +68,7 @@ class stochastic_depth(Recipe):
 
     def _refusal(self, survey: Survey, branch: Branch) -> str:
         """Return why a branch cannot be dropped; empty if it can."""
-        inputs = survey.layers[branch.layer].inputs if branch.layer in survey.layers else []
+        inputs = [node for call in survey.layers.get(branch.layer, []) for node in call.inputs if node.fits]
         if inputs and len(inputs[0].shape) > len(branch.shape) and inputs[0].size > math.prod(branch.shape):
             return "the layer has several residual streams"
         found = "" if self.mode == "batch" else survey.samples(branch.end)

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import DropBlock
-from hookdrop.survey import Survey, survey
 from hookdrop.survey.convs import ConvBlock, conv_nets, map_convs, pyramid_levels
+from hookdrop.survey.facts import Survey, survey
 from hookdrop.survey.trace import Trace
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers

@@ -10,8 +10,8 @@ from operator import attrgetter
 from torch import nn
 
 from hookdrop.recipes.base import Recipe, RecipeSite
-from hookdrop.survey import Survey
 from hookdrop.survey.drop_rates import DropRate, DropRates, known_drop_rates
+from hookdrop.survey.facts import Survey
 from hookdrop.utils.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.names import glob_expression
 from hookdrop.utils.tables import some

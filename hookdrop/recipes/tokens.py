@@ -9,8 +9,7 @@ from torch import nn
 
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import HeadDropout, NEFTune, TokenDropout
-from hookdrop.survey import Survey
-from hookdrop.survey.tokens import TokensNeededError
+from hookdrop.survey.facts import Survey
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers, select
 from hookdrop.utils.tables import some
@@ -91,13 +90,12 @@ class patch_dropout(Recipe):
                 f"patch_dropout: the model already has it: {active[0]} is {model.get_submodule(active[0])!r}.\n"
                 "  build the model with patch_drop_rate=0.0"
             )
-        try:
-            found = survey.patches
-        except TokensNeededError as error:
+        found = survey.patches
+        if isinstance(found, str):
             raise LayerError(
-                f"patch_dropout does not apply to {type(model).__name__}: {error}.\n"
+                f"patch_dropout does not apply to {type(model).__name__}: {found}.\n"
                 "  zero tokens instead: inject(model, TokenDropout(p=...), layers=...)"
-            ) from error
+            )
         return [RecipeSite(found.layer, TokenDropout(self.p, found.prefix, remove=True))]
 
 

@@ -2,25 +2,3 @@
 
 This package is the only place that runs the user's model besides `probe` and `predict`.
 """
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hookdrop.survey.branches import Branch
-    from hookdrop.survey.facts import LayerFacts, Survey, survey
-    from hookdrop.survey.trace import Call, Node, Op, Trace, record
-
-__all__ = ["Branch", "Call", "LayerFacts", "Node", "Op", "Survey", "Trace", "record", "survey"]
-
-_FILES = ("facts", "branches", "trace")
-
-
-def __getattr__(name: str) -> Any:
-    """Import the analyses on first use, because most programs survey no model."""
-    if name in __all__:
-        for file in _FILES:
-            module = importlib.import_module(f"hookdrop.survey.{file}")
-            if name in vars(module):
-                return vars(module)[name]
-    raise AttributeError(f"module 'hookdrop.survey' has no attribute {name!r}")

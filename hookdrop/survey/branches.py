@@ -23,16 +23,10 @@ from hookdrop.survey.trace import Call, Node, Op, Trace
 class Branch:
     """A residual branch. All names are full names of modules."""
 
-    block: str
-    """The innermost module in whose forward the addition runs."""
     layer: str
-    """The outermost block around this block that adds branches: in BERT, the layer around both of its outputs."""
+    """The outermost block around the addition that adds branches: in BERT, the layer around both of its outputs."""
     end: str
     """The last module of the branch, whose output reaches the addition."""
-    start: str
-    """The first module that takes the skip's tensor; empty if none does."""
-    skip: str | None
-    """Empty: an identity skip, from the block's own input; a name: the module on the skip; None: another tensor."""
     shape: tuple[int, ...]
     """The shape of the output of `end`."""
     parts: tuple[str, ...] = ()
@@ -50,8 +44,8 @@ class Residual:
     """The tensor from which both come: the skip, or what it is a sum with, or the input of a projection."""
     is_projection: bool = False
     """Whether the skip is computed from the root by layers."""
-    projection: Call | None = None
-    """The call that returned the skip, if it is one."""
+    before: set[Node] = field(default_factory=set)
+    """The root, and what the branch was computed from since then."""
     ends: list[list[Call]] = field(default_factory=list)
     """The calls that may be the end of each term of the branch, the last of the forward first."""
 
@@ -59,11 +53,6 @@ class Residual:
     def output(self) -> Node:
         """The sum."""
         return self.op.outputs[-1]
-
-    @functools.cached_property
-    def before(self) -> set[Node]:
-        """What the branch was computed from since the root, if it depends on the root."""
-        return _between(self.root, self.branch)
 
 
 def find_residuals(trace: Trace) -> list[Residual]:
@@ -78,14 +67,11 @@ def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...
     layers = _layers(residuals, usable)
     found: dict[tuple[str, str], Branch] = {}
     for residual in residuals:
-        start, skip = _start(trace, residual), _skip(residual)
-        block = "" if residual.op.call is None else residual.op.call.name
         for calls in residual.ends:
             usable_calls = [call for call in calls if call.name in usable]
             if usable_calls:
                 parts = tuple(dict.fromkeys(call.name for call in usable_calls))
-                shape = usable_calls[0].outputs[0].shape
-                branch = Branch(block, layers[residual], parts[0], start, skip, shape, parts)
+                branch = Branch(layers[residual], parts[0], usable_calls[0].outputs[0].shape, parts)
                 found.setdefault((branch.layer, branch.end), branch)
     return tuple(found.values())
 
@@ -112,15 +98,12 @@ def find_gaps(
 
 
 class _Search:
-    """One pass over the operations. Sets of ancestors are the bits of integers."""
+    """One pass over the operations."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.bits: dict[Node, int] = {}
-        self.ancestors: dict[Node, int] = {}
-        """All nodes on which a node depends, itself included."""
         self.behind: dict[Node, int] = {}
-        """The ancestors that reach a node through weights."""
+        """The ancestors that reach a node through weights, as bits."""
         self.roots: dict[Node, list[Node]] = {}
         """The nodes for which a node stands as a skip, the most recent first."""
         self.outputs: dict[Node, list[Call]] = {}
@@ -134,24 +117,17 @@ class _Search:
     def run(self) -> list[Residual]:
         for op in self.trace.ops:
             self.now = op.index
-            for node in op.inputs:
-                if node not in self.bits:
-                    self._add(node, 0, 0)
-            everything = functools.reduce(operator.or_, (self.ancestors[node] for node in op.inputs), 0)
-            behind = functools.reduce(operator.or_, (self.behind[node] for node in op.inputs), 0)
-            for node in op.outputs:
-                self._add(node, everything, everything if _has_weights(op) else behind)
+            through = self.trace.ancestors if _has_weights(op) else self.behind
+            behind = functools.reduce(operator.or_, (through.get(node, 0) for node in op.inputs), 0)
+            self.behind.update(dict.fromkeys(op.outputs, behind))
             residual = self._residual(op)
             if residual is not None:
+                residual.before = {residual.root, *self.trace.path(residual.root, [residual.branch])}
                 residual.ends = [calls for calls in self._ends(residual, residual.branch) if calls]
                 self.found[residual.output] = residual
             for node in op.outputs:
                 self.roots[node] = [node, *self._inherited_roots(op, node, residual)]
         return list(self.found.values())
-
-    def _add(self, node: Node, ancestors: int, behind: int) -> None:
-        self.bits[node] = bit = 1 << len(self.bits)
-        self.ancestors[node], self.behind[node] = ancestors | bit, behind
 
     def _inherited_roots(self, op: Op, node: Node, residual: Residual | None) -> list[Node]:
         if residual is not None:
@@ -178,24 +154,17 @@ class _Search:
     def _root(self, skip: Node, branch: Node) -> Node | None:
         """Return the most recent root of `skip` that reaches `branch` through weights, or through a module."""
         roots = self.roots.get(skip, [skip])
-        behind = self.behind[branch]
-        found = next((root for root in roots if behind & self.bits[root]), None)
+        behind = self.behind.get(branch, 0)
+        found = next((root for root in roots if behind & self.trace.bit[root]), None)
         if found is None:  # FNet's Fourier transform has no weights
-            calls = [call for node in self._linear_path(branch) for call in self._producers(node)]
+            calls, node = self._producers(branch), branch
+            while node.op is not None and is_linear(node.op) and (before := _data_input(node.op)) is not None:
+                node = before
+                calls += self._producers(node)
             found = next((root for root in roots if any(root in call.inputs for call in calls)), None)
             if found is not None and found in self.roots.get(branch, ()):
                 return None
         return found
-
-    def _linear_path(self, node: Node) -> Iterator[Node]:
-        """Yield a node and those from which only linear operations on one tensor lead to it."""
-        yield node
-        while node.op is not None and is_linear(node.op):
-            inputs = [one for one in node.op.inputs if one.fits and one.is_data]
-            if len(inputs) != 1:
-                return
-            node = inputs[0]
-            yield node
 
     def _projection(self, op: Op, a: Node, b: Node) -> Residual | None:
         since = op.call.start if op.call is not None else -1
@@ -207,7 +176,7 @@ class _Search:
         of_a, of_b = lengths[0][root], lengths[1][root]
         for skip, branch in ((a, b), (b, a)):  # a further branch beside the same projection
             if skip in self.found and self.found[skip].is_projection and self.found[skip].root is root:
-                return Residual(op, skip, branch, root, True, self.found[skip].projection)
+                return Residual(op, skip, branch, root, True)
         skip, branch = (a, b) if of_a < of_b else (b, a)
         if of_a == of_b:
             return None
@@ -215,11 +184,12 @@ class _Search:
         # Otherwise these are two branches without a skip, such as routed and shared experts.
         is_simple = bool(path) and root in path[-1].inputs and sum(map(_is_layer, path)) <= 1
         # LoRA: two linear layers beside one.
-        is_simple &= not all(map(_is_affine, (one.op for one in _between(root, branch) - {root} if one.op)))
+        ops = [node.op for node in self.trace.path(root, [branch]) if node.op is not None]
+        is_simple &= not all(is_linear(op) or op.name in _AFFINE for op in ops)
         for node in (one.outputs[0] for one in path if is_simple):
             for call in self._producers(node):
                 if root in call.inputs and (call.has_weights or node is skip):
-                    return Residual(op, skip, branch, root, True, call if node is skip else None)
+                    return Residual(op, skip, branch, root, True)
         return None
 
     def _producers(self, node: Node) -> list[Call]:
@@ -229,9 +199,9 @@ class _Search:
 
     def _ends(self, residual: Residual, node: Node) -> Iterator[list[Call]]:
         """Yield the candidates for the end of each term of a branch."""
-        root, calls = self.bits[residual.root], []
-        paths = self.behind if self.behind[node] & root else self.ancestors
-        while paths[node] & root and node is not residual.root:
+        root, ancestors, calls = self.trace.bit[residual.root], self.trace.ancestors, []
+        paths = self.behind if self.behind.get(node, 0) & root else ancestors
+        while paths.get(node, 0) & root and node is not residual.root:
             calls += self._producers(node)
             op = node.op
             if node in self.found:
@@ -240,12 +210,12 @@ class _Search:
                 del self.found[node]  # no projection: one of several branches
             if op is None:
                 break
-            terms = [] if calls else [x for x in added(op) or () if paths[x] & root]
+            terms = [] if calls else [x for x in added(op) or () if paths.get(x, 0) & root]
             if len(terms) == 2:
                 for term in terms:
                     yield from self._ends(residual, term)
                 return
-            inputs = [one for one in op.inputs if one.fits and self.ancestors[one] & root]
+            inputs = [one for one in op.inputs if one.fits and ancestors[one] & root]
             if not is_linear(op) or len(inputs) != 1:
                 break
             node = inputs[0]
@@ -254,7 +224,7 @@ class _Search:
 
 def added(op: Op) -> tuple[Node, Node] | None:
     """Return the two terms of an addition of tensors of one size."""
-    if op.name not in _ADDITIONS or len(op.inputs) != 2 or not op.outputs:
+    if op.name != "add" or len(op.inputs) != 2 or not op.outputs:
         return None
     a, b = op.inputs
     return (a, b) if a.fits and b.fits and a.size == b.size == op.outputs[-1].size else None
@@ -286,28 +256,18 @@ def _lengths(node: Node, since: int) -> dict[Node, int]:
     return lengths
 
 
-def _between(root: Node, node: Node) -> set[Node]:
-    """Return the root, and what a node was computed from that depends on the root."""
-    found = {root}
-    for one in sorted(_lengths(node, root.index), key=lambda one: one.index):
-        if one.op is not None and any(source in found for source in one.op.inputs):
-            found.add(one)
-    return found
-
-
-def _is_affine(op: Op) -> bool:
-    return is_linear(op) or op.name in _AFFINE
+def _data_input(op: Op) -> Node | None:
+    """Return the tensor that an operation changes, if it reads only one that depends on the example."""
+    data = [one for one in op.inputs if one.fits and one.is_data]
+    return data[0] if len(data) == 1 else None
 
 
 def _path(node: Node, root: Node) -> list[Op]:
     """Return the operations on one tensor from the root to a node, the last first; those up to a second tensor."""
     found: list[Op] = []
-    while node is not root and node.op is not None:
-        data = [one for one in node.op.inputs if one.fits and one.is_data]
-        if len(data) != 1:
-            break
+    while node is not root and node.op is not None and (before := _data_input(node.op)) is not None:
         found.append(node.op)
-        node = data[0]
+        node = before
     return found
 
 
@@ -315,7 +275,7 @@ def is_linear(op: Op) -> bool:
     """Whether an operation keeps the size of a tensor, or crops it, and is linear in it."""
     if op.name == "masked_fill":
         return bool(op.args[-1] == 0)
-    return op.name in _LINEAR or op.name in _CROPS
+    return op.name in _LINEAR | _CROPS
 
 
 def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
@@ -367,49 +327,25 @@ def _layers(residuals: list[Residual], usable: set[str]) -> dict[Residual, str]:
     return layers
 
 
-def _home(residual: Residual) -> Call | None:
-    """Return the call in which the branch starts: around a module that gets it as an argument, as in BERT's output."""
+def _home_name(residual: Residual) -> str:
+    """Return the module in which the branch starts, around one that gets it as an argument, as in BERT's output."""
     root, call = residual.root, residual.op.call
     first = max((n.op.index for n in residual.before - {root} if n.op and root in n.op.inputs), default=root.index)
     while call is not None and call.start > max(first, root.index):
         call = call.parent
-    return call
+    return "" if call is None else call.name
 
 
-def _home_name(residual: Residual) -> str:
-    home = _home(residual)
-    return "" if home is None else home.name
-
-
-def _start(trace: Trace, residual: Residual) -> str:
-    """Return the first module of the branch: it takes the skip's tensor, and the branch depends on its output."""
-    home = _home(residual)
-    for call in trace.calls:
-        since = max(residual.root.index, -1 if home is None else home.start)
-        inside = since < call.start and call.end < residual.op.index and call is not residual.projection
-        if inside and residual.root in call.inputs and any(node in residual.before for node in call.outputs):
-            return call.name
-    return ""
-
-
-def _skip(residual: Residual) -> str | None:
-    if residual.projection is not None:
-        return residual.projection.name
-    return "" if residual.op.call is not None and residual.skip in residual.op.call.inputs else None
-
-
-_ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
-_LINEAR = set(
+_LINEAR = frozenset(
     re.findall(
         r"\w+",
         """view reshape view_as reshape_as flatten unflatten permute transpose swapaxes movedim moveaxis T mT t squeeze
-        unsqueeze contiguous clone to type type_as float half bfloat16 double detach data alias dropout dropout_
-        dropout1d dropout2d dropout3d feature_dropout mul mul_ __mul__ __rmul__ __imul__ multiply div div_ __truediv__
-        __itruediv__ true_divide neg roll flip""",
+        unsqueeze contiguous clone to type type_as float half bfloat16 double detach data alias dropout dropout1d
+        dropout2d dropout3d feature_dropout mul div neg roll flip""",
     )
 )
 """Operations that keep the size and are linear in one tensor."""
-_AFFINE = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "addmm", "add", "__add__", "add_"}
-_ATTENTION = {"scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm"}
-_CROPS = {"__getitem__", "narrow", "index_select"}
+_CROPS = {"getitem", "narrow", "index_select"}
 """Linear operations that choose rows, such as the crop of padded windows."""
+_AFFINE = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "addmm", "add"}
+_ATTENTION = {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm"}

@@ -12,20 +12,17 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
-_CONVS = frozenset(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3))
-_ENLARGING = frozenset({"interpolate", "upsample", "pixel_shuffle", *(name for name in _CONVS if "_" in name)})
-_SUMS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
-_PRODUCTS = frozenset({"mul", "mul_", "__mul__", "__imul__", "__rmul__", "multiply"})
-_ATTENTION = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"})
-_LAYOUT = frozenset({"view", "reshape", "permute", "transpose", "contiguous", "flatten", "unflatten", "squeeze"})
-_PARTS = frozenset({"__getitem__", "split", "chunk", "unbind", "narrow"})
-_CAT = frozenset({"cat", "concat"})
-_LINEAR = _CONVS | _SUMS | _PRODUCTS | _PARTS | _ENLARGING | {"pad", "dropout", "avg_pool2d", "max_pool2d"}
-_GATES = frozenset({"sigmoid", "softmax", "hardsigmoid"})
+_CONVS = {f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)}
+_ENLARGING = {"interpolate", "upsample", "pixel_shuffle", *(name for name in _CONVS if "_" in name)}
+_ATTENTION = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
+_LAYOUT = {"view", "reshape", "permute", "transpose", "contiguous", "flatten", "unflatten", "squeeze"}
+_PARTS = {"getitem", "split", "chunk", "unbind", "narrow"}
+_CAT = {"cat", "concat"}
+_LINEAR = _CONVS | _PARTS | _ENLARGING | {"add", "mul", "pad", "dropout", "avg_pool2d", "max_pool2d"}
+_GATES = {"sigmoid", "softmax", "hardsigmoid"}
 
 
 @dataclass(frozen=True)
@@ -80,11 +77,13 @@ class ConvNet:
     def others_since(self, first: ConvBlock) -> list[str]:
         """Return the names of the other blocks that run in the stages since a block."""
         root = os.path.commonpath([block.name.replace(".", "/") for block in self.blocks]).replace("/", ".")
-        last = self.blocks[-1].end.index
-        since = [(when, name) for when, name in self.others if when > first.start.index]
-        return list(
-            dict.fromkeys(name for when, name in since if when < last or (root and name.startswith(f"{root}.")))
-        )
+        first_index, last_index = first.start.index, self.blocks[-1].end.index
+        inside = [
+            name
+            for when, name in self.others
+            if when > first_index and (when < last_index or (root and name.startswith(f"{root}.")))
+        ]
+        return list(dict.fromkeys(inside))
 
 
 def _widens(block: ConvBlock) -> bool:
@@ -96,15 +95,9 @@ class ConvGraph:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._ancestors: dict[Node, int] = {}
         self._takers: dict[Node, list[Call]] = {}
         own: dict[Call, list[Op]] = {}
         for op in trace.ops:
-            bits = 0
-            for node in op.inputs:
-                bits |= self._bits(node)
-            for node in op.outputs:
-                self._ancestors[node] = bits | 1 << node.index
             if op.call is not None:
                 own.setdefault(op.call, []).append(op)
         for call in trace.calls:
@@ -114,39 +107,25 @@ class ConvGraph:
         self._normed = {node for call in self._norms for node in call.outputs}
         self._normed |= {node for op in trace.ops if op.name.endswith("_norm") for node in op.outputs}
 
-    def _bits(self, node: Node) -> int:
-        return self._ancestors.get(node, 1 << node.index)
-
-    def leads_to(self, first: Node, second: Node) -> bool:
-        """Whether the second tensor is computed from the first."""
-        return first is not second and bool(self._bits(second) >> first.index & 1)
-
     def carriers(self, op: Op) -> list[Node]:
         """Return the inputs that an operation passes on: not a gate, nor an attention that is added."""
         inputs = [node for node in op.inputs if node.is_data]
-        if len(inputs) != 2 or op.name not in _SUMS | _PRODUCTS:
+        if len(inputs) != 2 or op.name not in ("add", "mul"):
             return inputs
         full = [node for node in inputs if node.shape == op.outputs[0].shape]
         if len(full) == 1:
             return full
         for kept, other in (inputs, inputs[::-1]):
-            if self.leads_to(kept, other) and (op.name in _PRODUCTS or self._attends(kept, other)):
+            if self.trace.leads(kept, other) and (op.name == "mul" or self._attends(kept, other)):
                 return [kept]
         return inputs
 
     def _attends(self, start: Node, end: Node) -> bool:
-        return any(node.op is not None and node.op.name in _ATTENTION for node in self.path(start, end))
+        return not _ATTENTION.isdisjoint(_names(self.path(start, end)))
 
     def path(self, start: Node, *ends: Node) -> list[Node]:
         """Return the tensors on the way, in the order of execution, without those that only compute gates."""
-        found: set[Node] = set()
-        todo = list(ends)
-        while todo:
-            node = todo.pop()
-            if node not in found and node.op is not None and self.leads_to(start, node):
-                found.add(node)
-                todo += self.carriers(node.op)
-        return sorted(found, key=lambda node: node.index)
+        return self.trace.path(start, ends, self.carriers)
 
     def origin(self, nodes: Iterable[Node]) -> Node | None:
         """Return the last tensor from which all of these are computed."""
@@ -160,7 +139,7 @@ class ConvGraph:
     def convs(self, nodes: Iterable[Node]) -> list[Op]:
         """Return the convolutions with parameters that computed these tensors."""
         ops = [node.op for node in nodes if node.op is not None and node.op.name in _CONVS]
-        return [op for op in ops if argument(op, 1, "weight").has_weights]
+        return [op for op in ops if op.argument(1, "weight").has_weights]
 
     def calls_on(self, node: Node, start: int, end: int) -> list[Call]:
         """Return the outermost calls that take a tensor in this interval."""
@@ -186,7 +165,7 @@ class ConvGraph:
         node, user, call = conv.outputs[0], None, conv.call
         while not (norm := self.norm_after(node)):
             users = self.trace.users.get(node, [])
-            gated = [op for op in users if op.name in _PRODUCTS and len(op.inputs) == 2 and self.carriers(op) == [node]]
+            gated = [op for op in users if op.name == "mul" and len(op.inputs) == 2 and self.carriers(op) == [node]]
             user = gated[0] if gated else users[0] if len(users) == 1 else None
             if user is None or not (gated or user.name in _CAT or (user.name in _LAYOUT and user.call is call)):
                 break
@@ -199,7 +178,7 @@ class ConvGraph:
         node, has_norm = conv.outputs[0], False
         while True:
             users = self.trace.users.get(node, [])
-            product = next((op for op in users if op.name in _PRODUCTS and len(users) == 2), None)
+            product = next((op for op in users if op.name == "mul" and len(users) == 2), None)
             user = users[0] if len(users) == 1 else None
             if user is None:
                 return has_norm, product is not None
@@ -208,9 +187,9 @@ class ConvGraph:
                 # The norm may be an operation of a module that also activates.
                 is_op = norm is None or user.outputs[0] in self._normed
                 has_norm, node = True, user.outputs[0] if is_op or norm is None else norm.outputs[0]
-            elif user.name in _LAYOUT | _CAT or (user.name in _SUMS and len(self.carriers(user)) == 1):
+            elif user.name in _LAYOUT | _CAT or (user.name == "add" and len(self.carriers(user)) == 1):
                 node = user.outputs[0]
-            elif user.name in _SUMS and not has_norm:
+            elif user.name == "add" and not has_norm:
                 return self.has_norm(conv), self.has_norm(conv)
             else:
                 same = user.outputs[0].shape == node.shape and len([one for one in user.inputs if one.is_data]) == 1
@@ -234,9 +213,9 @@ class ConvGraph:
         return False
 
 
-def argument(op: Op, index: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a function by its position or its name."""
-    return op.args[index] if len(op.args) > index else op.kwargs.get(name, default)
+def _names(path: Iterable[Node]) -> list[str]:
+    """Return the names of the operations that computed these tensors."""
+    return [node.op.name for node in path if node.op is not None]
 
 
 def _is_norm(call: Call, own: Collection[Op]) -> bool:
@@ -266,7 +245,7 @@ class _Sum:
     @property
     def enlarges(self) -> bool:
         """Whether the branch has an upsampling, as between the levels of a feature pyramid."""
-        return any(node.op is not None and node.op.name in _ENLARGING for node in self.path)
+        return not _ENLARGING.isdisjoint(_names(self.path))
 
     def is_in(self, block: ConvBlock) -> bool:
         """Whether the addition runs inside a block."""
@@ -286,8 +265,8 @@ def conv_nets(trace: Trace) -> list[ConvNet]:
     others = [one.op for one in sums if ends.isdisjoint((one.end, *one.path)) and not any(map(one.is_in, blocks))]
     nets: list[ConvNet] = []
     for block in blocks:
-        leading = [net for net in nets if any(graph.leads_to(before.end, block.end) for before in net.blocks)]
-        net = next((net for net in reversed(leading) if graph.leads_to(net.blocks[-1].end, block.end)), None)
+        leading = [net for net in nets if any(graph.trace.leads(before.end, block.end) for before in net.blocks)]
+        net = next((net for net in reversed(leading) if graph.trace.leads(net.blocks[-1].end, block.end)), None)
         if net is None:
             nets.append(ConvNet([block], [(op.index, op.call.name) for op in others if op.call]))
             for parallel in leading:
@@ -309,13 +288,13 @@ def _residual_sums(graph: ConvGraph) -> Iterator[_Sum]:
             if start is None or any(_is_part(graph, start, term) for term in terms):
                 continue
             path = graph.path(start, *terms, *op.inputs)
-            if any(node.op is not None and _reads_weights(node.op) for node in path):
+            if any(not one.is_data and one.has_weights for node in path if node.op for one in node.op.inputs):
                 yield _Sum(op, terms, start, path)
 
 
 def _adds_maps(op: Op) -> bool:
     shapes = [node.shape for node in op.inputs if node.is_data]
-    return op.name in _SUMS and len(shapes) == 2 and len(shapes[0]) > 2 and shapes[0] == shapes[1]
+    return op.name == "add" and len(shapes) == 2 and len(shapes[0]) > 2 and shapes[0] == shapes[1]
 
 
 def _terms(graph: ConvGraph, op: Op) -> Iterator[Node]:
@@ -332,11 +311,7 @@ def _terms(graph: ConvGraph, op: Op) -> Iterator[Node]:
 def _is_part(graph: ConvGraph, start: Node, term: Node) -> bool:
     """Whether a term is a part of a tensor, as in Res2Net, and no skip."""
     path = graph.path(start, term)
-    return bool(path) and all(node.op is not None and node.op.name in _PARTS | _LAYOUT for node in path)
-
-
-def _reads_weights(op: Op) -> bool:
-    return any(node.has_weights and not node.is_data for node in op.inputs)
+    return bool(path) and {*_names(path)} <= _PARTS | _LAYOUT
 
 
 def _outermost(graph: ConvGraph, sums: list[_Sum]) -> list[_Sum]:
@@ -367,8 +342,8 @@ def _residual_block(graph: ConvGraph, one: _Sum) -> ConvBlock | None:
 
 def _layers(graph: ConvGraph, path: Collection[Node]) -> list[Call]:
     """Return the layers after the convolutions of a block; none if it does not consist of convolutions and norms."""
-    layers, has_linear = graph.layers(path), any(node.op is not None and node.op.name == "linear" for node in path)
-    return layers if len(layers) > 1 and not has_linear and any(map(graph.has_norm, graph.convs(path))) else []
+    layers, is_mixed = graph.layers(path), "linear" in _names(path)
+    return layers if len(layers) > 1 and not is_mixed and any(map(graph.has_norm, graph.convs(path))) else []
 
 
 def _skip_module(graph: ConvGraph, one: _Sum, block: Call, term: Node) -> str:
@@ -402,14 +377,8 @@ def _blocks_without_skip(graph: ConvGraph, known: list[ConvBlock]) -> list[ConvB
     found = {}
     for call in graph.trace.calls:
         inputs, outputs = [node for node in call.inputs if node.is_data], call.outputs
-        inside = any(around.name in names for around in call.around())
-        if (
-            inside
-            or len(inputs) != 1
-            or len(outputs) != 1
-            or len(outputs[0].shape) < 3
-            or (known and call.type not in types)
-        ):
+        is_other = any(around.name in names for around in call.around()) or (known and call.type not in types)
+        if is_other or len(inputs) != 1 or len(outputs) != 1 or len(outputs[0].shape) < 3:
             continue
         path = graph.path(inputs[0], outputs[0])
         convs, layers = graph.convs(path), graph.layers(path) if known else _layers(graph, path)
@@ -421,12 +390,12 @@ def _blocks_without_skip(graph: ConvGraph, known: list[ConvBlock]) -> list[ConvB
     outer = {around for call in found for around in call.around() if around is not call}
     counts = Counter(call.type for call in found if call not in outer)
     blocks = [block for call, block in found.items() if call not in outer and counts[call.type] > 1]
-    in_a_row = all(graph.leads_to(before.end, block.end) for before, block in pairwise(blocks))
+    in_a_row = all(graph.trace.leads(before.end, block.end) for before, block in pairwise(blocks))
     return blocks if in_a_row else []
 
 
 def _dilation(convs: Iterable[Op]) -> int:
-    values = [argument(op, 5, "dilation", 1) for op in convs if op.name not in _ENLARGING]
+    values = [op.argument(5, "dilation", 1) for op in convs if op.name not in _ENLARGING]
     return max((max(value) if isinstance(value, tuple | list) else value for value in values), default=1)
 
 
@@ -451,7 +420,8 @@ def map_convs(trace: Trace) -> tuple[list[str], tuple[str, ...]]:
     model = trace.calls[0]
     start = next(node for node in model.inputs if node.is_data and len(node.shape) > 2)
     path = graph.path(start, *(node for node in model.outputs if len(node.shape) > 2))
-    pooled, direct = _after_pooling(path), _without_convs(graph, model.outputs)
+    pooled = _after_pooling(path)
+    direct = trace.path(start, model.outputs, lambda op: () if op.name in _CONVS else graph.carriers(op))
     names = []
     for conv in graph.convs(path):
         has_norm, is_activated = graph.follows(conv)
@@ -462,42 +432,26 @@ def map_convs(trace: Trace) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _is_pointwise(conv: Op) -> bool:
-    return set(argument(conv, 1, "weight").shape[2:]) == {1}
+    return set(conv.argument(1, "weight").shape[2:]) == {1}
 
 
 def _after_pooling(path: Iterable[Node]) -> set[Node]:
     """Return the tensors after a global pooling, until they are enlarged."""
     pooled: set[Node] = set()
-    for node in path:
-        op = node.op
-        if op is not None and (
-            "adaptive" in op.name or (op.inputs[0] in pooled and node.shape[2:] <= op.inputs[0].shape[2:])
-        ):
+    for node, op in ((node, node.op) for node in path if node.op is not None):
+        if "adaptive" in op.name or (op.inputs[0] in pooled and node.shape[2:] <= op.inputs[0].shape[2:]):
             pooled.add(node)
     return pooled
-
-
-def _without_convs(graph: ConvGraph, outputs: Iterable[Node]) -> set[Node]:
-    """Return the tensors that reach an output of the model through no convolution."""
-    found: set[Node] = set()
-    todo = list(outputs)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += graph.carriers(node.op) if node.op is not None and node.op.name not in _CONVS else []
-    return found
 
 
 def _backbones(graph: ConvGraph, start: Node) -> Iterator[Call]:
     """Yield the modules that reduce an image to an eighth or less, and begin with it in their first convolution."""
     for call in graph.trace.calls[1:]:
         maps = [node for node in call.outputs if len(node.shape) > 2]
-        image = next((node for node in call.inputs if node is start or graph.leads_to(start, node)), None)
+        image = next((node for node in call.inputs if node is start or graph.trace.leads(start, node)), None)
         if image is None or not maps or 8 * maps[-1].shape[-1] > start.shape[-1] or image.shape[2:] != start.shape[2:]:
             continue
         inside = graph.path(image, *maps)
         convs = graph.convs(inside)
-        enlarges = any(node.op is not None and node.op.name in _ENLARGING for node in inside)
-        if convs and not enlarges and convs[0].outputs[0].shape[-1] < start.shape[-1]:
+        if convs and _ENLARGING.isdisjoint(_names(inside)) and convs[0].outputs[0].shape[-1] < start.shape[-1]:
             yield call

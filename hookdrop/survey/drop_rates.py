@@ -176,24 +176,21 @@ class _Arrivals:
         draws: set[Node] = set()
         filled: dict[Node, Any] = {}
         for op in trace.ops:
-            name, args, kwargs = op.name.strip("_"), op.args, op.kwargs
             if op.call is None or _known_attribute(self._modules[op.call.name]) is not None:
                 continue
-            if name in _DRAWS:
+            if op.name in _DRAWS:
                 draws.update(op.outputs)
-            elif name in _FILLS:
-                filled[op.outputs[0]] = kwargs.get("fill_value", args[-1])
-            elif name in _DROPS:
-                if kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True)):
-                    self._at_drop(op, kwargs.get("p", args[1] if len(args) > 1 else 0.5))
-            elif name in _ATTENTION:
-                if kwargs.get("training", True):
-                    self._at_drop(op, kwargs.get("dropout_p", (*args, *[0.0] * 11)[_ATTENTION[name]]))
-            elif name == "bernoulli":
-                self._at_draw(op, kwargs.get("p", args[1] if len(args) > 1 else filled.get(args[0])))
-            elif name in _COMPARISONS or name in ("add", "radd"):
-                operands = [arg for arg in args[:2] if arg not in draws]
-                if len(operands) == 1 and len(args) > 1:
+            elif op.name in _FILLS:
+                filled[op.outputs[0]] = op.kwargs.get("fill_value", op.args[-1])
+            elif op.name in _DROPS and op.argument(2, "training", op.kwargs.get("train", True)):
+                self._at_drop(op, op.argument(1, "p", 0.5))
+            elif op.name in _ATTENTION and op.kwargs.get("training", True):
+                self._at_drop(op, op.argument(_ATTENTION[op.name], "dropout_p", 0.0))
+            elif op.name == "bernoulli":
+                self._at_draw(op, op.argument(1, "p", filled.get(op.args[0])))
+            elif op.name in {*_COMPARISONS, "add"} and len(op.args) > 1:
+                operands = [arg for arg in op.args[:2] if arg not in draws]
+                if len(operands) == 1:
                     self._at_draw(op, operands[0])
 
     def add_unseen(self, trace: Trace) -> None:
@@ -202,12 +199,8 @@ class _Arrivals:
             parent = name.rpartition(".")[0]
             while parent and not has_forward(self._modules[parent]):
                 parent = parent.rpartition(".")[0]
-            if (
-                name not in trace.calls_of
-                and parent in trace.calls_of
-                and has_forward(module)
-                and any(module.children())
-            ):
+            is_part = has_forward(module) and any(module.children())
+            if is_part and name not in trace.calls_of and parent in trace.calls_of:
                 self.out_of_reach.setdefault("the example does not run", []).append(name)
 
     def _at_drop(self, op: Op, rate: Any) -> None:

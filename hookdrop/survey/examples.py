@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tensor_tree import describe, map_leaves, tensors
 
 IMAGE = (3, 224, 224)
@@ -66,6 +65,12 @@ def examples(model: nn.Module, given: Any) -> Iterator[Example]:
     if given is not None:
         yield Example(given, f"example_input {describe(given)}")
         return
+    first = next(model.parameters(), torch.zeros(0))
+    dtype = first.dtype if first.is_floating_point() else torch.get_default_dtype()
+
+    def image(size: tuple[int, ...]) -> Tensor:
+        return torch.zeros(2, *size, dtype=dtype, device=first.device)
+
     for part in model.modules():
         settings = getattr(part, "pretrained_cfg", None) or getattr(part, "default_cfg", None) or {}
         size = getattr(settings, "get", lambda key: None)("input_size")
@@ -73,34 +78,12 @@ def examples(model: nn.Module, given: Any) -> Iterator[Example]:
             inner = (getattr(layer, "img_size", None) for layer in part.children())  # of `create_model(img_size=...)`
             built = [(size[0], *own) for own in inner if isinstance(own, tuple) and tuple(size[1:]) != own]
             for own in (*built[:1], tuple(size)):
-                yield Example(_image(model, own), f"timm's input size {own}")
+                yield Example(image(own), f"timm's input size {own}")
             break
         if part is not model and list(part.parameters(recurse=False)):
             break
     dummy = getattr(model, "dummy_inputs", None)
     if isinstance(dummy, dict) and tensors(dummy):
-        device = _first_parameter(model).device
-        yield Example(map_leaves(dummy, lambda leaf: _moved(leaf, device)), "the model's dummy_inputs")
-    yield Example(_image(model, IMAGE), f"an assumed image {IMAGE}", is_assumed=True)
-
-
-def no_example(model: nn.Module) -> InjectionError:
-    """Return the error for a model without an example."""
-    return InjectionError(
-        f"this needs an example input for {type(model).__name__}, to see what its layers compute.\n"
-        "  pass one: example_input=x, a tensor, a tuple of arguments or a dict of keyword arguments"
-    )
-
-
-def _image(model: nn.Module, size: tuple[int, ...]) -> Tensor:
-    first = _first_parameter(model)
-    dtype = first.dtype if first.is_floating_point() else torch.get_default_dtype()
-    return torch.zeros(2, *size, dtype=dtype, device=first.device)
-
-
-def _first_parameter(model: nn.Module) -> Tensor:
-    return next(model.parameters(), torch.zeros(0))
-
-
-def _moved(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+        moved = map_leaves(dummy, lambda leaf: leaf.to(first.device) if isinstance(leaf, Tensor) else leaf)
+        yield Example(moved, "the model's dummy_inputs")
+    yield Example(image(IMAGE), f"an assumed image {IMAGE}", is_assumed=True)

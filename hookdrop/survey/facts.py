@@ -4,51 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
-from hookdrop.survey.calls import LayerCalls, layer_calls
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
-from hookdrop.survey.examples import Example, examples, no_example
+from hookdrop.survey.examples import Example, examples
 from hookdrop.survey.heads import Heads, find_heads
+from hookdrop.survey.layers import LayerCalls, find_skippable, layer_calls
 from hookdrop.survey.samples import PLACES, Samples, growing_axis, row_orders
-from hookdrop.survey.skippable import find_skippable, includes_input
-from hookdrop.survey.tokens import Patches, TokensNeededError, find_embedding, find_patches, removable_patches
-from hookdrop.survey.trace import Call, Node, Trace, record
+from hookdrop.survey.tokens import Patches, find_embedding, find_patches, removable_patches
+from hookdrop.survey.trace import Call, Trace, record
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
-from hookdrop.utils.tensor_tree import TensorKey
-
-MAX_FORWARDS = 4
-
-
-@dataclass(frozen=True)
-class LayerFacts:
-    """The calls of a layer in one forward."""
-
-    calls: tuple[Call, ...]
-
-    @property
-    def inputs(self) -> list[Node]:
-        """The first tensor that each call takes."""
-        return [node for call in self.calls for node in [n for n in call.inputs if n.fits][:1]]
-
-    @property
-    def outputs(self) -> list[Node]:
-        """The first tensor that each call returns."""
-        return [node for call in self.calls for node in [n for n in call.outputs if n.fits][:1]]
-
-    @property
-    def keeps_shape(self) -> bool:
-        """Whether each call returns the shape of its input."""
-        shapes = [(a.shape, b.shape) for a, b in zip(self.inputs, self.outputs, strict=False)]
-        return len(shapes) == len(self.calls) and all(a == b for a, b in shapes)
+from hookdrop.utils.tensor_tree import TensorKey, tensors
 
 
 class Survey:
@@ -56,21 +29,14 @@ class Survey:
 
     def __init__(self, model: nn.Module, example: Example, trace: Trace, forwards: int, has_values: bool) -> None:
         self._model = weakref.ref(model)
-        self._traces = {(example.batch, not has_values): trace}
         self.example = example
         self.forwards = forwards
         """The number of forwards with values so far."""
         self.is_fake = not has_values
         """Whether the traces have shapes but no values."""
-        self.source = example.source
-        """Where the example came from."""
-        self._tokens: dict[str, Patches | TokensNeededError] = {}
-        self.warnings: tuple[str, ...] = ()
+        self._tokens: dict[str, Patches | str] = {}
         self.trace = trace
         """The forward with the batch size of the example."""
-
-    def __repr__(self) -> str:
-        return f"Survey({self.source}, {len(self.layers)} layers, {len(self.branches)} branches)"
 
     @property
     def model(self) -> nn.Module:
@@ -80,40 +46,20 @@ class Survey:
             raise InjectionError("the surveyed model no longer exists.")
         return model
 
-    def run(self, batch: int | None = None, *, fake: bool = True) -> Trace:
-        """Return the trace of a forward with another batch size, or with values; each runs once.
+    @property
+    def layers(self) -> Mapping[str, list[Call]]:
+        """The calls of the layers in the forward, by full name, in the order of their first calls."""
+        return self.trace.calls_of
 
-        Raises:
-            InjectionError: the model does not run this way, or the survey already ran `MAX_FORWARDS` forwards.
-        """
-        key = self.example.batch if batch is None else batch, fake
-        if key not in self._traces:
-            value = self.example.value if batch is None else self.example.resized(batch)
-            if not fake:
-                self.count_forward()
-            self._traces[key] = record(self.model, value, fake=fake)
-        return self._traces[key]
-
-    def count_forward(self) -> None:
-        """Count a forward with values, of which there are few: they may be long."""
-        if self.forwards >= MAX_FORWARDS:
-            raise InjectionError(f"a survey runs at most {MAX_FORWARDS} forwards with values.")
-        self.forwards += 1
-
-    @cached_property
-    def layers(self) -> Mapping[str, LayerFacts]:
-        """The layers that the forward called, by full name, in the order of their first calls."""
-        return MappingProxyType({name: LayerFacts(tuple(calls)) for name, calls in self.trace.calls_of.items()})
-
-    @cached_property
+    @property
     def heads(self) -> Mapping[str, Heads]:
         """The heads of attention, by the name of the layer whose input has them side by side: its output projection."""
-        return MappingProxyType(self._heads[0])
+        return self._heads[0]
 
-    @cached_property
+    @property
     def no_heads(self) -> Mapping[str, str]:
         """Why other layers that follow attention have no heads in their input."""
-        return MappingProxyType(self._heads[1])
+        return self._heads[1]
 
     @cached_property
     def _heads(self) -> tuple[dict[str, Heads], dict[str, str]]:
@@ -132,7 +78,15 @@ class Survey:
 
     @cached_property
     def _two_and_three(self) -> tuple[Trace, Trace]:
-        return self.run(2, fake=self.is_fake), self.run(3, fake=self.is_fake)
+        """The forwards with two and with three samples."""
+        two, three = (self._with_batch(size) for size in (2, 3))
+        return two, three
+
+    def _with_batch(self, size: int) -> Trace:
+        if size == self.example.batch:
+            return self.trace
+        self.forwards += not self.is_fake
+        return record(self.model, self.example.resized(size), fake=self.is_fake)
 
     @cached_property
     def _row_orders(self) -> dict[tuple[str, str, int], bool | str]:
@@ -142,36 +96,22 @@ class Survey:
         return row_orders(self.model, self.example.two_samples(), sites)
 
     @cached_property
-    def patches(self) -> Patches:
-        """The tokens of image patches, if later layers do not need all of them.
-
-        Raises:
-            TokensNeededError: they do, or there are none.
-        """
+    def patches(self) -> Patches | str:
+        """The tokens of image patches, or why there are none, or why later layers need all of them."""
         layer = find_patches(self.trace)
-        if layer is None:
-            raise TokensNeededError("it has no tensor (N, L, C) of image patches from which all else is computed")
-        return self._removable(layer)
+        none = "it has no tensor (N, L, C) of image patches from which all else is computed"
+        return self._removable(layer) if layer else none
 
     def why_tokens_stay(self, layer: str) -> str:
         """Return why later layers need all tokens (N, L, C) that a layer returns; empty if they do not."""
-        try:
-            self._removable(layer)
-        except TokensNeededError as error:
-            return str(error)
-        return ""
+        found = self._removable(layer)
+        return found if isinstance(found, str) else ""
 
-    def _removable(self, layer: str) -> Patches:
+    def _removable(self, layer: str) -> Patches | str:
         if layer not in self._tokens:
             self.forwards += 3
-            try:
-                self._tokens[layer] = removable_patches(self.model, self.example.two_samples(), layer)
-            except TokensNeededError as error:
-                self._tokens[layer] = error
-        found = self._tokens[layer]
-        if isinstance(found, TokensNeededError):
-            raise found
-        return found
+            self._tokens[layer] = removable_patches(self.model, self.example.two_samples(), layer)
+        return self._tokens[layer]
 
     @cached_property
     def token_embedding(self) -> str | None:
@@ -180,12 +120,7 @@ class Survey:
 
     def calls(self, name: str, at: str = "output", tensor: TensorKey = None) -> LayerCalls:
         """Return the calls of a layer, as a hook with these settings would see them."""
-        calls = self.trace.calls_of.get(name, [])
-        seen = layer_calls(self.trace, calls, at, tensor)
-        if at == "output":
-            sums = {residual.output: residual for residual in self._residuals}
-            seen.resembles_input = any(includes_input(call, sums) for call in calls)
-        return seen
+        return layer_calls(self.trace, self._residuals, self.layers.get(name, []), at, tensor)
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
@@ -200,7 +135,7 @@ class Survey:
     @cached_property
     def skippable(self) -> Mapping[str, str]:
         """The layers around residual branches, by full name; empty if one is its input plus branches, or why not."""
-        return MappingProxyType(find_skippable(self.trace, self._residuals, self.branches))
+        return find_skippable(self.trace, self._residuals, self.branches)
 
     @cached_property
     def _residuals(self) -> list[Residual]:
@@ -211,7 +146,7 @@ class Survey:
         """The dropout that the model already has. A model that does not run in training mode has its modules only."""
         for fake in (True, False):
             try:
-                self.count_forward()
+                self.forwards += not fake
                 return find_drop_rates(self.model, self.example.value, fake=fake)
             except InjectionError as error:
                 reason = str(error).partition("\n")[2].partition("\n")[0].strip()
@@ -259,7 +194,10 @@ def _survey(model: nn.Module, given: Any) -> Survey:
                 continue
             if not example.is_assumed or _begins_with_image_convolution(trace):
                 return Survey(model, example, trace, forwards, not fake)
-    raise no_example(model)
+    raise InjectionError(
+        f"this needs an example input for {type(model).__name__}, to see what its layers compute.\n"
+        "  pass one: example_input=x, a tensor, a tuple of arguments or a dict of keyword arguments"
+    )
 
 
 def _begins_with_image_convolution(trace: Trace) -> bool:
@@ -271,8 +209,6 @@ def _begins_with_image_convolution(trace: Trace) -> bool:
 
 
 def _shapes(value: Any) -> Any:
-    from hookdrop.utils.tensor_tree import tensors
-
     if value is None:
         return None
     return type(value).__name__, [(tuple(x.shape), x.dtype, x.device) for x in tensors(value)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from hookdrop.survey.trace import Call, Node, Op, Trace
 from hookdrop.utils.tensor_tree import map_leaves, tensors
 
 _FUSED = "scaled_dot_product_attention"
-_PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "addmm", "einsum", "linear"})
-HIDDEN = frozenset({"multi_head_attention_forward", "_native_multi_head_attention"})
+_PRODUCTS = {"matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "linear"}
+HIDDEN = {"multi_head_attention_forward", "native_multi_head_attention"}
 """Attention as one function, which applies the weight of the projection without calling the layer."""
 
 
@@ -42,39 +42,28 @@ class _NoHeadsError(Exception):
 
 def find_heads(trace: Trace) -> tuple[dict[str, Heads], dict[str, str]]:
     """Return the heads by the name of the layer whose input has them, and refused modules with the reason."""
-    heads: dict[str, Heads] = {}
-    refused = {op.call.name: "it computes its projection without calling the layer" for op in trace.ops
-               if op.name in HIDDEN and op.call is not None}  # fmt: skip
-    known: dict[str, Heads | _NoHeadsError] = {}
-    projections: dict[Node, _Projection] = {}
+    hidden = [op.call.name for op in trace.ops if op.name in HIDDEN and op.call is not None]
+    refused = dict.fromkeys(hidden, "it computes its projection without calling the layer")
+    projections: dict[Node, tuple[str, list[Op]]] = {}
     for core in attention_cores(trace):
         found = _follow(trace, core)
         if isinstance(found, str):
             refused[core.call.name if core.call else ""] = found
         elif found is not None:
-            projections.setdefault(found[1], _Projection(found[0].name, found[1], [])).cores.append(core)
-    for projection in projections.values():
-        chain = _Chain(trace, projection)
-        try:
-            if len({core.outputs[0].shape for core in projection.cores}) > 1:
-                raise _NoHeadsError("different products are joined before it")
-            found_heads = known.get(chain.key) or chain.heads()
-        except _NoHeadsError as error:
-            found_heads = error
-        known[chain.key] = found_heads
-        previous = heads.get(projection.layer, found_heads)
-        if isinstance(found_heads, _NoHeadsError) or previous != found_heads:
-            refused[projection.layer] = str(found_heads) if found_heads == previous else "its calls differ in the heads"
+            projections.setdefault(found[1], (found[0].name, []))[1].append(core)
+    heads: dict[str, Heads] = {}
+    known: dict[str, Heads | _NoHeadsError] = {}
+    for node, (layer, cores) in projections.items():
+        chain = _Chain(trace, cores, node)
+        if chain.key not in known:
+            known[chain.key] = chain.heads()
+        one = known[chain.key]
+        previous = heads.get(layer, one)
+        if isinstance(one, _NoHeadsError) or previous != one:
+            refused[layer] = str(one) if one == previous else "its calls differ in the heads"
         else:
-            heads[projection.layer] = found_heads
-    return {name: found for name, found in heads.items() if name not in refused}, refused
-
-
-class _Projection(NamedTuple):
-    layer: str
-    node: Node
-    """The input of the layer."""
-    cores: list[Op]
+            heads[layer] = one
+    return {name: one for name, one in heads.items() if name not in refused}, refused
 
 
 def attention_cores(trace: Trace) -> Iterator[Op]:
@@ -126,21 +115,10 @@ def _entered(trace: Trace, op: Op, core: Op, reached: set[Node]) -> tuple[Call, 
 class _Chain:
     """The operations from the products of attention to the input of the projection."""
 
-    def __init__(self, trace: Trace, projection: _Projection) -> None:
-        self.starts = [core.outputs[0] for core in projection.cores]
-        self.end = projection.node
-        after = {*self.starts}
-        made = []
-        for op in trace.ops:
-            if op.index < self.end.index and op not in projection.cores and not after.isdisjoint(op.inputs):
-                after.update(op.outputs)
-                made.append(op)
-        needed = {self.end}
-        self.ops: list[Op] = []
-        for op in reversed(made):
-            if not needed.isdisjoint(op.outputs):
-                needed.update(op.inputs)
-                self.ops.insert(0, op)
+    def __init__(self, trace: Trace, cores: Sequence[Op], end: Node) -> None:
+        self.starts, self.end = [core.outputs[0] for core in cores], end
+        ops = {node.op for start in self.starts for node in trace.path(start, [end]) if node.op} - {*cores}
+        self.ops = sorted(ops, key=lambda op: op.index)
         self.constants: dict[Node, Tensor] = {}
 
     @property
@@ -154,12 +132,10 @@ class _Chain:
         ops = [(op.name, op.args, op.kwargs, op.outputs) for op in self.ops]
         return repr(map_leaves([self.starts, ops, [self.end]], plain))
 
-    def heads(self) -> Heads:
-        """Return the heads in the last axis of the end.
-
-        Raises:
-            _NoHeadsError: it has no heads.
-        """
+    def heads(self) -> Heads | _NoHeadsError:
+        """Return the heads in the last axis of the end, or why it has none."""
+        if len({start.shape for start in self.starts}) > 1:
+            return _NoHeadsError("different products are joined before it")
         try:
             # A head is a matrix (L, d) of the product, or, if the queries of all heads are in one matrix, some rows.
             for axes in (2, 1):
@@ -167,11 +143,11 @@ class _Chain:
                 first = probe.zeroed_with(torch.arange(probe.width) == 0)
                 if not first.all():
                     return probe.layout(first)
-        except _NoHeadsError:
-            raise
+        except _NoHeadsError as error:
+            return error
         except Exception as error:
-            raise _NoHeadsError(f"the way from attention to it cannot be repeated: {error}") from error
-        raise _NoHeadsError("it has a single head, or what mixes the heads comes before it")
+            return _NoHeadsError(f"the way from attention to it cannot be repeated: {error}")
+        return _NoHeadsError("it has a single head, or what mixes the heads comes before it")
 
     def repeat(self, values: Sequence[Tensor]) -> Tensor:
         """Compute the end from other values of the products."""
@@ -186,11 +162,11 @@ class _Chain:
         for op in self.ops:
             if op.function is None:
                 raise _NoHeadsError(f"the way from attention to it is hidden ({op.name})")
-            if _is_in_place(op):
+            if op.is_in_place:
                 known[op.inputs[0]] = value(op.inputs[0]).clone()
             args, kwargs = map_leaves(op.args, value), map_leaves(op.kwargs, value)
             result = op.function(*args, **kwargs)
-            made = [known[op.inputs[0]]] if _is_in_place(op) else tensors(result)
+            made = [known[op.inputs[0]]] if op.is_in_place else tensors(result)
             known.update(zip(op.outputs, made, strict=True))
         return known[self.end]
 
@@ -201,10 +177,6 @@ class _Chain:
             self.constants[node] = torch.rand(node.shape).add(1.0).to(node.dtype) if floating else torch.ones(
                 node.shape, dtype=node.dtype)  # fmt: skip
         return self.constants[node]
-
-
-def _is_in_place(op: Op) -> bool:
-    return op.name == "__setitem__" or op.name.startswith("__i") or (op.name.endswith("_") and op.name[-2] != "_")
 
 
 class _Probe:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from hookdrop.utils.errors import HookdropError, InjectionError, warn
 from hookdrop.utils.tables import some
@@ -36,14 +37,24 @@ def restored_after(model: nn.Module, *, trains: bool = True) -> Iterator[None]:
     Raises:
         InjectionError: the model has lazy parameters, which its first forward would initialize.
     """
-    _require_no_lazy_parameters(model)
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise InjectionError(
+            f"the model has lazy parameters ({some(lazy)}): a forward would initialize them, which changes the model.\n"
+            "  run one forward first: model(x)"
+        )
+    with forked_rng(model), _copied_buffers(model, trains), _restored_modes(model):
+        yield
+
+
+@contextmanager
+def _restored_modes(model: nn.Module) -> Iterator[None]:
     flags = [(module, module.training) for module in model.modules()]
-    with forked_rng(model), _copied_buffers(model, trains):
-        try:
-            yield
-        finally:
-            for module, training in flags:
-                module.training = training
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
 
 
 def set_eval(model: nn.Module) -> None:
@@ -55,13 +66,9 @@ def set_eval(model: nn.Module) -> None:
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Set the training flags to eval mode inside, and restore them on exit."""
-    flags = [(module, module.training) for module in model.modules()]
-    set_eval(model)
-    try:
+    with _restored_modes(model):
+        set_eval(model)
         yield
-    finally:
-        for module, training in flags:
-            module.training = training
 
 
 @contextmanager
@@ -75,7 +82,7 @@ def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
     }
     # One copy per buffer, so that shared buffers stay shared.
     copies = {key: buffer.detach().clone() for key, buffer in copied.items()}
-    uncopied = [(buffer, version_of(buffer)) for buffer in model.buffers() if id(buffer) not in copies]
+    uncopied = [(name, x, version_of(x)) for name, x in model.named_buffers() if id(x) not in copies]
     try:
         for table, originals in tables:
             table.update({name: copies.get(id(buffer), buffer) for name, buffer in originals.items()})
@@ -84,16 +91,13 @@ def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
         for table, originals in tables:
             table.clear()
             table.update(originals)
-        _warn_of_modified(model, [buffer for buffer, version in uncopied if version_of(buffer) != version])
-
-
-def _require_no_lazy_parameters(model: nn.Module) -> None:
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
-    if lazy:
-        raise InjectionError(
-            f"the model has lazy parameters ({some(lazy)}): a forward would initialize them, which changes the model.\n"
-            "  run one forward first: model(x)"
-        )
+        modified = [name for name, buffer, version in uncopied if version_of(buffer) != version]
+        if modified:
+            warn(
+                f"this forward modified {some(modified)}, which {'is' if len(modified) == 1 else 'are'} too large to "
+                "be copied first, so the model keeps the new values.\n"
+                "  reload the model's state. Without example_input=, inject runs no forward."
+            )
 
 
 def _may_be_written_to(module: nn.Module, buffer: Tensor, trains: bool) -> bool:
@@ -101,16 +105,6 @@ def _may_be_written_to(module: nn.Module, buffer: Tensor, trains: bool) -> bool:
         return True
     # Inference tensors have no version counter, so a change would go unnoticed.
     return buffer.is_inference() or (trains and buffer.is_floating_point() and buffer.element_size() > 1)
-
-
-def _warn_of_modified(model: nn.Module, buffers: list[Tensor]) -> None:
-    names = [name for name, buffer in model.named_buffers() if any(buffer is other for other in buffers)]
-    if names:
-        warn(
-            f"this forward modified {some(names)}, which {'is' if len(names) == 1 else 'are'} too large to be copied "
-            "first, so the model keeps the new values.\n"
-            "  reload the model's state. Without example_input=, inject runs no forward."
-        )
 
 
 @contextmanager
@@ -161,6 +155,17 @@ def call(model: nn.Module, example: Any) -> Any:
             f"the model does not accept this example, {describe(example)}:\n  {type(error).__name__}: {error}\n"
             f"  {_advice(example)}, on the model's device."
         ) from error
+
+
+def run_with_hooks(model: nn.Module, example: Any, handles: Sequence[RemovableHandle]) -> None:
+    """Call `model` in eval mode without gradients, restore its state, and remove these hooks."""
+    try:
+        with restored_after(model, trains=False), torch.no_grad():
+            set_eval(model)
+            call(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _advice(example: Any) -> str:

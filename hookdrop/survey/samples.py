@@ -8,15 +8,14 @@ either the first rows change, or every second one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookdrop.survey.isolation import call, restored_after, set_eval
-from hookdrop.survey.trace import Call, Node, Trace
+from hookdrop.survey.isolation import run_with_hooks
+from hookdrop.survey.trace import Call, Trace
 from hookdrop.utils.select import layers_by_name
 from hookdrop.utils.tensor_tree import first_tensor, map_leaves
 
@@ -53,35 +52,31 @@ class Samples:
 def growing_axis(two: Trace, three: Trace, name: str, at: str) -> Samples | str:
     """Return the axis and the rows per sample of a layer's first tensor, or why they are unknown."""
     pairs = list(zip(two.calls_of.get(name, []), three.calls_of.get(name, []), strict=False))
-    found = {_growth(_site_node(a, at), _site_node(b, at)) for a, b in pairs}
-    reason = next((one for one in found if isinstance(one, str)), None)
-    if not found or reason:
-        return reason or "it is never called with the example"
-    axes = {one.axis for one in found if isinstance(one, Samples)}
-    most = max((one for one in found if isinstance(one, Samples)), key=lambda one: one.per_sample)
-    if len(axes) > 1:
+    found = {_growing(_shape(a, at), _shape(b, at)) for a, b in pairs}
+    known = [one for one in found if isinstance(one, Samples)]
+    if len(known) < len(found) or not known:
+        return next((one for one in found if isinstance(one, str)), "it is never called with the example")
+    if len({one.axis for one in known}) > 1:
         return "its calls have the batch on different axes"
+    most = max(known, key=lambda one: one.per_sample)
     if most.per_sample == 1:
         return most
     module = _module_with_batch(*pairs[0])
     if module is None:
         return f"axis {most.axis} has {most.per_sample} rows for each sample, and no module around it gets the batch"
-    return Samples(most.axis, most.per_sample, module=module)
+    return replace(most, module=module)
 
 
-def _site_node(call: Call, at: str) -> Node | None:
-    return next((node for node in (call.outputs if at == "output" else call.inputs) if node.fits), None)
+def _shape(call: Call, at: str) -> tuple[int, ...]:
+    nodes = call.outputs if at == "output" else call.inputs
+    return next((node.shape for node in nodes if node.fits), ())
 
 
-def _growth(two: Node | None, three: Node | None) -> Samples | str:
-    if two is None or three is None:
-        return "it has no floating-point tensor"
-    return _growing(two.shape, three.shape)
-
-
-def _growing(two: Sequence[int], three: Sequence[int]) -> Samples | str:
-    shapes = f"{tuple(two)} for 2 samples, {tuple(three)} for 3"
+def _growing(two: tuple[int, ...], three: tuple[int, ...]) -> Samples | str:
+    shapes = f"{two} for 2 samples, {three} for 3"
     axes = [axis for axis, sizes in enumerate(zip(two, three, strict=False)) if sizes[0] != sizes[1]]
+    if not two or not three:
+        return "it has no floating-point tensor"
     if len(two) != len(three) or len(axes) != 1:
         return f"not one axis grows with the batch: {shapes}"
     axis = axes[0]
@@ -130,13 +125,7 @@ def _row_values(model: nn.Module, example: Any, sites: Iterable[Site]) -> dict[S
         return module.register_forward_pre_hook(lambda module, *given: save(site, given), with_kwargs=True)
 
     layers = layers_by_name(model)
-    with ExitStack() as stack:
-        for site in found:
-            stack.callback(watch(site, layers[site[0]].module).remove)
-        stack.enter_context(restored_after(model, trains=False))
-        stack.enter_context(torch.no_grad())
-        set_eval(model)
-        call(model, example)
+    run_with_hooks(model, example, [watch(site, layers[site[0]].module) for site in found])
     return found
 
 

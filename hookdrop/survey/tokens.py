@@ -9,7 +9,6 @@ run. Windows, grids, relative positions and rotary embeddings fail one of both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.survey.heads import HIDDEN, attention_cores
-from hookdrop.survey.isolation import call, restored_after, set_eval
-from hookdrop.survey.trace import Call, Node, Trace
+from hookdrop.survey.isolation import run_with_hooks
+from hookdrop.survey.trace import Node, Trace
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import map_tensor, tensors
 
@@ -36,46 +35,21 @@ class Patches:
 def find_patches(trace: Trace) -> str | None:
     """Return the layer whose output is the patches with their positions; None if there is none."""
     cores = {*attention_cores(trace)}
-    images = [node for node in _inputs(trace) if node.fits and len(node.shape) >= 4]
+    inputs = dict.fromkeys(node for op in trace.ops for node in op.inputs if node.leaf == "input")
+    images = [node for node in inputs if node.fits and len(node.shape) >= 4]
     core = next((op for op in trace.ops if op.name in HIDDEN or op in cores), None)
     if len(images) != 1 or core is None:
         return None
-    sources = _sources(trace)
+    depends = trace.reached(images) - trace.reached(inputs.keys() - {*images})
     returned = [(call, call.outputs[0]) for call in trace.calls if call.end < core.index and call.outputs]
-    nodes = dict.fromkeys(node for _, node in returned if len(node.shape) == 3 and node.fits)
-    ends = [node for node in nodes if sources.get(node) == frozenset(images) and _all_passes(trace, images[0], node)]
-    if not ends:
-        return None
-    last = max(ends, key=lambda node: node.index)
-    return _outermost(next(call for call, node in returned if node is last), last).name
-
-
-def _inputs(trace: Trace) -> list[Node]:
-    return list(dict.fromkeys(node for op in trace.ops for node in op.inputs if node.leaf == "input"))
-
-
-def _sources(trace: Trace) -> dict[Node, frozenset[Node]]:
-    """Return the inputs of the model that each tensor depends on."""
-    found = {node: frozenset([node]) for node in _inputs(trace)}
-    for op in trace.ops:
-        sources = frozenset[Node]().union(*(found.get(node, ()) for node in op.inputs))
-        found.update(dict.fromkeys(op.outputs, sources))
-    return found
-
-
-def _all_passes(trace: Trace, start: Node, gate: Node) -> bool:
-    """Whether all that the model computes from a tensor passes through another."""
-    reached = {start}
-    for op in trace.ops:
-        if not reached.isdisjoint(op.inputs):
-            reached.update(node for node in op.outputs if node is not gate)
-    return reached.isdisjoint(trace.calls[0].outputs)
-
-
-def _outermost(call: Call, node: Node) -> Call:
-    while call.parent is not None and call.parent.outputs[:1] == [node]:
-        call = call.parent
-    return call
+    tokens = {node for _, node in returned if len(node.shape) == 3 and node.fits and node in depends}
+    for last in sorted(tokens, key=lambda node: -node.index):
+        if trace.reached(images, gate=last).isdisjoint(trace.calls[0].outputs):  # all of the image passes through it
+            call = next(call for call, node in returned if node is last)
+            while call.parent is not None and call.parent.outputs[:1] == [last]:
+                call = call.parent
+            return call.name
+    return None
 
 
 def find_embedding(trace: Trace) -> str | None:
@@ -95,34 +69,42 @@ def _given(node: Node) -> Node:
     return node
 
 
-class TokensNeededError(Exception):
+class _NeededError(Exception):
     """Why the tokens of a layer cannot be removed."""
 
 
-def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches:
-    """Return the patches among the tokens that a layer returns, if later layers do not need all of them.
+def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches | str:
+    """Return the patches among the tokens (N, L, C) that a layer returns, or why later layers need all of them.
 
     Args:
         model: the model without wrappers.
         example: two different samples.
-        layer: the name of a layer that returns tokens (N, L, C).
-
-    Raises:
-        TokensNeededError: later layers need them.
+        layer: the name of the layer.
     """
+    try:
+        return _removable_patches(model, example, layer)
+    except _NeededError as error:
+        return str(error)
+
+
+def _removable_patches(model: nn.Module, example: Any, layer: str) -> Patches:
     plain = _run(model, example, layer, lambda x: x)
     tokens = plain.tokens
     if tokens is None or tokens.dim() != 3 or len(tokens) != 2:
-        raise TokensNeededError(f"{layer!r} does not return one tensor (N, L, C) in each forward")
+        raise _NeededError(f"{layer!r} does not return one tensor (N, L, C) in each forward")
     equal = (tokens[0] == tokens[1]).all(-1)
     length, prefix = tokens.shape[1], int(equal.sum())
     if not equal[:prefix].all() or length - prefix < 2:
-        raise TokensNeededError(f"the tokens of {layer!r} that do not depend on the image are not the first ones")
+        raise _NeededError(f"the tokens of {layer!r} that do not depend on the image are not the first ones")
     order = torch.cat([torch.arange(prefix), torch.arange(prefix, length).roll(1 + (length - prefix) // 3)])
     permuted = _tried(model, example, layer, lambda x: x[:, order.to(x.device)], "in another order")
     for (name, before), (_, after) in zip(plain.outputs, permuted.outputs, strict=False):
-        if not _same(_in_order(before, order), after):
-            raise TokensNeededError(f"{name!r} depends on the position of the tokens that it gets")
+        if before.shape == order.shape:
+            before = before[order.to(before.device)]
+        # The order of a sum changes its rounding; a position changes much more than this.
+        limit = 1e-3 * before.abs().max().clamp(min=1e-6)
+        if before.shape != after.shape or not bool(((before - after).abs() <= limit).all()):
+            raise _NeededError(f"{name!r} depends on the position of the tokens that it gets")
     kept = torch.arange(prefix + (length - prefix) // 2)
     _tried(model, example, layer, lambda x: x[:, kept.to(x.device)], "with fewer tokens")
     return Patches(layer, prefix)
@@ -144,7 +126,7 @@ def _run(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], 
     def at_layer(module: nn.Module, args: Any, output: Any) -> Any:
         first, run.tokens = run.tokens is None, next(iter(tensors(output)), None)
         if not first:
-            raise TokensNeededError(f"{layer!r} runs several times in a forward")
+            raise _NeededError(f"{layer!r} runs several times in a forward")
         return map_tensor(output, None, change)
 
     def after(name: str) -> Callable[..., None]:
@@ -156,27 +138,22 @@ def _run(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], 
         return save
 
     layers = {found.name: found.module for found in named_layers(model)}
-    with ExitStack() as stack:
-        # Registered last, so that this changes what a hook of hookdrop would change.
-        stack.callback(layers[layer].register_forward_hook(at_layer).remove)
-        for name, module in layers.items():
-            if name != layer and not name.startswith(f"{layer}."):
-                stack.callback(module.register_forward_hook(after(name)).remove)
-        stack.enter_context(restored_after(model, trains=False))
-        stack.enter_context(torch.no_grad())
-        set_eval(model)
-        call(model, example)
+    others = {name: module for name, module in layers.items() if not f"{name}.".startswith(f"{layer}.")}
+    # Registered last, so that this changes what a hook of hookdrop would change.
+    handles = [layers[layer].register_forward_hook(at_layer)]
+    handles += [module.register_forward_hook(after(name)) for name, module in others.items()]
+    run_with_hooks(model, example, handles)
     return run
 
 
 def _tried(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], Tensor], how: str) -> _Run:
     try:
         return _run(model, example, layer, change)
-    except TokensNeededError:
+    except _NeededError:
         raise
     except Exception as error:  # models fail in any way
         reason = "".join(str(error.__cause__ or error).strip().splitlines()[:1])
-        raise TokensNeededError(f"the layers after {layer!r} do not run {how}: {reason}") from error
+        raise _NeededError(f"the layers after {layer!r} do not run {how}: {reason}") from error
 
 
 def _projected(x: Tensor, length: int) -> Tensor:
@@ -187,12 +164,3 @@ def _projected(x: Tensor, length: int) -> Tensor:
     rows = x.movedim(axes[0], 0).flatten(1) if axes else x.reshape(1, -1)
     weights = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows)
     return (rows * weights).float().sum(1)
-
-
-def _in_order(x: Tensor, order: Tensor) -> Tensor:
-    return x[order.to(x.device)] if x.shape == order.shape else x
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    # The order of a sum changes its rounding; a position changes much more than this.
-    return x.shape == y.shape and bool(((x - y).abs() <= 1e-3 * x.abs().max().clamp(min=1e-6)).all())

@@ -22,9 +22,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,7 +39,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hookdrop.survey.isolation import call, restored_after
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
-from hookdrop.utils.tensor_tree import bind_arguments, map_leaves
+from hookdrop.utils.tensor_tree import bind_arguments, map_leaves, tensors
 from hookdrop.utils.torch_internals import BatchNorm, fake_tensors, storage_of, version_of
 
 
@@ -50,7 +51,6 @@ class Node:
         shape, dtype: those of the tensor.
         op: the operation that computed it; None for a leaf.
         leaf: `"input"`, `"weight"` (a parameter or a buffer) or `"constant"`; empty if an operation computed it.
-        name: the full name of a parameter or buffer.
         is_data: whether it depends on the example.
         has_weights: whether it depends on parameters.
     """
@@ -61,12 +61,8 @@ class Node:
 
     def __init__(self, index: int, tensor: Tensor, op: Op | None = None, leaf: str = "") -> None:
         self.index, self.shape, self.dtype, self.op, self.leaf = index, tuple(tensor.shape), tensor.dtype, op, leaf
-        self.name = ""
         self.is_data = op is not None and any(node.is_data for node in op.inputs)
         self.has_weights = op is not None and any(node.has_weights for node in op.inputs)
-
-    def __repr__(self) -> str:
-        return f"Node({self.index}, {self.shape}, {self.name or self.leaf or getattr(self.op, 'name', '')})"
 
     @property
     def fits(self) -> bool:
@@ -85,7 +81,7 @@ class Op:
 
     index: int
     name: str
-    """The name of the function, such as "add", "add_", "linear" or "__getitem__"."""
+    """The name of the function, such as "linear" or "getitem"; "add" for all forms of an addition, as of a product."""
     function: Callable[..., Any] | None = field(repr=False)
     """None for code in which operations cannot be seen."""
     args: tuple[Any, ...] = field(repr=False)
@@ -96,6 +92,12 @@ class Op:
     call: Call | None = field(repr=False)
     """The innermost running module."""
     outputs: list[Node] = field(default_factory=list)
+    is_in_place: bool = False
+    """Whether it changes its first input."""
+
+    def argument(self, index: int, name: str, default: Any = None) -> Any:
+        """Return an argument of the function by its position or its name."""
+        return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
 
 
 @dataclass(eq=False)
@@ -158,6 +160,51 @@ class Trace:
                 found.setdefault(node, []).append(op)
         return found
 
+    @cached_property
+    def ancestors(self) -> dict[Node, int]:
+        """The nodes from which each node was computed, itself included, as a set of bits: see `bit`."""
+        found: dict[Node, int] = {}
+        for op in self.ops:
+            for node in op.inputs:
+                found.setdefault(node, 1 << len(found))
+            before = functools.reduce(operator.or_, (found[node] for node in op.inputs), 0)
+            for node in op.outputs:
+                found[node] = before | 1 << len(found)
+        return found
+
+    @cached_property
+    def bit(self) -> dict[Node, int]:
+        """A number with one bit for each node."""
+        return {node: 1 << index for index, node in enumerate(self.ancestors)}
+
+    def leads(self, first: Node, second: Node) -> bool:
+        """Whether the second tensor is computed from the first."""
+        return first is not second and bool(self.ancestors.get(second, 0) & self.bit.get(first, 0))
+
+    def path(
+        self, start: Node, ends: Iterable[Node], inputs: Callable[[Op], Iterable[Node]] = operator.attrgetter("inputs")
+    ) -> list[Node]:
+        """Return what is computed from `start` on the way to `ends`, in the order of execution.
+
+        `inputs` gives the inputs of an operation that are followed; by default, all.
+        """
+        found: set[Node] = set()
+        waiting = list(ends)
+        while waiting:
+            node = waiting.pop()
+            if node not in found and node.op is not None and self.leads(start, node):
+                found.add(node)
+                waiting += inputs(node.op)
+        return sorted(found, key=lambda node: node.index)
+
+    def reached(self, starts: Iterable[Node], gate: Node | None = None) -> set[Node]:
+        """Return these nodes and all that is computed from them, not only through `gate`."""
+        found = {*starts}
+        for op in self.ops:
+            if not found.isdisjoint(op.inputs):
+                found.update(node for node in op.outputs if node is not gate)
+        return found
+
 
 def nodes_in(value: Any) -> list[Node]:
     """Return the nodes in a value, depth first."""
@@ -188,7 +235,8 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: bool 
         stack.enter_context(restored_after(model, trains=training))
         recorder = _Recorder(model)
         stack.enter_context(_restored_attributes(model))
-        stack.enter_context(_without_fused_attention())
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.no_grad())
         for module in model.modules():
             module.training = training and not isinstance(module, BatchNorm)  # which fails for one small map
@@ -196,7 +244,8 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: bool 
             stack.callback(_clear_function_caches, model)
             mode = stack.enter_context(fake_tensors())
             example = _map_tensors(example, mode.from_tensor)
-        recorder.mark_inputs(example)
+        for tensor in tensors(example):
+            recorder.leaf(tensor, "input").is_data = True
         stack.enter_context(recorder.hooks(model))
         stack.enter_context(recorder)
         call(unwrapped(model), example)
@@ -213,13 +262,8 @@ class _Recorder(TorchFunctionMode):
         """The last in-place change of each storage."""
         self.versions: dict[Node, int] = {}
         self.stack: list[Call] = []
-        for name, tensor in (*unwrapped(model).named_parameters(), *unwrapped(model).named_buffers()):
-            node = self._leaf(tensor, "weight")
-            node.name, node.has_weights = name, isinstance(tensor, nn.Parameter)
-
-    def mark_inputs(self, example: Any) -> None:
-        for tensor in _tensors(example):
-            self._leaf(tensor, "input").is_data = True
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.leaf(tensor, "weight").has_weights = isinstance(tensor, nn.Parameter)
 
     @contextmanager
     def hooks(self, model: nn.Module) -> Iterator[None]:
@@ -246,7 +290,7 @@ class _Recorder(TorchFunctionMode):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         left = self.stack.pop()
-        unseen = [tensor for tensor in _tensors(output) if tensor not in self.nodes]
+        unseen = [tensor for tensor in tensors(output) if tensor not in self.nodes]
         if unseen:  # the module is compiled by torch.jit, or calls code of another library
             op = self._op("opaque", None, tuple(left.inputs), {}, tuple(left.inputs))
             for tensor in unseen:
@@ -270,12 +314,10 @@ class _Recorder(TorchFunctionMode):
         inputs = [self.nodes[tensor] for tensor in given.values()]
         result = function(*args, **kwargs or {})
         changed = [x for x, node in zip(given.values(), inputs, strict=True) if _version(x) != self.versions[node]]
-        outputs = {id(x): x for x in (*(x for x in _tensors(result) if x not in self.nodes), *changed)}
+        outputs = {id(x): x for x in (*(x for x in tensors(result) if x not in self.nodes), *changed)}
         if outputs:
-            name = getattr(function, "__name__", str(function))
-            if name == "__get__":  # a property such as `x.T`
-                name = getattr(function.__self__, "__name__", name)
-            op = self._op(name, function, plain_args, plain_kwargs, tuple(inputs))
+            op = self._op(_name(function), function, plain_args, plain_kwargs, tuple(inputs))
+            op.is_in_place = bool(changed)
             for tensor in outputs.values():
                 self._new(tensor, op)
             for tensor in changed:
@@ -294,7 +336,7 @@ class _Recorder(TorchFunctionMode):
         op.outputs.append(node)
         return self._remember(tensor, node)
 
-    def _leaf(self, tensor: Tensor, kind: str) -> Node:
+    def leaf(self, tensor: Tensor, kind: str) -> Node:
         return self._remember(tensor, Node(next(self.clock), tensor, leaf=kind))
 
     def _remember(self, tensor: Tensor, node: Node) -> Node:
@@ -303,7 +345,7 @@ class _Recorder(TorchFunctionMode):
 
     def _node(self, tensor: Tensor) -> Node:
         if tensor not in self.nodes:
-            return self._leaf(tensor, "constant")
+            return self.leaf(tensor, "constant")
         node: Node = self.nodes[tensor]
         if self.versions[node] != _version(tensor):  # changed through another tensor that shares its memory
             inputs = tuple(dict.fromkeys((node, self.writes.get(storage_of(tensor), node))))
@@ -350,34 +392,18 @@ def _clear_function_caches(model: nn.Module) -> None:
 _LRU_CACHE = type(functools.lru_cache(int))
 
 
-@contextmanager
-def _without_fused_attention() -> Iterator[None]:
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+def _name(function: Any) -> str:
+    """Return the name of a function, the same one for methods, operators and in-place forms."""
+    name = getattr(function, "__name__", str(function))
+    if name == "__get__":  # a property such as `x.T`
+        name = getattr(function.__self__, "__name__", name)
+    special = re.fullmatch("__[ir]?(add|mul|matmul)__|__i?true(div)__|(mul)tiply|true_(div)ide", name)
+    return next(filter(None, special.groups())) if special else name.strip("_")
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map_tensors(value, found.append)
-    return found
-
-
 def _map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
-    """Return `value` with `fn` applied to its tensors. This is `map_leaves` for the fast path of each operation."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if type(value) in (tuple, list):
-        return type(value)(_map_tensors(item, fn) for item in value)
-    if type(value) is dict:
-        return {key: _map_tensors(item, fn) for key, item in value.items()}
-    if isinstance(value, tuple | list | Mapping) or hasattr(value, "__dataclass_fields__"):
-        return map_leaves(value, lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf)
-    return value
+    return map_leaves(value, lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf)

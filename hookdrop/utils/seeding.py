@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import weakref
-from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -90,59 +88,60 @@ def _in_job() -> bool:
 
 
 # --- detecting equal seeds
-#
-# Each rank writes its seed to the job's store, and its rank to the first free slot of that seed: two requests per rank
-# and seed. No rank waits for another. A check reads the slots.
 
-_announced: tuple[weakref.ref[Store], dict[str, tuple[int, str]]] | None = None
-"""A store, and the seed and slot that this process last wrote there, by device type."""
+_announced: tuple[int, str, int] | None = None
+"""The id of the store, the device type and the seed of the last `announce`."""
 
 _ABSENT = "-"
 
 
-class _Job(NamedTuple):
-    """A rank of the job and the seed of its masks."""
-
-    store: Store
-    rank: int
-    kind: str
-    """The device type of the generator: equal seeds give different masks on different types."""
-    seed: int
-
-    def key(self, what: str, of: int) -> str:
-        return f"hookdrop/{what} {self.kind} {of}"
-
-
 def announce(device: torch.device) -> None:
     """Publish the seed of the masks on `device` to the other ranks of the job, once per seed."""
+    global _announced
     job = _job(device)
-    if job is not None and _written(job.store).get(job.kind, (None,))[0] != job.seed:
-        with suppress(RuntimeError):
-            _claim(job)
+    if job is not None and _announced != (key := (id(job[0]), *job[1:])):
+        _announced = key
+        find_rank_with_same_seed(device)
 
 
 def find_rank_with_same_seed(where: nn.Module | torch.device) -> tuple[int, int, int] | None:
-    """Return this rank, another rank that draws masks from the same seed, and the seed.
+    """Publish the seed of this rank; return this rank, another that draws masks from the same seed, and the seed.
 
-    Returns None if no such rank has announced its seed yet, or if `torch.distributed` is not initialized.
+    Returns None if no such rank has published its seed yet, or if `torch.distributed` is not initialized. No rank waits
+    for another: the job's store has the seed of each rank, and the first and the last rank that published each seed.
     """
     if isinstance(where, nn.Module):  # the accelerator, if any parameter is on one
         devices = {parameter.device for parameter in where.parameters() if parameter.device.type != "meta"}
         where = max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
     if (job := _job(where)) is None:
         return None
+    (store, kind, seed), rank = job, dist.get_rank()
+    prefix = f"hookdrop/{kind}"
+
+    def read(key: str) -> int | None:
+        # `store.get` would wait for a missing key.
+        text = store.compare_set(f"{prefix} {key}", _ABSENT, _ABSENT).decode()
+        return None if text == _ABSENT else int(text)
+
     try:
-        first = _claim(job)
-        other = first if first != job.rank else _read(job.store, job.key("second with seed", job.seed))
-        if other in (None, job.rank) or _read(job.store, job.key("seed of", other)) != job.seed:
-            return None
+        store.set(f"{prefix} seed of {rank}", str(seed))
+        other: int | None = int(store.compare_set(f"{prefix} first with {seed}", "", str(rank)))
+        if other != rank and read(f"seed of {other}") == seed:
+            store.set(f"{prefix} last with {seed}", str(rank))
+        else:  # this rank is the first, or that rank was reseeded
+            store.set(f"{prefix} first with {seed}", str(rank))
+            other = read(f"last with {seed}")
+        same = other not in (None, rank) and read(f"seed of {other}") == seed
     except RuntimeError:  # the rank that hosted the store is gone, or the store is not readable
         return None
-    return job.rank, other, job.seed
+    return (rank, other, seed) if same and other is not None else None
 
 
-def _job(device: torch.device) -> _Job | None:
-    """Return None if no other rank can draw the same masks, or if equal masks are intended."""
+def _job(device: torch.device) -> tuple[Store, str, int] | None:
+    """Return the store of the job, and the device type and seed of this rank's generator.
+
+    None if no other rank can draw the same masks, or if equal masks are intended.
+    """
     if not _in_job() or dist.get_world_size() < 2:
         return None
     kind, seed, store = "cpu", torch.initial_seed(), default_store()
@@ -153,38 +152,4 @@ def _job(device: torch.device) -> _Job | None:
             kind, seed = device.type, int(module.initial_seed())
     if store is None or (_last is not None and _last[1:] == (seed, True)):
         return None
-    return _Job(store, dist.get_rank(), kind, seed)
-
-
-def _claim(job: _Job) -> int:
-    """Publish the seed once and claim one of its slots. Returns the first rank with this seed."""
-    store, written = job.store, _written(job.store)
-    seed, before = written.get(job.kind, (None, ""))
-    if seed != job.seed:
-        store.set(job.key("seed of", job.rank), str(job.seed))
-    slot = job.key("first with seed", job.seed)
-    first = int(store.compare_set(slot, "", str(job.rank)))
-    if first != job.rank:
-        if _read(store, job.key("seed of", first)) == job.seed:
-            slot = job.key("second with seed", job.seed)
-        else:  # that rank was reseeded
-            first = job.rank
-        store.set(slot, str(job.rank))
-    written[job.kind] = job.seed, slot
-    # Without this, a job that reseeds at every step would fill the store.
-    if before not in ("", slot) and _read(store, before) == job.rank:
-        store.delete_key(before)
-    return first
-
-
-def _written(store: Store) -> dict[str, tuple[int, str]]:
-    global _announced
-    if _announced is None or _announced[0]() is not store:
-        _announced = weakref.ref(store), {}
-    return _announced[1]
-
-
-def _read(store: Store, key: str) -> int | None:
-    """Read a key without blocking: `store.get` would wait for a missing key."""
-    text = store.compare_set(key, _ABSENT, _ABSENT).decode()
-    return None if text == _ABSENT else int(text)
+    return store, kind, seed

@@ -20,7 +20,7 @@ from torch import nn
 
 from hookdrop import Dropout, LateSchedule, inject, plan
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.injection.place import place
+from hookdrop.injection.verbs import place
 from hookdrop.utils import select as layers
 from tests.support.models import Small
 

@@ -496,12 +496,6 @@ def _() -> None:
     inject(model, DropBlock(p=0.2, block_size=3), layers="conv1")
 
 
-@case("on_existing='replace' with fewer sites")
-def _() -> None:
-    model, _ = injected()
-    inject(model, DropBlock(p=0.1, block_size=3), layers="layer1.*.bn1", on_existing="replace")
-
-
 @case("inject inside without_hooks")
 def _() -> None:
     model, _ = injected()

@@ -560,7 +560,7 @@ class TestGroup:
         assert found.forwards == 20
 
     def test_a_model_without_injections_raises(self) -> None:
-        with pytest.raises(InjectionError, match=r"there is no injection here.\n  call inject"):
+        with pytest.raises(InjectionError, match=r"there is no injection here."):
             find(nn.Linear(2, 2)).predict(X)
 
 

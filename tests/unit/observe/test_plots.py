@@ -23,7 +23,8 @@ from hookdrop import (
     ShapeError,
     inject,
 )
-from hookdrop.injection.figures import DROPPED, KEPT, as_images, panels, pixels
+from hookdrop.injection import figures
+from hookdrop.injection.figures import DROPPED, KEPT, as_images, pixels
 from hookdrop.observe import (
     CamComparison,
     Recording,
@@ -107,18 +108,18 @@ class TestRecordings:
             r.plot_masks(["layer2"])
 
     @pytest.mark.parametrize(
-        ("shape", "size", "labels"),
-        [((4, 20, 6), (20, 6), ("channel", "token")), ((4, 6), (4, 6), ("unit", "sample")), ((6,), (6, 1), ("unit", "sample"))],
+        ("shape", "size", "label"),
+        [((4, 20, 6), (20, 6), "tokens x channels"), ((4, 6), (4, 6), "samples x units"), ((6,), (6, 1), "samples x units")],
         ids=str,
     )  # fmt: skip
     def test_tokens_and_features_are_one_image_each(
-        self, shape: tuple[int, ...], size: tuple[int, ...], labels: tuple[str, str]
+        self, shape: tuple[int, ...], size: tuple[int, ...], label: str
     ) -> None:
         figure = recorded(nn.Identity(), Dropout(0.5), torch.randn(shape)).plot_features()
         assert [image.shape for image in images_of(figure)] == [size] * 3
         axes = all_axes(figure)
-        assert [a.get_title() for a in axes] == ["before", "mask", "after"]
-        assert {(a.get_xlabel(), a.get_ylabel()) for a in axes} == {labels}
+        assert [a.get_ylabel() for a in axes] == ["before", "mask", "after"]
+        assert {a.get_xlabel() for a in axes} == {label}
 
     def test_at_most_six_sites_are_drawn_unless_named(self) -> None:
         model = nn.Sequential(*[nn.Identity() for _ in range(9)])
@@ -161,7 +162,7 @@ class TestFeatures:
 
     def test_volume_shows_its_middle_slice(self) -> None:
         x = torch.randn(2, 3, 5, 6, 7)
-        assert torch.equal(panels(x, 1, 8)[2].image, x[1, 2, 2])
+        assert torch.equal(figures.images_of(x, 1, 8)[2], x[1, 2, 2])
 
     def test_non_finite_values_do_not_affect_the_color_scale(self) -> None:
         x = torch.ones(1, 1, 2, 2)

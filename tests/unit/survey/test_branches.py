@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdrop.survey import Branch, survey
+from hookdrop.survey.branches import Branch
+from hookdrop.survey.facts import survey
 from hookdrop.utils.errors import InjectionError
 
 C = 8
@@ -203,7 +204,6 @@ def test_layers_of_a_flat_model() -> None:
     found = branches(Flat())
     assert [branch.end for branch in found] == ["mixers.0", "mlps.0", "mixers.1", "mlps.1"]
     assert [branch.layer for branch in found] == [branch.end for branch in found]
-    assert [branch.skip for branch in found] == ["", None, None, None]
 
 
 class Conv(nn.Module):
@@ -219,11 +219,7 @@ class Conv(nn.Module):
 
 def test_projections_and_identity_skips() -> None:
     found = branches(nn.Sequential(Conv(first=True), Conv(), Conv(2)), torch.randn(2, 3, 16, 16))
-    assert [(one.layer, one.start, one.end, one.skip) for one in found] == [
-        ("0", "0.one", "0.two", "0.short"),
-        ("1", "1.one", "1.two", ""),
-        ("2", "2.one", "2.two", "2.short"),
-    ]
+    assert [(one.layer, one.end) for one in found] == [("0", "0.two"), ("1", "1.two"), ("2", "2.two")]
 
 
 class Adapter(nn.Module):
@@ -299,7 +295,7 @@ class TestSurvey:
 
     def test_assumes_an_image_for_convolutions_of_three_channels(self) -> None:
         found = survey(nn.Sequential(Conv(first=True), Conv()))
-        assert "assumed image" in found.source
+        assert "assumed image" in found.example.source
         assert found.forwards == 0
 
     def test_values_are_used_where_shapes_depend_on_them(self) -> None:

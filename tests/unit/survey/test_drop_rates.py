@@ -80,10 +80,10 @@ OUT_OF_REACH: dict[str, tuple[Net, str]] = {
     "arithmetic": (Net(lambda net, x: F.dropout(x, 1 - net.keep), keep=0.9), "dropout with a rate of 0.1"),
     "a list": (Net(lambda net, x: F.dropout(x, net.rates[0]), rates=[0.3]), "dropout with a rate of 0.3"),
     "a module created in each call": (Net(lambda net, x: nn.Dropout(0.3)(x)), "dropout with a rate of 0.3"),
-    "a literal mask": (Net(lambda net, x: x * torch.empty(4, 1, 1).bernoulli_(0.7)), "bernoulli_ with a probability of 0.7"),
+    "a literal mask": (Net(lambda net, x: x * torch.empty(4, 1, 1).bernoulli_(0.7)), "bernoulli with a probability of 0.7"),
     "a probability to keep": (
         Net(lambda net, x: x * torch.empty_like(x).bernoulli_(net.keep), keep=0.9),
-        "bernoulli_ with keep, which may be the probability to keep",
+        "bernoulli with keep, which may be the probability to keep",
     ),
 }  # fmt: skip
 NO_DROPOUT: dict[str, Net] = {

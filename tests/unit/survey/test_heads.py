@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdrop.survey import record, survey
+from hookdrop.survey.facts import survey
 from hookdrop.survey.heads import Heads, find_heads
+from hookdrop.survey.trace import record
 
 H, D, L = 4, 3, 5
 

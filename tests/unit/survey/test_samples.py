@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop.survey import survey
+from hookdrop.survey.facts import survey
 from hookdrop.survey.samples import Samples
 
 

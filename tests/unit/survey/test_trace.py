@@ -38,7 +38,7 @@ class Views(nn.Module):
 
 def test_in_place_operations_give_a_tensor_a_new_node() -> None:
     trace = record(Block(), torch.randn(2, 4))
-    assert [op.name for op in trace.ops] == ["linear", "add_", "relu", "mul", "gt"]
+    assert [op.name for op in trace.ops] == ["linear", "add", "relu", "mul", "gt"]
     linear, add, relu, mul, gt = trace.ops
     (x,) = trace.calls[0].inputs
     assert add.inputs == (linear.outputs[0], x)
@@ -49,7 +49,7 @@ def test_in_place_operations_give_a_tensor_a_new_node() -> None:
 
 def test_changes_through_a_view_are_seen() -> None:
     trace = record(Views(), torch.randn(2, 4))
-    assert [op.name for op in trace.ops] == ["mul", "view", "add_", "alias", "T"]
+    assert [op.name for op in trace.ops] == ["mul", "view", "add", "alias", "T"]
     assert trace.ops[2].outputs[0] in trace.ops[3].inputs
 
 
@@ -67,11 +67,7 @@ def test_calls_have_arguments_outputs_and_a_stack() -> None:
 
 def test_leaves_say_what_they_are() -> None:
     trace = record(Block(), torch.randn(2, 4))
-    assert [(node.leaf, node.name) for node in trace.ops[0].inputs] == [
-        ("input", ""),
-        ("weight", "linear.weight"),
-        ("weight", "linear.bias"),
-    ]
+    assert [node.leaf for node in trace.ops[0].inputs] == ["input", "weight", "weight"]
     assert trace.ops[0].outputs[0].is_data
     assert trace.ops[0].outputs[0].has_weights
 

@@ -21,7 +21,7 @@ from hookdrop import (
     plan,
 )
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
-from hookdrop.injection.place import place
+from hookdrop.injection.verbs import place
 from hookdrop.utils.select import named_layers
 from tests.support.models import Small, names
 
