@@ -23,10 +23,9 @@ from hookdrop.injection import rates, state_dict
 from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sinks_of
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.schedules import Schedule
-from hookdrop.utils.captures import CopyDevice, requires_with
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tables import counted, html_table, text_table
-from hookdrop.utils.validation import count, number
+from hookdrop.utils.validation import CopyDevice, count, number
 
 # Imported on first use, because most trainings neither measure nor predict.
 if TYPE_CHECKING:
@@ -467,7 +466,7 @@ class Injection:
         with rates.overriding(self._states, step=None if step is None else count(step, "step", "probe", 0)):
             return probe(self._require_model(), hooks, x, forwards)
 
-    @requires_with("with drop.recording() as r: model(x)   then r[site], r.totals, r.plot_features()")
+    @contextmanager
     def recording(self, last: int = 1, to: CopyDevice = None) -> Iterator[Recording]:
         """Record the forwards inside the `with` block: `r["layer4.0"].before`, `.mask`, `.after`, and their plots.
 

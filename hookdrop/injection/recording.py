@@ -14,12 +14,12 @@ from hookdrop.hooks.hook import SiteHook
 from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced, pixels
 from hookdrop.injection.measurement import Measurement
 from hookdrop.regularizers import drops_elements
-from hookdrop.utils.captures import CopyDevice, NotRecordedError, detached_copy, valid_device
-from hookdrop.utils.errors import did_you_mean
+from hookdrop.utils.errors import NotRecordedError, did_you_mean
 from hookdrop.utils.names import glob_expression
 from hookdrop.utils.tables import html_table, shape_text, some, text_table
+from hookdrop.utils.tensor_tree import detached_copy
 from hookdrop.utils.torch_internals import graph_task
-from hookdrop.utils.validation import count
+from hookdrop.utils.validation import CopyDevice, count, valid_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
