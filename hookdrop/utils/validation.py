@@ -12,6 +12,9 @@ from torch import Tensor
 
 from hookdrop.utils.errors import ShapeError
 
+CopyDevice = torch.device | str | None
+"""The device of copies; None is the device of the tensor."""
+
 
 def number(value: object, name: str, owner: str) -> float:
     """Return `value` as a finite Python float."""
@@ -83,6 +86,19 @@ def given_channel_axis(shape: Sequence[int], channel_dim: object, owner: str) ->
     if not -rank < axis < rank or axis == 0:
         raise ShapeError(f"got {tuple(shape)}: channel_dim={axis} is not one of its axes 1 to {rank - 1}.")
     return axis % rank
+
+
+def valid_device(to: CopyDevice, owner: str) -> CopyDevice:
+    """Return `to` if the device exists."""
+    if to is not None:
+        try:
+            torch.empty(0, device=to)
+        except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f'{owner}: to must be a device such as "cpu" or "cuda:0", or None, got {to!r}.\n  PyTorch: {reason}'
+            ) from None
+    return to
 
 
 def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) -> Any:

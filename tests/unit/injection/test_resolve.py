@@ -96,7 +96,7 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a rate above 1 by schedule": ({"schedule": LinearSchedule(5, end=20)}, ValueError, "x schedule 20"),
     "a number as schedule": ({"schedule": 1000}, TypeError, r"write: schedule=LinearSchedule\(steps=N\)"),
     "a schedule class": ({"schedule": LinearSchedule}, TypeError, r"write: schedule=LinearSchedule\(steps=N\)"),
-    "a function as schedule": ({"schedule": abs}, TypeError, r"write: schedule=LambdaSchedule\(abs\)"),
+    "a function as schedule": ({"schedule": abs}, TypeError, r"of a function: LambdaSchedule\(function\)"),
     "at unknown": ({"at": "outputs"}, ValueError, "'output', 'input', got 'outputs'"),
     "on_existing unknown": ({"on_existing": "keep"}, ValueError, "'error', 'replace', 'stack'"),
     "an empty name": ({"name": ""}, InjectionError, "name must be a non-empty string"),
