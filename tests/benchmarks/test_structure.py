@@ -15,8 +15,8 @@ def test_figures_stay_within_their_limits() -> None:
     assert figures["import levels"] <= 9
     assert figures["modules at `import hookdrop`"] <= 65
     assert figures["`# type: ignore`"] <= 20
-    assert figures["public members of Injection"] <= 20
-    assert figures["public members of Regularizer"] <= 15
+    assert figures["public members of Injection"] <= 22
+    assert figures["public members of Regularizer"] <= 16
     assert figures["lines of guards/"] <= 700
 
 
