@@ -84,7 +84,7 @@ def step() -> CallCount:
 
 def schedule_evaluations() -> int:
     """Count the schedule evaluations of one `step()` with 50 sites."""
-    return sum(number for name, number in step().functions.items() if name.endswith("_Ramp.__call__"))
+    return sum(number for name, number in step().functions.items() if name.endswith("LinearSchedule.__call__"))
 
 
 def injection() -> CallCount:

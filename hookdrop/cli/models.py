@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hookdrop.survey.facts import survey
-from hookdrop.utils.errors import HookdropError, LayerError, nearest
-from hookdrop.utils.optional import needs
+from hookdrop.utils.errors import HookdropError, LayerError, nearest, needs
 from hookdrop.utils.select import Entry
 from hookdrop.utils.tables import shape_text
 from hookdrop.utils.tensor_tree import tensors

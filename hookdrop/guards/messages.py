@@ -112,9 +112,6 @@ MESSAGES = {
         "it ends early.\n"
         "  count optimizer steps, not batches: drop.follow(optimizer), or drop.step() after each optimizer.step()"
     ),
-    "trains_other_model": (
-        "{it.name!r} follows an optimizer that trains no parameter of this model: does it belong to another model?"
-    ),
     "restarted": (
         "{it.name!r} is at step {it.step_count} of {it.schedule}, but the optimizer that it follows has already taken "
         "{taken} (resumed training?): the schedule is starting over.\n"

@@ -21,7 +21,6 @@ from hookdrop.guards.messages import find, message
 from hookdrop.guards.problems import find_changes, find_problems
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.state import InjectionState, States, all_states
-from hookdrop.utils.errors import warn
 from hookdrop.utils.weights import WeightUpdates
 
 UPDATES_BEFORE_WARNING = 20
@@ -105,13 +104,6 @@ class Progress:
         return (
             self._due and not self.state.followed and self.state.live.moves >= 2 * updates >= 2 * UPDATES_BEFORE_WARNING
         )
-
-
-def trains_other_model(state: InjectionState, model: nn.Module, optimizer: Optimizer) -> None:
-    """No parameter of the model is in the groups of the optimizer."""
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if trained.isdisjoint(map(id, model.parameters())):
-        warn(message("trains_other_model", state))
 
 
 def restarted(state: InjectionState, steps: int, had_state: bool) -> None:

@@ -112,7 +112,15 @@ def hooks_removed(model: nn.Module) -> Iterator[None]:
     """Remove all hookdrop hooks from `model` inside the context, and restore them with the same order and ids."""
     lives = {hook.state.live for _, hook in hooks_of(model)}
     modules = [module for module in model.modules() if _entries(module)]
-    taken = [_hide(module) for module in modules]
+    tables = []
+    """(table, previous entries, our hooks in it by key)"""
+    for module in modules:
+        for index, (name, extras) in enumerate(HOOK_TABLES):
+            ours = {key: getattr(module, name)[key] for which, key in _entries(module) if which == index}
+            tables += [(table, dict(table), ours) for table in (getattr(module, each) for each in (name, *extras))]
+    for table, _, ours in tables:
+        for key in ours:
+            table.pop(key, None)
     hidden_modules.update(modules)
     for live in lives:
         live.hidden_count += 1
@@ -121,9 +129,13 @@ def hooks_removed(model: nn.Module) -> Iterator[None]:
     finally:
         for live in lives:
             live.hidden_count -= 1
-        for module, tables in zip(modules, taken, strict=True):
-            hidden_modules.discard(module)
-            _show(tables)
+        hidden_modules.difference_update(modules)
+        for table, before, ours in tables:
+            inside = dict(table)
+            table.clear()
+            # Keep what others added or removed inside the context, and do not restore our hooks that were removed.
+            restored = (key for key in before if key in inside or (key in ours and ours[key].placed))
+            table.update({key: before[key] for key in restored} | inside)
 
 
 def _entries(module: nn.Module) -> list[tuple[int, int]]:
@@ -134,26 +146,3 @@ def _entries(module: nn.Module) -> list[tuple[int, int]]:
         for key, hook in getattr(module, name).items()
         if isinstance(hook, PlacedHook)
     ]
-
-
-def _hide(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any], dict[int, PlacedHook]]]:
-    """Remove the hookdrop hooks from all tables. Returns (table, previous entries, hookdrop hooks by key)."""
-    taken = []
-    for index, (name, extras) in enumerate(HOOK_TABLES):
-        ours = {key: getattr(module, name)[key] for which, key in _entries(module) if which == index}
-        for table in (getattr(module, table_name) for table_name in (name, *extras)):
-            taken.append((table, dict(table), ours))
-    for table, _, ours in taken:
-        for key in ours:
-            table.pop(key, None)
-    return taken
-
-
-def _show(taken: list[tuple[dict[int, Any], dict[int, Any], dict[int, PlacedHook]]]) -> None:
-    for table, before, ours in taken:
-        inside = dict(table)
-        table.clear()
-        # Keep what others added or removed inside the context, and do not restore our hooks that were removed.
-        restored = (key for key in before if key in inside or (key in ours and ours[key].placed))
-        table.update({key: before[key] for key in restored})
-        table.update(inside)

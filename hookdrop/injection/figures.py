@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hookdrop.utils.errors import LayerError, ShapeError
-from hookdrop.utils.optional import needs
+from hookdrop.utils.errors import LayerError, ShapeError, needs
 from hookdrop.utils.validation import count, given_channel_axis
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,10 +22,9 @@ from hookdrop.injection import rates, state_dict
 from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sinks_of
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.schedules import Schedule
-from hookdrop.utils.captures import CopyDevice, requires_with
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tables import counted, html_table, text_table
-from hookdrop.utils.validation import count, number
+from hookdrop.utils.validation import CopyDevice, count, number
 
 # Imported on first use, because most trainings neither measure nor predict.
 if TYPE_CHECKING:
@@ -35,8 +33,7 @@ if TYPE_CHECKING:
     from hookdrop.injection.uncertainty import Prediction
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """The current state of one site."""
 
     name: str
@@ -55,20 +52,11 @@ class Sites(tuple[Site, ...]):
 
     __slots__ = ()
 
-    @property
-    def rows(self) -> list[tuple[object, ...]]:
-        """The rows of the table, with the columns of `HEADER`."""
-        called = {True: "yes", False: "no", None: "-"}
-        return [(site.name, site.p, site.p_scale, called[site.called], site.regularizer) for site in self]
-
     def __repr__(self) -> str:
-        return text_table(HEADER, self.rows)
+        return text_table(Site._fields, self)
 
     def _repr_html_(self) -> str:
-        return html_table(HEADER, self.rows, counted(len(self), "site"))
-
-
-HEADER = ("site", "p", "p_scale", "called", "regularizer")
+        return html_table(Site._fields, self, counted(len(self), "site"))
 
 
 class Injection:
@@ -315,10 +303,7 @@ class Injection:
                     f"{state.name!r} already follows an optimizer ({current.title}); nothing changed.\n"
                     "  to switch: drop.follow(None), then drop.follow(optimizer)"
                 )
-        new = [state for state in self._states if not state.followed]
-        for state in new:
-            progress.trains_other_model(state, self._require_model(), inner)
-        for state in new:
+        for state in [state for state in self._states if not state.followed]:
             state.live.follower = Follower(inner, self._only([state])._advance, partial(progress.restarted, state))
         return self
 
@@ -467,7 +452,7 @@ class Injection:
         with rates.overriding(self._states, step=None if step is None else count(step, "step", "probe", 0)):
             return probe(self._require_model(), hooks, x, forwards)
 
-    @requires_with("with drop.recording() as r: model(x)   then r[site], r.totals, r.plot_features()")
+    @contextmanager
     def recording(self, last: int = 1, to: CopyDevice = None) -> Iterator[Recording]:
         """Record the forwards inside the `with` block: `r["layer4.0"].before`, `.mask`, `.after`, and their plots.
 
@@ -547,8 +532,7 @@ class Injection:
         return f"<Injection {state.name!r}: {sites},{p}{off} step {state.step_count} of {state.schedule}>"
 
     def _repr_html_(self) -> str:
-        sites = Sites() if self._model() is None else self.sites
-        return html_table(HEADER, sites.rows, repr(self))
+        return html_table(Site._fields, () if self._model() is None else self.sites, repr(self))
 
     # --- saving
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import length_hint
@@ -20,9 +22,8 @@ from hookdrop.hooks.registry import hooks_of
 from hookdrop.injection.uncertainty import Prediction, Statistics, Summary, concatenated
 from hookdrop.regularizers import rows_alone
 from hookdrop.survey.isolation import eval_mode, forked_rng, uncompiled
-from hookdrop.utils.errors import InjectionError, ShapeError, warn
+from hookdrop.utils.errors import InjectionError, ShapeError, needs, warn
 from hookdrop.utils.names import unwrapped
-from hookdrop.utils.optional import progress_bar
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count, one_of
 
@@ -120,7 +121,7 @@ def predict(
     batches = _read_batches(model, data)
     found: list[Statistics] = []
     forwards = 0
-    with eval_mode(model), torch.no_grad(), progress_bar(total, progress, not single) as advance:
+    with eval_mode(model), torch.no_grad(), _progress_bar(total, progress, not single) as advance:
         first = next(batches, None)
         if first is None:
             raise ValueError(
@@ -171,14 +172,7 @@ class Settings:
 
     def call(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Call the model and return the tensor to summarize."""
-        try:
-            out = model(*inputs.args, **inputs.kwargs)
-        except Exception as error:
-            error.add_note(
-                f"hookdrop's predict called the model with {describe(tuple(inputs.values))}. A list or another "
-                "iterable is read as a loader of batches; of a batch in it, the first element is the input."
-            )
-            raise
+        out = model(*inputs.args, **inputs.kwargs)
         picked: object = out if isinstance(out, Tensor) else getattr(out, "logits", None)
         if self.output is not None:
             picked = self.output(out)
@@ -256,3 +250,21 @@ def _rows_are_independent(model: nn.Module, inputs: Inputs, settings: Settings) 
         return same_rows and bool((found[1:] - expected).abs().max() <= tolerance * expected.abs().max())
     except Exception:
         return False  # a fault of the input itself is raised by the first forward of the batch
+
+
+@contextmanager
+def _progress_bar(total: int | None, shown: bool | None, worthwhile: bool = True) -> Iterator[Callable[[int], object]]:
+    """Yield a function that advances a progress bar by a number of samples, of `total` if known.
+
+    If `shown` is None, it depends on whether it is worthwhile, tqdm is installed, and a terminal or notebook shows it.
+    """
+    if shown is None:
+        seen = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+        shown = worthwhile and seen and importlib.util.find_spec("tqdm") is not None
+    if not shown:
+        yield lambda samples: None
+        return
+    with needs("progress"):
+        from tqdm.auto import tqdm
+    with tqdm(total=total, unit="sample") as bar:
+        yield bar.update

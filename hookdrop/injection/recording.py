@@ -14,12 +14,12 @@ from hookdrop.hooks.hook import SiteHook
 from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced, pixels
 from hookdrop.injection.measurement import Measurement
 from hookdrop.regularizers import drops_elements
-from hookdrop.utils.captures import CopyDevice, NotRecordedError, detached_copy, valid_device
-from hookdrop.utils.errors import did_you_mean
+from hookdrop.utils.errors import NotRecordedError, did_you_mean
 from hookdrop.utils.names import glob_expression
-from hookdrop.utils.tables import html_table, shape_text, some, text_table
+from hookdrop.utils.tables import shape_text, some, text_table
+from hookdrop.utils.tensor_tree import detached_copy
 from hookdrop.utils.torch_internals import graph_task
-from hookdrop.utils.validation import count
+from hookdrop.utils.validation import CopyDevice, count, valid_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -157,22 +157,15 @@ class Recording(Mapping[str, Record]):
         dropped = f", dropped {r.dropped:.3f}" if r.drops else ""
         return f"{name or 'the model'}: {r.regularizer.partition('(')[0]}{rate}{dropped}"
 
-    # --- text
-
-    def _rows(self) -> list[tuple[object, ...]]:
+    def __repr__(self) -> str:
+        if not len(self):
+            return str(self.totals) if self.totals.calls else f"<Recording of {self.name!r}: empty>"
         calls = {name: effect.calls for name, effect in self.totals.sites.items()}
-        return [
+        rows = [
             (name, calls[name], shape_text(r.before.shape), r.p, f"{r.dropped:.3f}" if r.drops else "-")
             for name, r in self.items()
         ]
-
-    def __repr__(self) -> str:
-        if self.totals.calls and not self._last:
-            return str(self.totals)
-        return text_table(HEADER, self._rows()) if len(self) else f"<Recording of {self.name!r}: empty>"
-
-    def _repr_html_(self) -> str:
-        return html_table(HEADER, self._rows(), f"recording of {self.name}: the last call of each site")
+        return text_table(HEADER, rows)
 
 
 def _why_not(hook: SiteHook) -> str:

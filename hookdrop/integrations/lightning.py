@@ -12,9 +12,10 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.spec import InjectionSpec
-from hookdrop.integrations.placement import Placement, submodule
+from hookdrop.integrations.placement import Placement
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.seeding import seed_per_rank as seed_this_rank
+from hookdrop.utils.select import select
 from hookdrop.utils.tables import counted
 from hookdrop.utils.validation import count
 
@@ -85,7 +86,8 @@ class InjectionCallback(Callback):
                 f"InjectionCallback: optimizer={self.optimizer}, but {type(pl_module).__name__} has "
                 f"{counted(optimizers, 'optimizer')}.\n  the first is optimizer=0"
             )
-        self._placement.place(submodule(pl_module, self.module), self._total_steps(trainer))
+        part = pl_module if self.module is None else select(pl_module, self.module, source="`module`").layers[0].module
+        self._placement.place(part, self._total_steps(trainer))
         if optimizers > 1 and self.injection is not None:
             self.injection.follow(trainer.optimizers[self.optimizer])
         if self.seed_per_rank and trainer.world_size > 1:

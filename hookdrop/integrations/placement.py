@@ -11,7 +11,6 @@ from torch import nn
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.verbs import inject
-from hookdrop.utils.errors import LayerError, did_you_mean
 
 
 class Placement:
@@ -87,22 +86,3 @@ class Placement:
             self.pending = state
         else:
             self.injection.load_state_dict(state)
-
-
-def submodule(model: nn.Module, name: str | None) -> nn.Module:
-    """The named part of a model, or the model itself.
-
-    Raises:
-        LayerError: there is no such part.
-    """
-    if name is None:
-        return model
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"module must be the name of a submodule, or None for the whole model; got {name!r}.")
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        known = [found for found, _ in model.named_modules() if found]
-        raise LayerError(
-            f"module={name!r}: {type(model).__name__} has no such submodule.{did_you_mean(name, known)}"
-        ) from None

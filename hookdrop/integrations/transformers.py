@@ -55,11 +55,6 @@ class InjectionCallback(TrainerCallback, ExportableState):
 
     def register(self: Self, trainer: Trainer) -> Self:
         """Add this callback to a Trainer and return it; `train` then removes the hooks if it fails."""
-        if not isinstance(trainer, Trainer):
-            raise TypeError(
-                f"InjectionCallback.register: expected a transformers Trainer, got {type(trainer).__name__}.\n"
-                "  write: InjectionCallback(spec).register(Trainer(model, ...))"
-            )
         trainer.callback_handler.callbacks[:0] = [_Reinstate(self, trainer.callback_handler), self]
         # There is no event for exceptions, and callbacks that report logs receive them before this one may.
         trainer.train = partial(self._train, trainer.train)  # type: ignore[method-assign]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.observe.observers import ByLayer, chosen_layers, first_tensor, observed
-from hookdrop.utils.captures import CopyDevice, detached_copy, requires_with, valid_device
 from hookdrop.utils.errors import ShapeError, warn
 from hookdrop.utils.select import Entries, Layer
 from hookdrop.utils.tables import counted, some
-from hookdrop.utils.tensor_tree import describe
-from hookdrop.utils.validation import count
+from hookdrop.utils.tensor_tree import describe, detached_copy
+from hookdrop.utils.validation import CopyDevice, count, valid_device
 
 
-@requires_with("with capture(model, layers) as seen: model(x)   then seen[name]")
+@contextmanager
 def capture(
     model: nn.Module,
     layers: Entries,

@@ -16,13 +16,11 @@ from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.figures import SCALE, as_images, get_figure
 from hookdrop.observe.observers import first_tensor
 from hookdrop.survey.isolation import restored_after, uncompiled
-from hookdrop.utils.captures import detached_copy
-from hookdrop.utils.errors import LayerError, ShapeError, warn
+from hookdrop.utils.errors import LayerError, ShapeError, needs, warn
 from hookdrop.utils.names import unwrapped
-from hookdrop.utils.optional import needs
 from hookdrop.utils.select import Entries, select
 from hookdrop.utils.tables import some, text_table
-from hookdrop.utils.tensor_tree import describe
+from hookdrop.utils.tensor_tree import describe, detached_copy
 from hookdrop.utils.validation import floating, one_of
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from hookdrop.hooks import compiling
 from hookdrop.survey.isolation import uncompiled
-from hookdrop.utils.captures import NotRecordedError
-from hookdrop.utils.errors import InjectionError, did_you_mean, nothing_placed
+from hookdrop.utils.errors import InjectionError, NotRecordedError, did_you_mean, nothing_placed
 from hookdrop.utils.select import Entries, Layer, select
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import tensors

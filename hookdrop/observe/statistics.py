@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,6 @@ from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.figures import channel_axis, pixels
 from hookdrop.observe.observers import ByLayer, chosen_layers, first_tensor, observed
 from hookdrop.observe.plots import stats_figure
-from hookdrop.utils.captures import requires_with
 from hookdrop.utils.errors import warn
 from hookdrop.utils.select import Entries, Layer, named_layers
 from hookdrop.utils.tables import some, text_table
@@ -31,7 +31,7 @@ MAX_DOUBTS_SHOWN = 8
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
 
-@requires_with("with stats(model) as seen: model(x)   then seen[name]")
+@contextmanager
 def stats(model: nn.Module, layers: Entries | None = None, *, exclude: Entries = ()) -> Iterator[Stats]:
     """Collect statistics of the forwards inside the `with` block and of their backward passes, in constant memory.
 

@@ -31,6 +31,12 @@ class StateError(HookdropError, ValueError):
     """A saved state does not match the injection, or a setting cannot be saved."""
 
 
+class NotRecordedError(LayerError, KeyError):
+    """Nothing was recorded for the requested layer. A `KeyError`, as of a dict, but with a readable message."""
+
+    __str__ = Exception.__str__
+
+
 class HookdropWarning(UserWarning):
     """The code runs but probably does not do what was intended."""
 
@@ -69,3 +75,14 @@ def nothing_placed() -> Iterator[None]:
         if len(error.args) == 1 and isinstance(error.args[0], str) and UNCHANGED not in error.args[0]:
             error.args = (f"{error.args[0]}\n{UNCHANGED}",)
         raise
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Raise `HookdropError` if an import inside this block fails, and name the extra to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise HookdropError(
+            f"{(error.name or 'a package').partition('.')[0]} is not installed.\n  pip install 'hookdrop[{extra}]'"
+        ) from None

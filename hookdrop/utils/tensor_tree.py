@@ -107,6 +107,12 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(inside)}{', ...' if len(children) > 6 else ''})"
 
 
+def detached_copy(x: Tensor, to: torch.device | str | None = None) -> Tensor:
+    """Return a detached copy of `x` that later in-place operations cannot change."""
+    with torch.inference_mode(False), torch.no_grad():
+        return x.detach().to(device=x.device if to is None else to, copy=True)
+
+
 def tensors(value: Any) -> list[Tensor]:
     """Return all tensors in `value`, depth first."""
     return [leaf for _, leaf in _leaves(value) if isinstance(leaf, Tensor)]

@@ -567,12 +567,6 @@ def _() -> None:
     train(model)
 
 
-@case("the optimizer of another model")
-def _() -> None:
-    _, drop = injected(schedule=LinearSchedule(steps=100))
-    drop.follow(torch.optim.SGD(mlp().parameters(), 0.1))
-
-
 @case("two optimizers")
 def _() -> None:
     model, drop = injected(schedule=LinearSchedule(steps=100))
@@ -625,6 +619,36 @@ def _() -> None:
     model, drop = injected()
     model.layer3 = copy.deepcopy(model.layer2)
     drop.remove()
+
+
+@case("an adapter around a hooked module")
+def _() -> None:
+    drop = inject(model := mlp(), Dropout(p=0.1), layers="0")
+    model[0] = nn.Sequential(model[0], nn.Linear(8, 8))
+    drop.remove()
+
+
+@case("a full backward hook on a hooked module")
+def _() -> None:
+    drop = inject(model := mlp(), Dropout(p=0.1), layers="0")
+    model[0].register_full_backward_hook(lambda *_: None)
+    drop.remove()
+
+
+@case("DropPath where rows are windows")
+def _() -> None:
+    windows = nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 8), nn.Unflatten(0, (2, 4)), nn.Linear(8, 2))
+    inject(windows, DropPath(p=0.1), layers=nn.Linear)
+    windows(torch.ones(2, 4, 8))
+
+
+@case("a schedule that advances twice for each update")
+def _() -> None:
+    model, drop = injected(schedule=LinearSchedule(steps=1000))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in range(40):
+        drop.step()
+        train(model, batch % 2, optimizer)
 
 
 @case("an activation checkpoint that does not restore the random state")

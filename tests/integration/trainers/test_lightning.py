@@ -398,7 +398,7 @@ class TestErrors:
         assert not find(model)
 
     def test_a_missing_submodule_names_the_nearest(self) -> None:
-        with pytest.raises(LayerError, match=r"module='model1': Classifier has no such submodule(?s:.)*model"):
+        with pytest.raises(LayerError, match=r"`module` names a module that Classifier does not have(?s:.)*model"):
             trainer(InjectionCallback(HEAD, module="model1")).fit(Classifier(), data())
 
     def test_an_unknown_total_says_where_to_set_it(self) -> None:
@@ -424,8 +424,6 @@ class TestErrors:
     def test_invalid_modules_and_optimizers(self) -> None:
         with pytest.raises(TypeError, match="optimizer must be an integer, got '0'"):
             InjectionCallback(HEAD, optimizer="0")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="module must be the name of a submodule(?s:.)*got 3"):
-            trainer(InjectionCallback(HEAD, module=3)).fit(Classifier(), data())  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("specs", [HEAD, HEAD.to_dict(), [HEAD.to_dict()]])
     def test_one_spec_needs_no_list(self, specs: Any) -> None:

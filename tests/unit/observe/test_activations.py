@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, HookdropWarning, InjectionError, LayerError, ShapeError, inject
-from hookdrop.observe import capture, stats
+from hookdrop.observe import capture
 from tests.support.models import Small
 
 
@@ -249,21 +249,6 @@ class TestErrors:
         with pytest.raises(ShapeError, match="'0' returned str, which contains no tensor.\n  skip it: exclude="):
             with capture(model, "0"):
                 model(torch.ones(1))
-
-    def test_missing_with_statement_raises(self, model: Small) -> None:
-        drop = inject(model, Dropout(0.5), layers="fc")
-        with pytest.raises(
-            TypeError, match="enter this context manager before the forward.\n  write: with capture"
-        ) as excinfo:
-            capture(model, "fc")["fc"]
-        assert "as seen: model(x)" in str(excinfo.value)
-        with pytest.raises(AttributeError, match="no attribute 'doubts': .*\n  write: with stats"):
-            stats(model).doubts()
-        with pytest.raises(
-            AttributeError, match=r"no attribute 'plot_features': .*\n  write: with drop.recording\(\) as r"
-        ):
-            drop.recording().plot_features()
-        assert not hasattr(capture(model, "fc"), "__len__")
 
     def test_torch_func_raises(self) -> None:
         """Its tensors become invalid when the transform ends."""
