@@ -255,4 +255,4 @@ def _note(state: InjectionState, hooks: Sequence[SiteHook], result: Measurement)
         )
     if not any(hook.trained for hook in hooks):
         return "nothing was dropped: no site was called in training mode (never called, or kept in eval mode)"
-    return "nothing was dropped: the rate is the one that has no effect"
+    return "nothing was dropped: the rate has no effect"
