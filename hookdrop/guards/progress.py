@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hookdrop.guards.messages import find, message, warn_each
 from hookdrop.guards.problems import CHANGES, Comparison, find_problems
 from hookdrop.hooks.hook import SiteHook, first_listeners
+from hookdrop.hooks.optimizer import WeightUpdates
 from hookdrop.hooks.state import InjectionState, States, all_states
-from hookdrop.utils.weights import WeightUpdates
 
 UPDATES_BEFORE_WARNING = 20
 """Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
