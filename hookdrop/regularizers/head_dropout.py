@@ -133,11 +133,10 @@ class HeadDropout(DropRegularizer):
                     f"HeadDropout at {name!r}: the number of heads is missing.\n"
                     "  pass it: HeadDropout(p=..., heads=12)   or let inject find it: example_input=x"
                 )
-            found = survey.heads.get(name)
-            if found is None:
-                why = survey.no_heads.get(name, "it is not an output projection of attention")
+            found = survey.heads.get(name, "it is not an output projection of attention")
+            if isinstance(found, str):
                 raise LayerError(
-                    f"HeadDropout at {name!r}: its input has no heads: {why}.\n"
+                    f"HeadDropout at {name!r}: its input has no heads: {found}.\n"
                     "  find the projections: hookdrop.plan(model, recipes.head_dropout(p=...), example_input=x)\n"
                     "  if its input is (N, L, H d) all the same, pass H: HeadDropout(p=..., heads=12)"
                 )
