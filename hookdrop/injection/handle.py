@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdrop.guards import progress
-from hookdrop.guards.messages import message
+from hookdrop.guards.messages import message, warn_each
 from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
@@ -499,8 +499,7 @@ class Injection:
     def _warn_about_problems(self) -> None:
         if (model := self._model()) is not None:
             for state in self._states:
-                for kind, text in self._problems(state, model).items():
-                    state.warn_once(kind, text)
+                warn_each(state, self._problems(state, model))
 
     def metrics(self) -> dict[str, float]:
         """Return rates and steps as a flat dict for any logger, with keys under `hookdrop/<name>/`."""
