@@ -7,9 +7,8 @@ and the same errors as the regularizer named in its docstring, which documents t
 serves all rates.
 """
 
-from hookdrop.regularizers.cutout import cutout
 from hookdrop.regularizers.drop_path import drop_path, layer_drop
-from hookdrop.regularizers.dropblock import drop_block
+from hookdrop.regularizers.dropblock import cutout, drop_block
 from hookdrop.regularizers.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d, feature_alpha_dropout
 from hookdrop.regularizers.gradients import (
     clamp_activation_grad,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from hookdrop.hooks.state import InjectionState
 from hookdrop.utils.tables import counted, some
 
 
@@ -16,6 +17,12 @@ def find(kinds: Iterable[str], it: object) -> dict[str, str]:
     """Return the message of each situation that `it` is in, by kind."""
     found = {kind: getattr(it, kind) for kind in kinds}
     return {kind: message(kind, it, value) for kind, value in found.items() if value}
+
+
+def warn_each(state: InjectionState, found: dict[str, str]) -> None:
+    """Warn about each problem that was not reported yet."""
+    for kind, text in found.items():
+        state.warn_once(kind, text)
 
 
 def message(kind: str, it: object, found: Any = ()) -> str:
@@ -111,9 +118,6 @@ MESSAGES = {
         "{it.name!r}: its schedule advanced {it.state.live.moves} times during {it.updates} updates of the weights, so "
         "it ends early.\n"
         "  count optimizer steps, not batches: drop.follow(optimizer), or drop.step() after each optimizer.step()"
-    ),
-    "trains_other_model": (
-        "{it.name!r} follows an optimizer that trains no parameter of this model: does it belong to another model?"
     ),
     "restarted": (
         "{it.name!r} is at step {it.step_count} of {it.schedule}, but the optimizer that it follows has already taken "

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.guards.messages import find, message
+from hookdrop.guards.messages import find, message, warn_each
 from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
@@ -28,10 +28,7 @@ STEPS_BEFORE_WARNING = 10
 def find_problems(
     model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook] | None = None, requested: bool = False
 ) -> dict[str, str]:
-    """Return the text of each problem by its kind.
-
-    If the user `requested` the check, sites that have not run yet are reported earlier.
-    """
+    """Return the text of each problem by its kind; a check that the user `requested` reports idle sites earlier."""
     if state.removed:
         return {"removed": f"{state.name!r} was removed from its model."} if requested else {}
     compared = Comparison(model, state, hooks, requested)
@@ -40,11 +37,6 @@ def find_problems(
         if check_first_shape in hook.listeners:
             found |= shape_warnings(hook)
     return found
-
-
-def find_changes(model: nn.Module, state: InjectionState) -> dict[str, str]:
-    """Return what changed in the model since `inject`, by kind."""
-    return find(CHANGES, Comparison(model, state))
 
 
 class Comparison:
@@ -186,8 +178,7 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
 def warn_about_shape(hook: SiteHook) -> None:
     """Warn about the last shape, once. Compiled graphs cannot raise warnings, so their shapes are checked in `step`."""
     hook.unsubscribe(check_first_shape)
-    for kind, text in shape_warnings(hook).items():
-        hook.state.warn_once(kind, text)
+    warn_each(hook.state, shape_warnings(hook))
 
 
 def shape_warnings(hook: SiteHook) -> dict[str, str]:
@@ -198,13 +189,10 @@ def shape_warnings(hook: SiteHook) -> dict[str, str]:
 
 
 def _different_rows(hooks: Iterable[SiteHook]) -> dict[str, Any]:
-    rows = {hook.site: hook.last_shape[0] for hook in hooks if _draws_for_rows(hook) and hook.last_shape}
-    if not rows:
-        return {}
-    many, few = max(rows, key=rows.__getitem__), min(rows, key=rows.__getitem__)
-    if rows[few] in (0, rows[many]) or rows[many] % rows[few]:
-        return {}
-    return {"many": many, "few": few, "most": rows[many], "least": rows[few]}
+    sites = [(hook.last_shape[0], hook.site) for hook in hooks if _draws_for_rows(hook) and hook.last_shape]
+    (least, few), (most, many) = min(sites, default=(0, "")), max(sites, default=(0, ""))
+    different = 0 < least < most and most % least == 0
+    return {"many": many, "few": few, "most": most, "least": least} if different else {}
 
 
 def _draws_for_rows(hook: SiteHook) -> bool:
@@ -215,7 +203,7 @@ def _draws_for_rows(hook: SiteHook) -> bool:
 
 @contextmanager
 def without_bookkeeping(model: nn.Module) -> Iterator[None]:
-    """Restore the bookkeeping of all hooks afterwards: whether they ran, in which mode and with which shape."""
+    """Restore what the hooks know of their calls afterwards."""
     hooks = [hook for _, hook in hooks_of(model)]
     marks = [(hook.called, hook.trained, hook.last_shape, hook.listeners) for hook in hooks]
     lives = {hook.state.live: (hook.state.live.checkpointed, hook.state.live.trained) for hook in hooks}

@@ -17,12 +17,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hookdrop.guards.messages import find, message
-from hookdrop.guards.problems import find_changes, find_problems
+from hookdrop.guards.messages import find, message, warn_each
+from hookdrop.guards.problems import CHANGES, Comparison, find_problems
 from hookdrop.hooks.hook import SiteHook, first_listeners
+from hookdrop.hooks.optimizer import WeightUpdates
 from hookdrop.hooks.state import InjectionState, States, all_states
-from hookdrop.utils.errors import warn
-from hookdrop.utils.weights import WeightUpdates
 
 UPDATES_BEFORE_WARNING = 20
 """Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
@@ -101,17 +100,8 @@ class Progress:
     @property
     def too_fast(self) -> bool:
         """The schedule advanced at least twice as often as the weights were updated, over 20 updates or more."""
-        updates = self.updates
-        return (
-            self._due and not self.state.followed and self.state.live.moves >= 2 * updates >= 2 * UPDATES_BEFORE_WARNING
-        )
-
-
-def trains_other_model(state: InjectionState, model: nn.Module, optimizer: Optimizer) -> None:
-    """No parameter of the model is in the groups of the optimizer."""
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if trained.isdisjoint(map(id, model.parameters())):
-        warn(message("trains_other_model", state))
+        fast = self.state.live.moves >= 2 * self.updates >= 2 * UPDATES_BEFORE_WARNING
+        return self._due and not self.state.followed and fast
 
 
 def restarted(state: InjectionState, steps: int, had_state: bool) -> None:
@@ -186,32 +176,24 @@ def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState
             _compare(counter, model, state)
         if counter.awaiting_first_calls and trains and counter.was_updated():
             counter.awaiting_first_calls = False
-            _warn(state, find_problems(model, state) | schedule_problems(state, state.live.trained))
+            warn_each(state, find_problems(model, state) | schedule_problems(state, state.live.trained))
     if has_lost_all_hooks(state):
-        _warn(state, find_changes(model, state))
+        warn_each(state, find(CHANGES, Comparison(model, state)))
         return unwatch(state)
     if not (counter.awaiting_first_calls or state.scheduled):
         unwatch(state)
-    return _warn(state, schedule_problems(state))
+    return warn_each(state, schedule_problems(state))
 
 
 def _compare(counter: UpdateCounter, model: nn.Module, state: InjectionState) -> None:
     """Compare the model with its injection, once."""
     if not counter.compared and not state.live.hidden_count:
         counter.compared = True
-        _warn(state, find_changes(model, state))
-
-
-def _warn(state: InjectionState, found: dict[str, str]) -> None:
-    for kind, text in found.items():
-        state.warn_once(kind, text)
+        warn_each(state, find(CHANGES, Comparison(model, state)))
 
 
 def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
-    """Compare the model in its first training forward, and watch for what no optimizer of PyTorch shows.
-
-    These are updates by optimizers of other libraries, and layers that run in eval mode during training.
-    """
+    """Compare the model in its first training forward, and watch for updates by optimizers of other libraries."""
     state, live = hook.state, hook.state.live
     if live.update_counter is None and module.training and state.scheduled:
         watch(module, state, copied=True)
@@ -228,12 +210,9 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
         counter.sampler = hook.site
     counter.notice_update(state, by_value=counter.sampler == hook.site)
     if module.training:
-        _warn(state, schedule_problems(state))
+        warn_each(state, schedule_problems(state))
     elif live.root is not None and state.enabled and not live.contexts and counter.was_updated():
-        idle = {hook.site} | {other.site for other in live.members if other.called and not other.trained}
-        state.warn_once(
-            "always_in_eval", message("always_in_eval", state, [site for site in state.sites if site in idle])
-        )
+        warn_each(state, find(["always_in_eval"], Comparison(model, state)))
     return None
 
 

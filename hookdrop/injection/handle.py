@@ -5,15 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdrop.guards import progress
-from hookdrop.guards.messages import message
+from hookdrop.guards.messages import message, warn_each
 from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from hookdrop.injection.uncertainty import Prediction
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """The current state of one site."""
 
     name: str
@@ -54,20 +52,11 @@ class Sites(tuple[Site, ...]):
 
     __slots__ = ()
 
-    @property
-    def rows(self) -> list[tuple[object, ...]]:
-        """The rows of the table, with the columns of `HEADER`."""
-        called = {True: "yes", False: "no", None: "-"}
-        return [(site.name, site.p, site.p_scale, called[site.called], site.regularizer) for site in self]
-
     def __repr__(self) -> str:
-        return text_table(HEADER, self.rows)
+        return text_table(Site._fields, self)
 
     def _repr_html_(self) -> str:
-        return html_table(HEADER, self.rows, counted(len(self), "site"))
-
-
-HEADER = ("site", "p", "p_scale", "called", "regularizer")
+        return html_table(Site._fields, self, counted(len(self), "site"))
 
 
 class Injection:
@@ -314,10 +303,7 @@ class Injection:
                     f"{state.name!r} already follows an optimizer ({current.title}); nothing changed.\n"
                     "  to switch: drop.follow(None), then drop.follow(optimizer)"
                 )
-        new = [state for state in self._states if not state.followed]
-        for state in new:
-            progress.trains_other_model(state, self._require_model(), inner)
-        for state in new:
+        for state in [state for state in self._states if not state.followed]:
             state.live.follower = Follower(inner, self._only([state])._advance, partial(progress.restarted, state))
         return self
 
@@ -513,8 +499,7 @@ class Injection:
     def _warn_about_problems(self) -> None:
         if (model := self._model()) is not None:
             for state in self._states:
-                for kind, text in self._problems(state, model).items():
-                    state.warn_once(kind, text)
+                warn_each(state, self._problems(state, model))
 
     def metrics(self) -> dict[str, float]:
         """Return rates and steps as a flat dict for any logger, with keys under `hookdrop/<name>/`."""
@@ -546,8 +531,7 @@ class Injection:
         return f"<Injection {state.name!r}: {sites},{p}{off} step {state.step_count} of {state.schedule}>"
 
     def _repr_html_(self) -> str:
-        sites = Sites() if self._model() is None else self.sites
-        return html_table(HEADER, sites.rows, repr(self))
+        return html_table(Site._fields, () if self._model() is None else self.sites, repr(self))
 
     # --- saving
 

@@ -241,18 +241,18 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _note(state: InjectionState, hooks: Sequence[SiteHook], result: Measurement) -> str:
-    if not state.on:
-        return f"{state.name!r} is disabled: drop.enabled = True"
-    calls = sum(result.sites[result.labels[hook]].calls for hook in hooks)
-    if calls and all(hook.regularizer.in_backward for hook in hooks):
+    if not any(result.sites[result.labels[hook]].calls for hook in hooks):
+        return f"nothing was dropped: {why_idle(hooks[0])}"
+    if all(hook.regularizer.in_backward for hook in hooks):
         return f"{state.name!r} edits gradients in the backward pass, so it changes nothing in these forwards"
-    if calls:
-        return ""
-    if state.multiplier == 0.0 and any(hook.train_rate is not None and hook.train_rate.neutral for hook in hooks):
-        return (
-            f"nothing was dropped: the rate is 0 at step {state.step_count} of {state.schedule}; "
-            "measure a later step with probe(x, step=...)"
-        )
-    if not any(hook.trained for hook in hooks):
-        return "nothing was dropped: no site was called in training mode (never called, or kept in eval mode)"
-    return "nothing was dropped: the rate is the one that has no effect"
+    return ""
+
+
+def why_idle(hook: SiteHook) -> str:
+    """Return why a hook did nothing."""
+    state = hook.state
+    if not state.on:
+        return f"{state.name!r} is disabled or removed"
+    if hook.train_rate is None or hook.train_rate.neutral:
+        return f"its rate is {hook.p:g} at step {state.step_count} of {state.schedule} (at another: probe(x, step=...))"
+    return "it was not called in training mode" if hook.called else "the layer was never called"

@@ -40,9 +40,8 @@ class PlannedSite:
     branch: str = ""
     """For a skip: the name of the branch's first layer, relative to this layer."""
     shape: tuple[int, ...] | None = None
-    """Shape of the tensor to regularize; None without `example_input`."""
+    """Of the tensor to regularize; like `calls`, None without `example_input`."""
     calls: int | None = None
-    """Calls per forward; None without `example_input`."""
     reading: str = ""
     """How the regularizer interprets the axes."""
     attribute: str = ""

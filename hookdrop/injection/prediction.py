@@ -172,14 +172,7 @@ class Settings:
 
     def call(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Call the model and return the tensor to summarize."""
-        try:
-            out = model(*inputs.args, **inputs.kwargs)
-        except Exception as error:
-            error.add_note(
-                f"hookdrop's predict called the model with {describe(tuple(inputs.values))}. A list or another "
-                "iterable is read as a loader of batches; of a batch in it, the first element is the input."
-            )
-            raise
+        out = model(*inputs.args, **inputs.kwargs)
         picked: object = out if isinstance(out, Tensor) else getattr(out, "logits", None)
         if self.output is not None:
             picked = self.output(out)

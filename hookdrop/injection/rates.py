@@ -94,18 +94,17 @@ def seek(states: States, step_of: Callable[[InjectionState], int]) -> list[Injec
 def changing(states: States) -> Iterator[None]:
     """Change settings inside the block; undo the change, with its rates, if a rate is out of range."""
     with rate_lock:
-        before = [(s, s.step_count, s.enabled, list(s.live.overrides), _targets(s)) for s in states]
+        before = [(s, s.step_count, s.enabled, list(s.live.overrides)) for s in states]
+        targets = [(sink, sink.target) for state in states for sink in state.live.members]
         try:
             yield
-            for state in states:
-                _check_rates(state, state.multiplier, state.schedule.peak)
-            for state in states:
-                _set_rates(state, state.multiplier)
+            update_rates(states, check=True)
         except BaseException:
-            for state, state.step_count, state.enabled, state.live.overrides, targets in before:
-                for sink, target in targets:
-                    sink.target = target
-                _set_rates(state, state.multiplier)
+            for state, step, enabled, overrides in before:
+                state.step_count, state.enabled, state.live.overrides = step, enabled, overrides
+            for sink, target in targets:
+                sink.target = target
+            update_rates(states)
             raise
     for state in states:
         _warn_about_shapes(state)
@@ -121,9 +120,7 @@ def overriding(
         stack.callback(update_rates, states)
         for state in states:
             stack.enter_context(state.overriding(Override(sampling, p, step)))
-        for state in states:
-            _check_rates(state, state.multiplier, state.schedule.peak)
-        update_rates(states)
+        update_rates(states, check=True)
         leave = stack.pop_all()
     try:
         yield
@@ -132,14 +129,12 @@ def overriding(
             leave.close()
 
 
-def update_rates(states: States) -> None:
-    """Set the current rates at all sinks."""
+def update_rates(states: States, *, check: bool = False) -> None:
+    """Set the current rates at all sinks; with `check`, after checking all."""
+    for state in states if check else ():
+        _check_rates(state, state.multiplier, state.schedule.peak)
     for state in states:
         _set_rates(state, state.multiplier)
-
-
-def _targets(state: InjectionState) -> list[tuple[RateSink, float | None]]:
-    return [(sink, sink.target) for sink in state.live.members]
 
 
 def _set_rates(state: InjectionState, multiplier: float) -> None:

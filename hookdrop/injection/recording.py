@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced, pixels
-from hookdrop.injection.measurement import Measurement
+from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced
+from hookdrop.injection.measurement import Measurement, why_idle
 from hookdrop.regularizers import drops_elements
 from hookdrop.utils.errors import NotRecordedError, did_you_mean
 from hookdrop.utils.names import glob_expression
-from hookdrop.utils.tables import html_table, shape_text, some, text_table
+from hookdrop.utils.tables import shape_text, some, text_table
 from hookdrop.utils.tensor_tree import detached_copy
 from hookdrop.utils.torch_internals import graph_task
 from hookdrop.utils.validation import CopyDevice, count, valid_device
@@ -95,7 +95,7 @@ class Recording(Mapping[str, Record]):
         recorded = f"\n  recorded: {some(list(self)) or 'nothing'}"
         for hook, label in self.totals.labels.items():
             if label == name:
-                return f"nothing was recorded at {name!r}: {_why_not(hook) if self._last else 'last=0'}.{recorded}"
+                return f"nothing was recorded at {name!r}: {why_idle(hook) if self._last else 'last=0'}.{recorded}"
         return f"{self.name!r} has no site {name!r}.{did_you_mean(name, self._records)}{recorded}"
 
     # --- plots
@@ -130,14 +130,6 @@ class Recording(Mapping[str, Record]):
         blocks = {self._title(name): {"mask": r.mask} for name, r in self._select(layers).items()}
         return self._draw(blocks, layers, sample, channels, figure)
 
-    def log_tensorboard(self, writer: Any, step: int, sample: int = 0, channels: int = 8) -> None:
-        """Log a plot and the dropped fraction of every site to a `torch.utils.tensorboard.SummaryWriter`."""
-        for name, record in self.items():
-            tag = f"hookdrop/{self.name}/{name or 'model'}"
-            image = pixels(self.plot_features(name, sample, channels))
-            writer.add_image(f"{tag}/features", image, step, dataformats="HWC")
-            writer.add_scalar(f"{tag}/dropped", record.dropped, step)
-
     def _draw(self, blocks: Mapping[str, Rows], layers: Any, sample: int, channels: int, figure: Any) -> Figure:
         total = len(self) if layers is None else 0
         return blocks_figure(blocks, sample=sample, channels=channels, figure=figure, total=total)
@@ -157,30 +149,12 @@ class Recording(Mapping[str, Record]):
         dropped = f", dropped {r.dropped:.3f}" if r.drops else ""
         return f"{name or 'the model'}: {r.regularizer.partition('(')[0]}{rate}{dropped}"
 
-    # --- text
-
-    def _rows(self) -> list[tuple[object, ...]]:
+    def __repr__(self) -> str:
+        if not len(self):
+            return str(self.totals) if self.totals.calls else f"<Recording of {self.name!r}: empty>"
         calls = {name: effect.calls for name, effect in self.totals.sites.items()}
-        return [
+        rows = [
             (name, calls[name], shape_text(r.before.shape), r.p, f"{r.dropped:.3f}" if r.drops else "-")
             for name, r in self.items()
         ]
-
-    def __repr__(self) -> str:
-        if self.totals.calls and not self._last:
-            return str(self.totals)
-        return text_table(HEADER, self._rows()) if len(self) else f"<Recording of {self.name!r}: empty>"
-
-    def _repr_html_(self) -> str:
-        return html_table(HEADER, self._rows(), f"recording of {self.name}: the last call of each site")
-
-
-def _why_not(hook: SiteHook) -> str:
-    state = hook.state
-    if not state.on:
-        return f"{state.name!r} is disabled or removed"
-    if hook.train_rate is None or hook.train_rate.neutral:
-        return f"its rate is 0 at step {state.step_count} of {state.schedule}"
-    if not hook.called:
-        return "the layer was never called"
-    return "it was not called in training mode while recording"
+        return text_table(HEADER, rows)

@@ -17,7 +17,7 @@ from hookdrop.hooks.hook import CurrentRate, SiteHook
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import P
-from hookdrop.utils.errors import LayerError, warn
+from hookdrop.utils.errors import warn
 from hookdrop.utils.tables import counted, some
 
 
@@ -74,13 +74,7 @@ class AttributeSink:
                 "  it continues once the later change is removed.",
             )
             return
-        try:
-            self._write(module, value)
-        except Exception as error:
-            raise LayerError(
-                f"{self.state.name!r} cannot set {self.site!r} to {value:g}: {type(module).__name__} raised "
-                f"{type(error).__name__}: {error}.\n  All rates are unchanged. To leave this one out: exclude="
-            ) from error
+        self._write(module, value)
         self.value = value
 
     def _write(self, module: nn.Module, value: object) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.sinks import RateSink
-from hookdrop.injection.text import Allowed, as_schedule, parse, read, text_of
+from hookdrop.injection.text import Allowed, as_schedule, read, text_of
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer, as_regularizer
 from hookdrop.regularizers.base import at_rate
@@ -98,7 +98,13 @@ class InjectionSpec:
     @cached_property
     def source(self) -> Any:
         """The regularizer, the recipe or the mapping, made from strings."""
-        return _source(self.regularizer)
+        found = _read(self.regularizer)
+        for one in found.values() if isinstance(found, Mapping) else [found]:
+            if isinstance(one, Schedule):
+                raise TypeError(
+                    f"{one!r} is a schedule, not a regularizer.\n  write: inject(model, ..., schedule={one!r})"
+                )
+        return found
 
     @cached_property
     def chosen(self) -> tuple[list[Regularizer | None], Entries]:
@@ -158,10 +164,9 @@ class InjectionSpec:
             TypeError, ValueError: a setting is unknown or invalid, or a name is not allowed.
         """
         if not isinstance(settings, Mapping):
-            several = isinstance(settings, list | tuple)
             raise TypeError(
                 f"a spec must be an InjectionSpec or a mapping of its settings, got {reprlib.repr(settings)}.\n"
-                + ("  pass several specs as separate arguments: InjectionCallback(*specs)" if several else _EXAMPLE)
+                f"{_EXAMPLE}   several: InjectionCallback(*specs)"
             )
         known = [field.name for field in fields(cls)]
         if unknown := [name for name in settings if name not in known]:
@@ -171,8 +176,8 @@ class InjectionSpec:
             )
         if "regularizer" not in settings:
             raise TypeError(f"a spec needs a regularizer, got {reprlib.repr(dict(settings))}.\n{_EXAMPLE}")
-        read_here = {"regularizer", "schedule"} & set(settings) if allow else ()
-        return cls(**dict(settings) | {name: _read(settings[name], allow) for name in read_here})
+        texts = {"regularizer", "schedule"} & set(settings) if allow else ()
+        return cls(**dict(settings) | {name: _read(settings[name], allow) for name in texts})
 
 
 _ANY_MODEL = nn.Identity()
@@ -185,13 +190,10 @@ def _with_root(value: Any, model: nn.Module) -> Any:
     return [model if entry == "" else entry for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _source(given: Any) -> Any:
+def _read(given: Any, allow: Allowed = ()) -> Any:
     if isinstance(given, Mapping):
-        return {key: _source(value) for key, value in given.items()}
-    found = parse(given) if isinstance(given, str) else given
-    if isinstance(found, Schedule):
-        raise TypeError(f"{found!r} is a schedule, not a regularizer.\n  write: inject(model, ..., schedule={found!r})")
-    return found
+        return {key: _read(value, allow) for key, value in given.items()}
+    return read(given, allow) if isinstance(given, str) else given
 
 
 def _regularizer(given: object) -> Regularizer:
@@ -231,10 +233,7 @@ def spec_of(state: InjectionState, sinks: Sequence[RateSink], declared: bool = F
 
 
 def described(spec: InjectionSpec, strict: bool = False) -> dict[str, Any]:
-    """Return the settings of a spec that differ from their defaults, as plain values.
-
-    Without `strict`, settings that cannot be saved are described, for comparisons.
-    """
+    """Return the settings of a spec that differ from their defaults; unless `strict`, also what cannot be saved."""
     changed = {f.name: getattr(spec, f.name) for f in fields(spec) if getattr(spec, f.name) is not f.default}
     changed = {name: value for name, value in changed.items() if value not in ((), "output", "error", False)}
     found = {}
@@ -242,9 +241,9 @@ def described(spec: InjectionSpec, strict: bool = False) -> dict[str, Any]:
         try:
             found[name] = json.loads(json.dumps(_plain(value), allow_nan=False))
         except (TypeError, ValueError) as error:
+            if isinstance(error, StateError) and strict:
+                raise
             if strict:
-                if isinstance(error, StateError):
-                    raise
                 raise StateError(f"InjectionSpec: {name}={value!r} cannot be saved: use a string.") from None
             found[name] = repr(value)
     return found
@@ -257,9 +256,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _read(value: Any, allow: Allowed) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _read(one, allow) for key, one in value.items()}
-    return read(value, allow) if isinstance(value, str) else value

@@ -120,9 +120,6 @@ def _warn_about_differences(state: InjectionState, sinks: Sequence[RateSink], sa
                 lines.append(
                     f"  {counted(more, 'site')} only here (unchanged), {counted(fewer, 'site')} not here (ignored)"
                 )
-        elif isinstance(new, Mapping) and isinstance(old, Mapping):
-            changed = [site for site in new if site in old and new[site] != old[site]]
-            lines += [f"  {key} of {site!r}: {old[site]} in the state, {new[site]} here" for site in changed[:1]]
         elif new != old:
             lines.append(f"  {key}: {old} in the state, {new} here")
     if lines:

@@ -66,12 +66,10 @@ def as_schedule(given: object, owner: str) -> Schedule:
     found = parse(given) if isinstance(given, str) else given
     if isinstance(found, Schedule):
         return found
-    name = getattr(given, "__name__", "fn")
-    if isinstance(given, type):
-        write = f"{name}(steps=N)"
-    else:
-        write = f"LambdaSchedule({name})" if callable(given) else "LinearSchedule(steps=N)"
-    raise TypeError(f"{owner}: schedule must be a hookdrop schedule, got {given!r}.\n  write: schedule={write}")
+    raise TypeError(
+        f"{owner}: schedule must be a hookdrop schedule, got {given!r}.\n"
+        "  write: schedule=LinearSchedule(steps=N)   of a function: LambdaSchedule(function)"
+    )
 
 
 def text_of(thing: Regularizer | Recipe | Schedule) -> str:

@@ -59,10 +59,10 @@ class Summary:
         out = out.to(torch.promote_types(out.dtype, torch.float32))
         if self.count == 0 and self.activation == "softmax":
             _check_classes(out)
-        values = self._activated(out)
         if self.activation is not None:
-            self.entropies = self.entropies + _by_sample(self._entropy(values), samples).sum(0)
-        values = _by_sample(values, samples)
+            out = torch.softmax(out, class_axis(out)) if self.activation == "softmax" else out.sigmoid()
+            self.entropies = self.entropies + _by_sample(self._entropy(out), samples).sum(0)
+        values = _by_sample(out, samples)
         # Merge the means and squares of two groups of samples (Chan, Golub & LeVeque 1983, equations 2.1).
         mean = values.mean(0)
         difference, total = mean - self.mean, self.count + samples
@@ -80,17 +80,10 @@ class Summary:
         information = (entropy - self.entropies / self.count).clamp_min(0.0)  # rounding may give -1e-8
         return mean, variance, entropy.cpu(), information.cpu()
 
-    def _activated(self, out: Tensor) -> Tensor:
-        if self.activation == "softmax":
-            return torch.softmax(out, class_axis(out))
-        return out.sigmoid() if self.activation == "sigmoid" else out
-
     def _entropy(self, probabilities: Tensor) -> Tensor:
         terms: Tensor = entr(probabilities)
-        if self.activation == "softmax":
-            return terms.sum(class_axis(probabilities))
-        other: Tensor = entr(1.0 - probabilities)
-        return terms + other
+        softmax = self.activation == "softmax"
+        return terms.sum(class_axis(probabilities)) if softmax else terms + entr(1.0 - probabilities)
 
 
 def _by_sample(x: Tensor, samples: int) -> Tensor:

@@ -62,17 +62,14 @@ def inject(
             of `hookdrop.recipes`, such as `stochastic_depth(p=0.2)`, chooses its layers itself; `layers`, `at` and
             `tensor` then keep their defaults. An `InjectionSpec` has all arguments but `total_steps` and
             `example_input`.
-        layers: the layers to hook: a fully qualified name, a glob (`*` matches within a segment, `**` across
-            segments), a compiled regular expression, a module class, a module, a function of (name, module), or a
-            list of these.
+        layers: the layers to hook: a full name, a glob (`*` matches within a segment, `**` across segments), a
+            compiled regular expression, a module class, a module, a function of (name, module), or a list of these.
         exclude: layers to skip; takes the same entries as `layers`.
         at: `"output"` or `"input"` of the layers.
         tensor: which tensor of a tuple, list, dict, or dataclass: an index, a key, `"all"`, or None for the first
             floating-point tensor that is not 0-d.
-        schedule: how the rate changes with optimizer steps, also as a string such as `"LinearSchedule(steps=1000)"`;
-            None keeps it constant.
-        total_steps: the length of the training in optimizer steps, for a schedule with fractions of it, such as
-            `LinearSchedule(steps=1.0)`.
+        schedule: how the rate changes with optimizer steps, also as a string; None keeps it constant.
+        total_steps: optimizer steps of the training, for a schedule with fractions of it: `LinearSchedule(steps=1.0)`.
         p_scale: a factor for the rate of each site, or of each block of a recipe: `"depth"` (l / L),
             `"depth_from_zero"` (0 to 1), `"equal"` (1), a mapping from patterns to factors, or a function of (name,
             index, count). None is 1, or the recipe's own choice.
@@ -82,9 +79,6 @@ def inject(
             not installed. Copies and processes started with the model have the hooks.
         example_input: a tensor, a tuple of arguments, or a dict of keyword arguments, for one eval forward that
             checks shapes and finds layers that are never called.
-
-    Returns:
-        The handle, with `step`, `follow`, `disable`, `probe`, `remove`, ...
 
     Raises:
         LayerError: an entry matches nothing, or a recipe finds no site.
@@ -126,13 +120,7 @@ def plan(
 ) -> Plan:
     """Show what `inject` would do with the same arguments, without changing the model.
 
-    Without a regularizer, it lists layers: `print(plan(model, layers="**"))`.
-
-    Returns:
-        The plan, with `sites`, `counts` and `warnings`. Printing it shows a table.
-
-    Raises:
-        The same errors as `inject`.
+    Printing the plan shows a table. Without a regularizer, it lists layers: `print(plan(model, layers="**"))`.
 
     Example:
         >>> print(plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Dropout(p=0.1), layers="*", p_scale="depth"))
@@ -209,11 +197,7 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.devic
 
 
 def place(planned: Plan) -> Injection:
-    """Place all sites, or raise an error and place none.
-
-    Raises:
-        InjectionError: a site already has an injection (see `on_existing`), or the name is taken.
-    """
+    """Place all sites, or none after an error, such as an `InjectionError` if a site or the name is taken."""
     for site in planned.sites:
         if site.module in hidden_modules:
             raise InjectionError(f"inside without_hooks: {site.name!r} may have temporarily removed hooks.")

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hookdrop.utils.torch_internals import PLAIN_TYPES, dispatch_modes, functorch_stack, is_tracing
-from hookdrop.utils.validation import one_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +58,6 @@ class Blocks:
     def elements_per_sample(self) -> int:
         """The number of mask elements of one sample."""
         return self.channels * math.prod(self.sizes)
-
-    def repeated(self, count: int) -> Blocks:
-        """The same geometry for `count` times as many samples."""
-        return blocks_of(self.samples * count, self.channels, self.sizes, self.blocks, self.channel)
 
     def zero_(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Zero the seeds' blocks in `x`, a dense tensor with its channels at axis `channel`."""
@@ -187,61 +182,29 @@ def three_axes(values: Sequence[int]) -> tuple[int, ...]:
 GAMMA = ("exact", "paper")
 
 
+@lru_cache(maxsize=4096)
 def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: str = "exact") -> float:
-    """Return the probability that a position where a whole block fits is a seed.
-
-    Args:
-        sizes: the sizes of the map.
-        blocks: the sizes of a block, at most those of the map.
-        p: the fraction to drop, in [0, 1].
-        how: `"exact"` or `"paper"`.
+    """Return the probability that a position where a whole block fits is a seed, so that blocks cover a fraction `p`.
 
     Example:
         >>> round(gamma_for((14, 14), (7, 7), 0.5) / gamma_for((14, 14), (7, 7), 0.5, "paper"), 2)
         1.68
     """
-    one_of(how, "gamma", "DropBlock", GAMMA)
     if p in (0.0, 1.0) or 0 in sizes:
         return p
     if how == "paper":
         area = math.prod(size / (block * (size - block + 1)) for size, block in zip(sizes, blocks, strict=True))
         return min(1.0, p * area)
-    return _exact(sizes, blocks, p)
+    return _solve(_cover_counts(sizes, blocks), p)
 
 
-@lru_cache(maxsize=4096)
-def _exact(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> float:
-    """Solve dropped(gamma) = p starting from a cached solution nearby, so that each rate of a schedule is cheap."""
-    cover, nearest = _cover_counts(sizes, blocks), round(p * _ANCHORS) / _ANCHORS
-    if not 0.0 < nearest < 1.0:
-        return _solve(cover, p)
-    gamma, slope, bend = _anchor(sizes, blocks, nearest)
-    by = (p - nearest) / slope
-    return _solve(cover, p, start=gamma + by - bend / slope * by * by / 2)
-
-
-# Start from a fixed grid, not from the previous rate: the last bit of gamma must not depend on the order of rates.
-_ANCHORS = 128
-
-
-@lru_cache(maxsize=4096)
-def _anchor(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float) -> tuple[float, float, float]:
-    """The solution for a rate on the grid, with the first two derivatives of dropped(gamma) there."""
-    cover = _cover_counts(sizes, blocks)
-    gamma = _solve(cover, p)
-    miss = math.log1p(-gamma)
-    bend = -sum(share * n * (n - 1) * math.exp((n - 2) * miss) for n, share in cover)
-    return gamma, _dropped(cover, gamma)[1], bend
-
-
-def _solve(cover: tuple[tuple[int, float], ...], p: float, start: float | None = None) -> float:
+def _solve(cover: tuple[tuple[int, float], ...], p: float) -> float:
     """Newton's method on dropped(gamma) = p.
 
     The left side is concave and increasing, so the method converges from below, and a first step from above lands
     below. The only safeguard needed is clamping to the open interval (0, 1).
     """
-    start = p / sum(n * share for n, share in cover) if start is None else start
-    gamma = min(max(start, math.ulp(0.0)), _BELOW_ONE)
+    gamma = min(max(p / sum(n * share for n, share in cover), math.ulp(0.0)), _BELOW_ONE)
     for _ in range(200):
         dropped, slope = _dropped(cover, gamma)
         step = (p - dropped) / slope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,15 +24,14 @@ def apply_mask_no_grad(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks
 
     Args:
         x: a floating-point tensor.
-        dropped: a bool mask that broadcasts to `x`, the integer seeds of `blocks`, or `Blocks.packed`, which is uint8.
-        scale: 0-d, or one scale per sample that broadcasts to `x`; with a packed mask also the counters of
-            `triton_dropblock.draw`.
+        dropped: a bool mask that broadcasts to `x`, or of `blocks` the integer seeds, or `Blocks.packed`, in uint8.
+        scale: 0-d, or one scale per sample; with a packed mask also the counters of `triton_dropblock.draw`.
         blocks: the geometry of the seeds or of the packed mask, or None for a bool mask.
     """
     if blocks is not None and dropped.dtype == torch.uint8:
         if (y := triton_dropblock.mask(x, dropped, scale, blocks)) is not None:
             return y
-        (dropped, scale), blocks = triton_dropblock.unpacked(dropped, scale, blocks), None
+        (dropped, scale), blocks = _as_mask(dropped, scale, blocks), None
     y = native.mask_elements(x, dropped, scale) if blocks is None else native.mask_blocks(x, dropped, scale, blocks)
     if y is not None:
         return y
@@ -42,7 +41,7 @@ def apply_mask_no_grad(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks
             return y
         if blocks.channels == y.shape[blocks.channel]:
             return blocks.zero_(y, dropped)
-    mask = dropped if blocks is None else blocks.mask(blocks.rows(dropped))
+    mask, _ = _as_mask(dropped, scale, blocks)
     if not writable:
         return y.masked_fill(mask, 0.0)
     # NaN and infinity times 0 are NaN, so clear all bits instead.
@@ -52,13 +51,23 @@ def apply_mask_no_grad(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks
 
 
 def apply_mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None) -> Tensor:
-    """`apply_mask_no_grad` with derivatives of any order in reverse and forward mode, and a `torch.func.vmap` rule."""
-    apply: Callable[..., Tensor] = apply_mask_no_grad
+    """`apply_mask_no_grad` with derivatives of any order in reverse and forward mode, also in `torch.func`."""
     if functorch_stack() is not None or forward_ad_level() >= 0:
-        apply = _ApplyMaskInTransform.apply
-    elif torch.is_grad_enabled() and x.requires_grad:
-        apply = _ApplyMask.apply
-    return apply(x, dropped, scale, blocks)
+        mask, scale = _as_mask(dropped, scale, blocks)
+        return scaled(x, scale).masked_fill(mask, 0.0)
+    if torch.is_grad_enabled() and x.requires_grad:
+        y: Tensor = _ApplyMask.apply(x, dropped, scale, blocks)
+        return y
+    return apply_mask_no_grad(x, dropped, scale, blocks)
+
+
+def _as_mask(dropped: Tensor, scale: Tensor, blocks: Blocks | None) -> tuple[Tensor, Tensor]:
+    """Return `dropped` as a bool mask, and the scale as a floating-point tensor."""
+    if blocks is None:
+        return dropped, scale
+    if dropped.dtype == torch.uint8:
+        return triton_dropblock.unpacked(dropped, scale, blocks)
+    return blocks.mask(blocks.rows(dropped)), scale
 
 
 class _ApplyMask(torch.autograd.Function):
@@ -74,52 +83,6 @@ class _ApplyMask(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         dropped, scale = ctx.saved_tensors
         return apply_mask(grad, dropped, scale, ctx.blocks), None, None, None
-
-
-class _ApplyMaskInTransform(torch.autograd.Function):
-    """`_ApplyMask` for `torch.func` and forward mode. It is separate because a call takes four times longer."""
-
-    @staticmethod
-    def forward(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None) -> Tensor:
-        return apply_mask_no_grad(x, dropped, scale, blocks)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, dropped, scale, ctx.blocks = inputs
-        ctx.save_for_backward(dropped, scale)
-        ctx.save_for_forward(dropped, scale)
-
-    backward = _ApplyMask.backward
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        dropped, scale = ctx.saved_tensors
-        return apply_mask(tangent, dropped, scale, ctx.blocks)
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None
-    ) -> tuple[Tensor, int]:
-        if blocks is not None:
-            assert in_dims[1] is None, "seeds are shared by all slices; otherwise each slice has a mask"
-            if dropped.dtype == torch.uint8:
-                dropped, scale = triton_dropblock.unpacked(dropped, scale, blocks)
-            else:
-                dropped = blocks.mask(blocks.rows(dropped))
-        x = slices_to_front(x, in_dims[0], info.batch_size)
-        return apply_mask(x, _to_front(dropped, in_dims[1]), _to_front(scale, in_dims[2])), 0
-
-
-def slices_to_front(x: Tensor, axis: int | None, size: int) -> Tensor:
-    """Move the `size` slices of a `vmap` to axis 0. `axis` is None if they share `x`."""
-    return x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
-
-
-def _to_front(value: Tensor, axis: int | None) -> Tensor:
-    """Move the slices to axis 0, which has length 1 if they share `value`. A 0-d tensor is returned unchanged."""
-    if axis is not None:
-        return value.movedim(axis, 0)
-    return value.unsqueeze(0) if value.dim() else value
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:

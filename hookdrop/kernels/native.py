@@ -31,12 +31,9 @@ _SIGNATURES = {  # p: a pointer, w: a 64-bit integer, d: a double
 _KINDS = {"p": ctypes.c_void_p, "w": ctypes.c_int64, "d": ctypes.c_double}
 _FUSED_DTYPES = (torch.float32, torch.float64)
 _SEED_DTYPES = (torch.int32, torch.int64)
-_HUGE_PAGE_BYTES = 2**22
-"""The size from which huge pages pay off."""
-_MAX_PLACES = 2**32
-"""The number of seed positions per chunk that `_blocks.c` can address."""
-_MIN_PARALLEL_ELEMENTS = 2**15
-"""Below this number of elements, waking other threads costs more than it saves."""
+_HUGE_PAGE_BYTES = 2**22  # from here on, huge pages pay off
+_MAX_PLACES = 2**32  # the seed positions per chunk that `_blocks.c` can address
+_MIN_PARALLEL_ELEMENTS = 2**15  # below, waking other threads costs more than it saves
 
 _Array: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
@@ -88,10 +85,7 @@ def zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> bool:
 
 
 def count_covered(seeds: Tensor, blocks: Blocks, per_sample: Tensor | None = None) -> int | None:
-    """Count the elements that the seeds' blocks cover.
-
-    Adds the count of each sample to `per_sample`, int64 zeros of shape (samples,).
-    """
+    """Count the elements that the seeds' blocks cover, and add those of each sample to `per_sample` (int64 zeros)."""
     if seeds.dtype not in _SEED_DTYPES or not (_is_supported(seeds) and seeds.is_contiguous()):
         return None
     maps = blocks.samples * blocks.channels, blocks.channels
@@ -111,8 +105,7 @@ def _map_arguments(blocks: Blocks) -> tuple[int, _Array, _Array, _Array]:
 def mask_elements(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
     """Return `x * scale` with zeros where the bool mask `dropped` is True.
 
-    `dropped` has the memory format of `x`. If `x` is contiguous, it may also be (samples, channels or 1, ...), with
-    samples that lie apart in memory.
+    `dropped` has the memory format of `x`, or, if `x` is contiguous, is (samples, channels or 1, ...), samples apart.
     """
     if x.dtype not in _FUSED_DTYPES or not _is_supported(x):
         return None
@@ -162,8 +155,7 @@ class _Layout:
     size: int
     repeat: int
     places: int
-    arrays: tuple[_Array, ...]
-    """Valid, strides, edges, steps."""
+    arrays: tuple[_Array, ...]  # valid, strides, edges, steps
 
     def run(self, y: Tensor, x: Tensor | None, scales: Tensor, seeds: Tensor) -> None:
         seeds = seeds.contiguous() if seeds.dtype in _SEED_DTYPES else seeds.long()

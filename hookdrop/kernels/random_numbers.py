@@ -26,30 +26,31 @@ from hookdrop.utils.torch_internals import (
 
 def rand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.rand`."""
-    if _must_not_fuse(device):
-        return _unfused("rand", shape, dtype, device)
-    return torch.rand(tuple(shape), dtype=dtype, device=device)
+    return _random("rand", 0, shape, dtype, device)
+
+
+def randint(high: int, shape: Sequence[int], device: torch.device) -> Tensor:
+    """`torch.randint`."""
+    return _random("randint", high, shape, torch.int64, device)
 
 
 def rand_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`torch.rand_like`, in any memory format."""
-    if _must_not_fuse(x.device):
-        return _unfused("rand", x.shape, dtype, x.device)
-    return torch.rand_like(x, dtype=dtype)
+    return rand(x.shape, dtype, x.device) if _must_not_fuse(x.device) else torch.rand_like(x, dtype=dtype)
 
 
 def randn_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`torch.randn_like`, in any memory format."""
     if _must_not_fuse(x.device):
-        return _unfused("randn", x.shape, dtype or x.dtype, x.device)
+        return _random("randn", 0, x.shape, dtype or x.dtype, x.device)
     return torch.randn_like(x, dtype=dtype)
 
 
-def randint(high: int, shape: Sequence[int], device: torch.device) -> Tensor:
-    """`torch.randint`."""
-    if _must_not_fuse(device):
-        return _unfused("randint", shape, torch.int64, device, high)
-    return torch.randint(high, tuple(shape), device=device)
+def _random(kind: str, high: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not _must_not_fuse(device):
+        return _numbers(kind, high, tuple(shape), dtype=dtype, device=device)
+    numbers: Tensor = replayed(_NUMBERS, kind, high, shape, dtype=dtype, device=device)
+    return numbers
 
 
 def replayed(operator: Callable[..., Any], *args: Any, **settings: Any) -> Any:
@@ -73,26 +74,28 @@ def _must_not_fuse(device: torch.device) -> bool:
     return is_compiling() and (recomputes_forward() or (device.type == "cuda" and has_faulty_random_kernels()))
 
 
-def _unfused(kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, high: int = 0) -> Tensor:
-    numbers: Tensor = replayed(_NUMBERS, kind, high, shape, dtype=dtype, device=device)
-    return numbers
-
-
-def _numbers(kind: str, high: int, size: list[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _numbers(kind: str, high: int, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     if kind == "randint":
         return torch.randint(high, size, dtype=dtype, device=device)
     return (torch.rand if kind == "rand" else torch.randn)(size, dtype=dtype, device=device)
 
 
-_NAME = "hookdrop::random_numbers"
-# PyTorch finds the device of an operator without tensors only in a keyword argument.
-_SCHEMA = "(str kind, SymInt high, SymInt[] size, *, ScalarType dtype, Device device) -> Tensor"
-torch.library.define(_NAME, _SCHEMA, tags=torch.Tag.nondeterministic_seeded)
-torch.library.impl(_NAME, "default")(disable_dynamo(_numbers))
-torch.library.register_fake(_NAME)(
-    lambda kind, high, size, *, dtype, device: torch.empty(size, dtype=dtype, device=device)
+def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> Any:
+    """Register `function` as an operator that the compiler does not trace into, with its meta implementation."""
+    name = schema.partition("(")[0]
+    torch.library.define(f"hookdrop::{name}", schema.removeprefix(name), tags=tags)
+    torch.library.impl(f"hookdrop::{name}", "default")(disable_dynamo(function))
+    torch.library.register_fake(f"hookdrop::{name}")(fake)
+    return getattr(torch.ops.hookdrop, name).default
+
+
+_NUMBERS = operator(
+    # PyTorch finds the device of an operator without tensors only in a keyword argument.
+    "random_numbers(str kind, SymInt high, SymInt[] size, *, ScalarType dtype, Device device) -> Tensor",
+    _numbers,
+    lambda kind, high, size, *, dtype, device: torch.empty(size, dtype=dtype, device=device),
+    torch.Tag.nondeterministic_seeded,
 )
-_NUMBERS = torch.ops.hookdrop.random_numbers.default
 
 
 # --- Bernoulli trials
@@ -107,14 +110,9 @@ def successes(trials: int, p: float, device: torch.device, *, static: bool, dtyp
     Only the successes are drawn: the gaps between them are geometric, and a geometric number is the floor of an
     exponential one (Devroye, "Non-Uniform Random Variate Generation", 1986, X.2).
 
-    Args:
-        trials: number of trials.
-        p: probability of a success, in [0, 1).
-        device: device of the result.
-        static: whether the length of the result depends only on `trials` and `p`, which avoids a synchronization. The
-            last success is repeated as padding. `trials * p` must be at least `MIN_EXPECTED_SUCCESSES`, because an
-            empty result is impossible.
-        dtype: integer dtype of the result, large enough for `trials`.
+    With `static`, the length of the result depends only on `trials` and `p` in [0, 1), which avoids a synchronization:
+    the last success is repeated as padding. `trials * p` must then be at least `MIN_EXPECTED_SUCCESSES`, because an
+    empty result is impossible. `dtype` is an integer dtype, large enough for `trials`.
     """
     if p == 0.0 or trials == 0:
         return torch.empty(0, dtype=dtype, device=device)
@@ -153,6 +151,14 @@ def trials(count: int, p: float, device: torch.device, *, static: bool) -> Tenso
 def most_precise_dtype(device: torch.device) -> torch.dtype:
     """The most precise floating-point dtype of the device."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def kept_scale(count: int, dropped: Tensor, rank: int) -> Tensor:
+    """Return count / kept count, given the number of dropped elements: 0-d, or one per sample of a tensor."""
+    kept = (count - dropped).clamp(min=1).to(most_precise_dtype(dropped.device))
+    # `number / tensor` multiplies by the reciprocal in PyTorch, which rounds twice.
+    scale = torch.full_like(kept, count) / kept
+    return scale.view(-1, *[1] * (rank - 1)) if scale.dim() else scale
 
 
 def _logs(count: int, device: torch.device) -> Tensor:

@@ -1,13 +1,11 @@
 """DropBlock on GPUs: when to use the Triton kernels, and their launches.
 
 A forward is three launches: PyTorch draws a state, `draw_kernel` writes one bit per element, and `mask_kernel` applies
-the bits. Backward is `mask_kernel` again. Since the state comes from PyTorch's generator, `torch.manual_seed`,
-checkpoints and CUDA graphs work as for PyTorch's random operations. Its first numbers are the seed of the kernels'
-random numbers. The others are counters of dropped elements, from which `mask_kernel` computes the scale, so nothing
-synchronizes.
+the bits, also in backward. Since the state comes from PyTorch's generator, `torch.manual_seed`, checkpoints and CUDA
+graphs work as for PyTorch's random operations. Its first numbers are the seed of the kernels' random numbers. The
+others count dropped elements, from which `mask_kernel` computes the scale, so nothing synchronizes.
 
-Triton is optional. PyTorch operations replace the kernels on other devices, under `torch.func` transforms, and for
-dtypes and memory formats that `mask` does not support.
+Triton is optional: PyTorch operations replace the kernels wherever these do not support the tensor.
 """
 
 from __future__ import annotations
@@ -24,21 +22,16 @@ from torch import Tensor
 
 from hookdrop.kernels.blocks import Blocks, contiguous_strides, three_axes
 from hookdrop.kernels.native import has_plain_memory
-from hookdrop.kernels.random_numbers import most_precise_dtype
+from hookdrop.kernels.random_numbers import kept_scale
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_SEED_BITS, _SEED_WORDS = 31, 2
-"""As in triton_kernels.py."""
-_MAX_HALO = 4096
-"""In words. A block that spans 131,072 elements of a map does not fit into the registers."""
-_MAX_SAMPLE, _MAX_ELEMENTS = 2**30, 2**32
-"""Offsets within a sample are 32-bit numbers, and so are counts of dropped elements."""
+_SEED_BITS, _SEED_WORDS = 31, 2  # as in triton_kernels.py
+_MAX_HALO = 4096  # words: a block that spans 131,072 elements of a map does not fit into the registers
+_MAX_SAMPLE, _MAX_ELEMENTS = 2**30, 2**32  # offsets within a sample and counts of dropped elements have 32 bits
 _ROWS = 64
 _device_of: Any = torch.cuda.device_of
 
-
-DEVICE_TYPE = "cuda"
-"""Also that of AMD GPUs. Tests run the kernels on the CPU."""
+DEVICE_TYPE = "cuda"  # also that of AMD GPUs; tests run the kernels on the CPU
 
 
 def usable(device: torch.device) -> bool:
@@ -105,11 +98,7 @@ def counters_size(blocks: Blocks, normalize: str | None) -> int:
 def mask(x: Tensor, packed: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
     """Return `x * scale` with zeros at the ones of `packed`, or None if the kernel does not support `x`.
 
-    Args:
-        x: a tensor.
-        packed: masks in the format of `Blocks.packed`.
-        scale: the counters of `draw`, or a 0-d CPU tensor.
-        blocks: the geometry of the masks.
+    `packed` is in the format of `Blocks.packed`; `scale` are the counters of `draw`, or a 0-d CPU tensor.
     """
     counted = scale.dtype == torch.int64
     if not (usable(x.device) and x.dtype in _DTYPES and (counted or scale.is_cpu) and has_plain_memory(x)):
@@ -145,9 +134,7 @@ def unpacked(packed: Tensor, scale: Tensor, blocks: Blocks) -> tuple[Tensor, Ten
         return dropped, scale
     lost = scale[_SEED_WORDS:] >> _SEED_BITS
     count = blocks.samples // lost.numel() * blocks.elements_per_sample
-    kept = (count - lost).clamp_(min=1).to(most_precise_dtype(scale.device))
-    ratio = torch.full_like(kept, count) / kept
-    return dropped, ratio.view(()) if ratio.numel() == 1 else ratio.view(-1, *[1] * (dropped.dim() - 1))
+    return dropped, kept_scale(count, lost.squeeze(), dropped.dim())
 
 
 def _halo(blocks: Blocks) -> int:

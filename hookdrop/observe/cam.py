@@ -14,7 +14,7 @@ from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.hooks import compiling
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.figures import SCALE, as_images, get_figure
-from hookdrop.observe.observers import first_tensor
+from hookdrop.observe.activations import first_tensor
 from hookdrop.survey.isolation import restored_after, uncompiled
 from hookdrop.utils.errors import LayerError, ShapeError, needs, warn
 from hookdrop.utils.names import unwrapped

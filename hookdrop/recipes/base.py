@@ -26,16 +26,14 @@ class RecipeSite:
     factor: float = 1.0
     """The recipe's own factor of the rate, such as 0.25 for DropBlock's group 3."""
     group: str = ""
-    """Full name of the block that the site belongs to. The sites of a group have the same index and factor in
-    `p_scale`. Empty: the site is a group by itself."""
+    """Full name of the block that the site belongs to, if any. `p_scale` gives the sites of a group one factor."""
     at: str = ""
     """`"output"`, `"input"`, or `"skip"` for an identity skip; empty for the regularizer's usual place."""
     branch: str = ""
     """For `at="skip"`: the first layer of the residual branch, relative to this layer."""
     attribute: str = ""
-    """For a dropout that the model already has: the layer's attribute with its rate."""
+    """For a dropout that the model already has: the layer's attribute with its rate, and `p`, the new rate."""
     p: float | None = None
-    """For a dropout that the model already has: its new rate."""
     label: str = ""
     """The name that `plan` and the handle show; empty for `name`."""
 
@@ -53,9 +51,7 @@ class Recipe(ABC):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         """Return the sites, in the order of the model.
 
-        Args:
-            model: the model without its wrappers.
-            survey: what running the model shows. The model runs when the recipe first reads an attribute of it.
+        `model` has no wrappers, and runs when the recipe first reads an attribute of `survey`.
 
         Raises:
             LayerError: the model has no such sites.

@@ -101,7 +101,7 @@ def _find(model: nn.Module, survey: Survey) -> tuple[DropRates, str]:
     try:
         return survey.drop_rates, ""
     except InjectionError as error:
-        return known_drop_rates(model), str(error).partition("\n")[0]
+        return DropRates(tuple(known_drop_rates(model)), {}), str(error).partition("\n")[0]
 
 
 def _by_pattern(labels: list[str], given: Mapping[str | re.Pattern[str], float]) -> dict[str, float]:

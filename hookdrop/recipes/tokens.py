@@ -40,20 +40,24 @@ class head_dropout(Recipe):
     p: float = 0.1
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        if not survey.heads:
-            reasons = [f"\n  {name!r}: {reason}" for name, reason in list(survey.no_heads.items())[:3]]
+        found = {name: heads for name, heads in survey.heads.items() if not isinstance(heads, str)}
+        if not found:
+            reasons = [f"\n  {name!r}: {reason}" for name, reason in list(survey.heads.items())[:3]]
             raise LayerError(
                 f"head_dropout found no layer of {type(model).__name__} whose input is attention heads side by side."
                 + "".join(reasons)
             )
         return [
             RecipeSite(name, HeadDropout(self.p, heads.count, interleaved=heads.interleaved))
-            for name, heads in survey.heads.items()
+            for name, heads in found.items()
         ]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
-        names, reason = some(list(survey.no_heads)), next(iter(survey.no_heads.values()), "")
-        return [f"head_dropout skips {names}, whose heads it cannot separate: {reason}."] if reason else ()
+        refused = {name: reason for name, reason in survey.heads.items() if isinstance(reason, str)}
+        reason = next(iter(refused.values()), None)
+        return (
+            [f"head_dropout skips {some(list(refused))}, whose heads it cannot separate: {reason}."] if reason else ()
+        )
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from hookdrop.regularizers.base import at_rate as at_rate
 from hookdrop.regularizers.base import drops_elements as drops_elements
 from hookdrop.regularizers.base import rate_of as rate_of
 from hookdrop.regularizers.base import rows_alone as rows_alone
-from hookdrop.regularizers.cutout import Cutout
 from hookdrop.regularizers.drop_path import DropPath, LayerDrop
-from hookdrop.regularizers.dropblock import DropBlock
+from hookdrop.regularizers.dropblock import Cutout, DropBlock
 from hookdrop.regularizers.dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout
 from hookdrop.regularizers.gradients import (
     ClampActivationGrad,

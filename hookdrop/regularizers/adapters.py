@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import numbers
 import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 from hookdrop.regularizers.base import Rate, Regularizer
 from hookdrop.utils.errors import InjectionError
 
-# Names of other libraries' classes and the equivalent hookdrop classes.
-_EQUIVALENTS = {name: name for name in ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath")}
-_EQUIVALENTS |= {"FeatureAlphaDropout": "FeatureAlphaDropout", "StochasticDepth": "DropPath"}
-_EQUIVALENTS |= {"DropBlock2d": "DropBlock", "DropBlock3d": "DropBlock"}
+_SAME = ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath", "FeatureAlphaDropout")
+_EQUIVALENTS = {name: name for name in _SAME} | {"StochasticDepth": "DropPath"}
+_EQUIVALENTS |= dict.fromkeys(("DropBlock2d", "DropBlock3d"), "DropBlock")
+"""Names of other libraries' classes, and the equivalent hookdrop classes."""
+
 RATE_NAMES = ("p", "drop_prob", "drop_rate")
 
 
@@ -71,8 +71,7 @@ class ForeignModule(Regularizer):
         return f"{self!r} stores its rate as a Python float, which compiled code treats as a constant.\n  {instead}."
 
     def settings(self) -> dict[str, Any]:
-        names = [name for name in inspect.signature(type(self.module).__init__).parameters if name != "self"]
-        return {name: getattr(self.module, name) for name in names}
+        return {name: getattr(self.module, name) for name in inspect.signature(type(self.module)).parameters}
 
     @property
     def title(self) -> str:
@@ -124,7 +123,7 @@ def as_regularizer(given: object) -> Regularizer:
         InjectionError: if `given` has parameters or buffers, or cannot be pickled.
     """
     if isinstance(given, type):
-        raise TypeError(f"the regularizer must be an instance, got the class {given.__name__}: {_example_call(given)}.")
+        raise TypeError(f"the regularizer must be an instance, got the class: write {given.__name__}(...).")
     found: Regularizer
     if isinstance(given, nn.Module):
         if owned := [name for name, _ in (*given.named_parameters(), *given.named_buffers())]:
@@ -132,7 +131,12 @@ def as_regularizer(given: object) -> Regularizer:
                 f"{type(given).__name__} owns parameters or buffers ({', '.join(owned[:3])}), which the optimizer and "
                 "the state_dict would miss.\n  make it a layer of the model, or remove its state."
             )
-        found = given if isinstance(given, Regularizer) else _foreign(given)
+        if isinstance(given, Regularizer):
+            found = given
+        elif rates := [name for name in RATE_NAMES if type(getattr(given, name, None)) in (int, float)]:
+            found = ForeignModule(given, rates[0])
+        else:
+            found = ForeignModuleWithoutRate(given)
     elif callable(given):
         found = ForeignFunction(given)
     else:
@@ -142,26 +146,9 @@ def as_regularizer(given: object) -> Regularizer:
         )
     declared = type(found).rate
     if declared is not None and not hasattr(found, declared.attribute):
-        raise InjectionError(
-            f"{type(found).__name__} has no attribute {declared.attribute!r}, which its rate refers to."
-        )
-    if hidden := vars(found).keys() & _METHODS:
-        raise InjectionError(
-            f"{type(found).__name__} has an attribute {hidden.pop()!r}, which hides a method of Regularizer: rename it."
-        )
+        raise InjectionError(f"{found.title} has no attribute {declared.attribute!r}, which its rate refers to.")
     check_picklable(found, "the regularizer")
     return found
-
-
-_METHODS = {name for name, value in vars(Regularizer).items() if callable(value)}
-
-
-def _foreign(module: nn.Module) -> ForeignModule:
-    for name in RATE_NAMES:
-        value = getattr(module, name, None)
-        if isinstance(value, numbers.Real) and not isinstance(value, bool):
-            return ForeignModule(module, name)
-    return ForeignModuleWithoutRate(module)
 
 
 def check_picklable(value: object, what: str) -> None:
@@ -173,10 +160,3 @@ def check_picklable(value: object, what: str) -> None:
             f"{what} can't be pickled ({error}), so torch.save(model) and worker processes would fail.\n"
             "  instead of a lambda or a local function, use a function or class at the top level of a module."
         ) from error
-
-
-def _example_call(cls: type) -> str:
-    if not callable(cls):
-        return "create an instance of it"
-    first = next((n for n in RATE_NAMES if n in inspect.signature(cls).parameters), None)
-    return f"write {cls.__name__}({first}=0.1)" if first else f"write {cls.__name__}(...)"

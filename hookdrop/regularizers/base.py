@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from hookdrop.regularizers.samples import SamplePlace
 from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.validation import as_rate_tensor, rate
+from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate
 
 R = TypeVar("R", bound="Regularizer")
 
@@ -50,11 +50,18 @@ class Rate:
             return value
         return rate(value, self.attribute, owner, self.high, low=self.low, open_end=self.open_end)
 
-    def argument(self, value: float | Tensor, owner: str) -> float | Tensor:
-        """`valid`, but a 0-d tensor in compiled code, because the compiler treats floats as constants."""
+    def argument(
+        self, value: float | Tensor, x: Tensor, owner: str, axes: str = "...", *, nested: bool = False
+    ) -> float | Tensor:
+        """`valid`, but a 0-d tensor in compiled code, which treats floats as constants. Also checks the tensor `x`."""
         if not is_compiling():
-            return self.valid(value, owner)
-        return value if isinstance(value, Tensor) else as_rate_tensor(self.valid(value, owner))
+            value = self.valid(value, owner)
+        elif not isinstance(value, Tensor):
+            value = as_rate_tensor(self.valid(value, owner))
+        floating(x, owner, nested=nested)
+        if axes != "...":
+            check_axes(x.shape, axes, owner)
+        return value
 
 
 P = Rate("p")
@@ -83,7 +90,8 @@ class Regularizer(nn.Module):
     """A module that maps a tensor to a tensor. It regularizes in training mode and is the identity in eval mode.
 
     A subclass declares its `rate`, the number that a schedule drives (None if there is none), stores each argument of
-    `__init__` in an attribute of the same name, and defines `regularize(x, rate)`.
+    `__init__` in an attribute of the same name, and defines `regularize(x, rate)`. A forward raises `ShapeError` for a
+    tensor without its `axes`.
 
     Example:
         >>> class Shrink(Regularizer):
@@ -117,6 +125,9 @@ class Regularizer(nn.Module):
 
     in_backward: ClassVar[bool] = False
     """Whether it edits only the gradient and leaves the forward output unchanged."""
+
+    axes: str = "..."
+    """The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes."""
 
     keeps_shape: bool = True
     """Whether the result has the shape of the input."""
@@ -161,14 +172,16 @@ class Regularizer(nn.Module):
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise `ShapeError` if it cannot regularize a tensor of this shape."""
+        check_axes(shape, self.axes, self.title)
 
     def reading(self, shape: Sequence[int]) -> str:
         """Describe how it interprets the axes of a tensor of this shape, as in `"C=56 H=56 W=96"`."""
-        return ""
+        named = [f"{axis}={size}" for axis, size in zip(self.axes.split(), shape, strict=False) if axis != "..."]
+        return " ".join(named[1:] or named)
 
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
         """Return warnings about a shape that works but is probably not intended."""
-        return []
+        return nhwc_warnings(shape) if self.axes.startswith("N C") else []
 
     def settings(self) -> dict[str, Any]:
         """The arguments that recreate this object. Raises `AttributeError` if one is not stored as an attribute."""
@@ -226,22 +239,42 @@ def _init_parameters(cls: type) -> dict[str, inspect.Parameter]:
     return {name: one for name, one in parameters.items() if name != "keep_prob" and one.kind not in variadic}
 
 
-def describe_map(shape: Sequence[int], channel: int) -> str:
+class DropRegularizer(Regularizer):
+    """The base of those whose rate is a drop probability."""
+
+    p: float
+
+    def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
+        super().__init__()
+        declared = type(self).rate
+        assert declared is not None
+        self.p = declared.valid(drop_rate(p, keep_prob, self.title), self.title)
+
+
+def check_axes(shape: Sequence[int], axes: str, owner: str) -> None:
+    """Raise `ShapeError` unless `shape` has these axes, such as `"N C H W"` or `"N C ..."`."""
+    names = axes.split()
+    if len(shape) != len(names) and not ("..." in names and len(shape) >= len(names) - 1):
+        use = _SUITED.get(len(shape), "use Dropout(p=...)")
+        raise ShapeError(f"got {tuple(shape)}: {owner} needs ({', '.join(names)}).\n  {use}.")
+
+
+_SUITED = {
+    3: "for tokens (N, L, C) use TokenDropout(p=...), for a sequence (N, C, L) Dropout1d(p=...)",
+    4: "for a map (N, C, H, W) use Dropout2d(p=...) or DropBlock(p=...)",
+    5: "for a map (N, C, D, H, W) use Dropout3d(p=...) or DropBlock(p=...)",
+}
+
+
+def describe_map(shape: Sequence[int], channel: int = 1) -> str:
     """Return a text such as `C=256 H=14 W=14` for a tensor with its channels at axis `channel`."""
-    spatial = {1: ["L"], 2: ["H", "W"], 3: ["D", "H", "W"]}.get(len(shape) - 2, [])
+    spatial = {1: "L", 2: "HW", 3: "DHW"}.get(len(shape) - 2, "")
     sizes = [size for axis, size in enumerate(shape) if axis not in (0, channel)]
-    named = [f"{name}={size}" for name, size in zip(spatial, sizes, strict=False)]
-    return " ".join([f"C={shape[channel]}", *named])
+    return " ".join(f"{name}={size}" for name, size in zip(f"C{spatial}", [shape[channel], *sizes], strict=False))
 
 
-def nhwc_warnings(shape: Sequence[int], channel: int, instead: str) -> list[str]:
+def nhwc_warnings(shape: Sequence[int], fix: str = "hook a layer that returns NCHW.") -> list[str]:
     """Return a warning if the shape looks like (N, H, W, C) but would be interpreted as (N, C, H, W)."""
-    if len(shape) == 4 and channel == 1 and shape[1] == shape[2] != shape[3]:
-        return [f"reads {tuple(shape)} as {describe_map(shape, 1)}; that looks like NHWC: {instead}"]
+    if len(shape) == 4 and shape[1] == shape[2] != shape[3]:
+        return [f"reads {tuple(shape)} as {describe_map(shape)}; that looks like NHWC: {fix}"]
     return []
-
-
-def check_batch_axis(shape: Sequence[int]) -> None:
-    """Raise `ShapeError` for a tensor without a batch axis."""
-    if not shape:
-        raise ShapeError("got a 0-d tensor, which has no batch axis.")

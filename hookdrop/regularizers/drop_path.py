@@ -10,22 +10,31 @@ from torch import Tensor, nn
 
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.regularizers.base import BELOW_1, P, Rate, Regularizer, check_batch_axis
+from hookdrop.regularizers.base import BELOW_1, DropRegularizer, P, Rate
 from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
 from hookdrop.utils.errors import InjectionError, LayerError, ShapeError
 from hookdrop.utils.torch_internals import BatchNorm
-from hookdrop.utils.validation import drop_rate, floating, one_of
+from hookdrop.utils.validation import one_of
 
 _MODES = ("row", "batch", "subset")
 
 
-def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = True, *, scale: bool = True) -> Tensor:
-    """Zero whole samples (`mode="row"`, `"subset"`) or the whole batch, and scale the rest: see `DropPath`."""
+def drop_path(
+    x: Tensor,
+    p: float | Tensor,
+    mode: str = "row",
+    training: bool = True,
+    *,
+    scale: bool = True,
+    rows: SampleRows = SampleRows(),  # noqa: B008 (immutable)
+) -> Tensor:
+    """Zero whole samples (`mode="row"`, `"subset"`) or the whole batch, and scale the rest: see `DropPath`.
+
+    `rows` says which rows belong to which sample, if not each row of axis 0 is one.
+    """
     one_of(mode, "mode", "drop_path", _MODES)
     one_of(scale, "scale", "drop_path", (True, False))
-    p = P.argument(p, "drop_path")
-    floating(x, "drop_path")
-    check_batch_axis(x.shape)
+    p = P.argument(p, x, "drop_path", DropPath.axes)
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
     rest = (1,) * (x.dim() - 1)
@@ -34,8 +43,14 @@ def drop_path(x: Tensor, p: float | Tensor, mode: str = "row", training: bool = 
         kept = _kept(len(x), p)
         order = rand((len(x),), torch.float32, x.device).argsort().argsort()
         return _keep(x, (order < kept).view(-1, *rest), len(x) / kept if scale else 1.0)
-    rows = x.shape[0] if mode == "row" else 1
-    return slice_dropout(x, p, (rows, *rest)) if scale else x * slice_mask(x, p, (rows, *rest))
+    if rows != SampleRows():
+        shape = [1] * x.dim()
+        shape[rows.axis] = -1
+        return _keep(
+            x, rows.repeat(slice_mask(x, p, (rows.samples(x),)), x).view(shape), keep_scale(p) if scale else 1.0
+        )
+    draws = (x.shape[0] if mode == "row" else 1, *rest)
+    return slice_dropout(x, p, draws) if scale else x * slice_mask(x, p, draws)
 
 
 def _keep(x: Tensor, kept: Tensor, scale: float | Tensor) -> Tensor:
@@ -55,7 +70,7 @@ _ROUNDING = 1e-9
 """Larger than the error of 1 - p, which would otherwise drop one more sample: 10 * (1 - 0.8) is below 2."""
 
 
-class DropPath(Regularizer):
+class DropPath(DropRegularizer):
     """Zero whole samples with probability `p`, and scale the rest by 1 / (1 - p).
 
     Hook the last layer of a residual branch, before the addition (a Bottleneck's `bn3`, a transformer's `attn` and
@@ -78,7 +93,7 @@ class DropPath(Regularizer):
     Shape: (N, ...), or any other if `samples` says where the samples are.
 
     Raises:
-        LayerError: in `inject` with `mode="subset"`, if the branch has batch norm, or no parameters; with an example,
+        LayerError: in `inject` with `mode="subset"`, if the branch has batch norm; with an example,
             if it is unknown which rows belong to which sample.
         ShapeError, InjectionError: in forward with `mode="subset"`, if the rows of an argument cannot be selected.
 
@@ -91,6 +106,8 @@ class DropPath(Regularizer):
     2023, "DINOv2", arXiv:2304.07193, section 5.
     """
 
+    axes = "N ..."
+
     def __init__(
         self,
         p: float | None = None,
@@ -100,8 +117,7 @@ class DropPath(Regularizer):
         samples: SamplePlace | None = None,
         keep_prob: float | None = None,
     ) -> None:
-        super().__init__()
-        self.p = drop_rate(p, keep_prob, self.title)
+        super().__init__(p, keep_prob=keep_prob)
         self.mode: str = one_of(mode, "mode", self.title, _MODES)
         self.scale: bool = one_of(scale, "scale", self.title, (True, False))
         self.samples = sample_place(samples, self.title)
@@ -115,11 +131,6 @@ class DropPath(Regularizer):
     def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> DropPath:
         if self.mode == "subset":
             branch = model.get_submodule(name)
-            if not any(True for _ in branch.parameters()):
-                raise LayerError(
-                    f"DropPath(mode='subset') at {name!r}: this {type(branch).__name__} computes nothing that could be "
-                    'saved.\n  hook the modules that are whole branches, such as attn and mlp; or use mode="row"'
-                )
             norms = [part for part, module in branch.named_modules() if isinstance(module, BatchNorm)]
             if norms:
                 raise LayerError(
@@ -137,9 +148,6 @@ class DropPath(Regularizer):
             )
         return self if found.argument is None else DropPath(self.p, scale=self.scale, samples=found.argument)
 
-    def check(self, shape: Sequence[int]) -> None:
-        check_batch_axis(shape)
-
     def reading(self, shape: Sequence[int]) -> str:
         if self.samples is not None:
             module, axis, _ = self.samples
@@ -153,11 +161,6 @@ class DropPath(Regularizer):
     def independent_samples(self) -> bool:
         return self.mode == "row" and self.samples is None
 
-    def shape_warnings(self, shape: Sequence[int]) -> list[str]:
-        if self.mode == "subset" and 0.0 < self.p < 1.0 and _kept(shape[0], self.p) == shape[0]:
-            return [f"p={self.p:g} drops no sample of a batch of {shape[0]}, so mode='subset' does nothing."]
-        return []
-
     def select_rows(self, x: Tensor, p: float) -> Tensor | None:
         """Draw the samples that a branch runs on; None for all of them."""
         kept = _kept(len(x), p)
@@ -167,22 +170,12 @@ class DropPath(Regularizer):
         if rows is not None:
             kept = torch.zeros(len(x), dtype=torch.bool, device=x.device).index_fill(0, rows, True)
             return _keep(x, kept.view(-1, *(1,) * (x.dim() - 1)), len(x) / len(rows) if self.scale else 1.0)
-        if self.samples is None:
-            return drop_path(x, rate, self.mode, scale=self.scale)
-        floating(x, self.title)
-        if x.numel() == 0:
-            return x
-        place = rows_in_call(self.samples, samples)
-        shape = [1] * x.dim()
-        shape[place.axis] = -1
-        kept = place.repeat(slice_mask(x, rate, (place.samples(x),)), x).view(shape)
-        return _keep(x, kept, keep_scale(rate) if self.scale else 1.0)
+        return drop_path(x, rate, self.mode, scale=self.scale, rows=rows_in_call(self.samples, samples))
 
 
 def layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Return the `input` of a layer instead of its `output` with probability `p`, in [0, 1): see `LayerDrop`."""
-    p = BELOW_1.argument(p, "layer_drop")
-    floating(output, "layer_drop")
+    p = BELOW_1.argument(p, output, "layer_drop")
     if output.shape != input.shape:
         raise ShapeError(
             f"got an output {tuple(output.shape)} of an input {tuple(input.shape)}: only a layer that keeps the shape "
@@ -195,21 +188,7 @@ def layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool 
     return torch.where(dropped, input.to(output.dtype), output)
 
 
-_PARTS = (
-    "attn",
-    "attention",
-    "self_attn",
-    "self_attention",
-    "cross_attn",
-    "mlp",
-    "ffn",
-    "feed_forward",
-    "fc1",
-    "fc2",
-)
-
-
-class LayerDrop(Regularizer):
+class LayerDrop(DropRegularizer):
     """Skip a layer with probability `p`: it returns its input. One draw per layer and forward, without rescaling.
 
     Hook layers that keep the shape: transformer layers such as `"model.layers.*"`. If a layer returns several tensors,
@@ -223,7 +202,7 @@ class LayerDrop(Regularizer):
     Shape: any; the layer's output has the shape of its input.
 
     Raises:
-        LayerError: in `inject`, if the layer is a branch of a layer by its name, such as `mlp`.
+        LayerError: in `inject` with an example, if the layer is a residual branch, such as `mlp`.
         ShapeError: in forward, if the layer changes the shape.
         InjectionError: in forward, if the layer fills a KV cache.
 
@@ -240,22 +219,13 @@ class LayerDrop(Regularizer):
     only_at = "output"
     needs = ("layer_input",)
 
-    def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
-        super().__init__()
-        self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
-
     def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> LayerDrop:
-        path = name.split(".")
-        if path[-1] in _PARTS:
-            layer = ".".join(path[:-1])
+        if survey is not None and any(branch.end == name for branch in survey.branches):
             raise LayerError(
-                f"LayerDrop at {name!r}: this is a branch of a layer. Skipped, it would add its input to the residual "
-                f"stream.\n  hook the whole layer, layers={layer!r}, or drop the branch: DropPath(p=...)"
+                f"LayerDrop at {name!r}: this is a residual branch. Skipped, it would add its input to the stream.\n"
+                "  hook the whole layer, or drop the branch: DropPath(p=...)"
             )
         return self
-
-    def check(self, shape: Sequence[int]) -> None:
-        check_batch_axis(shape)
 
     def regularize(self, x: Tensor, rate: Any, layer_input: Tensor | None = None) -> Tensor:
         if layer_input is None:

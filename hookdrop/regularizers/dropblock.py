@@ -1,10 +1,10 @@
-"""DropBlock over one, two or three spatial axes."""
+"""Zeroed regions of maps: DropBlock over one, two or three spatial axes, and Cutout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,12 +12,22 @@ from torch.compiler import is_compiling
 
 from hookdrop.kernels import custom_ops, triton_dropblock
 from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
-from hookdrop.kernels.drawing import NORMALIZE, BlockDrawing
+from hookdrop.kernels.drawing import NORMALIZE, draw_blocks
 from hookdrop.kernels.masking import apply_mask
-from hookdrop.regularizers.base import P, Regularizer, describe_map, nhwc_warnings
+from hookdrop.kernels.random_numbers import rand, randint
+from hookdrop.regularizers.base import DropRegularizer, P, Rate, Regularizer, describe_map, nhwc_warnings
 from hookdrop.utils.errors import InjectionError, ShapeError
-from hookdrop.utils.torch_internals import PLAIN_TYPES, dispatch_modes, is_tracing, on_plain_tensor, wraps_results
-from hookdrop.utils.validation import as_rate_tensor, count, drop_rate, floating, given_channel_axis, one_of
+from hookdrop.utils.torch_internals import (
+    PLAIN_TYPES,
+    dispatch_modes,
+    functorch_stack,
+    is_tracing,
+    on_plain_tensor,
+    vmap_randomness,
+    without_functorch,
+    wraps_results,
+)
+from hookdrop.utils.validation import as_rate_tensor, count, floating, given_channel_axis, one_of
 
 
 def drop_block(
@@ -34,11 +44,10 @@ def drop_block(
     """Zero blocks that cover an expected fraction `p` of the map: see `DropBlock`."""
     one_of(normalize, "normalize", "drop_block", NORMALIZE)
     one_of(gamma, "gamma", "drop_block", GAMMA)
-    p = P.argument(p, "drop_block")
+    p = P.argument(p, x, "drop_block")
     block_size = check_block_size(block_size)
     if training:
         return _drop_block(x, p, block_size, channel_dim, per_channel, gamma, normalize)
-    floating(x, "drop_block")
     _map_geometry(x.shape, block_size, channel_dim)
     return x
 
@@ -74,17 +83,15 @@ def _drop_block(
                 "drop_block: x is a DTensor, sharded over several ranks, and blocks cannot be drawn across ranks.\n"
                 "  hook a layer whose output is local (use_local_output=True), or use Dropout or DropPath."
             )
-    if dispatch_modes() > 0 and triton_dropblock.usable(x.device):
-        # A mode such as fake tensors sees operators only, not the launches of kernels.
+    # A mode such as fake tensors sees operators only, not the launches of kernels.
+    opaque = dispatch_modes() > 0 and triton_dropblock.usable(x.device)
+    if opaque or (functorch_stack() is not None and {*vmap_randomness()} - {"same"}):
         geometry = blocks.blocks, blocks.channel, per_channel
         return custom_ops.drop_block(x, as_rate_tensor(p), *geometry, gamma, normalize)
-    dropped, scale = _block_drawing(blocks, p, gamma, normalize)(x)
+    seed_rate = gamma_for(blocks.sizes, blocks.blocks, p, gamma)
+    with without_functorch():
+        dropped, scale = draw_blocks(x, blocks, seed_rate, p, normalize)
     return apply_mask(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
-
-
-@lru_cache(maxsize=1024)
-def _block_drawing(blocks: Blocks, p: float, gamma: str, normalize: str | None) -> BlockDrawing:
-    return BlockDrawing(blocks, gamma_for(blocks.sizes, blocks.blocks, p, gamma), p, normalize)
 
 
 @lru_cache(maxsize=1024)
@@ -137,7 +144,7 @@ def check_block_size(block_size: object) -> int | tuple[int, ...]:
     return tuple(count(edge, "block_size", "DropBlock") for edge in block_size)
 
 
-class DropBlock(Regularizer):
+class DropBlock(DropRegularizer):
     """Zero contiguous blocks that cover an expected fraction `p` of the map, for any map size.
 
     Differs from the paper in two ways: the default `gamma="exact"` accounts for overlapping blocks, which the paper's
@@ -184,8 +191,7 @@ class DropBlock(Regularizer):
         normalize: str | None = "batch",
         channel_dim: int | None = None,
     ) -> None:
-        super().__init__()
-        self.p = drop_rate(p, keep_prob, self.title, default=0.1)
+        super().__init__(0.1 if p is None and keep_prob is None else p, keep_prob=keep_prob)
         self.block_size = check_block_size(block_size)
         self.per_channel: bool = one_of(per_channel, "per_channel", self.title, (True, False))
         self.gamma: str = one_of(gamma, "gamma", self.title, GAMMA)
@@ -199,8 +205,7 @@ class DropBlock(Regularizer):
         return describe_map(shape, channel_axis(shape, self.channel_dim))
 
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
-        instead = "use DropBlock(..., channel_dim=-1)."
-        found = [] if self.channel_dim else nhwc_warnings(shape, 1, instead)
+        found = [] if self.channel_dim else nhwc_warnings(shape, "use DropBlock(..., channel_dim=-1).")
         _, sizes, edges = _map_geometry(shape, self.block_size, self.channel_dim)
         if edges == sizes:
             covers = f"Dropout{len(sizes)}d" if self.per_channel else "DropPath"
@@ -218,3 +223,78 @@ class DropBlock(Regularizer):
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return _drop_block(x, rate, self.block_size, self.channel_dim, self.per_channel, self.gamma, self.normalize)
+
+
+_CUT = Rate("p", kind="factor")
+"""Not the fraction of dropped elements."""
+
+
+def cutout(x: Tensor, size: int | tuple[int, int], p: float | Tensor = 1.0, training: bool = True) -> Tensor:
+    """Zero one rectangle per sample of (N, C, H, W), in all channels and without rescaling: see `Cutout`."""
+    height, width = height_and_width(size, "cutout")
+    p = _CUT.argument(p, x, "cutout", Cutout.axes)
+    if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
+        return x
+    n, _, h, w = x.shape
+    # Always float32: bfloat16 has no random numbers between .998 and 1.
+    cut_N = rand((n,), torch.float32, x.device) < p
+    rows_NH = _window_mask(n, h, height, x.device)
+    columns_NW = _window_mask(n, w, width, x.device)
+    cut_N1HW = (cut_N[:, None, None] & rows_NH[:, :, None] & columns_NW[:, None, :])[:, None]
+    return x * (~cut_N1HW).to(x.dtype)
+
+
+def height_and_width(size: object, owner: str) -> tuple[int, int]:
+    """Return `size` as (height, width)."""
+    if not isinstance(size, (tuple, list)):
+        return (count(size, "size", owner),) * 2
+    if len(size) != 2:
+        raise ValueError(f"{owner}: size must be one number or (height, width), got {size!r}.")
+    return count(size[0], "size", owner), count(size[1], "size", owner)
+
+
+def _window_mask(samples: int, length: int, size: int, device: torch.device) -> Tensor:
+    """(samples, length): True inside a window with a uniformly random center."""
+    first = randint(length, (samples, 1), device) - size // 2
+    position = torch.arange(length, device=device)
+    return (position >= first) & (position < first + size)
+
+
+class Cutout(Regularizer):
+    """Zero one square of each sample in all channels, without rescaling.
+
+    `p` is the probability of cutting a sample, not the fraction of zeroed elements. The expected fraction is
+    `p * g(height, H) * g(width, W)`, with `g(s, n) = (s * n - s**2 // 4) / n**2` for s <= n: the center may be any
+    pixel, so part of the square may lie outside the map.
+
+    Args:
+        size: edge of the square in pixels of the hooked map, or (height, width) of a rectangle.
+        p: probability of cutting each sample, in [0, 1].
+
+    Shape: (N, C, H, W). Unlike the paper, it cuts the activations of the hooked layer (to cut images, hook the model's
+    first layer with `at="input"`), and it does not reduce an odd `size` by 1 as the paper's code does.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> Cutout(size=3)(torch.ones(1, 1, 4, 6))
+        tensor([[[[1., 1., 1., 1., 1., 1.],
+                  [1., 1., 1., 1., 1., 1.],
+                  [1., 1., 1., 1., 0., 0.],
+                  [1., 1., 1., 1., 0., 0.]]]])
+
+    Reference: DeVries & Taylor 2017, "Improved regularization of convolutional neural networks with Cutout",
+    arXiv:1708.04552.
+    """
+
+    rate: ClassVar[Rate] = _CUT
+    axes = "N C H W"
+    independent_samples = True
+
+    def __init__(self, size: int | tuple[int, int], p: float = 1.0) -> None:
+        super().__init__()
+        height, width = height_and_width(size, self.title)
+        self.size: int | tuple[int, int] = height if height == width else (height, width)
+        self.p = self.rate.valid(p, self.title)
+
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        return cutout(x, self.size, rate)

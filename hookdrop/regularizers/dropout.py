@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from hookdrop.kernels.custom_ops import draw_elements
-from hookdrop.kernels.drawing import ElementDrawing
+from hookdrop.kernels import custom_ops, drawing
 from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout, slice_mask
-from hookdrop.regularizers.base import P, Regularizer, describe_map, nhwc_warnings
-from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.torch_internals import PLAIN_TYPES, functorch_stack, is_tracing, on_plain_tensor, wraps_results
-from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating
+from hookdrop.regularizers.base import DropRegularizer, P
+from hookdrop.utils.torch_internals import (
+    PLAIN_TYPES,
+    functorch_stack,
+    is_tracing,
+    on_plain_tensor,
+    vmap_randomness,
+    wraps_results,
+)
+from hookdrop.utils.validation import as_rate_tensor, floating
 
 _MIN_NATIVE_ELEMENTS = 2**15
 """The smallest tensor for which hookdrop's implementation is faster than PyTorch's."""
@@ -27,27 +31,28 @@ _SATURATION = 1.7580993408473766
 
 def dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero each element with probability `p` and scale the rest by 1 / (1 - p): see `Dropout`."""
-    floating(x, "dropout", nested=True)
-    p = P.argument(p, "dropout")
+    p = P.argument(p, x, "dropout", nested=True)
     return _dropout(x, p) if training else x
 
 
 def _dropout(x: Tensor, p: float | Tensor) -> Tensor:
     if isinstance(p, Tensor) or is_compiling():
         p = p if isinstance(p, Tensor) else as_rate_tensor(p)
-        return torch.where(draw_elements(x, p), 0.0, x * keep_scale(p))
+        return torch.where(custom_ops.draw_elements(x, p), 0.0, x * keep_scale(p))
     if p == 0.0:
         return x
     # On the CPU, PyTorch draws one random number per element on one thread, and rounds 1 / (1 - p) to the dtype of x.
     small = x.numel() < _MIN_NATIVE_ELEMENTS and x.dtype not in HALF
     if small or x.is_nested or not x.is_cpu or is_tracing():
         return torch.dropout(x, p, True)
+    if functorch_stack() is not None and {*vmap_randomness()} - {"same"}:
+        return torch.where(torch.rand_like(x, dtype=torch.float32) < p, 0.0, x * keep_scale(p))
     if type(x) not in PLAIN_TYPES and wraps_results(x):
         return on_plain_tensor(_dropout, x, p)
-    return apply_mask(x, *ElementDrawing(p)(x))
+    return apply_mask(x, *drawing.draw_elements(x, p))
 
 
-class Dropout(Regularizer):
+class Dropout(DropRegularizer):
     """Zero each element with probability `p` and scale the rest by 1 / (1 - p).
 
     Args:
@@ -66,10 +71,6 @@ class Dropout(Regularizer):
 
     independent_samples = True
 
-    def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
-        super().__init__()
-        self.p = drop_rate(p, keep_prob, self.title)
-
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
         floating(x, "dropout", nested=True)
         return _dropout(x, rate)
@@ -77,59 +78,34 @@ class Dropout(Regularizer):
 
 def dropout1d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, L): see `Dropout1d`."""
-    return _drop_channels(x, p, 3, training)
+    return _drop_channels(x, p, Dropout1d, training)
 
 
 def dropout2d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, H, W): see `Dropout2d`."""
-    return _drop_channels(x, p, 4, training)
+    return _drop_channels(x, p, Dropout2d, training)
 
 
 def dropout3d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Zero whole channels of (N, C, D, H, W): see `Dropout3d`."""
-    return _drop_channels(x, p, 5, training)
+    return _drop_channels(x, p, Dropout3d, training)
 
 
-def _drop_channels(x: Tensor, p: float | Tensor, rank: int, training: bool = True) -> Tensor:
-    name = f"dropout{rank - 2}d"
-    p = P.argument(p, name)
-    floating(x, name)
-    check_channels(x.shape, name, rank)
+def _drop_channels(x: Tensor, p: float | Tensor, cls: type[_ChannelDropout], training: bool = True) -> Tensor:
+    p = P.argument(p, x, cls.__name__.lower(), cls.axes)
     if not training:
         return x
     if isinstance(p, Tensor) or x.dtype in HALF or functorch_stack() is not None:
-        return slice_dropout(x, p, x.shape[:2] + (1,) * (rank - 2))
+        return slice_dropout(x, p, x.shape[:2] + (1,) * (x.dim() - 2))
     return torch.feature_dropout(x, p, True)  # one call instead of four
 
 
-def check_channels(shape: Sequence[int], owner: str, rank: int | None = None) -> None:
-    """Raise `ShapeError` unless `shape` is (N, C, ...) of this rank."""
-    if len(shape) == rank or (rank is None and len(shape) >= 2):
-        return
-    use = {
-        3: "for tokens (N, L, C) use TokenDropout(p=...), for a sequence (N, C, L) Dropout1d(p=...)",
-        4: "use Dropout2d(p=...)",
-        5: "use Dropout3d(p=...)",
-    }.get(len(shape), "use Dropout(p=...)")
-    wanted = {3: "(N, C, L)", 4: "(N, C, H, W)", 5: "(N, C, D, H, W)", None: "(N, C, ...)"}[rank]
-    raise ShapeError(f"got {tuple(shape)}: {owner} drops channels of {wanted}.\n  {use}.")
-
-
 class _ChannelDropout(Dropout):
-    rank: ClassVar[Any] = None
+    axes = "N C ..."
     independent_samples = True
 
-    def check(self, shape: Sequence[int]) -> None:
-        check_channels(shape, self.title, self.rank)
-
-    def reading(self, shape: Sequence[int]) -> str:
-        return describe_map(shape, 1)
-
-    def shape_warnings(self, shape: Sequence[int]) -> list[str]:
-        return nhwc_warnings(shape, 1, "it would drop rows of the map, not channels; hook a layer that returns NCHW.")
-
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return _drop_channels(x, rate, self.rank)
+        return _drop_channels(x, rate, type(self))
 
 
 class Dropout1d(_ChannelDropout):
@@ -145,7 +121,7 @@ class Dropout1d(_ChannelDropout):
     arXiv:1411.4280 (SpatialDropout).
     """
 
-    rank = 3
+    axes = "N C L"
 
 
 class Dropout2d(_ChannelDropout):
@@ -154,31 +130,28 @@ class Dropout2d(_ChannelDropout):
     Reference: Tompson et al. 2015, arXiv:1411.4280 (SpatialDropout).
     """
 
-    rank = 4
+    axes = "N C H W"
 
 
 class Dropout3d(_ChannelDropout):
     """`Dropout1d` for (N, C, D, H, W). Reference: Tompson et al. 2015, arXiv:1411.4280 (SpatialDropout)."""
 
-    rank = 5
+    axes = "N C D H W"
 
 
 def alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Set elements to SELU's negative saturation value, keeping mean and variance: see `AlphaDropout`."""
-    p = P.argument(p, "alpha_dropout")
-    floating(x, "alpha_dropout")
+    p = P.argument(p, x, "alpha_dropout")
     if not training:
         return x
     if isinstance(p, Tensor):
-        return _saturate(x, (~draw_elements(x, p)).to(x.dtype), p)
+        return _saturate(x, (~custom_ops.draw_elements(x, p)).to(x.dtype), p)
     return F.alpha_dropout(x, p, True) if p > 0.0 else x
 
 
 def feature_alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """`alpha_dropout` of whole channels of (N, C, ...): see `FeatureAlphaDropout`."""
-    p = P.argument(p, "feature_alpha_dropout")
-    floating(x, "feature_alpha_dropout")
-    check_channels(x.shape, "feature_alpha_dropout")
+    p = P.argument(p, x, "feature_alpha_dropout", FeatureAlphaDropout.axes)
     if not training:
         return x
     if isinstance(p, Tensor):

@@ -7,13 +7,23 @@ The edited gradient trains all layers before the hooked one. For the gradients o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from hookdrop.kernels.gradient_edits import add_noise, clamp, clip_norm, edit_gradient, scale
-from hookdrop.regularizers.base import STD, Rate, Regularizer, check_batch_axis
+from hookdrop.kernels.masking import HALF
+from hookdrop.kernels.random_numbers import randn_like
+from hookdrop.regularizers.base import STD, Rate, Regularizer
+from hookdrop.utils.torch_internals import (
+    PLAIN_TYPES,
+    forward_ad_level,
+    functorch_stack,
+    on_plain_tensor,
+    wraps_results,
+)
 from hookdrop.utils.validation import floating, number, one_of, positive
 
 _FACTOR = Rate("factor", -math.inf, math.inf, neutral=1.0, kind="factor")
@@ -32,8 +42,8 @@ def clip_activation_grad(
     if not training:
         return x
     if max_value is not None:
-        return edit_gradient(x, clamp, -max_value, max_value)
-    return edit_gradient(x, clip_norm, max_norm, per_sample)
+        return _edit_gradient(x, torch.clamp, -max_value, max_value)
+    return _edit_gradient(x, _clip_norm, max_norm, per_sample)
 
 
 def _clip_limits(
@@ -41,14 +51,10 @@ def _clip_limits(
 ) -> tuple[float | None, float | None, bool]:
     """Return valid limits: exactly one of the first two is a number."""
     if (max_norm is None) == (max_value is None):
-        given = "neither" if max_norm is None else f"both (max_norm={max_norm!r}, max_value={max_value!r})"
-        raise TypeError(f"{owner}: pass max_norm or max_value, got {given}.\n  for example: {owner}(max_norm=1.0)")
+        raise TypeError(f"{owner}: pass either max_norm or max_value.\n  for example: {owner}(max_norm=1.0)")
     one_of(per_sample, "per_sample", owner, (True, False))
     if max_value is not None and per_sample:
-        raise ValueError(
-            f"{owner}: per_sample=True applies to max_norm only; max_value clips each element.\n"
-            "  remove per_sample, or pass max_norm."
-        )
+        raise ValueError(f"{owner}: per_sample=True applies to max_norm only; max_value clips each element.")
     name, value = ("max_value", max_value) if max_norm is None else ("max_norm", max_norm)
     limit = positive(value, name, owner, "\n  to stop the gradient: ScaleActivationGrad(0)")
     return (limit, None, bool(per_sample)) if max_value is None else (None, limit, False)
@@ -60,7 +66,7 @@ def clamp_activation_grad(
     """Return `x` and clamp its gradient to [min, max] elementwise: see `ClampActivationGrad`."""
     limits = _clamp_limits(min, max, "clamp_activation_grad")
     floating(x, "clamp_activation_grad")
-    return edit_gradient(x, clamp, *limits) if training else x
+    return _edit_gradient(x, torch.clamp, *limits) if training else x
 
 
 def _clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, float | None]:
@@ -76,16 +82,103 @@ def _clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, 
 
 def scale_activation_grad(x: Tensor, factor: float | Tensor, training: bool = True) -> Tensor:
     """Return `x` and multiply its gradient by `factor`: see `ScaleActivationGrad`."""
-    factor = _FACTOR.argument(factor, "scale_activation_grad")
-    floating(x, "scale_activation_grad")
-    return edit_gradient(x, scale, factor) if training and (isinstance(factor, Tensor) or factor != 1.0) else x
+    factor = _FACTOR.argument(factor, x, "scale_activation_grad")
+    return _edit_gradient(x, _scale, factor) if training and (isinstance(factor, Tensor) or factor != 1.0) else x
 
 
 def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
     """Return `x` and add N(0, std^2) to its gradient: see `NoiseActivationGrad`."""
-    std = STD.argument(std, "noise_activation_grad")
-    floating(x, "noise_activation_grad")
-    return edit_gradient(x, add_noise, std) if training and (isinstance(std, Tensor) or std != 0.0) else x
+    std = STD.argument(std, x, "noise_activation_grad")
+    return _edit_gradient(x, _add_noise, std) if training and (isinstance(std, Tensor) or std != 0.0) else x
+
+
+Edit = Callable[..., Tensor]
+"""A function of a gradient and settings that returns the edited gradient."""
+
+
+def _edit_gradient(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
+    """Return a copy of `x` whose gradient is passed through `edit`.
+
+    Gradients that reach `x` by other paths are not edited, and the copy may be modified in place.
+    """
+    if is_compiling():
+        return _EditGradient.apply(x, edit, *settings) if torch.is_grad_enabled() and x.requires_grad else x
+    # Inside a transform, `requires_grad` does not tell whether a slice needs a gradient.
+    if functorch_stack() is not None or forward_ad_level() >= 0:
+        y: Tensor = _EditGradientInTransform.apply(x, edit, *settings)
+        return y
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    if type(x) not in PLAIN_TYPES and wraps_results(x):
+        return on_plain_tensor(_edit_gradient, x, edit, *settings)
+    edited: Tensor = _EditGradient.apply(x, edit, *settings)
+    return edited
+
+
+class _EditGradient(torch.autograd.Function):
+    """Not a tensor hook on a copy: PyTorch 2.6 cannot compile it, and ignores it in `grad` of `vmap`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, edit: Edit, *settings: Any) -> Tensor:
+        ctx.edit, ctx.settings = edit, settings
+        # A view of the input cannot be modified in place (pytorch#61519).
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.edit(grad, *ctx.settings), None, *[None] * len(ctx.settings)
+
+
+class _EditGradientInTransform(torch.autograd.Function):
+    """`_EditGradient` for `torch.func`, where each slice of a `vmap` has its own gradient, and for forward mode."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.edit, *ctx.settings = inputs
+
+    backward = _EditGradient.backward
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.clone()
+
+
+def _clip_norm(grad: Tensor, max_norm: float, per_sample: bool) -> Tensor:
+    """Scale `grad` down to an L2 norm of at most `max_norm`, as a whole or per sample."""
+    if not grad.numel():
+        return grad
+    wide = grad.to(torch.float32) if grad.dtype in HALF else grad
+    # The extra last axis keeps the list from being empty, which PyTorch would interpret as all axes.
+    axes = list(range(1 if per_sample else 0, grad.dim() + 1))
+    # Divide by the largest element, because squares of large numbers overflow.
+    largest = wide.detach().abs().unsqueeze(-1).amax(axes, keepdim=True).squeeze(-1)
+    # The derivative of a division by zero would be NaN.
+    largest = torch.where(largest == 0.0, 1.0, largest)
+    part = wide / largest
+    norm: Tensor = torch.linalg.vector_norm(part.unsqueeze(-1), dim=axes, keepdim=True).squeeze(-1)
+    short = norm * largest <= max_norm  # False for NaN after an overflow
+    return torch.where(short, wide, part * (max_norm / torch.where(short, 1.0, norm))).to(grad.dtype)
+
+
+def _scale(grad: Tensor, factor: float | Tensor) -> Tensor:
+    """Multiply `grad` by `factor`."""
+    if not isinstance(factor, Tensor) and factor != 0.0:
+        return grad * factor
+    # A factor of 0 also stops infinite gradients. Compare on the gradient's device; `factor` may be on another.
+    return torch.where(grad.new_zeros(()) == factor, 0.0, grad * factor)
+
+
+def _add_noise(grad: Tensor, std: float | Tensor) -> Tensor:
+    """Add N(0, std^2) to `grad`."""
+    # PyTorch 2.6 derives bfloat16 normal numbers from bfloat16 uniform ones, which take only a few values.
+    noise = randn_like(grad, torch.promote_types(grad.dtype, torch.float32))
+    return (grad + noise * std).to(grad.dtype)
 
 
 class _ActivationGrad(Regularizer):
@@ -101,7 +194,7 @@ class ClipActivationGrad(_ActivationGrad):
         max_value: > 0. Each element is clamped.
         per_sample: clip the norm of each sample (axis 0) instead of the norm of the whole tensor.
 
-    Shape: any; (N, ...) with `per_sample`.
+    Shape: any; with `per_sample`, (N, ...).
 
     With a `GradScaler`, multiply the limit by the loss scale. `max_norm` turns an overflow into NaN, which the scaler
     detects; `max_value` makes infinities finite.
@@ -119,13 +212,7 @@ class ClipActivationGrad(_ActivationGrad):
     def __init__(self, max_norm: float | None = None, max_value: float | None = None, per_sample: bool = False) -> None:
         super().__init__()
         self.max_norm, self.max_value, self.per_sample = _clip_limits(max_norm, max_value, per_sample, self.title)
-
-    def check(self, shape: Sequence[int]) -> None:
-        if self.per_sample:
-            check_batch_axis(shape)
-
-    def reading(self, shape: Sequence[int]) -> str:
-        return f"N={shape[0]}" if self.per_sample else ""
+        self.axes = "N ..." if self.per_sample else "..."
 
     def regularize(self, x: Tensor, rate: None) -> Tensor:
         return clip_activation_grad(x, self.max_norm, self.max_value, self.per_sample)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.regularizers.base import BELOW_1, Rate, Regularizer
+from hookdrop.regularizers.base import BELOW_1, DropRegularizer, Rate
 from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
 from hookdrop.utils.errors import LayerError, ShapeError
-from hookdrop.utils.validation import count, drop_rate, floating, one_of
+from hookdrop.utils.validation import count, one_of
 
 
 def head_dropout(
@@ -31,9 +31,8 @@ def head_dropout(
     """
     heads = count(heads, "heads", "head_dropout", 2)
     one_of(interleaved, "interleaved", "head_dropout", (True, False))
-    floating(x, "head_dropout")
-    check_heads(x.shape, heads, "head_dropout")
-    p = BELOW_1.argument(p, "head_dropout")
+    p = BELOW_1.argument(p, x, "head_dropout", HeadDropout.axes)
+    _check_heads(x.shape[-1], heads, f"got {tuple(x.shape)}")
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
     kept_NH = _kept_heads(rows.samples(x), heads, p, x.device)
@@ -59,24 +58,18 @@ def _kept_heads(samples: int, heads: int, p: float | Tensor, device: torch.devic
     return (index == first) | ((index > first) & (uniform[:, 1:] >= p))
 
 
-def check_heads(shape: Sequence[int], heads: int | None, owner: str) -> None:
-    """Raise `ShapeError` unless `shape` is (N, ..., H d)."""
-    if len(shape) < 2:
-        raise ShapeError(f"got {tuple(shape)}: {owner} expects the input of an output projection, (N, ..., H d).")
-    if heads is not None and shape[-1] % heads:
-        raise ShapeError(f"got {tuple(shape)}: {_indivisible(shape[-1], heads)}")
+def _check_heads(width: int, heads: int, where: str) -> None:
+    """Raise `ShapeError` unless the features divide into the heads."""
+    if width % heads:
+        near = [n for n in range(2, min(width, 4 * heads) + 1) if width % n == 0]
+        nearest = sorted(sorted(near, key=lambda n: abs(n - heads))[:3])
+        raise ShapeError(
+            f"{where}: {width} features do not divide into {heads} heads.\n"
+            f"  nearest numbers of heads that do: {', '.join(map(str, nearest)) or 'none'}"
+        )
 
 
-def _indivisible(width: int, heads: int) -> str:
-    near = [n for n in range(2, min(width, 4 * heads) + 1) if width % n == 0]
-    nearest = sorted(sorted(near, key=lambda n: abs(n - heads))[:3])
-    return (
-        f"{width} features do not divide into {heads} heads.\n"
-        f"  nearest numbers of heads that do: {', '.join(map(str, nearest)) or 'none'}"
-    )
-
-
-class HeadDropout(Regularizer):
+class HeadDropout(DropRegularizer):
     """Zero whole attention heads with probability `p`, drawn for each sample, and scale the rest by H / kept: DropHead.
 
     Hook the output projection of attention (`o_proj`, `attn.proj`, ...): it acts on the input of that layer, where the
@@ -95,7 +88,6 @@ class HeadDropout(Regularizer):
     Shape: (N, L, H d), or (N, ..., H d), or any other if `samples` says where the samples are.
 
     Raises:
-        ShapeError: in forward, if the features do not divide into the heads.
         LayerError: in `inject`, if `heads` is None and there is no example, or the input of the layer has no heads.
 
     Example:
@@ -110,6 +102,7 @@ class HeadDropout(Regularizer):
     """
 
     rate: ClassVar[Rate] = BELOW_1
+    axes = "N ... Hd"
     only_at = "input"
 
     def __init__(
@@ -121,8 +114,7 @@ class HeadDropout(Regularizer):
         samples: SamplePlace | None = None,
         keep_prob: float | None = None,
     ) -> None:
-        super().__init__()
-        self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
+        super().__init__(p, keep_prob=keep_prob)
         self.heads = None if heads is None else count(heads, "heads", self.title, 2)
         self.interleaved: bool = one_of(interleaved, "interleaved", self.title, (True, False))
         self.samples = sample_place(samples, self.title)
@@ -141,11 +133,10 @@ class HeadDropout(Regularizer):
                     f"HeadDropout at {name!r}: the number of heads is missing.\n"
                     "  pass it: HeadDropout(p=..., heads=12)   or let inject find it: example_input=x"
                 )
-            found = survey.heads.get(name)
-            if found is None:
-                why = survey.no_heads.get(name, "it is not an output projection of attention")
+            found = survey.heads.get(name, "it is not an output projection of attention")
+            if isinstance(found, str):
                 raise LayerError(
-                    f"HeadDropout at {name!r}: its input has no heads: {why}.\n"
+                    f"HeadDropout at {name!r}: its input has no heads: {found}.\n"
                     "  find the projections: hookdrop.plan(model, recipes.head_dropout(p=...), example_input=x)\n"
                     "  if its input is (N, L, H d) all the same, pass H: HeadDropout(p=..., heads=12)"
                 )
@@ -157,13 +148,12 @@ class HeadDropout(Regularizer):
                     f"HeadDropout at {name!r} draws for each sample, but the samples are unknown: {place}."
                 )
             samples = place.argument
-        width = getattr(model.get_submodule(name), "in_features", None) or heads
-        if width % heads:
-            raise LayerError(f"HeadDropout at {name!r}: {_indivisible(width, heads)}")
+        _check_heads(getattr(model.get_submodule(name), "in_features", heads), heads, f"HeadDropout at {name!r}")
         return HeadDropout(self.p, heads, interleaved=interleaved, samples=samples)
 
     def check(self, shape: Sequence[int]) -> None:
-        check_heads(shape, self.heads, self.title)
+        super().check(shape)
+        _check_heads(shape[-1], self.heads or 1, f"got {tuple(shape)}")
 
     def reading(self, shape: Sequence[int]) -> str:
         assert self.heads is not None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from hookdrop.kernels.fixed_masks import fixed_masks, ones_per_mask
-from hookdrop.regularizers.base import Rate, Regularizer, describe_map, nhwc_warnings
+from hookdrop.kernels.random_numbers import operator
+from hookdrop.regularizers.base import Rate, Regularizer, check_axes, describe_map, nhwc_warnings
 from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.validation import count, floating, given_channel_axis, number
-
-MAX_SCALE = 6.0
-"""As in the authors' code."""
+from hookdrop.utils.validation import count, floating, given_channel_axis, rate
 
 MIN_CHANNELS = 10
 """As in the authors' code. Masks of fewer channels overlap by chance rather than by `scale`."""
@@ -39,7 +39,8 @@ def masksembles(
     if not training or x.numel() == 0:
         return x
     channels = int(x.shape[axis])
-    mask_NC = fixed_masks(channels, n, scale, f"{seed} {site}", x.device).repeat_interleave(x.shape[0] // n, 0)
+    masks: Tensor = fixed_masks(channels, n, scale, f"{seed} {site}", device=x.device)
+    mask_NC = masks.repeat_interleave(x.shape[0] // n, 0)
     shape = [size if at in (0, axis) else 1 for at, size in enumerate(x.shape)]
     # In low precision, apply the scale last: a scaled mask would round it first.
     return x * mask_NC.view(shape).to(x.dtype) * (channels / ones_per_mask(channels, n, scale))
@@ -47,19 +48,13 @@ def masksembles(
 
 def mask_settings(n: object, scale: object, seed: object, owner: str) -> tuple[int, float, int]:
     """Return valid `n`, `scale` and `seed`."""
-    found = number(scale, "scale", owner)
-    if not 1.0 <= found <= MAX_SCALE:
-        raise ValueError(
-            f"{owner}: scale must lie in [1, {MAX_SCALE:g}], got {found:g}.\n"
-            "  two masks share about 1 / scale of their channels; the example of the authors' code has 2."
-        )
-    return count(n, "n", owner, 2), found, count(seed, "seed", owner, 0)
+    # Two masks share about 1 / scale of their channels. The limit is that of the authors' code.
+    return count(n, "n", owner, 2), rate(scale, "scale", owner, 6.0, low=1.0), count(seed, "seed", owner, 0)
 
 
 def check_groups(shape: Sequence[int], n: int, channel_dim: int | None, owner: str) -> int:
     """Return the channel axis. Raise `ShapeError` unless there are enough channels, and `n` equal groups of samples."""
-    if len(shape) < 2:
-        raise ShapeError(f"got {tuple(shape)}: {owner} masks channels of (N, C, ...).\n  hook a layer with channels.")
+    check_axes(shape, "N C ...", owner)
     if channel_dim is None and len(shape) == 3:
         raise ShapeError(
             f"got {tuple(shape)}: the channels may be axis 1 or 2.\n"
@@ -69,10 +64,7 @@ def check_groups(shape: Sequence[int], n: int, channel_dim: int | None, owner: s
     if 0 in shape:
         return axis
     if shape[axis] < MIN_CHANNELS:
-        raise ShapeError(
-            f"got {tuple(shape)}: {shape[axis]} channels are too few for different masks; {owner} needs "
-            f"{MIN_CHANNELS}.\n  hook a layer with more channels."
-        )
+        raise ShapeError(f"got {tuple(shape)}: {owner} needs {MIN_CHANNELS} channels, so that masks differ.")
     if shape[0] % n:
         sizes = " or ".join(str(size) for size in (shape[0] // n * n, (shape[0] // n + 1) * n) if size)
         raise ShapeError(
@@ -80,6 +72,56 @@ def check_groups(shape: Sequence[int], n: int, channel_dim: int | None, owner: s
             f"  use a batch of {sizes} samples; DataLoader(..., drop_last=True) drops a smaller last batch."
         )
     return axis
+
+
+def ones_per_mask(channels: int, count: int, scale: float) -> int:
+    """The number of ones of each of `count` masks that together cover `channels`.
+
+    `count` random masks with m ones among m * scale positions cover m * scale * (1 - (1 - 1 / scale)^count) positions
+    on average. This is solved for m and rounded down, as in the authors' code, but the masks can always cover all
+    channels.
+    """
+    ones = int(channels / (scale * (1.0 - (1.0 - 1.0 / scale) ** count)))
+    return max(ones, -(-channels // count))
+
+
+def draw_masks(channels: int, count: int, scale: float, seed: str) -> list[list[bool]]:
+    """Return `count` masks of `ones_per_mask` ones, such that some mask has each channel; all sets are equally likely.
+
+    Masks are drawn among more positions than `channels`, and again until they cover that many, which then become the
+    channels. The global RNG is not used.
+    """
+    # Python guarantees that `random()` returns the same numbers in all versions.
+    draw = random.Random(f"{seed} {channels} {count} {scale}").random
+    ones = ones_per_mask(channels, count, scale)
+
+    def expected_excess(positions: int) -> float:
+        return abs(positions * (1.0 - (1.0 - ones / positions) ** count) - channels)
+
+    positions = min(range(channels, 8 * channels), key=expected_excess)
+    while True:
+        keys = [[draw() for _ in range(positions)] for _ in range(count)]
+        masks = [set(sorted(range(positions), key=of_mask.__getitem__)[:ones]) for of_mask in keys]
+        covered = sorted(set().union(*masks))
+        if len(covered) == channels:
+            return [[position in mask for position in covered] for mask in masks]
+
+
+@lru_cache(maxsize=1024)
+def _cached(channels: int, count: int, scale: float, seed: str, device: torch.device) -> Tensor:
+    return torch.tensor(draw_masks(channels, count, scale, seed), device=device)
+
+
+def _masks(channels: int, count: int, scale: float, seed: str, *, device: torch.device) -> Tensor:
+    # Compiled code may reuse the memory of a result.
+    return _cached(channels, count, scale, seed, device).clone()
+
+
+fixed_masks = operator(
+    "fixed_masks(SymInt channels, SymInt count, float scale, str seed, *, Device device) -> Tensor",
+    _masks,
+    lambda channels, count, scale, seed, *, device: torch.empty((count, channels), dtype=torch.bool, device=device),
+)
 
 
 class Masksembles(Regularizer):
@@ -103,9 +145,6 @@ class Masksembles(Regularizer):
 
     Unlike the paper, kept channels are divided by their fraction and eval mode is the identity, as for dropout. As
     plain layers without a hook, layers with the same settings and channels have the same masks: choose other seeds.
-
-    Raises:
-        ShapeError: in forward, if N is not a multiple of `n`, C is below 10, or the channel axis is ambiguous.
 
     Example:
         >>> (Masksembles(n=2, scale=2.0)(torch.ones(2, 12)) > 0).int()
@@ -140,11 +179,7 @@ class Masksembles(Regularizer):
 
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
         axis = check_groups(shape, self.n, self.channel_dim, self.title)
-        found = nhwc_warnings(shape, axis, "it would mask rows of the map; write channel_dim=-1.")
-        channels = shape[axis]
-        if 0 < channels == ones_per_mask(channels, self.n, self.scale):
-            found.append(f"with scale={self.scale:g}, each mask keeps all {channels} channels: use a larger scale.")
-        return found
+        return nhwc_warnings(shape, "write channel_dim=-1.") if axis == 1 else []
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return masksembles(x, self.n, self.scale, self.seed, self.channel_dim, site=self.site)

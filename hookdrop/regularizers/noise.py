@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hookdrop.kernels.random_numbers import rand_like, randn_like
-from hookdrop.regularizers.base import STD, Rate, Regularizer
+from hookdrop.regularizers.base import STD, DropRegularizer, Rate, Regularizer
 from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.torch_internals import functorch_stack
-from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, one_of
+from hookdrop.utils.validation import as_rate_tensor, one_of
 
 _DROPOUT_P = Rate("p", kind="noise", open_end=True)
 _BETA = Rate("beta", kind="noise")
@@ -23,8 +22,7 @@ _ALPHA = Rate("alpha", high=math.inf, kind="noise")
 
 def gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Multiply by 1 + e, e ~ N(0, p / (1 - p)), `p` in [0, 1): see `GaussianDropout`."""
-    p = _DROPOUT_P.argument(p, "gaussian_dropout")
-    floating(x, "gaussian_dropout", nested=True)
+    p = _DROPOUT_P.argument(p, x, "gaussian_dropout", nested=True)
     if not training:
         return x
     if isinstance(p, Tensor):
@@ -34,8 +32,7 @@ def gaussian_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Ten
 
 def gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Tensor:
     """Add N(0, std^2), `std` in the units of `x`: see `GaussianNoise`."""
-    std = STD.argument(std, "gaussian_noise")
-    floating(x, "gaussian_noise", nested=True)
+    std = STD.argument(std, x, "gaussian_noise", nested=True)
     if not training:
         return x
     if isinstance(std, Tensor):
@@ -45,8 +42,7 @@ def gaussian_noise(x: Tensor, std: float | Tensor, training: bool = True) -> Ten
 
 def uniform_noise(x: Tensor, beta: float | Tensor = 0.1, training: bool = True) -> Tensor:
     """Multiply by 1 + r, r ~ U[-beta, beta] for each element: see `UniformNoise`."""
-    beta = _BETA.argument(beta, "uniform_noise")
-    floating(x, "uniform_noise")
+    beta = _BETA.argument(beta, x, "uniform_noise")
     if not training or (not isinstance(beta, Tensor) and beta == 0.0):
         return x
     # In low precision the few possible random numbers do not average 1/2, so round the product only.
@@ -56,7 +52,7 @@ def uniform_noise(x: Tensor, beta: float | Tensor = 0.1, training: bool = True) 
     return (x * torch.add(as_rate_tensor(1.0 - beta), r, alpha=2.0 * beta)).to(x.dtype)
 
 
-class GaussianDropout(Regularizer):
+class GaussianDropout(DropRegularizer):
     """Multiply by 1 + e, e ~ N(0, p / (1 - p)): the mean and variance of dropout, without zeros.
 
     Args:
@@ -70,10 +66,6 @@ class GaussianDropout(Regularizer):
 
     rate: ClassVar[Rate] = _DROPOUT_P
     independent_samples = True
-
-    def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
-        super().__init__()
-        self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return gaussian_dropout(x, rate)
@@ -143,15 +135,13 @@ def neftune(x: Tensor, alpha: float | Tensor, attention_mask: Tensor | None = No
 
     With `attention_mask` (N, L), padding gets no noise, and L is the number of real tokens of each sample.
     """
-    alpha, mask = _ALPHA.argument(alpha, "neftune"), attention_mask
-    floating(x, "neftune")
-    check_embeddings(x.shape, "neftune")
+    alpha, mask = _ALPHA.argument(alpha, x, "neftune", NEFTune.axes), attention_mask
     if not training or x.numel() == 0 or (not isinstance(alpha, Tensor) and alpha == 0.0):
         return x
     if mask is not None and mask.shape != x.shape[:2]:
         raise ShapeError(
-            f"got {tuple(x.shape)} with an attention mask {tuple(mask.shape)}: the mask must be (N, L), here "
-            f"{tuple(x.shape[:2])}.\n  without the mask, padding gets noise too: attention_mask=False"
+            f"got {tuple(x.shape)}: the attention mask must be {tuple(x.shape[:2])}, got {tuple(mask.shape)}.\n"
+            "  without the mask, padding gets noise too: attention_mask=False"
         )
     if mask is None and not isinstance(alpha, Tensor):
         largest = _single(_single(alpha) / _single(math.sqrt(_single(x.shape[1] * x.shape[2]))))
@@ -173,15 +163,6 @@ def _single(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def check_embeddings(shape: Sequence[int], owner: str) -> None:
-    """Raise `ShapeError` unless `shape` is (N, L, d)."""
-    if len(shape) != 3:
-        raise ShapeError(
-            f"got {tuple(shape)}: {owner} adds noise to embeddings (N, L, d).\n"
-            "  hook the token embedding; for other tensors use GaussianNoise(std=...)"
-        )
-
-
 class NEFTune(Regularizer):
     """Add uniform noise to the token embeddings: e + alpha / sqrt(L d) * u, u ~ U(-1, 1). A schedule drives `alpha`.
 
@@ -194,10 +175,7 @@ class NEFTune(Regularizer):
             computes as the authors' training code does: L is the number of real tokens of each sample, and padding gets
             no noise. A hook reads the mask from the call of the model, which must take `attention_mask`.
 
-    Shape: (N, L, d).
-
-    Raises:
-        ShapeError: in forward, if the input is not (N, L, d), or the mask not (N, L).
+    Shape: (N, L, d), and a mask (N, L).
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -210,6 +188,7 @@ class NEFTune(Regularizer):
     """
 
     rate: ClassVar[Rate] = _ALPHA
+    axes = "N L d"
     only_at = "output"
     independent_samples = True
 
@@ -218,12 +197,6 @@ class NEFTune(Regularizer):
         self.alpha = self.rate.valid(alpha, self.title)
         self.attention_mask: bool = one_of(attention_mask, "attention_mask", self.title, (True, False))
         self.needs = ("attention_mask",) if self.attention_mask else ()
-
-    def check(self, shape: Sequence[int]) -> None:
-        check_embeddings(shape, self.title)
-
-    def reading(self, shape: Sequence[int]) -> str:
-        return f"L={shape[1]} d={shape[2]}"
 
     def regularize(self, x: Tensor, rate: Any, attention_mask: Tensor | None = None) -> Tensor:
         return neftune(x, rate, attention_mask)

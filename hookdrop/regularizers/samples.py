@@ -52,11 +52,10 @@ class SampleRows:
 
 def sample_place(value: object, owner: str) -> SamplePlace | None:
     """Return the argument `samples` of a regularizer, or raise a `TypeError`."""
-    if value is None:
-        return None
-    if isinstance(value, tuple | list) and len(value) == 3:
-        module, axis, interleaved = value
-        if isinstance(module, str | None) and type(axis) is int and isinstance(interleaved, bool):
+    match value:
+        case None:
+            return None
+        case (str() | None as module, int() as axis, bool() as interleaved):
             return module, axis, interleaved
     raise TypeError(f"{owner}: samples must be None or (module, axis, interleaved), got {value!r}.")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.regularizers.base import Rate, Regularizer, check_batch_axis
-from hookdrop.utils.validation import floating, number
+from hookdrop.regularizers.base import Rate, Regularizer
+from hookdrop.utils.validation import number
 
 _RATE = Rate("p", kind="noise", open_end=True)
 
@@ -26,9 +26,7 @@ def shake_drop(
 ) -> Tensor:
     """With probability `p`, multiply a sample and its gradient by different random factors: see `ShakeDrop`."""
     alpha, beta = _alpha_range(alpha, "shake_drop"), _range(beta, "beta", "shake_drop")
-    p = _RATE.argument(p, "shake_drop")
-    floating(x, "shake_drop")
-    check_batch_axis(x.shape)
+    p = _RATE.argument(p, x, "shake_drop", ShakeDrop.axes)
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
     shape = (x.shape[0],) + (1,) * (x.dim() - 1)
@@ -102,6 +100,7 @@ class ShakeDrop(Regularizer):
     """
 
     rate: ClassVar[Rate] = _RATE
+    axes = "N ..."
     independent_samples = True
 
     def __init__(self, p: float = 0.5, alpha: Range = (-1.0, 1.0), beta: Range = (0.0, 1.0)) -> None:
@@ -109,12 +108,6 @@ class ShakeDrop(Regularizer):
         self.p = self.rate.valid(p, self.title)
         self.alpha = _alpha_range(alpha, self.title)
         self.beta = _range(beta, "beta", self.title)
-
-    def check(self, shape: Sequence[int]) -> None:
-        check_batch_axis(shape)
-
-    def reading(self, shape: Sequence[int]) -> str:
-        return f"N={shape[0]}"
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
         return shake_drop(x, rate, self.alpha, self.beta)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels.random_numbers import most_precise_dtype, rand, randn_like
-from hookdrop.regularizers.base import Rate, Regularizer, describe_map, nhwc_warnings
-from hookdrop.regularizers.cutout import check_map
+from hookdrop.regularizers.base import Rate, Regularizer
 from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.validation import floating, positive
+from hookdrop.utils.validation import positive
 
 _P = Rate("p", kind="noise")
 """The probability that a batch is changed."""
@@ -24,9 +23,8 @@ _EPSILON = 1e-6
 
 def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: bool = True) -> Tensor:
     """With probability `p`, mix the style of each sample of (N, C, H, W) with another's: see `MixStyle`."""
-    p, alpha = _P.argument(p, "mix_style"), positive(alpha, "alpha", "mix_style")
-    floating(x, "mix_style")
-    _check_style(x.shape, "mix_style", "mixes")
+    p, alpha = _P.argument(p, x, "mix_style", MixStyle.axes), positive(alpha, "alpha", "mix_style")
+    _check_pixels(x.shape)
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
     n = x.shape[0]
@@ -42,9 +40,8 @@ def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: 
 
 def dsu(x: Tensor, p: float | Tensor = 0.5, training: bool = True) -> Tensor:
     """With probability `p`, add noise to the style of each sample of (N, C, H, W): see `DSU`."""
-    p = _P.argument(p, "dsu")
-    floating(x, "dsu")
-    _check_style(x.shape, "dsu", "perturbs")
+    p = _P.argument(p, x, "dsu", DSU.axes)
+    _check_pixels(x.shape)
     # One sample has no spread.
     if not training or x.numel() == 0 or x.shape[0] == 1 or (not isinstance(p, Tensor) and p == 0.0):
         return x
@@ -73,9 +70,7 @@ def symmetric_beta(alpha: float, shape: Sequence[int], device: torch.device) -> 
     return 0.5 + 0.5 * cosine.sign() * (1.0 + 1.0 / odds).rsqrt()
 
 
-def _check_style(shape: Sequence[int], owner: str, does: str) -> None:
-    """Raise `ShapeError` unless `shape` is (N, C, H, W) with more than one pixel."""
-    check_map(shape, owner, f"{does} the styles of feature maps")
+def _check_pixels(shape: Sequence[int]) -> None:
     if shape[2] * shape[3] == 1:
         raise ShapeError(f"got {tuple(shape)}: a 1x1 map has no standard deviation.\n  hook a layer with a larger map.")
 
@@ -97,20 +92,15 @@ def _restyle(x: Tensor, changed: Tensor, mean: Tensor, std: Tensor, new_mean: Te
 
 class _StyleRegularizer(Regularizer):
     rate: ClassVar[Rate] = _P
-    does: ClassVar[str]
-    """What it does with styles, for messages."""
+    axes = "N C H W"
 
     def check(self, shape: Sequence[int]) -> None:
-        _check_style(shape, self.title, self.does)
-
-    def reading(self, shape: Sequence[int]) -> str:
-        return f"N={shape[0]} {describe_map(shape, 1)}"
+        super().check(shape)
+        _check_pixels(shape)
 
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
-        found = nhwc_warnings(shape, 1, f"it {self.does} the statistics of rows; hook a layer that returns NCHW.")
-        if shape[0] == 1:
-            found.append(f"a batch of one sample has a single style, so {self.title} does nothing.")
-        return found
+        alone = f"a batch of one sample has a single style, so {self.title} does nothing."
+        return [*super().shape_warnings(shape), *([alone] if shape[0] == 1 else [])]
 
 
 class MixStyle(_StyleRegularizer):
@@ -122,17 +112,12 @@ class MixStyle(_StyleRegularizer):
         p: probability of mixing a batch, in [0, 1]. One draw decides for all its samples.
         alpha: > 0. The weight of a sample's own style is lambda ~ Beta(alpha, alpha), drawn for each sample.
 
-    Shape: (N, C, H, W), N > 1. The gradient treats the statistics over H and W as constants. With
+    Shape: (N, C, H, W), N > 1, more than one pixel. The gradient treats the statistics over H and W as constants. With
     DistributedDataParallel, styles are mixed within each rank.
-
-    Raises:
-        ShapeError: in forward, if the input is not (N, C, H, W) with more than one pixel.
 
     Reference: Zhou et al. 2021, "Domain generalization with MixStyle", arXiv:2104.02008 (the version with random
     shuffling).
     """
-
-    does = "mixes"
 
     def __init__(self, p: float = 0.5, alpha: float = 0.1) -> None:
         super().__init__()
@@ -154,11 +139,8 @@ class DSU(_StyleRegularizer):
     Args:
         p: probability of perturbing a batch, in [0, 1]. One draw decides for all its samples.
 
-    Shape: (N, C, H, W), N > 1. One sample is returned unchanged. The gradient also flows through the statistics, unlike
-    `MixStyle`. With DistributedDataParallel, the spread is that of each rank.
-
-    Raises:
-        ShapeError: in forward, if the input is not (N, C, H, W) with more than one pixel.
+    Shape: (N, C, H, W), N > 1, more than one pixel. One sample is returned unchanged. The gradient also flows through
+    the statistics, unlike `MixStyle`. With DistributedDataParallel, the spread is that of each rank.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -168,8 +150,6 @@ class DSU(_StyleRegularizer):
 
     Reference: Li et al. 2022, "Uncertainty modeling for out-of-distribution generalization", arXiv:2202.03958.
     """
-
-    does = "perturbs"
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()

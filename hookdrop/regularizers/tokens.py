@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
-from hookdrop.regularizers.base import P, Regularizer
+from hookdrop.regularizers.base import DropRegularizer, P
 from hookdrop.utils.errors import LayerError, ShapeError
-from hookdrop.utils.validation import count, drop_rate, floating, one_of
+from hookdrop.utils.validation import count, one_of
 
 
 def token_dropout(
@@ -24,9 +24,8 @@ def token_dropout(
     """
     prefix = count(prefix, "prefix", "token_dropout", 0)
     one_of(remove, "remove", "token_dropout", (True, False))
-    p = P.valid(p, "token_dropout") if remove else P.argument(p, "token_dropout")
-    floating(x, "token_dropout")
-    check_tokens(x.shape, prefix, "token_dropout")
+    p = P.argument(P.valid(p, "token_dropout") if remove else p, x, "token_dropout", TokenDropout.axes)
+    _check_prefix(x.shape, prefix)
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
     samples, tokens = x.shape[0], x.shape[1] - prefix
@@ -50,21 +49,13 @@ def tokens_kept(tokens: int, p: float) -> int:
 
 def locked_dropout(x: Tensor, p: float | Tensor, time_dim: int = 1, training: bool = True) -> Tensor:
     """`dropout` with one mask for all time steps: see `LockedDropout`."""
-    p = P.argument(p, "locked_dropout")
-    floating(x, "locked_dropout")
-    axis = time_axis(x.shape, time_dim, "locked_dropout")
+    p = P.argument(p, x, "locked_dropout", LockedDropout.axes)
+    axis = _time_axis(x.shape, time_dim)
     shape = tuple(1 if at == axis else size for at, size in enumerate(x.shape))
     return slice_dropout(x, p, shape) if training else x
 
 
-def check_tokens(shape: Sequence[int], prefix: int, owner: str) -> None:
-    """Raise `ShapeError` unless `shape` is (N, L, C) with L > `prefix`."""
-    if len(shape) != 3:
-        use = {
-            4: "for the channels of a map use Dropout2d(p=...), for its regions DropBlock(p=...)",
-            5: "for the channels of a map use Dropout3d(p=...), for its regions DropBlock(p=...)",
-        }.get(len(shape), "use Dropout(p=...)")
-        raise ShapeError(f"got {tuple(shape)}: {owner} drops tokens of (N, L, C).\n  {use}.")
+def _check_prefix(shape: Sequence[int], prefix: int) -> None:
     if 0 < shape[1] <= prefix:
         raise ShapeError(
             f"got {tuple(shape)}: prefix={prefix} leaves no token to drop, since L={shape[1]}.\n"
@@ -72,20 +63,15 @@ def check_tokens(shape: Sequence[int], prefix: int, owner: str) -> None:
         )
 
 
-def time_axis(shape: Sequence[int], time_dim: int, owner: str) -> int:
+def _time_axis(shape: Sequence[int], time_dim: int) -> int:
     """The time axis. Raises `ShapeError` if there is none."""
-    time_dim, rank = count(time_dim, "time_dim", owner, -8), len(shape)
-    if rank < 3:
-        raise ShapeError(
-            f"got {tuple(shape)}: {owner} needs three axes: (N, T, C), or (T, N, C) with time_dim=0.\n"
-            "  use Dropout(p=...); unpack a packed sequence with torch.nn.utils.rnn.pad_packed_sequence."
-        )
+    time_dim, rank = count(time_dim, "time_dim", "LockedDropout", -8), len(shape)
     if not -rank <= time_dim < rank:
         raise ShapeError(f"got {tuple(shape)}: time_dim={time_dim} is not one of its axes 0 to {rank - 1}.")
     return time_dim % rank
 
 
-class TokenDropout(Regularizer):
+class TokenDropout(DropRegularizer):
     """Drop whole tokens with probability `p`, except the first `prefix` tokens.
 
     By default it zeroes tokens and scales the others by 1 / (1 - p). This keeps the shape: it saves no time, and
@@ -107,7 +93,6 @@ class TokenDropout(Regularizer):
     (N, L', C) in training mode.
 
     Raises:
-        ShapeError: in forward, if the input is not (N, L, C) with L > `prefix`.
         LayerError: in `inject` with `remove` and an example, if later layers need all tokens.
 
     Example:
@@ -119,13 +104,13 @@ class TokenDropout(Regularizer):
     arXiv:2208.07220.
     """
 
+    axes = "N L C"
     independent_samples = True
 
     def __init__(
         self, p: float | None = None, prefix: int = 1, *, remove: bool = False, keep_prob: float | None = None
     ) -> None:
-        super().__init__()
-        self.p = drop_rate(p, keep_prob, self.title)
+        super().__init__(p, keep_prob=keep_prob)
         self.prefix = count(prefix, "prefix", self.title, 0)
         self.remove: bool = one_of(remove, "remove", self.title, (True, False))
         self.keeps_shape = not self.remove
@@ -147,7 +132,8 @@ class TokenDropout(Regularizer):
         return self
 
     def check(self, shape: Sequence[int]) -> None:
-        check_tokens(shape, self.prefix, self.title)
+        super().check(shape)
+        _check_prefix(shape, self.prefix)
 
     def reading(self, shape: Sequence[int]) -> str:
         keeps = f", keeps {self.prefix + tokens_kept(shape[1] - self.prefix, self.p)}" if self.remove else ""
@@ -157,7 +143,7 @@ class TokenDropout(Regularizer):
         return token_dropout(x, float(rate) if self.remove else rate, self.prefix, remove=self.remove)
 
 
-class LockedDropout(Regularizer):
+class LockedDropout(DropRegularizer):
     """Zero the same elements at all time steps with probability `p`, and scale the rest by 1 / (1 - p).
 
     Args:
@@ -167,9 +153,6 @@ class LockedDropout(Regularizer):
 
     Shape: (N, T, C), or any shape with at least three axes. Each sequence has one mask at a layer's input or output, as
     in the papers; a hook cannot reach the recurrent state inside an `nn.LSTM`.
-
-    Raises:
-        ShapeError: in forward, if the input has fewer than three axes or `time_dim` is out of range.
 
     Example:
         >>> _ = torch.manual_seed(4)
@@ -182,19 +165,21 @@ class LockedDropout(Regularizer):
     arXiv:1512.05287; Merity et al. 2017, "Regularizing and optimizing LSTM language models", arXiv:1708.02182.
     """
 
+    axes = "N T C ..."
+
     def __init__(self, p: float | None = None, time_dim: int = 1, *, keep_prob: float | None = None) -> None:
-        super().__init__()
-        self.p = drop_rate(p, keep_prob, self.title)
+        super().__init__(p, keep_prob=keep_prob)
         self.time_dim = count(time_dim, "time_dim", self.title, -8)
 
     def check(self, shape: Sequence[int]) -> None:
-        time_axis(shape, self.time_dim, self.title)
+        super().check(shape)
+        _time_axis(shape, self.time_dim)
 
     def reading(self, shape: Sequence[int]) -> str:
-        return f"T={shape[time_axis(shape, self.time_dim, self.title)]}"
+        return f"T={shape[_time_axis(shape, self.time_dim)]}"
 
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
-        if time_axis(shape, self.time_dim, self.title) == len(shape) - 1:
+        if _time_axis(shape, self.time_dim) == len(shape) - 1:
             return [f"reads the last axis of {tuple(shape)} as time and drops whole steps; features are usually last."]
         if len(shape) == 4:
             return [f"reads {tuple(shape)} as {self.reading(shape)}; for a map use Dropout2d, which drops channels."]

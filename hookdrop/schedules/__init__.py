@@ -18,18 +18,6 @@ from hookdrop.schedules.curves import (
     LinearSchedule,
 )
 
-_NAMED = (
-    ConstantSchedule,
-    LinearSchedule,
-    CosineSchedule,
-    ExponentialSchedule,
-    EarlySchedule,
-    LateSchedule,
-    ChainedSchedule,
-)
-SCHEDULES: dict[str, type[Schedule]] = {schedule.__name__: schedule for schedule in _NAMED}
-"""The schedules that `parse` can name: all but `LambdaSchedule`, whose function is code."""
-
 __all__ = [
     "ChainedSchedule",
     "ConstantSchedule",
@@ -41,3 +29,8 @@ __all__ = [
     "LinearSchedule",
     "Schedule",
 ]
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    name: globals()[name] for name in __all__ if name not in ("LambdaSchedule", "Schedule")
+}
+"""The schedules that `parse` can name: all but `LambdaSchedule`, whose function is code."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import ClassVar
 
 from hookdrop.utils.errors import InjectionError
-from hookdrop.utils.validation import count, number
+from hookdrop.utils.validation import count, rate
 
 
 class Schedule(ABC):
@@ -20,6 +20,16 @@ class Schedule(ABC):
 
     _step_fields: ClassVar[Mapping[str, int]] = {}
     """The fields that hold steps or a fraction of the training, with their minimum in steps."""
+
+    _multipliers: ClassVar[Sequence[str]] = ()
+    """The fields that hold multipliers."""
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        for name in self._multipliers:
+            object.__setattr__(self, name, rate(getattr(self, name), name, owner, math.inf))
+        for name, low in self._step_fields.items():
+            object.__setattr__(self, name, steps_or_fraction(getattr(self, name), name, owner, low))
 
     @abstractmethod
     def __call__(self, step: int) -> float:
@@ -38,12 +48,8 @@ class Schedule(ABC):
             LinearSchedule(steps=500, delay=100)
         """
         total = count(total_steps, "total_steps", type(self).__name__)
-        fractions = {name: getattr(self, name) for name in self._step_fields}
-        steps = {
-            name: max(self._step_fields[name], round(fraction * total))
-            for name, fraction in fractions.items()
-            if isinstance(fraction, float)
-        }
+        values = {name: (low, getattr(self, name)) for name, low in self._step_fields.items()}
+        steps = {name: max(low, round(at * total)) for name, (low, at) in values.items() if isinstance(at, float)}
         return replace(self, **steps) if steps else self  # type: ignore[type-var]
 
     def simulate(self, n: int, total_steps: int | None = None) -> list[float]:
@@ -74,17 +80,13 @@ class Schedule(ABC):
         changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
-    def _validate(self, *multipliers: str) -> None:
-        """Validate and convert the named multipliers, and the fields that hold steps."""
-        owner = type(self).__name__
-        for name in multipliers:
-            object.__setattr__(self, name, multiplier_of(getattr(self, name), name, owner))
-        for name, low in self._step_fields.items():
-            object.__setattr__(self, name, steps_or_fraction(getattr(self, name), name, owner, low))
-
     def _require_steps(self) -> None:
         if self.is_relative:
-            raise _without_total(self)
+            raise InjectionError(
+                f"{self!r} is relative to the length of the training, which is not known (a float is a fraction, an "
+                "int is a number of optimizer steps).\n"
+                "  pass the number of optimizer steps: total_steps=epochs * len(loader) // accumulated_batches"
+            )
 
 
 def in_steps(schedule: Schedule, total_steps: int | None) -> Schedule:
@@ -93,22 +95,14 @@ def in_steps(schedule: Schedule, total_steps: int | None) -> Schedule:
     Raises:
         InjectionError: the schedule has fractions, and `total_steps` is None.
     """
-    if not schedule.is_relative:
-        return schedule
-    if total_steps is None:
-        raise _without_total(schedule)
-    return schedule.resolve(total_steps)
-
-
-def _without_total(schedule: Schedule) -> InjectionError:
-    return InjectionError(
-        f"{schedule!r} is relative to the length of the training, which is not known (a float is a fraction, an int is "
-        "a number of optimizer steps).\n"
-        "  pass the number of optimizer steps: total_steps=epochs * len(loader) // accumulated_batches"
-    )
+    if total_steps is not None and schedule.is_relative:
+        return schedule.resolve(total_steps)
+    schedule._require_steps()
+    return schedule
 
 
 def steps_or_fraction(value: object, name: str, owner: str, low: int) -> int | float:
+    """Return a valid number of steps (int) or fraction of the training (float)."""
     if not isinstance(value, float):
         return count(value, name, owner, low)
     fraction = float(value)
@@ -120,15 +114,3 @@ def steps_or_fraction(value: object, name: str, owner: str, low: int) -> int | f
             f"{interval}; got {value!r}.{hint}"
         )
     return fraction
-
-
-def multiplier_of(value: object, name: str, owner: str) -> float:
-    multiplier = number(value, name, owner)
-    if multiplier < 0:
-        raise ValueError(f"{owner}: {name} must be at least 0, got {multiplier:g}.")
-    return multiplier
-
-
-def known_steps(steps: int | float) -> int | None:
-    """`steps`, or None if it contains a fraction of the training."""
-    return None if isinstance(steps, float) else steps

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hookdrop.schedules.base import Schedule, known_steps, multiplier_of, steps_or_fraction
-from hookdrop.utils.validation import one_of, positive
+from hookdrop.schedules.base import Schedule, steps_or_fraction
+from hookdrop.utils.validation import one_of, positive, rate
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,9 +21,7 @@ class ConstantSchedule(Schedule):
 
     value: float = 1.0
     settles_at = 0
-
-    def __post_init__(self) -> None:
-        self._validate("value")
+    _multipliers = ("value",)
 
     def __call__(self, step: int) -> float:
         return self.value
@@ -42,12 +39,9 @@ class _Switch(Schedule):
     peak = 1.0
     _step_fields: ClassVar[Mapping[str, int]] = {"cutoff": 1}
 
-    def __post_init__(self) -> None:
-        self._validate()
-
     @property
-    def settles_at(self) -> int | None:
-        return known_steps(self.cutoff)
+    def settles_at(self) -> int:
+        return int(self.cutoff)
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,17 +92,33 @@ class LateSchedule(_Switch):
 
 
 @dataclass(frozen=True, repr=False)
-class _Ramp(Schedule):
-    """Go from `start` to `end` in `steps` steps, after `delay` steps at `start`."""
+class LinearSchedule(Schedule):
+    """Interpolate linearly from `start` to `end`, as the DropBlock paper does for keep_prob.
+
+    Args:
+        steps: optimizer steps from `start` to `end`, at least 1, or a fraction of the training. The multiplier is
+            exactly `end` at `delay + steps`.
+        start: multiplier at step 0, at least 0.
+        end: final multiplier, at least 0.
+        delay: steps at `start` before the ramp begins, or a fraction of the training.
+
+    Example:
+        >>> ramp = LinearSchedule(steps=10)
+        >>> ramp(0), ramp(5), ramp(10), ramp(1000)
+        (0.0, 0.5, 1.0, 1.0)
+
+    Reference: Ghiasi et al. 2018, arXiv:1810.12890, section 3 ("Scheduled DropBlock").
+    """
 
     steps: int | float
     start: float = 0.0
     end: float = 1.0
     delay: int | float = 0
+    _multipliers = ("start", "end")
     _step_fields: ClassVar[Mapping[str, int]] = {"steps": 1, "delay": 0}
 
     def __post_init__(self) -> None:
-        self._validate("start", "end")
+        super().__post_init__()
         if isinstance(self.steps, float) and isinstance(self.delay, float) and self.delay + self.steps > 1 + 1e-9:
             raise ValueError(
                 f"{type(self).__name__}: the ramp would end after the training: delay + steps = "
@@ -133,45 +143,21 @@ class _Ramp(Schedule):
         return self.start + (self.end - self.start) * self._progress(done / self.steps)
 
     @staticmethod
-    @abstractmethod
     def _progress(fraction: float) -> float:
         """Map the fraction of steps taken (0 to 1) to the fraction of the ramp completed (0 to 1)."""
+        return fraction
 
     @property
     def peak(self) -> float:
         return max(self.start, self.end)
 
     @property
-    def settles_at(self) -> int | None:
-        return 0 if self.start == self.end else known_steps(self.delay + self.steps)
+    def settles_at(self) -> int:
+        return 0 if self.start == self.end else int(self.delay + self.steps)
 
 
 @dataclass(frozen=True, repr=False)
-class LinearSchedule(_Ramp):
-    """Interpolate linearly from `start` to `end`, as the DropBlock paper does for keep_prob.
-
-    Args:
-        steps: optimizer steps from `start` to `end`, at least 1, or a fraction of the training. The multiplier is
-            exactly `end` at `delay + steps`.
-        start: multiplier at step 0, at least 0.
-        end: final multiplier, at least 0.
-        delay: steps at `start` before the ramp begins, or a fraction of the training.
-
-    Example:
-        >>> ramp = LinearSchedule(steps=10)
-        >>> ramp(0), ramp(5), ramp(10), ramp(1000)
-        (0.0, 0.5, 1.0, 1.0)
-
-    Reference: Ghiasi et al. 2018, arXiv:1810.12890, section 3 ("Scheduled DropBlock").
-    """
-
-    @staticmethod
-    def _progress(fraction: float) -> float:
-        return fraction
-
-
-@dataclass(frozen=True, repr=False)
-class CosineSchedule(_Ramp):
+class CosineSchedule(LinearSchedule):
     """Interpolate along half a cosine from `start` to `end`; takes the arguments of `LinearSchedule`.
 
     Example:
@@ -205,7 +191,7 @@ class ExponentialSchedule(Schedule):
     _step_fields: ClassVar[Mapping[str, int]] = {"steps": 1}
 
     def __post_init__(self) -> None:
-        self._validate()
+        super().__post_init__()
         positive(self.speed, "speed", "ExponentialSchedule")
 
     def __call__(self, step: int) -> float:
@@ -213,9 +199,9 @@ class ExponentialSchedule(Schedule):
         return -math.expm1(-self.speed * step / self.steps)
 
     @property
-    def settles_at(self) -> int | None:
+    def settles_at(self) -> int:
         # From here on, 1 - exp(-x) rounds to 1 in double precision.
-        return None if self.is_relative else math.ceil(54 * math.log(2) * self.steps / self.speed)
+        return math.ceil(54 * math.log(2) * self.steps / self.speed)
 
 
 @dataclass(frozen=True, repr=False)
@@ -241,14 +227,11 @@ class ChainedSchedule(Schedule):
         milestones = tuple(steps_or_fraction(m, "milestones", "ChainedSchedule", low=1) for m in self.milestones)
         if not schedules or not all(isinstance(s, Schedule) for s in schedules):
             raise TypeError(f"ChainedSchedule: schedules must be hookdrop schedules, got {self.schedules!r}.")
-        if len(set(map(type, milestones))) > 1:
-            raise TypeError(
-                f"ChainedSchedule: milestones must be all integers or all fractions, got {list(milestones)}."
-            )
-        if len(milestones) != len(schedules) - 1 or list(milestones) != sorted(set(milestones)):
+        mixed = len(set(map(type, milestones))) > 1
+        if mixed or len(milestones) != len(schedules) - 1 or list(milestones) != sorted(set(milestones)):
             raise ValueError(
-                f"ChainedSchedule: {len(schedules)} schedules need {len(schedules) - 1} increasing milestones, "
-                f"got {list(milestones)}."
+                f"ChainedSchedule: {len(schedules)} schedules need {len(schedules) - 1} increasing milestones, all "
+                f"integers or all fractions, got {list(milestones)}."
             )
         object.__setattr__(self, "schedules", schedules)
         object.__setattr__(self, "milestones", milestones)
@@ -275,7 +258,7 @@ class ChainedSchedule(Schedule):
     @property
     def settles_at(self) -> int | None:
         last = self.schedules[-1].settles_at
-        return None if last is None else known_steps(last + (self.milestones[-1] if self.milestones else 0))
+        return None if last is None else last + int(self.milestones[-1] if self.milestones else 0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -298,4 +281,4 @@ class LambdaSchedule(Schedule):
             raise TypeError(f"LambdaSchedule: fn must be a function of the step, got {self.fn!r}.")
 
     def __call__(self, step: int) -> float:
-        return multiplier_of(self.fn(step), f"fn({step})", "LambdaSchedule")
+        return rate(self.fn(step), f"fn({step})", "LambdaSchedule", math.inf)

@@ -58,10 +58,10 @@ class DropRates:
     """Random drops that read no attribute: descriptions, with the names of the modules that run them."""
 
 
-def known_drop_rates(model: nn.Module) -> DropRates:
+def known_drop_rates(model: nn.Module) -> list[DropRate]:
     """Return the rates of the modules whose class defines them, without a forward."""
     found = [(name, _known_attribute(module)) for name, module in model.named_modules()]
-    return DropRates(tuple([DropRate(name, key) for name, key in found if key is not None]), {})
+    return [DropRate(name, key) for name, key in found if key is not None]
 
 
 def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True) -> DropRates:
@@ -79,9 +79,8 @@ def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True) -> Dro
         trace = record(model, example, fake=fake, training=True)
     arrivals = _Arrivals(model, sources)
     arrivals.read(trace)
-    arrivals.add_unseen(trace)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    rates = sorted(dict.fromkeys([*known_drop_rates(model).rates, *arrivals.found]), key=lambda rate: order[rate.layer])
+    rates = sorted(dict.fromkeys([*known_drop_rates(model), *arrivals.found]), key=lambda rate: order[rate.layer])
     return DropRates(tuple(rates), {what: tuple(layers) for what, layers in arrivals.out_of_reach.items()})
 
 
@@ -193,8 +192,7 @@ class _Arrivals:
                 if len(operands) == 1:
                     self._at_draw(op, operands[0])
 
-    def add_unseen(self, trace: Trace) -> None:
-        """Add the outermost parts that the forward did not run."""
+        # The outermost parts that the forward did not run.
         for name, module in self._modules.items():
             parent = name.rpartition(".")[0]
             while parent and not has_forward(self._modules[parent]):
@@ -205,27 +203,28 @@ class _Arrivals:
 
     def _at_drop(self, op: Op, rate: Any) -> None:
         """A function that drops with probability `rate`."""
-        if (source := self._source(rate)) is not None:
+        if (source := self._source(rate, self._sources)) is not None:
             self.found.append(source[0])
         elif isinstance(rate, Node) or rate:
             self._miss(op, f"with a rate of {'a tensor' if isinstance(rate, Node) else f'{rate:g}'}")
 
     def _at_draw(self, op: Op, number: Any) -> None:
         """A random choice with probability `number`: that of dropping, or that of keeping."""
-        if isinstance(number, float) and number in self._complements:
-            self.found.append(self._complements[number][0])
-        elif (source := self._source(number)) is None:
-            if isinstance(number, float) and 0.0 < number < 1.0:
-                self._miss(op, f"with a probability of {number:g}")
-        elif source[1] < 0.5:
+        if (source := self._source(number, self._complements)) is not None:
             self.found.append(source[0])
-        else:
-            self._miss(op, f"with {source[0].attribute}, which may be the probability to keep")
+        elif (source := self._source(number, self._sources)) is not None:
+            if source[1] < 0.5:
+                self.found.append(source[0])
+            else:
+                self._miss(op, f"with {source[0].attribute}, which may be the probability to keep")
+        elif isinstance(number, float) and 0.0 < number < 1.0:
+            self._miss(op, f"with a probability of {number:g}")
 
-    def _source(self, number: Any) -> tuple[DropRate, float] | None:
+    @staticmethod
+    def _source(number: Any, sources: Sources) -> tuple[DropRate, float] | None:
         if isinstance(number, _Zero):
             return number.source
-        return self._sources.get(number) if isinstance(number, float) else None
+        return sources.get(number) if isinstance(number, float) else None
 
     def _miss(self, op: Op, how: str) -> None:
         assert op.call is not None

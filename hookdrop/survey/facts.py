@@ -27,16 +27,16 @@ from hookdrop.utils.tensor_tree import TensorKey, tensors
 class Survey:
     """What running a model shows. Each analysis runs when it is first read; names are without wrappers."""
 
-    def __init__(self, model: nn.Module, example: Example, trace: Trace, forwards: int, has_values: bool) -> None:
+    def __init__(self, model: nn.Module, example: Example, trace: Trace, is_fake: bool) -> None:
         self._model = weakref.ref(model)
         self.example = example
-        self.forwards = forwards
-        """The number of forwards with values so far."""
-        self.is_fake = not has_values
+        self.is_fake = is_fake
         """Whether the traces have shapes but no values."""
-        self._tokens: dict[str, Patches | str] = {}
+        self.forwards = int(not is_fake)
+        """The number of forwards with values so far."""
         self.trace = trace
         """The forward with the batch size of the example."""
+        self._tokens: dict[str, Patches | str] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -51,18 +51,12 @@ class Survey:
         """The calls of the layers in the forward, by full name, in the order of their first calls."""
         return self.trace.calls_of
 
-    @property
-    def heads(self) -> Mapping[str, Heads]:
-        """The heads of attention, by the name of the layer whose input has them side by side: its output projection."""
-        return self._heads[0]
-
-    @property
-    def no_heads(self) -> Mapping[str, str]:
-        """Why other layers that follow attention have no heads in their input."""
-        return self._heads[1]
-
     @cached_property
-    def _heads(self) -> tuple[dict[str, Heads], dict[str, str]]:
+    def heads(self) -> Mapping[str, Heads | str]:
+        """The heads by the name of the layer whose input has them side by side, the output projection of attention.
+
+        Other layers that follow attention have the reason why they have none.
+        """
         return find_heads(self.trace)
 
     def samples(self, name: str, at: str = "output") -> Samples | str:
@@ -150,8 +144,8 @@ class Survey:
                 return find_drop_rates(self.model, self.example.value, fake=fake)
             except InjectionError as error:
                 reason = str(error).partition("\n")[2].partition("\n")[0].strip()
-        known = known_drop_rates(self.model)
-        return DropRates(known.rates, {f"functional dropout, as the model does not run in training mode: {reason}": ()})
+        missed = f"functional dropout, as the model does not run in training mode: {reason}"
+        return DropRates(tuple(known_drop_rates(self.model)), {missed: ()})
 
 
 _CACHE: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Survey]] = weakref.WeakKeyDictionary()
@@ -174,18 +168,17 @@ def survey(model: nn.Module, example_input: Any = None) -> Survey:
     """
     model = unwrapped(model)
     structure = [(layer.name, weakref.ref(layer.module)) for layer in named_layers(model)]
-    key = structure, repr(_shapes(example_input))
+    shapes = [(tuple(x.shape), x.dtype, x.device) for x in tensors(example_input)]
+    key = structure, f"{type(example_input).__name__} {shapes}"
     if model not in _CACHE or _CACHE[model][0] != key:
         _CACHE[model] = key, _survey(model, example_input)
     return _CACHE[model][1]
 
 
 def _survey(model: nn.Module, given: Any) -> Survey:
-    forwards = 0
     for example in examples(model, given):
         # Values only if the model needs them, and never for an input that may be the wrong one.
         for fake in (True,) if example.is_assumed else (True, False):
-            forwards += not fake
             try:
                 trace = record(model, example.value, fake=fake)
             except InjectionError:
@@ -193,7 +186,7 @@ def _survey(model: nn.Module, given: Any) -> Survey:
                     raise
                 continue
             if not example.is_assumed or _begins_with_image_convolution(trace):
-                return Survey(model, example, trace, forwards, not fake)
+                return Survey(model, example, trace, fake)
     raise InjectionError(
         f"this needs an example input for {type(model).__name__}, to see what its layers compute.\n"
         "  pass one: example_input=x, a tensor, a tuple of arguments or a dict of keyword arguments"
@@ -201,14 +194,5 @@ def _survey(model: nn.Module, given: Any) -> Survey:
 
 
 def _begins_with_image_convolution(trace: Trace) -> bool:
-    for op in trace.ops:
-        if any(node.leaf == "weight" for node in op.inputs):
-            weight = next(node for node in op.inputs if node.leaf == "weight")
-            return op.name == "conv2d" and weight.shape[1] == 3 and any(node.is_data for node in op.inputs)
-    return False
-
-
-def _shapes(value: Any) -> Any:
-    if value is None:
-        return None
-    return type(value).__name__, [(tuple(x.shape), x.dtype, x.device) for x in tensors(value)]
+    first = next((op for op in trace.ops if any(node.leaf == "weight" for node in op.inputs)), None)
+    return first is not None and first.name == "conv2d" and first.inputs[0].is_data and first.inputs[1].shape[1] == 3

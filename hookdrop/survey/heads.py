@@ -40,30 +40,25 @@ class _NoHeadsError(Exception):
     """Why the input of a layer cannot be divided into heads."""
 
 
-def find_heads(trace: Trace) -> tuple[dict[str, Heads], dict[str, str]]:
-    """Return the heads by the name of the layer whose input has them, and refused modules with the reason."""
+def find_heads(trace: Trace) -> dict[str, Heads | str]:
+    """Return the heads by the name of the layer whose input has them, or why a layer after attention has none."""
     hidden = [op.call.name for op in trace.ops if op.name in HIDDEN and op.call is not None]
-    refused = dict.fromkeys(hidden, "it computes its projection without calling the layer")
+    found: dict[str, Heads | str] = dict.fromkeys(hidden, "it computes its projection without calling the layer")
     projections: dict[Node, tuple[str, list[Op]]] = {}
     for core in attention_cores(trace):
-        found = _follow(trace, core)
-        if isinstance(found, str):
-            refused[core.call.name if core.call else ""] = found
-        elif found is not None:
-            projections.setdefault(found[1], (found[0].name, []))[1].append(core)
-    heads: dict[str, Heads] = {}
-    known: dict[str, Heads | _NoHeadsError] = {}
+        projection = _follow(trace, core)
+        if isinstance(projection, str):
+            found[core.call.name if core.call else ""] = projection
+        elif projection is not None:
+            projections.setdefault(projection[1], (projection[0].name, []))[1].append(core)
+    known: dict[str, Heads | str] = {}
     for node, (layer, cores) in projections.items():
         chain = _Chain(trace, cores, node)
-        if chain.key not in known:
-            known[chain.key] = chain.heads()
-        one = known[chain.key]
-        previous = heads.get(layer, one)
-        if isinstance(one, _NoHeadsError) or previous != one:
-            refused[layer] = str(one) if one == previous else "its calls differ in the heads"
-        else:
-            heads[layer] = one
-    return {name: one for name, one in heads.items() if name not in refused}, refused
+        heads = known[chain.key] = known.get(chain.key) or chain.heads()
+        previous = found.setdefault(layer, heads)
+        if previous != heads and not isinstance(previous, str):
+            found[layer] = "its calls differ in the heads"
+    return found
 
 
 def attention_cores(trace: Trace) -> Iterator[Op]:
@@ -132,10 +127,10 @@ class _Chain:
         ops = [(op.name, op.args, op.kwargs, op.outputs) for op in self.ops]
         return repr(map_leaves([self.starts, ops, [self.end]], plain))
 
-    def heads(self) -> Heads | _NoHeadsError:
+    def heads(self) -> Heads | str:
         """Return the heads in the last axis of the end, or why it has none."""
         if len({start.shape for start in self.starts}) > 1:
-            return _NoHeadsError("different products are joined before it")
+            return "different products are joined before it"
         try:
             # A head is a matrix (L, d) of the product, or, if the queries of all heads are in one matrix, some rows.
             for axes in (2, 1):
@@ -144,10 +139,10 @@ class _Chain:
                 if not first.all():
                     return probe.layout(first)
         except _NoHeadsError as error:
-            return error
+            return str(error)
         except Exception as error:
-            return _NoHeadsError(f"the way from attention to it cannot be repeated: {error}")
-        return _NoHeadsError("it has a single head, or what mixes the heads comes before it")
+            return f"the way from attention to it cannot be repeated: {error}"
+        return "it has a single head, or what mixes the heads comes before it"
 
     def repeat(self, values: Sequence[Tensor]) -> Tensor:
         """Compute the end from other values of the products."""

@@ -128,9 +128,8 @@ def forked_rng(*where: nn.Module | Tensor) -> Iterator[None]:
 
 def uncompiled() -> AbstractContextManager[Any]:
     """Run compiled code uncompiled inside, so that no hook is ignored. Does nothing if the compiler is not imported."""
-    loaded = compiler_is_imported()
     stance: Any = torch.compiler.set_stance
-    return stance("force_eager") if loaded else nullcontext()
+    return stance("force_eager") if compiler_is_imported() else nullcontext()
 
 
 def call(model: nn.Module, example: Any) -> Any:
@@ -151,9 +150,12 @@ def call(model: nn.Module, example: Any) -> Any:
     except HookdropError:
         raise
     except Exception as error:
+        advice = "pass a tensor, a tuple of arguments or a dict of keyword arguments"
+        if isinstance(example, tuple | list) and example and all(isinstance(size, int) for size in example):
+            advice = f"pass a tensor, not its shape: torch.randn({', '.join(map(str, example))})"
         raise InjectionError(
             f"the model does not accept this example, {describe(example)}:\n  {type(error).__name__}: {error}\n"
-            f"  {_advice(example)}, on the model's device."
+            f"  {advice}, on the model's device."
         ) from error
 
 
@@ -166,9 +168,3 @@ def run_with_hooks(model: nn.Module, example: Any, handles: Sequence[RemovableHa
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _advice(example: Any) -> str:
-    if isinstance(example, tuple | list) and example and all(isinstance(size, int) for size in example):
-        return f"pass a tensor, not its shape: torch.randn({', '.join(map(str, example))})"
-    return "pass a tensor, a tuple of arguments or a dict of keyword arguments"

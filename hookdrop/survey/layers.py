@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +49,8 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
         return x
 
     for call in calls:
-        value = map_leaves(call.output if at == "output" else call.arguments, _without_values)
+        value = call.output if at == "output" else call.arguments
+        value = map_leaves(value, lambda leaf: _on_meta(leaf) if isinstance(leaf, Node) else leaf)
         several = sum(map(fits, tensors(value)))
         seen.tensor_count = several if several > 1 and tensor is None and at == "output" else 0
         try:
@@ -64,8 +64,8 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
     return seen
 
 
-def _without_values(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Node) else leaf
+def _on_meta(node: Node) -> Tensor:
+    return torch.empty(node.shape, dtype=node.dtype, device="meta")
 
 
 def find_skippable(trace: Trace, residuals: list[Residual], branches: Iterable[Branch]) -> dict[str, str]:

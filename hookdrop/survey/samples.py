@@ -95,12 +95,9 @@ def _module_with_batch(two: Call, three: Call) -> str | None:
 
 
 def row_orders(model: nn.Module, example: Any, sites: Iterable[Site]) -> dict[Site, bool | str]:
-    """Return whether the rows of the samples are interleaved at each site, or why it is unknown.
+    """Return whether the rows of each sample are interleaved at each site, or why it is unknown.
 
-    Args:
-        model: the model without wrappers.
-        example: two different samples.
-        sites: layers with more than one row for each sample.
+    `example` has two different samples; the sites have more than one row for each sample.
     """
     sites = list(sites)
 

@@ -4,14 +4,13 @@ A `Trace` is plain data, without references to the model or its tensors. Analyse
 
     trace = record(model, example)
     for op in trace.ops:                          # in the order of execution
-        op.name, op.inputs, op.outputs, op.call   # "add", nodes, nodes, the innermost running module
+        op.name, op.inputs, op.outputs, op.call
     for call in trace.calls:                      # in the order in which the modules were entered
-        call.name, call.arguments, call.output    # the arguments by name and the output, with nodes as leaves
+        call.name, call.arguments, call.output
 
 A `Node` is one value of a tensor: an in-place operation gives the tensor a new node. Everything is numbered by one
 clock, so the operations of a call are those with `call.start < op.index < call.end`, and a node was made before another
-if its index is smaller. `node.is_data` separates what depends on the example from weights, masks and positions that are
-computed from nothing but weights and constants. Python numbers are no nodes; `op.args` and `op.kwargs` have them.
+if its index is smaller.
 
 The fused kernels of `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` are switched off, because they hide the
 additions inside them. Code that `torch.jit` compiled is one operation, named "opaque".
@@ -51,7 +50,7 @@ class Node:
         shape, dtype: those of the tensor.
         op: the operation that computed it; None for a leaf.
         leaf: `"input"`, `"weight"` (a parameter or a buffer) or `"constant"`; empty if an operation computed it.
-        is_data: whether it depends on the example.
+        is_data: whether it depends on the example, unlike weights, masks and positions.
         has_weights: whether it depends on parameters.
     """
 
@@ -85,8 +84,8 @@ class Op:
     function: Callable[..., Any] | None = field(repr=False)
     """None for code in which operations cannot be seen."""
     args: tuple[Any, ...] = field(repr=False)
-    """The arguments, with nodes in place of tensors."""
     kwargs: dict[str, Any] = field(repr=False)
+    """The arguments, with nodes in place of tensors."""
     inputs: tuple[Node, ...]
     """The tensors whose values it reads: not those that `zeros_like` and `expand_as` take a shape from."""
     call: Call | None = field(repr=False)
@@ -111,9 +110,8 @@ class Call:
     parent: Call | None = field(repr=False)
     """The call of the module around it in the forward, which need not be the one around it in the model."""
     arguments: dict[str, Any] = field(repr=False)
-    """The arguments by name, with nodes in place of tensors."""
+    """The arguments by name; here and in `output`, nodes are in place of tensors."""
     output: Any = field(default=None, repr=False)
-    """The output, with nodes in place of tensors."""
     end: int = 0
     has_weights: bool = False
     """Whether the module or a module inside it has parameters."""
@@ -379,8 +377,8 @@ def _clear_function_caches(model: nn.Module) -> None:
     """Clear the `lru_cache`s of the code of a model: BEiT of transformers would go on with fake tensors."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     own = [cls for cls in classes if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
-    modules = {cls.__module__: sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules}
-    for owner in (*own, *modules.values()):
+    modules = {sys.modules.get(cls.__module__) for cls in own} - {None}
+    for owner in (*own, *modules):
         for value in list(vars(owner).values()):
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             wrapped = inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ()

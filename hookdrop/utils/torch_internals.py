@@ -137,18 +137,15 @@ def is_proxy_tracing() -> bool:
     return get_proxy_mode() is not None
 
 
-def vmap_levels() -> list[Any]:
-    """Return the active `vmap` transforms, outermost first."""
+def vmap_randomness() -> tuple[str, ...]:
+    """Return the `randomness` of each active `torch.func.vmap`."""
+    if functorch_stack() is None:
+        return ()
     # Imported lazily: this module is slow to import.
     from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
 
-    return [one for one in retrieve_all_functorch_interpreters() if isinstance(one, VmapInterpreter)]
-
-
-def mark_vmap_slices(zeros: Tensor, level: int) -> Tensor:
-    """Mark the first axis of `zeros` as the batch axis of the `vmap` at `level`."""
-    marked: Tensor = _C._functorch._add_batch_dim(zeros, 0, level)
-    return marked
+    levels = retrieve_all_functorch_interpreters()
+    return tuple(level.randomness() for level in levels if isinstance(level, VmapInterpreter))
 
 
 # --- the backward pass
@@ -228,7 +225,7 @@ def has_faulty_random_kernels() -> bool:
     return bool(faulty) and functorch_stack() is None
 
 
-constants_of_a_trace = (recomputes_forward, can_replay_random_operators, has_faulty_random_kernels)
+constants_of_a_trace = (vmap_randomness, recomputes_forward, can_replay_random_operators, has_faulty_random_kernels)
 """Functions that compiled code must not trace into: it treats their results as constants."""
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from hookdrop.functional import drop_block
 from hookdrop.kernels import drawing
 from hookdrop.kernels.blocks import Blocks, gamma_for
-from hookdrop.kernels.drawing import BlockDrawing
 
 MIN_P_VALUE = 1e-4
 METHODS = ["sparse", "static", "dense", "static dense", "brute force"]
@@ -54,7 +53,7 @@ def masks(
     if method == "brute force":
         return by_brute_force(samples, 1 if shared else channels, sizes, p, edges).expand(-1, channels, *sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockDrawing, "_sparse", lambda *_: "dense" not in method)
+        patch.setattr(drawing, "_sparse", lambda *_: "dense" not in method)
         if "static" in method:
             patch.setattr(drawing, "must_avoid_sync", lambda _: True)
         x = torch.ones(samples, channels, *sizes)
@@ -161,12 +160,12 @@ def test_distribution_of_the_dropped_count(method: str, p: float) -> None:
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rate", [0.002, 0.02, 0.3])
 def test_number_of_seeds_per_map_is_binomial(monkeypatch: pytest.MonkeyPatch, rate: float, static: bool) -> None:
-    monkeypatch.setattr(BlockDrawing, "_sparse", lambda *_: True)
+    monkeypatch.setattr(drawing, "_sparse", lambda *_: True)
     if static:
         monkeypatch.setattr(drawing, "must_avoid_sync", lambda _: True)
     blocks = Blocks(100, 100, (14, 12), (7, 5))
     places = math.prod(blocks.valid)
-    seeds, _ = BlockDrawing(blocks, rate, 0.5, None).draw(torch.ones(100, 100, 14, 12))
+    seeds, _ = drawing.draw_blocks(torch.ones(100, 100, 14, 12), blocks, rate, 0.5, None)
     assert seeds.dtype == torch.int32
     seen = np.bincount(np.bincount(seeds.unique().numpy() // places, minlength=10_000), minlength=places + 1)
     assert fit(seen, 10_000 * scipy.stats.binom.pmf(np.arange(places + 1), places, rate)) > MIN_P_VALUE
@@ -258,14 +257,14 @@ def test_long_runs_are_unbiased(method: str, p: float, bias: float) -> None:
 
 def test_each_drawing_method_is_actually_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forced methods return seeds, padded seeds, or a mask."""
-    x, seeded = torch.ones(4, 5, 12, 12), BlockDrawing(Blocks(4, 5, (12, 12), (3, 3)), 0.1, 0.5, None)
-    monkeypatch.setattr(BlockDrawing, "_sparse", lambda *_: False)
-    assert seeded.draw(x)[0].dtype == torch.bool
-    monkeypatch.setattr(BlockDrawing, "_sparse", lambda *_: True)
-    seeds, _ = seeded.draw(x)
+    settings = torch.ones(4, 5, 12, 12), Blocks(4, 5, (12, 12), (3, 3)), 0.1, 0.5, None
+    monkeypatch.setattr(drawing, "_sparse", lambda *_: False)
+    assert drawing.draw_blocks(*settings)[0].dtype == torch.bool
+    monkeypatch.setattr(drawing, "_sparse", lambda *_: True)
+    seeds, _ = drawing.draw_blocks(*settings)
     assert len(seeds) == len(seeds.unique())
     monkeypatch.setattr(drawing, "must_avoid_sync", lambda _: True)
-    seeds, _ = seeded.draw(x)
+    seeds, _ = drawing.draw_blocks(*settings)
     assert len(seeds) > len(seeds.unique())
 
 

@@ -567,12 +567,6 @@ def _() -> None:
     train(model)
 
 
-@case("the optimizer of another model")
-def _() -> None:
-    _, drop = injected(schedule=LinearSchedule(steps=100))
-    drop.follow(torch.optim.SGD(mlp().parameters(), 0.1))
-
-
 @case("two optimizers")
 def _() -> None:
     model, drop = injected(schedule=LinearSchedule(steps=100))

@@ -145,20 +145,20 @@ def test_peak_is_the_largest_multiplier(schedule: Schedule) -> None:
         (lambda: LinearSchedule(1e4), ValueError, "write steps=10000"),
         (lambda: LinearSchedule(True), TypeError, "must be an integer"),
         (lambda: LinearSchedule("10"), TypeError, "must be an integer"),
-        (lambda: LinearSchedule(10, start=-0.1), ValueError, "start must be at least 0"),
+        (lambda: LinearSchedule(10, start=-0.1), ValueError, "start must lie in .0, inf"),
         (lambda: LinearSchedule(10, end=float("nan")), ValueError, "end must be finite"),
         (lambda: LinearSchedule(10, delay=-1), ValueError, "delay must be at least 0"),
         (lambda: CosineSchedule(-5), ValueError, "CosineSchedule: steps"),
         (lambda: ExponentialSchedule(10, speed=0), ValueError, "speed must be above 0"),
         (lambda: EarlySchedule(0), ValueError, "cutoff must be at least 1"),
         (lambda: LateSchedule(1.5), ValueError, "cutoff must be an integer"),
-        (lambda: ConstantSchedule(-1), ValueError, "value must be at least 0"),
+        (lambda: ConstantSchedule(-1), ValueError, "value must lie in"),
         (lambda: ChainedSchedule([], []), TypeError, "must be hookdrop schedules"),
         (lambda: ChainedSchedule([LinearSchedule(3), abs], [3]), TypeError, "must be hookdrop schedules"),
         (lambda: ChainedSchedule([LinearSchedule(3)], [3]), ValueError, "1 schedules need 0"),
         (lambda: ChainedSchedule([LinearSchedule(3)] * 3, [5, 5]), ValueError, "increasing milestones"),
         (lambda: LambdaSchedule(0.5), TypeError, "must be a function"),
-        (lambda: LambdaSchedule(lambda s: -1)(3), ValueError, r"fn\(3\) must be at least 0, got -1"),
+        (lambda: LambdaSchedule(lambda s: -1)(3), ValueError, r"fn\(3\) must lie in .0, inf\), got -1"),
         (lambda: LambdaSchedule(lambda s: "x")(3), TypeError, r"fn\(3\) must be a number"),
         (lambda: LinearSchedule(3).simulate(-1), ValueError, "n must be at least 0"),
     ],
@@ -247,7 +247,6 @@ class TestFractions:
         for use in (lambda: schedule(3), lambda: schedule.simulate(3)):
             with pytest.raises(InjectionError, match=r"relative to the length of the training(?s:.)*total_steps="):
                 use()
-        assert schedule.settles_at in (None, 160)
 
     @given(st.floats(0, 1), st.integers(1, 10**6))
     def test_a_ramp_over_the_rest_of_the_training_ends_with_it(self, delay: float, total: int) -> None:
@@ -279,12 +278,12 @@ class TestFractions:
             make()
 
     def test_milestones_do_not_mix_steps_and_fractions(self) -> None:
-        with pytest.raises(TypeError, match=r"all integers or all fractions, got \[0.5, 7\]"):
+        with pytest.raises(ValueError, match=r"all integers or all fractions, got \[0.5, 7\]"):
             ChainedSchedule([ConstantSchedule()] * 3, [0.5, 7])
 
     def test_milestones_that_coincide_in_a_short_training_raise(self) -> None:
         schedule = ChainedSchedule([ConstantSchedule()] * 3, [0.50, 0.51])
-        with pytest.raises(ValueError, match=r"increasing milestones, got \[2, 2\]"):
+        with pytest.raises(ValueError, match=r"increasing milestones.* got \[2, 2\]"):
             schedule.resolve(4)
 
 

@@ -83,6 +83,14 @@ def test_vmap_draws_a_mask_for_each_slice(normalize: str, p: float) -> None:
         torch.testing.assert_close(y.mean((1, 2, 3, 4)), torch.ones(5))
 
 
+def test_vmap_over_a_shared_tensor_draws_a_mask_for_each_slice() -> None:
+    def ensemble(factors: torch.Tensor) -> torch.Tensor:
+        return vmap(lambda a: a * drop_block(torch.ones(4, 8, 20, 20), 0.3, 3), randomness="different")(factors)
+
+    y = torch.compile(ensemble, backend="aot_eager", fullgraph=True)(torch.ones(5))
+    assert len({tuple((slice == 0).flatten().tolist()) for slice in y}) == 5
+
+
 @pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 and older refuse it")
 @pytest.mark.filterwarnings("ignore")  # raised by dynamo
 @pytest.mark.parametrize("p", [0.3, 0.95])

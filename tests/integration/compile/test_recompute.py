@@ -217,7 +217,7 @@ class TestWarningsAndErrors:
 
         self.check_unsupported(slices, torch.ones(3, 8, 4))
 
-    @pytest.mark.filterwarnings("ignore:Dynamo does not know")
+    @pytest.mark.filterwarnings("ignore:Dynamo does not know", "ignore:The .grad attribute")  # raised by dynamo
     def test_pytorch_before_2_11_needs_a_budget_of_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(random_numbers, "can_replay_random_operators", lambda: False)
         model = Site()

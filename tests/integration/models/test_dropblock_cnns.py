@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -333,8 +333,12 @@ class TestTheDropBlockPaper:
 
 @dataclass(frozen=True)
 class with_timms_module(timm_dropblock):
-    def regularizer(self, block_size: int, gamma_scale: float) -> Any:
-        return as_regularizer(timm.layers.DropBlock2d(self.p, block_size, gamma_scale))
+    def sites(self, model: nn.Module, survey: Any) -> list[Any]:
+        theirs = {5: timm.layers.DropBlock2d(self.p, 5, 0.25), 3: timm.layers.DropBlock2d(self.p, 3, 1.0)}
+        return [
+            replace(site, regularizer=as_regularizer(theirs[site.regularizer.block_size]))
+            for site in super().sites(model, survey)
+        ]
 
 
 class TestTimmsDropBlock:

@@ -160,14 +160,13 @@ class TestFamiliesOfTransformers:
     def check(name: str) -> dict[str, Any]:
         pytest.importorskip("transformers")
         from families import tiny
-        from families.check import RecipeCheck
         from families.layers import find_runs
         from families.recipes import CASES, run_case
 
         for model in tiny.models(name):
             runs, missing, _ = find_runs(model)
             if not missing:
-                return run_case(CASES["stochastic_depth"], RecipeCheck(model, runs))
+                return run_case(CASES["stochastic_depth"], model, runs)
         raise AssertionError
 
     @pytest.mark.filterwarnings("ignore")

@@ -134,13 +134,6 @@ def test_replacing_an_injection_detaches_the_old_one() -> None:
     assert (again.step_count, len(optimizer._optimizer_step_post_hooks)) == (1, 1)
 
 
-def test_following_an_optimizer_of_another_model_warns() -> None:
-    model, drop, _ = scheduled()
-    assert model is not None
-    with pytest.warns(HookdropWarning, match="trains no parameter of this model"):
-        drop.follow(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1))
-
-
 @pytest.mark.parametrize("thing", ["sgd", torch.optim.SGD, object()])
 def test_follow_rejects_other_objects(thing: object) -> None:
     _, drop, _ = scheduled()

@@ -110,8 +110,8 @@ class TestReprAndMetrics:
         drop.step(5)
         assert repr(drop) == "<Injection 'dropblock': 2 sites, p=0.1 of 0.2, step 5 of LinearSchedule(steps=10)>"
         assert [line.split() for line in str(drop.sites).splitlines()[2:]] == [
-            ["layer1.0", "0.1", "1", "no", "DropBlock(p=0.2,", "block_size=3)"],
-            ["layer1.1", "0.1", "1", "no", "DropBlock(p=0.2,", "block_size=3)"],
+            ["layer1.0", "0.1", "1", "False", "DropBlock(p=0.2,", "block_size=3)"],
+            ["layer1.1", "0.1", "1", "False", "DropBlock(p=0.2,", "block_size=3)"],
         ]
         drop.enabled = False
         assert "disabled" in repr(drop)

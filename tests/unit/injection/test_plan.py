@@ -110,7 +110,7 @@ def test_plan_at_the_input_shows_input_shapes(model: Small, images: torch.Tensor
     [
         (DropPath(0.1), "N=4"),
         (Dropout2d(0.1), "C=8 H=16 W=16"),
-        (FeatureAlphaDropout(0.1), "C=8 H=16 W=16"),
+        (FeatureAlphaDropout(0.1), "C=8"),
         (DropBlock(0.1, 3), "C=8 H=16 W=16"),
         (Dropout(0.1), ""),
     ],

@@ -187,9 +187,8 @@ class TestModel:
     def test_error_restores_modes_and_rates(self) -> None:
         model, drop = classifier()
         model.train()
-        with pytest.raises(RuntimeError) as excinfo:
+        with pytest.raises(RuntimeError):
             drop.predict(torch.ones(4, 9))
-        assert "predict called the model with tuple((4, 9) float32)" in "".join(excinfo.value.__notes__)
         assert model.training
         model.eval()
         assert torch.equal(model(X), model(X))

@@ -239,7 +239,7 @@ class TestMissingRecords:
         with drop.recording() as r:
             model(X)
         with pytest.raises(
-            LayerError, match=r"its rate is 0 at step 0 of LinearSchedule\(steps=10\).\n  recorded: nothing"
+            LayerError, match=r"its rate is 0 at step 0 of LinearSchedule\(steps=10\) .*\n  recorded: nothing"
         ):
             r["0"]
 
@@ -289,4 +289,3 @@ def test_repr_is_a_table() -> None:
         model(X)
         model(X)
     assert repr(r).splitlines()[2].split()[:4] == ["0", "2", "8x16", "0.5"]
-    assert "<table>" in r._repr_html_()

@@ -230,7 +230,6 @@ def test_places_are_positions_where_a_whole_block_fits() -> None:
     assert blocks.valid == (1, 8)
     assert blocks.places == 2 * 3 * 8
     assert blocks.elements_per_sample == 3 * 36
-    assert blocks.repeated(5).places == 5 * blocks.places
 
 
 @pytest.mark.parametrize(("samples", "dtype"), [(2**31 - 1, torch.int32), (2**31, torch.int64)])

@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdrop import InjectionError, functional
 from hookdrop.functional import drop_block, dropout
-from hookdrop.kernels import masking
+from hookdrop.kernels import drawing, masking
 from hookdrop.kernels import native as kernel
 from hookdrop.kernels.blocks import Blocks
-from hookdrop.kernels.drawing import BlockDrawing
 from hookdrop.kernels.random_numbers import successes
 
 needs_kernel = pytest.mark.skipif(
@@ -226,7 +225,7 @@ def test_drop_block_is_bitwise_equal(
     count: int,
 ) -> None:
     """Forward and gradient, with the same seed."""
-    monkeypatch.setattr(BlockDrawing, "_sparse", lambda *_: sparse)
+    monkeypatch.setattr(drawing, "_sparse", lambda *_: sparse)
     x = torch.randn(4, 6, 12, 13).to(dtype).contiguous(memory_format=memory_format).requires_grad_()
     above = torch.randn(x.shape).to(x)  # cast from float32: a 16-bit random number may be 0
 

@@ -67,7 +67,7 @@ def test_drop_block_backward_does_not_synchronize(
     blocks = Blocks(8, 64 if per_channel else 1, (28, 28), (7, 7))
     with FakeTensorMode(allow_non_fake_inputs=False):
         x = torch.empty(8, 64, 28, 28, device="cuda").contiguous(memory_format=memory_format)
-        dropped, scale = drawing.BlockDrawing(blocks, seed_rate, 0.1, normalize)(x)
+        dropped, scale = drawing.draw_blocks(x, blocks, seed_rate, 0.1, normalize)
         gradient = apply_mask_no_grad(
             torch.empty_like(x), dropped, scale, None if dropped.dtype == torch.bool else blocks
         )

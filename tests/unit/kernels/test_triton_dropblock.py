@@ -237,7 +237,7 @@ def test_higher_derivatives_and_transforms() -> None:
 def test_operators(normalize: str | None) -> None:
     """The operators of compiled code: the fake results have the format of the real ones, and gradients are right."""
     x = torch.rand(3, 5, 9, 7, device=DEVICE, requires_grad=True)
-    arguments = [2, 3], 1, True, "exact", normalize, 0
+    arguments = [2, 3], 1, True, "exact", normalize
     p = torch.tensor(0.3, dtype=torch.float64)
     for real, fake in zip(custom_ops._draw(x, p, *arguments), custom_ops._draw_fake(x, p, *arguments), strict=True):
         assert (real.shape, real.dtype, real.device) == (fake.shape, fake.dtype, fake.device)

@@ -160,7 +160,7 @@ class TestRates:
 
     def test_failing_setter_raises_and_changes_nothing(self) -> None:
         model = nn.Sequential(nn.Dropout(0.3), ReadOnly(), nn.Dropout(0.3))
-        with pytest.raises(LayerError):
+        with pytest.raises(KeyError):
             inject(model, set_dropout(p=0.5), example_input=X)
         assert [model[0].p, model[1].rate, model[2].p] == [0.3, 0.3, 0.3]
 

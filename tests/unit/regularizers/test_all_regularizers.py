@@ -185,12 +185,12 @@ def test_gaussian_noise_has_the_given_std() -> None:
     ids=lambda value: repr(value),
 )
 def test_channel_dropout_of_another_rank_raises(regularizer: Regularizer, shape: tuple[int, ...], instead: str) -> None:
-    with pytest.raises(ShapeError, match=rf"{instead}\(p=...\)\.$"):
+    with pytest.raises(ShapeError, match=rf"{instead}\(p=...\)"):
         regularizer(torch.ones(shape))
 
 
 def test_drop_path_of_a_0d_tensor_raises() -> None:
-    with pytest.raises(ShapeError, match="0-d"):
+    with pytest.raises(ShapeError, match=r"needs \(N, ...\)"):
         DropPath(0.1)(torch.tensor(1.0))
 
 

@@ -104,12 +104,6 @@ class TestUserDefinedClasses:
         with pytest.raises(NotImplementedError, match=r"Nothing must define regularize\(self, x, rate\)"):
             Nothing()(torch.ones(2))
 
-    def test_an_attribute_that_hides_a_method_raises(self) -> None:
-        own = Own()
-        own.check = 1.0
-        with pytest.raises(InjectionError, match="attribute 'check', which hides a method"):
-            as_regularizer(own)
-
     def test_a_rate_whose_attribute_is_missing_raises(self) -> None:
         class Missing(Regularizer):
             rate = Rate("amount")

@@ -78,16 +78,8 @@ class TestCutout:
         [((8, 197, 384), "TokenDropout"), ((8, 4, 5, 6, 7), "Dropout3d"), ((8, 10), r"Dropout\(p")],
     )
     def test_unsupported_shapes_suggest_an_alternative(self, shape: tuple[int, ...], instead: str) -> None:
-        with pytest.raises(ShapeError, match=rf"Cutout cuts squares of \(N, C, H, W\).\n  .*use .*{instead}"):
+        with pytest.raises(ShapeError, match=rf"Cutout needs \(N, C, H, W\).\n  .*use .*{instead}"):
             Cutout(3).check(shape)
 
     def test_shape_warnings(self) -> None:
         assert "looks like NHWC" in Cutout(3).shape_warnings((2, 7, 7, 96))[0]
-        for size, length in ((13, 7), (12, 7), (14, 8), (15, 8)):
-            covers = bool((Cutout(size)(torch.ones(500, 1, length, length)) == 0).all())
-            warnings = Cutout(size).shape_warnings((2, 96, length, length))
-            assert covers == (size >= 2 * length - 1) == bool(warnings)
-            assert (
-                not covers
-                or f"size={size} covers the whole {length}x{length} map wherever the center is" in warnings[0]
-            )

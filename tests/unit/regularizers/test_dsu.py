@@ -99,13 +99,13 @@ class TestDSU:
 
     def test_a_map_that_looks_like_nhwc_warns(self) -> None:
         (warning,) = DSU().shape_warnings((8, 7, 7, 96))
-        assert "that looks like NHWC: it perturbs the statistics of rows" in warning
+        assert "that looks like NHWC: hook a layer that returns NCHW" in warning
 
     @pytest.mark.parametrize(
         ("shape", "says"),
         [
             ((8, 4, 1, 1), "a 1x1 map has no standard deviation.\n  hook a layer with a larger map"),
-            ((8, 197, 384), "perturbs the styles of feature maps of (.|\n)*TokenDropout"),
+            ((8, 197, 384), "needs .N, C, H, W.(.|\n)*TokenDropout"),
             ((8, 4), r"Dropout\(p"),
         ],
     )

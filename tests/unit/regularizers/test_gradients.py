@@ -342,7 +342,7 @@ class TestProbeAndMetrics:
     def test_probe_at_factor_1_says_that_nothing_happens(self) -> None:
         model = Net()
         drop = inject(model, ScaleActivationGrad(1), layers="inner")
-        assert "the rate is 1" in str(drop.probe(torch.randn(4, 4)))
+        assert "the rate is the one that has no effect" in str(drop.probe(torch.randn(4, 4)))
 
     def test_probe_counts_only_sites_that_drop(self) -> None:
         model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -384,8 +384,8 @@ def test_schedule_without_a_rate_raises(regularizer: Regularizer) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: ClipActivationGrad(), r"pass max_norm or max_value, got neither.\n  for example: ClipActivationGrad\(max_norm=1.0\)"),
-        (lambda: ClipActivationGrad(1.0, 2.0), r"got both \(max_norm=1.0, max_value=2.0\)"),
+        (lambda: ClipActivationGrad(), r"pass either max_norm or max_value.\n  for example: ClipActivationGrad\(max_norm=1.0\)"),
+        (lambda: ClipActivationGrad(1.0, 2.0), "pass either max_norm or max_value"),
         (lambda: ClipActivationGrad(0), r"max_norm must be above 0, got 0.\n  to stop the gradient: ScaleActivationGrad\(0\)"),
         (lambda: ClipActivationGrad(max_value=-1), "max_value must be above 0, got -1"),
         (lambda: ClipActivationGrad("1"), "max_norm must be a number"),

@@ -124,7 +124,7 @@ class TestNumberOfHeads:
             inject(Attention(), HeadDropout(0.2), layers="o_proj")
 
     def test_that_does_not_divide_the_features_raises_with_those_that_do(self) -> None:
-        with pytest.raises(LayerError, match=r"12 features do not divide into 5 heads(.|\n)*: 4, 6, 3|3, 4, 6"):
+        with pytest.raises(ShapeError, match=r"12 features do not divide into 5 heads(.|\n)*: 4, 6, 3|3, 4, 6"):
             inject(Attention(), HeadDropout(0.2, heads=5), layers="o_proj")
         with pytest.raises(ShapeError, match="12 features do not divide into 5 heads"):
             head_dropout(torch.ones(2, 3, 12), 0.2, heads=5)

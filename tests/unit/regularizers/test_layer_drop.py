@@ -105,13 +105,19 @@ def test_a_kv_cache_in_training_raises_with_the_fix(positional: bool) -> None:
     model[0](x, past_key_values=cache)
 
 
-@pytest.mark.parametrize("branch", ["mlp", "self_attn"])
-def test_a_branch_of_a_layer_raises_and_names_the_layer(branch: str) -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({branch: nn.Linear(4, 4)})])})
-    with pytest.raises(
-        LayerError, match=rf"'layers.0.{branch}': this is a branch(.|\n)*layers='layers.0'(.|\n)*DropPath"
-    ):
-        inject(model, LayerDrop(0.5), layers=f"**.{branch}")
+def test_a_residual_branch_is_refused() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.mlp(x)
+
+    model = nn.Sequential(Residual(), Residual())
+    with pytest.raises(LayerError, match=r"'0.mlp': this is a residual branch(.|\n)*DropPath"):
+        inject(model, LayerDrop(0.5), layers="*.mlp", example_input=torch.ones(2, 4))
+    inject(model, LayerDrop(0.5), layers="*", example_input=torch.ones(2, 4))
 
 
 def test_the_input_of_a_layer_is_refused() -> None:

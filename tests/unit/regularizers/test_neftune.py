@@ -74,7 +74,7 @@ def test_a_hook_reads_the_attention_mask_of_the_call() -> None:
 def test_an_attention_mask_of_another_shape_raises() -> None:
     model = TokenModel()
     inject(model, NEFTune(5, attention_mask=True), layers="embed")
-    with pytest.raises(ShapeError, match=r"mask must be \(N, L\), here \(2, 6\)(.|\n)*attention_mask=False"):
+    with pytest.raises(ShapeError, match=r"mask must be \(2, 6\)(.|\n)*attention_mask=False"):
         model(IDS, attention_mask=torch.ones(2, 1, 6, 6))
 
 
@@ -101,7 +101,7 @@ def test_a_schedule_drives_alpha_without_an_upper_bound() -> None:
 
 @pytest.mark.parametrize("shape", [(4, 8), (2, 3, 4, 5)])
 def test_tensors_other_than_embeddings_raise(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ShapeError, match="embeddings"):
+    with pytest.raises(ShapeError, match=r"neftune needs \(N, L, d\)"):
         NEFTune(5)(torch.zeros(shape))
 
 

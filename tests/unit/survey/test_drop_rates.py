@@ -164,7 +164,7 @@ class TestKnownModules:
             nn.AlphaDropout(),
         ]
         found = known_drop_rates(nn.Sequential(*parts, hookdrop.DropBlock(0.2, 3), hookdrop.GaussianNoise(0.1)))
-        assert [(rate.layer, rate.attribute) for rate in found.rates] == [
+        assert [(rate.layer, rate.attribute) for rate in found] == [
             ("0", "p"),
             ("2", "dropout"),
             ("3.self_attn", "dropout"),

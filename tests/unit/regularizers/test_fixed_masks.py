@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.fixed_masks import draw_masks, fixed_masks, ones_per_mask
+from hookdrop.regularizers.masksembles import draw_masks, fixed_masks, ones_per_mask
 
 CPU = torch.device("cpu")
 SETTINGS = [(2, 1.5), (4, 1.0), (4, 1.7), (4, 2.0), (4, 6.0), (8, 1.5), (30, 2.0), (30, 6.0)]
@@ -42,7 +42,7 @@ def overlaps(masks: Tensor) -> tuple[int, ...]:
 @pytest.mark.parametrize("channels", [10, 11, 16, 23, 64, 257])
 @pytest.mark.parametrize(("count", "scale"), SETTINGS)
 def test_masks_have_the_papers_number_of_ones_and_cover_all_channels(channels: int, count: int, scale: float) -> None:
-    masks = fixed_masks(channels, count, scale, "0", CPU)
+    masks = fixed_masks(channels, count, scale, "0", device=CPU)
     assert masks.shape == (count, channels)
     ones = ones_per_mask(channels, count, scale)
     assert masks.sum(1).tolist() == [ones] * count
@@ -53,14 +53,14 @@ def test_masks_have_the_papers_number_of_ones_and_cover_all_channels(channels: i
 
 @pytest.mark.parametrize("channels", [10, 21])
 def test_scale_1_keeps_all_channels(channels: int) -> None:
-    assert fixed_masks(channels, 4, 1.0, "0", CPU).all()
+    assert fixed_masks(channels, 4, 1.0, "0", device=CPU).all()
 
 
 @pytest.mark.parametrize("scale", [1.3, 2.0, 3.0, 6.0])
 def test_two_masks_share_1_in_scale_of_their_channels(scale: float) -> None:
     """The fraction that the paper's positions have on average, within 3 % for 2,000 channels."""
     ones = ones_per_mask(2000, 4, scale)
-    found = overlaps(fixed_masks(2000, 4, scale, "0", CPU))
+    found = overlaps(fixed_masks(2000, 4, scale, "0", device=CPU))
     assert sum(found) / len(found) / ones == pytest.approx(1 / scale, rel=0.03)
 
 
@@ -99,16 +99,16 @@ class TestIndependenceOfRandomStates:
         assert len({str([row[:16] for row in draw_masks(*each)[:4]]) for each in settings}) == len(settings)
 
     def test_a_caller_may_modify_the_masks(self) -> None:
-        first = fixed_masks(16, 4, 2.0, "8", CPU)
+        first = fixed_masks(16, 4, 2.0, "8", device=CPU)
         before = first.clone()
         first.zero_()
-        assert torch.equal(fixed_masks(16, 4, 2.0, "8", CPU), before)
+        assert torch.equal(fixed_masks(16, 4, 2.0, "8", device=CPU), before)
 
     @pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.device("meta")])
     def test_masks_made_in_a_context_work_outside(self, context: object) -> None:
         seed = f"in {context}"
         with context():
-            fixed_masks(16, 4, 2.0, seed, CPU)
+            fixed_masks(16, 4, 2.0, seed, device=CPU)
         x = torch.ones(4, 16, requires_grad=True)
-        (x * fixed_masks(16, 4, 2.0, seed, CPU)).sum().backward()
+        (x * fixed_masks(16, 4, 2.0, seed, device=CPU)).sum().backward()
         assert x.grad.sum() == 4 * ones_per_mask(16, 4, 2.0)
