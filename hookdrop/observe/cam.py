@@ -252,7 +252,7 @@ def _fraction_above_half(maps: Tensor) -> Tensor:
 
 
 def plot_cam(x: Tensor, cam: Tensor, figure: Any = None) -> Figure:
-    """Draw the first 6 images `x`, (N, C, H, W), and their maps from `grad_cam`, (N, H, W); in `figure` or a new one."""
+    """Draw the first 6 images `x`, (N, C, H, W), and their maps (N, H, W); in `figure` or a new one."""
     return _draw_maps(x[:6], [""] * 6, {"map": cam}, figure)
 
 
