@@ -155,17 +155,6 @@ def as_images(x: Tensor) -> Tensor:
     return ((x - low) / (high - low).clamp_min(1e-12)).movedim(1, -1)
 
 
-def pixels(figure: Figure) -> Any:
-    """Render the figure to a uint8 array (height, width, 3), for loggers."""
-    with needs("observe"):
-        import numpy
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.draw()
-    return numpy.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
 def _is_mask(image: Tensor) -> bool:
     return image.dtype == torch.bool
 

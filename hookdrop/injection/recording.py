@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced, pixels
+from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced
 from hookdrop.injection.measurement import Measurement, why_idle
 from hookdrop.regularizers import drops_elements
 from hookdrop.utils.errors import NotRecordedError, did_you_mean
@@ -129,14 +129,6 @@ class Recording(Mapping[str, Record]):
         """Plot the mask of the last call of each site. See `plot_features` for the arguments."""
         blocks = {self._title(name): {"mask": r.mask} for name, r in self._select(layers).items()}
         return self._draw(blocks, layers, sample, channels, figure)
-
-    def log_tensorboard(self, writer: Any, step: int, sample: int = 0, channels: int = 8) -> None:
-        """Log a plot and the dropped fraction of every site to a `torch.utils.tensorboard.SummaryWriter`."""
-        for name, record in self.items():
-            tag = f"hookdrop/{self.name}/{name or 'model'}"
-            image = pixels(self.plot_features(name, sample, channels))
-            writer.add_image(f"{tag}/features", image, step, dataformats="HWC")
-            writer.add_scalar(f"{tag}/dropped", record.dropped, step)
 
     def _draw(self, blocks: Mapping[str, Rows], layers: Any, sample: int, channels: int, figure: Any) -> Figure:
         total = len(self) if layers is None else 0

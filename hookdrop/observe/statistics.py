@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.hooks.checkpointing import is_recomputing
-from hookdrop.injection.figures import channel_axis, pixels
-from hookdrop.observe.observers import ByLayer, chosen_layers, first_tensor, observed
+from hookdrop.injection.figures import channel_axis
+from hookdrop.observe.activations import ByLayer, chosen_layers, first_tensor, observed
 from hookdrop.observe.plots import stats_figure
 from hookdrop.utils.errors import warn
 from hookdrop.utils.select import Entries, Layer, named_layers
@@ -227,25 +227,8 @@ class Stats(ByLayer[LayerStats]):
         return found
 
     def plot(self, figure: Any = None) -> Figure:
-        """Draw output variance, gradient norm, and dead and saturated fractions, one row for each layer.
-
-        Args:
-            figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
-        """
+        """Draw output variance, gradient norm, and dead and saturated fractions; in `figure`, or in a new one."""
         return stats_figure(list(self.values()), figure)
-
-    def log_tensorboard(self, writer: Any, step: int) -> None:
-        """Log the statistics of every layer, and the figure.
-
-        Args:
-            writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar` and `add_image`.
-            step: global step of the entries.
-        """
-        for layer in self.values():
-            for key, value in layer.numbers().items():
-                if value is not None:
-                    writer.add_scalar(f"hookdrop/stats/{layer.name or 'model'}/{key.replace(' ', '_')}", value, step)
-        writer.add_image("hookdrop/stats", pixels(self.plot()), step, dataformats="HWC")
 
     def __repr__(self) -> str:
         if not self:

@@ -81,19 +81,16 @@ def find_gaps(
 ) -> tuple[tuple[str, ...], tuple[Call, ...]]:
     """Return what no end of a branch can drop.
 
-    Returns:
-        The layers around branches in which another branch does not end with a module, and the calls that multiply two
-        tensors as matrices outside of the branches.
+    These are the layers with another branch, which does not end with a module, and the calls that multiply two tensors
+    as matrices outside of the branches.
     """
     kept = _without_long_skips([residual for residual in everything if residual.ends])
     inside = {node for residual in kept for node in residual.before - {residual.root}}
     homes = [_home_name(one) for one in everything if not one.ends and one.output not in inside]
     layers = dict.fromkeys(branch.layer for branch in branches)
     endless = [layer for layer in layers if any(f"{home}.".startswith(f"{layer}.") for home in homes)]
-    ops = [
-        op for op in trace.ops if op.name in _ATTENTION and sum(node.fits and node.is_data for node in op.inputs) > 1
-    ]
-    apart = [op.call for op in ops if op.call is not None and inside.isdisjoint(op.outputs)]
+    ops = [op for op in trace.ops if op.name in _ATTENTION and inside.isdisjoint(op.outputs)]
+    apart = [op.call for op in ops if op.call and sum(node.fits and node.is_data for node in op.inputs) > 1]
     return tuple(endless), tuple(dict.fromkeys(apart))
 
 
@@ -181,8 +178,9 @@ class _Search:
         if of_a == of_b:
             return None
         path = _path(skip, root)
+        layers = [one for one in path if _has_weights(one) and "norm" not in one.name]
         # Otherwise these are two branches without a skip, such as routed and shared experts.
-        is_simple = bool(path) and root in path[-1].inputs and sum(map(_is_layer, path)) <= 1
+        is_simple = bool(path) and root in path[-1].inputs and len(layers) <= 1
         # LoRA: two linear layers beside one.
         ops = [node.op for node in self.trace.path(root, [branch]) if node.op is not None]
         is_simple &= not all(is_linear(op) or op.name in _AFFINE for op in ops)
@@ -233,10 +231,6 @@ def added(op: Op) -> tuple[Node, Node] | None:
 def _has_weights(op: Op) -> bool:
     """Whether an operation combines its tensors with weights."""
     return op.name == "opaque" or any(node.has_weights and not node.is_data for node in op.inputs)
-
-
-def _is_layer(op: Op) -> bool:
-    return _has_weights(op) and "norm" not in op.name
 
 
 def _lengths(node: Node, since: int) -> dict[Node, int]:

@@ -242,33 +242,30 @@ class _Sum:
     def end(self) -> Node:
         return self.op.outputs[0]
 
-    @property
-    def enlarges(self) -> bool:
-        """Whether the branch has an upsampling, as between the levels of a feature pyramid."""
-        return not _ENLARGING.isdisjoint(_names(self.path))
-
-    def is_in(self, block: ConvBlock) -> bool:
-        """Whether the addition runs inside a block."""
-        return block.start.index < self.op.index < block.end.index
-
 
 def conv_nets(trace: Trace) -> list[ConvNet]:
     """Return the networks of blocks in a model, which may have several, such as two backbones."""
     graph = ConvGraph(trace)
     sums = list(_residual_sums(graph))
-    outermost = _outermost(graph, [one for one in sums if not one.enlarges])
+    # Not the sums between the levels of a feature pyramid.
+    outermost = _outermost(graph, [one for one in sums if _ENLARGING.isdisjoint(_names(one.path))])
     blocks = [block for one in outermost if (block := _residual_block(graph, one)) is not None]
     if blocks or not sums:
         blocks += _blocks_without_skip(graph, blocks)
     blocks.sort(key=lambda block: block.end.index)
+    spans = [(block.start.index, block.end.index) for block in blocks]
     ends = {block.end for block in blocks}
-    others = [one.op for one in sums if ends.isdisjoint((one.end, *one.path)) and not any(map(one.is_in, blocks))]
+    others = [
+        (one.op.index, one.op.call.name)
+        for one in sums
+        if one.op.call and ends.isdisjoint((one.end, *one.path)) and not any(a < one.op.index < b for a, b in spans)
+    ]
     nets: list[ConvNet] = []
     for block in blocks:
         leading = [net for net in nets if any(graph.trace.leads(before.end, block.end) for before in net.blocks)]
         net = next((net for net in reversed(leading) if graph.trace.leads(net.blocks[-1].end, block.end)), None)
         if net is None:
-            nets.append(ConvNet([block], [(op.index, op.call.name) for op in others if op.call]))
+            nets.append(ConvNet([block], [*others]))
             for parallel in leading:
                 parallel.others.append((block.start.index, block.name))
             continue

@@ -56,9 +56,9 @@ model = nn.Sequential(nn.Conv2d(1, 2, 3))
 drop = inject(model, Dropout(0.5), layers="0")
 with drop.recording() as r, observe.stats(model) as s:
     model(torch.ones(1, 1, 5, 5))
-from hookdrop.injection.figures import pixels
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 for figure in (r.plot_features(), r.plot_masks(), s.plot(), observe.plot_schedule(drop, 5)):
-    pixels(figure)
+    FigureCanvasAgg(figure).draw()
 assert "matplotlib.pyplot" not in sys.modules
 """)
 

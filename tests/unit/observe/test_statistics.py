@@ -327,28 +327,3 @@ def test_repr_is_a_table(model: Small, images: torch.Tensor) -> None:
     assert lines[0].split("  ")[0] == "layer"
     assert lines[2].split()[:3] == ["conv1", "Conv2d", "1"]
     assert lines[2].split()[5:] == ["-", "-", "-", "0", "-"]  # no backward pass, no dead channel, no bounds
-
-
-def test_log_tensorboard_writes_scalars_and_the_figure(model: Small, images: torch.Tensor) -> None:
-    pytest.importorskip("matplotlib")
-
-    class Writer:
-        def __init__(self) -> None:
-            self.scalars: dict[str, tuple[float, int]] = {}
-            self.images: dict[str, tuple[int, ...]] = {}
-
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            self.scalars[tag] = (value, step)
-
-        def add_image(self, tag: str, image: object, step: int, dataformats: str) -> None:
-            assert dataformats == "HWC"
-            self.images[tag] = image.shape
-
-    writer = Writer()
-    with stats(model) as seen:
-        backward(model, images)
-    seen.log_tensorboard(writer, 7)
-    assert writer.scalars["hookdrop/stats/layer1.0.bn1/grad_norm"] == (seen["layer1.0.bn1"].gradient.norm, 7)
-    assert writer.scalars["hookdrop/stats/fc/mean"] == (seen["fc"].activation.mean, 7)
-    assert "hookdrop/stats/fc/saturated" not in writer.scalars
-    assert writer.images["hookdrop/stats"][2] == 3
