@@ -32,7 +32,7 @@ TOLERANCE = 1e-6
 SCALES: dict[str, Any] = {
     "i / (n - 1)": "depth_from_zero",
     "i / n": lambda name, index, count: index / count,
-    "p everywhere": None,
+    "p everywhere": "equal",
 }
 
 

@@ -285,5 +285,5 @@ def _like(model: nn.Module, survey: Survey, names: Sequence[str]) -> list[str]:
 
 
 def _pattern(name: str) -> str:
-    """Return a name without its indices; the name itself if the last segment is none."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", f".{name}") if name.rpartition(".")[2].isdigit() else name
+    """Return a name without its numbers, as in `s2.b1` of a RegNet; the name itself if it does not end with one."""
+    return re.sub(r"\d+", "#", name) if name[-1:].isdigit() else name
