@@ -18,8 +18,7 @@ from hookdrop.regularizers.gradients import (
 )
 from hookdrop.regularizers.head_dropout import head_dropout
 from hookdrop.regularizers.masksembles import masksembles
-from hookdrop.regularizers.noise import gaussian_dropout, gaussian_noise, neftune, uniform_noise
-from hookdrop.regularizers.shake_drop import shake_drop
+from hookdrop.regularizers.noise import gaussian_dropout, gaussian_noise, neftune, shake_drop, uniform_noise
 from hookdrop.regularizers.styles import dsu, mix_style
 from hookdrop.regularizers.tokens import locked_dropout, token_dropout
 

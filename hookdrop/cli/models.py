@@ -130,14 +130,12 @@ def _sizes(text: str) -> tuple[int, ...]:
     parts = text.split("x") if text else []
     if not all(part.isdecimal() and int(part) for part in parts):
         raise HookdropError(f"can't read the input size {text!r}: write 320, 320x256, or 3x320x320.")
-    sizes = tuple(map(int, parts))
-    return sizes * 2 if len(sizes) == 1 else sizes
+    return tuple(map(int, parts)) * (2 if len(parts) == 1 else 1)
 
 
 def _resized(default: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     if len(sizes) > len(default):
-        shape = "x".join(map(str, default))
-        raise HookdropError(f"the input size has {len(default)} dimensions ({shape}), got {len(sizes)}.")
+        raise HookdropError(f"the input size has {len(default)} dimensions ({shape_text(default)}), got {len(sizes)}.")
     return default[: len(default) - len(sizes)] + sizes
 
 

@@ -1,7 +1,7 @@
 """Warn automatically during training about sites that never run and schedules that are not advancing.
 
 A global post hook sees the steps of all PyTorch optimizers, which also covers compiled code, frozen layers and layers
-without weights. Updates by other optimizers (fastai, custom loops) are detected in the forwards. Both are counted by
+without weights. Updates by other optimizers are detected in the forwards. Both are counted by
 the same `UpdateCounter`, and each update counts once.
 """
 
@@ -41,16 +41,16 @@ class UpdateCounter(WeightUpdates):
         self.updates_since_step = 0
         self.thread = threading.get_ident()
         self.sampler: str | None = None
-        """The site whose calls compare the values of the weight."""
+        """The site whose calls notice updates by optimizers of other libraries."""
         self._moves = 0
 
     def was_updated(self) -> bool:
         """Whether the weights were updated often enough for a warning."""
         return self.updates_so_far >= UPDATES_BEFORE_WARNING
 
-    def notice_update(self, state: InjectionState, *, by_value: bool = False) -> None:
+    def notice_update(self, state: InjectionState) -> None:
         """Count an update if the weights changed since the last call."""
-        changed, live = self.notice(by_value=by_value), state.live
+        changed, live = self.notice(), state.live
         if self._moves != live.moves or not state.enabled or live.contexts:
             self._moves, self.updates_since_step = live.moves, 0
         else:
@@ -208,7 +208,7 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
         return None  # a copy, validation or inference
     if module.training and counter.sampler is None:
         counter.sampler = hook.site
-    counter.notice_update(state, by_value=counter.sampler == hook.site)
+    counter.notice_update(state)
     if module.training:
         warn_each(state, schedule_problems(state))
     elif live.root is not None and state.enabled and not live.contexts and counter.was_updated():

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hookdrop.hooks.compiling import GraphBreak
-from hookdrop.utils.torch_internals import dispatch_modes, functorch_stack, is_tracing, parameters_of, version_of
+from hookdrop.utils.torch_internals import parameters_of, version_of
 
 # The attributes in which wrappers hold the inner optimizer: Accelerate, Lightning, timm's Lookahead, PostLocalSGD,
 # fastai's OptimWrapper.
@@ -113,9 +113,6 @@ def _has_steps(value: object) -> bool:
 
 # --- updates of the weights
 
-_SAMPLED = 1024
-"""The number of values of a weight that are compared."""
-
 
 class WeightUpdates:
     """Counts the updates of a model by its first trainable weight. Holds the model weakly."""
@@ -123,9 +120,6 @@ class WeightUpdates:
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)
         self.updates = 0
-        self._version_changes = False
-        """Whether updates increment the weight's version, as those of PyTorch's optimizers do."""
-        self._values: Tensor | None = None
         self._owner: tuple[weakref.ref[nn.Module], str] | None = None
         """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""
         weight = self.weight()
@@ -152,30 +146,12 @@ class WeightUpdates:
         moved = 0 if weight is None or self._first_version is None else version_of(weight) - self._first_version
         return max(self.updates, moved)
 
-    def notice(self, *, by_value: bool = False) -> bool:
+    def notice(self) -> bool:
         """Return whether the weight changed since the last call, and count it."""
         weight = self.weight()
         before, self._version = self._version, None if weight is None else version_of(weight)
-        changed = before != self._version
-        self._version_changes = self._version_changes or changed
-        if by_value and weight is not None and not self._version_changes:
-            changed = self._values_changed(weight)
-        self.updates += changed
+        self.updates += (changed := before != self._version)
         return changed
-
-    def _values_changed(self, weight: nn.Parameter) -> bool:
-        """Detect updates written to `parameter.data`, as by fastai's optimizers: these do not increment the version."""
-        captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        # The comparison must not be recorded in a trace or a CUDA graph.
-        traced = is_tracing() or dispatch_modes() > 0 or functorch_stack() is not None or captured
-        if traced or not weight.is_contiguous() or weight.is_meta:
-            return False
-        data = weight.detach()
-        if type(data) is not Tensor or not data.numel():
-            return False
-        values = data.view(-1)[:: -(-data.numel() // _SAMPLED)].clone()
-        before, self._values = self._values, values
-        return before is not None and not (before.shape == values.shape and torch.equal(before, values))
 
 
 def _first_weight(model: nn.Module) -> tuple[nn.Parameter | None, tuple[weakref.ref[nn.Module], str] | None]:

@@ -233,10 +233,9 @@ def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
     for pattern, factor in p_scale.items():
         names = [layer.name for entry in as_entries(pattern, "`p_scale`") for layer in matches(layers, entry)[0]]
         if not names:
-            selected = ", ".join([repr(layer.name) for layer in layers[:6]]) + (", ..." if len(layers) > 6 else "")
             raise LayerError(
-                f"p_scale contains {entry_text(pattern)}, which matches none of the {len(layers)} selected layers.\n"
-                f"  selected: {selected}"
+                f"p_scale contains {entry_text(pattern)}, which matches none of the {count} selected layers.\n"
+                f"  selected: {some([layer.name for layer in layers])}"
             )
         for name in names:
             if name in found:
@@ -262,14 +261,14 @@ def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
         return
     target, declared = site.target, P if site.regularizer is None else type(site.regularizer).rate
     if target is None or declared is None:
-        if schedule is not None:
-            raise InjectionError(
-                f"the schedule has no rate to drive: {site.regularizer!r} has none of p, drop_prob, drop_rate.\n"
-                "  omit schedule=, or use a regularizer with a rate."
-            )
-        return
-    peak = 1.0 if schedule is None else schedule.peak
-    rate = target * site.p_scale * (schedule(0) if peak is None and schedule is not None else peak or 0.0)
+        if schedule is None:
+            return
+        raise InjectionError(
+            f"the schedule has no rate to drive: {site.regularizer!r} has none of p, drop_prob, drop_rate.\n"
+            "  omit schedule=, or use a regularizer with a rate."
+        )
+    peak = 1.0 if schedule is None else schedule(0) if schedule.peak is None else schedule.peak
+    rate = target * site.p_scale * peak
     try:
         declared.valid(rate, site.type if site.regularizer is None else site.regularizer.title)
     except ValueError as error:

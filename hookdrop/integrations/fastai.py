@@ -92,12 +92,7 @@ class InjectionCallback(Callback):  # type: ignore[misc]
 
 
 def _remove_after_epochs(
-    placement: Placement,
-    learn: Learner,
-    run: Callable[..., None],
-    f: Callable[[], None],
-    event: str,
-    *args: Any,
+    placement: Placement, learn: Learner, run: Callable[..., None], f: Callable[[], None], event: str, *args: Any
 ) -> None:
     """Run `Learner._with_events`, and remove the hooks after the last epoch, or if an exception ends the epochs.
 

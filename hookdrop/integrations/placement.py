@@ -14,15 +14,7 @@ from hookdrop.injection.verbs import inject
 
 
 class Placement:
-    """Places specs on a model, all or none.
-
-    Args:
-        spec: specs, or mappings of their settings.
-        specs: more of them, or one, as from a configuration file.
-
-    Raises:
-        TypeError, ValueError: there is no spec, or one is invalid.
-    """
+    """Places specs, or mappings of their settings, on a model: all or none. `specs` may come from a file."""
 
     def __init__(self, spec: Sequence[Any], specs: Any = ()) -> None:
         more = [specs] if isinstance(specs, InjectionSpec | Mapping | str) else specs or ()
@@ -39,11 +31,7 @@ class Placement:
         return any(spec.is_relative for spec in self.specs)
 
     def place(self, model: nn.Module, total_steps: int | None) -> None:
-        """Replace the injections of an earlier training by new ones, and restore a pending state.
-
-        Raises:
-            HookdropError, TypeError, ValueError: a spec does not fit the model. No hook remains.
-        """
+        """Replace the injections of an earlier training by new ones, and restore a pending state."""
         self.remove()
         try:
             for spec in self.specs:
@@ -77,11 +65,7 @@ class Placement:
         return {} if self.injection is None else self.injection.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the injections; before they are placed, keep the state for `place`.
-
-        Raises:
-            StateError: the state is that of other injections.
-        """
+        """Restore the injections; before they are placed, keep the state for `place`."""
         if self.injection is None:
             self.pending = state
         else:

@@ -12,7 +12,6 @@ from hookdrop.kernels import native, triton_dropblock
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import keep_scale, scaled
 from hookdrop.kernels.random_numbers import (
-    MIN_EXPECTED_SUCCESSES,
     kept_scale,
     most_precise_dtype,
     rand,
@@ -52,8 +51,8 @@ def draw_blocks(
         dropped, counters = triton_dropblock.draw(blocks, seed_rate, normalize, x.device)
         return dropped, _constant_scale(p, normalize) if counters is None else counters
     static = must_avoid_sync(x)
-    if _sparse(blocks, seed_rate, static):
-        dropped = successes(blocks.places, seed_rate, x.device, static=static, dtype=blocks.index_dtype)
+    if not static and _sparse(blocks, seed_rate):
+        dropped = successes(blocks.places, seed_rate, x.device, blocks.index_dtype)
     else:
         dropped = blocks.dilated(trials(blocks.places, seed_rate, x.device, static=static))
     scale = _scale(dropped, blocks, p, normalize, x.dim())
@@ -76,11 +75,11 @@ def _constant_scale(p: float, normalize: str | None) -> Tensor:
     return as_rate_tensor(float(keep_scale(p if normalize == "expected" else 0.0)))
 
 
-def _sparse(blocks: Blocks, seed_rate: float, static: bool) -> bool:
+def _sparse(blocks: Blocks, seed_rate: float) -> bool:
     """Whether drawing only the seeds is faster than one trial per position."""
-    seeds = blocks.places * seed_rate
-    if seed_rate == 1.0 or (static and seeds < MIN_EXPECTED_SUCCESSES):
+    if seed_rate == 1.0:
         return False
+    seeds = blocks.places * seed_rate
     elements = blocks.samples * blocks.elements_per_sample
     dense = blocks.places * _TRIAL + elements * (_MASK + _DOUBLING * blocks.dilation_passes)
     return seeds * (_SEED + _WRITE * math.prod(blocks.blocks)) < dense

@@ -104,23 +104,15 @@ _NUMBERS = operator(
 # uniform numbers: 53 bits, or 24 bits on a device without float64.
 
 
-def successes(trials: int, p: float, device: torch.device, *, static: bool, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return the sorted indices of the successes among `trials` Bernoulli(p) trials.
+def successes(trials: int, p: float, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return the sorted indices, in `dtype`, of the successes among `trials` Bernoulli(p) trials, p in [0, 1).
 
     Only the successes are drawn: the gaps between them are geometric, and a geometric number is the floor of an
     exponential one (Devroye, "Non-Uniform Random Variate Generation", 1986, X.2).
-
-    With `static`, the length of the result depends only on `trials` and `p` in [0, 1), which avoids a synchronization:
-    the last success is repeated as padding. `trials * p` must then be at least `MIN_EXPECTED_SUCCESSES`, because an
-    empty result is impossible. `dtype` is an integer dtype, large enough for `trials`.
     """
     if p == 0.0 or trials == 0:
         return torch.empty(0, dtype=dtype, device=device)
     batch = int(trials * p + 8.0 * math.sqrt(trials * p) + 16.0)
-    if static:
-        at = _gaps(_logs(batch, device), p).clamp_(max=_MAX_GAP).long().cumsum_(0)
-        good = at <= trials
-        return torch.where(good, at, (at * good).amax()).sub_(1).clamp_(min=0).to(dtype)
     logs = _logs(batch, device)
     if (found_at := native.success_positions(logs, math.log1p(-p), trials, dtype)) is not None:
         return found_at
@@ -128,10 +120,6 @@ def successes(trials: int, p: float, device: torch.device, *, static: bool, dtyp
     while (found := int(torch.count_nonzero(at <= trials))) == len(at):
         at = torch.cat([at, _gaps(_logs(batch, device), p).cumsum_(0).add_(at[-1])])
     return at[:found].sub_(1.0).to(dtype)
-
-
-MIN_EXPECTED_SUCCESSES = 40.0
-"""With this many expected successes, the probability of no success at all is below 1e-17."""
 
 
 def trials(count: int, p: float, device: torch.device, *, static: bool) -> Tensor:
@@ -145,7 +133,7 @@ def trials(count: int, p: float, device: torch.device, *, static: bool) -> Tenso
     level = math.floor(p * 256.0)
     result = _bytes_below(level, count, device)
     rest = (p - level / 256.0) / (1.0 - level / 256.0) if level < 256 else 0.0
-    return result.index_fill_(0, successes(count, rest, device, static=False), 1)
+    return result.index_fill_(0, successes(count, rest, device), 1)
 
 
 def most_precise_dtype(device: torch.device) -> torch.dtype:
@@ -169,10 +157,6 @@ def _logs(count: int, device: torch.device) -> Tensor:
 def _gaps(logs: Tensor, p: float) -> Tensor:
     """Geometric numbers, at least 1, as whole floats or inf. Overwrites `logs`."""
     return logs.div_(math.log1p(-p)).ceil_()
-
-
-_MAX_GAP = 2.0**40
-"""Larger than any tensor's number of trials, and small enough that sums do not overflow."""
 
 
 def _bytes_below(level: int, count: int, device: torch.device) -> Tensor:

@@ -235,12 +235,7 @@ class CamComparison:
         return _fraction_above_half(self.after)
 
     def plot(self, most: int = 6, figure: Any = None) -> Figure:
-        """Draw image, map before and map after, one column for each of the first `most` images.
-
-        Args:
-            most: maximum number of images.
-            figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
-        """
+        """Draw the first `most` images and both maps of each, in a matplotlib `Figure` or `SubFigure` or a new one."""
         rows = {"before": self.before, "after": self.after}
         return _draw_maps(self.pictures[:most], [f"class {target}" for target in self.targets], rows, figure)
 
@@ -257,13 +252,7 @@ def _fraction_above_half(maps: Tensor) -> Tensor:
 
 
 def plot_cam(x: Tensor, cam: Tensor, figure: Any = None) -> Figure:
-    """Draw the first 6 images and their maps.
-
-    Args:
-        x: (N, C, H, W).
-        cam: their maps from `grad_cam`, (N, H, W).
-        figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
-    """
+    """Draw the first 6 images `x`, (N, C, H, W), and their maps (N, H, W); in `figure` or a new one."""
     return _draw_maps(x[:6], [""] * 6, {"map": cam}, figure)
 
 

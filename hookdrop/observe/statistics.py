@@ -227,11 +227,7 @@ class Stats(ByLayer[LayerStats]):
         return found
 
     def plot(self, figure: Any = None) -> Figure:
-        """Draw output variance, gradient norm, and dead and saturated fractions, one row for each layer.
-
-        Args:
-            figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
-        """
+        """Draw output variance, gradient norm, and dead and saturated fractions; in `figure`, or in a new one."""
         return stats_figure(list(self.values()), figure)
 
     def __repr__(self) -> str:

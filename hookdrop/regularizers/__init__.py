@@ -21,8 +21,7 @@ from hookdrop.regularizers.gradients import (
 )
 from hookdrop.regularizers.head_dropout import HeadDropout
 from hookdrop.regularizers.masksembles import Masksembles
-from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, NEFTune, UniformNoise
-from hookdrop.regularizers.shake_drop import ShakeDrop
+from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, NEFTune, ShakeDrop, UniformNoise
 from hookdrop.regularizers.styles import DSU, MixStyle
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
 

@@ -23,8 +23,8 @@ from hookdrop.kernels import drawing
 from hookdrop.kernels.blocks import Blocks, gamma_for
 
 MIN_P_VALUE = 1e-4
-METHODS = ["sparse", "static", "dense", "static dense", "brute force"]
-"""Only the seeds; a number of seeds that depends on the shape alone; a trial per position; PyTorch draws the trials."""
+METHODS = ["sparse", "dense", "static dense", "brute force"]
+"""Only the seeds; a trial per position; PyTorch draws the trials."""
 
 
 def by_brute_force(samples: int, channels: int, sizes: tuple[int, ...], p: float, edges: tuple[int, ...]) -> Tensor:
@@ -157,12 +157,9 @@ def test_distribution_of_the_dropped_count(method: str, p: float) -> None:
     assert scipy.stats.chi2_contingency(table).pvalue > MIN_P_VALUE
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rate", [0.002, 0.02, 0.3])
-def test_number_of_seeds_per_map_is_binomial(monkeypatch: pytest.MonkeyPatch, rate: float, static: bool) -> None:
+def test_number_of_seeds_per_map_is_binomial(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
     monkeypatch.setattr(drawing, "_sparse", lambda *_: True)
-    if static:
-        monkeypatch.setattr(drawing, "must_avoid_sync", lambda _: True)
     blocks = Blocks(100, 100, (14, 12), (7, 5))
     places = math.prod(blocks.valid)
     seeds, _ = drawing.draw_blocks(torch.ones(100, 100, 14, 12), blocks, rate, 0.5, None)
@@ -222,7 +219,7 @@ def test_positions_farther_apart_than_a_block_are_independent(method: str) -> No
 
 @settings(max_examples=40)
 @given(
-    method=st.sampled_from(METHODS[:4]),
+    method=st.sampled_from(METHODS[:3]),
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=3).map(tuple),
     edge=st.integers(1, 9),
     p=st.sampled_from([0.003, 0.02, 0.1, 0.25, 0.5, 0.8, 0.97]),
@@ -245,7 +242,7 @@ def test_zeroed_fraction_is_p_for_every_drawing_method(
 
 
 @pytest.mark.parametrize(("p", "bias"), [(1e-4, 3e-5), (0.003, 2e-4), (0.1, 1e-3), (0.5, 1e-3), (0.97, 1e-3)])
-@pytest.mark.parametrize("method", METHODS[:4])
+@pytest.mark.parametrize("method", METHODS[:3])
 def test_long_runs_are_unbiased(method: str, p: float, bias: float) -> None:
     """Over 20 million elements: less than `bias`, which is at least three standard errors."""
     runs = [masks(method, 16, 200, (28, 28), p, (3, 3)).flatten(2).float().mean(2).double().flatten() for _ in range(8)]
@@ -256,7 +253,7 @@ def test_long_runs_are_unbiased(method: str, p: float, bias: float) -> None:
 
 
 def test_each_drawing_method_is_actually_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forced methods return seeds, padded seeds, or a mask."""
+    """The forced methods return seeds or a mask."""
     settings = torch.ones(4, 5, 12, 12), Blocks(4, 5, (12, 12), (3, 3)), 0.1, 0.5, None
     monkeypatch.setattr(drawing, "_sparse", lambda *_: False)
     assert drawing.draw_blocks(*settings)[0].dtype == torch.bool
@@ -264,11 +261,10 @@ def test_each_drawing_method_is_actually_used(monkeypatch: pytest.MonkeyPatch) -
     seeds, _ = drawing.draw_blocks(*settings)
     assert len(seeds) == len(seeds.unique())
     monkeypatch.setattr(drawing, "must_avoid_sync", lambda _: True)
-    seeds, _ = drawing.draw_blocks(*settings)
-    assert len(seeds) > len(seeds.unique())
+    assert drawing.draw_blocks(*settings)[0].dtype == torch.bool
 
 
-@pytest.mark.parametrize("method", METHODS[:4])
+@pytest.mark.parametrize("method", METHODS[:3])
 def test_seed_determines_the_masks(method: str) -> None:
     drawn = []
     for _ in range(2):

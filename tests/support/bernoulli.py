@@ -10,7 +10,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from hookdrop.kernels.random_numbers import MIN_EXPECTED_SUCCESSES, successes, trials
+from hookdrop.kernels.random_numbers import successes, trials
 
 CPU = torch.device("cpu")
 MIN_P_VALUE = 1e-4
@@ -19,15 +19,7 @@ Sampler = Callable[[int, float], Tensor]
 
 
 def by_successes(count: int, p: float) -> Tensor:
-    return successes(count, p, CPU, static=False)
-
-
-def by_static_successes(count: int, p: float) -> Tensor:
-    return (
-        successes(count, p, CPU, static=True).unique()
-        if count * p >= MIN_EXPECTED_SUCCESSES
-        else by_successes(count, p)
-    )
+    return successes(count, p, CPU)
 
 
 def by_trials(count: int, p: float) -> Tensor:
@@ -42,7 +34,7 @@ def by_brute_force(count: int, p: float) -> Tensor:
     return (torch.rand(count, dtype=torch.float64) < p).nonzero().flatten()
 
 
-SAMPLERS = [by_successes, by_static_successes, by_trials, by_static_trials, by_brute_force]
+SAMPLERS = [by_successes, by_trials, by_static_trials, by_brute_force]
 
 
 RATES = [0.003, 1 / 256, 0.1, 0.25, 0.5, 0.97, 255 / 256 + 0.002]

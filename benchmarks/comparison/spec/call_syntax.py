@@ -8,16 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hookdrop
-from comparison.spec.errors import suggest
-
-SCHEDULES = (
-    "ConstantSchedule",
-    "LinearSchedule",
-    "CosineSchedule",
-    "ExponentialSchedule",
-    "EarlySchedule",
-    "LateSchedule",
-)
 
 
 @dataclass(frozen=True)
@@ -90,17 +80,12 @@ def parse_schedule(text: str) -> hookdrop.Schedule | None:
     Raises:
         ValueError: The schedule does not exist or does not accept these settings.
     """
-    call = parse_call(text)
-    if call.name == "none":
+    if text.strip() == "none":
         return None
-    if call.name not in SCHEDULES:
-        raise ValueError(f"{call.name!r} is not a schedule.\n{suggest(call.name, ('none', *SCHEDULES))}")
-    call = call.bind("cutoff" if call.name in ("EarlySchedule", "LateSchedule") else "steps")
-    settings = dict(call.kwargs)
-    if call.name in ("LinearSchedule", "CosineSchedule", "ExponentialSchedule"):
-        settings.setdefault("steps", 1.0)
     try:
-        schedule: hookdrop.Schedule = getattr(hookdrop, call.name)(**settings)
+        schedule = hookdrop.parse(f"{text}(1.0)" if text.strip().isidentifier() else text)
     except TypeError as error:
-        raise ValueError(f"{call}: {error}") from None
+        raise ValueError(str(error)) from None
+    if not isinstance(schedule, hookdrop.Schedule):
+        raise ValueError(f"{text!r} is not a schedule.")
     return schedule

@@ -86,7 +86,7 @@ class TestConfigErrors:
             (7, GOOD.replace("- Drop", "- peer: timm.Drop"), "'timm.DropBlock' is not a peer.\n  did you mean: timm.DropBlock2d"),
             (7, GOOD.replace("- Drop", "- recipe: Drop"), "'DropBlock' is not a recipe"),
             (8, GOOD + "seeds: 1\n", "greater than or equal to 2, got 1"),
-            (8, GOOD + "schedule: Linear\n", "'Linear' is not a schedule.\n  did you mean: LinearSchedule"),
+            (8, GOOD + "schedule: Linear\n", "'Linear' is not a hookdrop regularizer, recipe or schedule.\n  did you mean: "),
             (8, GOOD + "data: digits\n", "duplicate setting 'data'"),
             (8, GOOD + "tuning: {space: {p: [0.1, 0.2], lr: [0.1]}, space_none: {lr: [0.1]}}\n", "2 points for arms with a rate and 1 for arms without one"),
             (8, GOOD + "tuning: {space: {p: [0.1, 0.2]}, space_none: {weight_decay: [0.1, 0.2]}}\n", "weight_decay must be in both space and space_none"),

@@ -226,15 +226,16 @@ class TestResume:
         assert drop.step_count == 2
 
 
-class FastaiOptimizer:
-    """Like fastai's: not a torch optimizer, and it writes to `parameter.data`, which does not increment versions."""
+class OtherOptimizer:
+    """Not a torch optimizer."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
 
     def step(self) -> None:
-        for parameter in self.parameters:
-            parameter.data.mul_(0.999).add_(parameter.grad, alpha=-1e-6)
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.mul_(0.999).add_(parameter.grad, alpha=-1e-6)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
@@ -244,7 +245,7 @@ class FastaiOptimizer:
 def test_schedule_that_is_not_advancing_warns_under_other_optimizers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
-    optimizer = FastaiOptimizer(model.parameters())
+    optimizer = OtherOptimizer(model.parameters())
 
     def train(steps: int, accumulate: int = 1) -> None:
         for _ in range(steps):
@@ -265,7 +266,7 @@ def test_schedule_that_is_not_advancing_warns_under_other_optimizers() -> None:
 def test_manual_steps_under_other_optimizers_do_not_warn() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
-    optimizer = FastaiOptimizer(model.parameters())
+    optimizer = OtherOptimizer(model.parameters())
     for _ in range(3 * UPDATES_BEFORE_WARNING):
         backward(model)
         optimizer.step()
@@ -277,9 +278,9 @@ def test_manual_steps_under_other_optimizers_do_not_warn() -> None:
 def test_follow_error_names_the_full_class() -> None:
     _, drop, _ = scheduled()
     with pytest.raises(
-        TypeError, match=r"expected a torch.optim.Optimizer, got tests.unit.hooks.test_optimizer.FastaiOptimizer.\n"
+        TypeError, match=r"expected a torch.optim.Optimizer, got tests.unit.hooks.test_optimizer.OtherOptimizer.\n"
     ):
-        drop.follow(FastaiOptimizer([]))
+        drop.follow(OtherOptimizer([]))
     with pytest.raises(TypeError, match=r"got torch.optim.sgd.SGD \(the class\)"):
         drop.follow(torch.optim.SGD)
 
@@ -287,7 +288,7 @@ def test_follow_error_names_the_full_class() -> None:
 def test_follow_unwraps_fastai_optimizers() -> None:
     """`OptimWrapper` is not a torch optimizer, but holds one in `opt`."""
 
-    class OptimWrapper(FastaiOptimizer):
+    class OptimWrapper(OtherOptimizer):
         def __init__(self, opt: torch.optim.Optimizer) -> None:
             self.opt = opt
 
@@ -302,7 +303,7 @@ def test_first_site_in_eval_mode_does_not_hide_a_schedule_that_is_not_advancing(
     """As with frozen batch norm at the start of a model."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.ReLU())
     inject(model, Dropout(0.5), layers=["1", "2"], schedule=LinearSchedule(100))
-    optimizer = FastaiOptimizer([model[0].weight])
+    optimizer = OtherOptimizer([model[0].weight])
 
     def train() -> None:
         for _ in range(2 * UPDATES_BEFORE_WARNING):

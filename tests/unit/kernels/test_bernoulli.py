@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels import random_numbers
-from hookdrop.kernels.random_numbers import MIN_EXPECTED_SUCCESSES, successes, trials
+from hookdrop.kernels.random_numbers import successes, trials
 from tests.support.bernoulli import (
     CPU,
     MIN_P_VALUE,
@@ -24,7 +24,6 @@ from tests.support.bernoulli import (
     SAMPLERS,
     Sampler,
     binomial,
-    by_static_successes,
     by_successes,
     by_trials,
     gaps,
@@ -33,24 +32,22 @@ from tests.support.bernoulli import (
 )
 
 
-@pytest.mark.parametrize("sampler", [by_successes, by_static_successes])
-def test_rare_successes_among_many_trials(sampler: Sampler) -> None:
+def test_rare_successes_among_many_trials() -> None:
     """10^11 trials at p = 1e-6: chi-square of the gaps, Kolmogorov-Smirnov of the positions."""
-    assert gaps(sampler, 1e-6) > MIN_P_VALUE
-    at = sampler(10**11, 1e-6).double() / 1e11
+    assert gaps(by_successes, 1e-6) > MIN_P_VALUE
+    at = by_successes(10**11, 1e-6).double() / 1e11
     assert scipy.stats.kstest(at.numpy(), "uniform").pvalue > MIN_P_VALUE
 
 
-@pytest.mark.parametrize("sampler", [by_successes, by_static_successes])
-def test_number_and_position_of_very_rare_successes(sampler: Sampler) -> None:
+def test_number_and_position_of_very_rare_successes() -> None:
     """10^9 trials at p = 1e-7: about 100 successes, in each of 1,500 repetitions."""
-    found = [sampler(10**9, 1e-7) for _ in range(1500)]
+    found = [by_successes(10**9, 1e-7) for _ in range(1500)]
     assert binomial(np.array([len(at) for at in found]), 10**9, 1e-7) > MIN_P_VALUE
     assert scipy.stats.kstest(torch.cat(found).numpy() / 1e9, "uniform").pvalue > MIN_P_VALUE
 
 
 def test_indices_beyond_32_bits() -> None:
-    at = successes(2**36, 1e-9, CPU, static=False)
+    at = successes(2**36, 1e-9, CPU)
     assert at.dtype == torch.int64
     assert 2**35 < at.max() < 2**36
 
@@ -69,20 +66,20 @@ def test_certain_and_impossible_trials(count: int) -> None:
     for static in (False, True):
         assert trials(count, 1.0, CPU, static=static).tolist() == [1] * count
         assert trials(count, 0.0, CPU, static=static).tolist() == [0] * count
-        assert successes(count, 0.0, CPU, static=static).tolist() == []
+        assert successes(count, 0.0, CPU).tolist() == []
 
 
 @pytest.mark.parametrize("p", [0.0, 0.003, 0.5, 1.0])
 def test_no_trials(p: float) -> None:
     for static in (False, True):
         assert trials(0, p, CPU, static=static).shape == (0,)
-        assert p == 1.0 or successes(0, p, CPU, static=static).shape == (0,)
+        assert p == 1.0 or successes(0, p, CPU).shape == (0,)
 
 
 @pytest.mark.parametrize("p", [*RATES, math.nextafter(1.0, 0.0), 1e-300])
 @pytest.mark.parametrize("count", [1, 7, 100, 12_345])
 def test_successes_are_sorted_unique_indices(count: int, p: float) -> None:
-    at = successes(count, p, CPU, static=False)
+    at = successes(count, p, CPU)
     assert at.dtype == torch.int64
     assert at.tolist() == sorted(set(range(count)) & set(at.tolist()))
 
@@ -114,33 +111,8 @@ def test_a_batch_of_gaps_that_ends_early_is_continued(monkeypatch: pytest.Monkey
     assert positions(by_successes, p, 400 * steps) > MIN_P_VALUE
 
 
-@pytest.mark.parametrize("p", [0.01, 0.3, 0.97])
-def test_static_and_dynamic_draws_give_the_same_successes(p: float) -> None:
-    """With the same seed. The static draw repeats its last success as padding."""
-    for seed in range(50):
-        torch.manual_seed(seed)
-        at = successes(5000, p, CPU, static=False)
-        torch.manual_seed(seed)
-        padded = successes(5000, p, CPU, static=True)
-        assert torch.equal(padded[: len(at)], at)
-        assert len(padded) > len(at)
-        assert (padded[len(at) :] == at[-1]).all()
-
-
-@pytest.mark.parametrize("p", [0.01, 0.3, 0.97])
-def test_static_length_depends_on_count_and_p_alone(p: float) -> None:
-    assert len({len(successes(5000, p, CPU, static=True)) for _ in range(200)}) == 1
-
-
-def test_static_draws_practically_never_fail() -> None:
-    """No success at all, or more than fit in the result, has a probability below 1e-13."""
-    assert math.exp(-MIN_EXPECTED_SUCCESSES) < 1e-17
-    room = len(successes(10**6, MIN_EXPECTED_SUCCESSES / 10**6, CPU, static=True))
-    assert scipy.stats.binom.sf(room - 1, 10**6, MIN_EXPECTED_SUCCESSES / 10**6) < 1e-13
-
-
 @pytest.mark.parametrize("p", [0.003, 0.3])
-@pytest.mark.parametrize("sampler", SAMPLERS[:4])
+@pytest.mark.parametrize("sampler", SAMPLERS[:3])
 def test_torch_seed_determines_the_draws_and_no_other_rng_is_used(sampler: Sampler, p: float) -> None:
     others = random.getstate(), np.random.get_state()[1].tolist()
     torch.manual_seed(5)

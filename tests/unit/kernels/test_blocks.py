@@ -195,7 +195,7 @@ def test_no_seeds_give_an_empty_mask(channel: int) -> None:
 
 
 def test_repeated_seeds() -> None:
-    """The last one of static seeds is repeated."""
+    """A repeated seed counts once."""
     blocks = Blocks(2, 3, (8, 9), (3, 4))
     seeds = torch.tensor([5, 70, 71, 150])
     mixed = torch.tensor([5, 70, 71, 71, 150, 150])

@@ -383,7 +383,7 @@ def test_library_is_loaded_unless_disabled(monkeypatch: pytest.MonkeyPatch) -> N
     "wrap", [nn.Parameter, lambda x: x.as_subclass(TrivialSubclass)], ids=["parameter", "subclass"]
 )
 def test_subclass_and_its_gradient_have_the_same_mask(wrap: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A subclass uses static seeds, and its gradient may be an ordinary tensor."""
+    """The gradient of a subclass may be an ordinary tensor."""
     x = wrap(torch.ones(32, 64, 28, 28)).requires_grad_()
     y = drop_block(x, 0.1, 7)
     (gradient,) = torch.autograd.grad(y, x, torch.ones(x.shape))
@@ -409,10 +409,10 @@ def test_successes_are_those_of_the_pytorch_operations(trials: int, p: float, dt
     """With the same seed, to the last bit, and the generator is left in the same state."""
     for seed in range(20):
         torch.manual_seed(seed)
-        at, after = successes(trials, p, torch.device("cpu"), static=False, dtype=dtype), torch.rand(1)
+        at, after = successes(trials, p, torch.device("cpu"), dtype), torch.rand(1)
         torch.manual_seed(seed)
         with pytorch_only():
-            expected, state = successes(trials, p, torch.device("cpu"), static=False, dtype=dtype), torch.rand(1)
+            expected, state = successes(trials, p, torch.device("cpu"), dtype), torch.rand(1)
         assert at.dtype == expected.dtype == dtype
         assert torch.equal(at, expected)
         assert torch.equal(after, state)
@@ -423,14 +423,6 @@ def test_gaps_of_infinite_length_end_the_successes() -> None:
     logs = torch.tensor([-0.5, -math.inf, -0.1], dtype=torch.float64)
     assert kernel.success_positions(logs, -0.25, 10**9, torch.int64).tolist() == [1]
     assert kernel.success_positions(logs[:1], -0.25, 10**9, torch.int64) is None
-
-
-@needs_kernel
-def test_counts_of_static_seeds() -> None:
-    blocks = Blocks(4, 8, (28, 28), (7, 7))
-    for _ in range(20):
-        seeds = successes(blocks.places, 0.01, torch.device("cpu"), static=True)
-        assert torch.equal(counts(seeds, blocks), blocks.counts(blocks.rows(seeds)))
 
 
 @needs_kernel

@@ -35,7 +35,7 @@ SHAPES = [((8, 64, 28, 28), None), ((2, 4, 6, 5, 7), None), ((16, 32, 70), -1), 
 def test_a_synchronization_is_detected() -> None:
     """The dynamic draw of the CPU reads the number of seeds, which raises for a fake CUDA tensor."""
     with FakeTensorMode(), pytest.raises(SYNC_ERRORS):
-        random_numbers.successes(10_000, 0.01, torch.device("cuda"), static=False)
+        random_numbers.successes(10_000, 0.01, torch.device("cuda"))
     with FakeTensorMode(), pytest.raises(SYNC_ERRORS):
         random_numbers.trials(10_000, 0.01, torch.device("cuda"), static=False)
 

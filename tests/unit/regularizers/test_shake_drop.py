@@ -125,10 +125,16 @@ class TestShakeDrop:
     @pytest.mark.parametrize(
         ("settings", "says"),
         [
-            ({"alpha": 0.5}, r"alpha must be a range \(low, high\), got 0.5.\n  a constant c is \(c, c\)"),
+            (
+                {"alpha": 0.5},
+                r"alpha must be a range \(low, high\), with a mean .* got 0.5.\n  a constant c is \(c, c\)",
+            ),
             ({"beta": (0.0, 1.0, 2.0)}, r"beta must be a range \(low, high\)"),
-            ({"beta": (1.0, 0.0)}, r"got \(1.0, 0.0\).\n  write beta=\(0.0, 1.0\)"),
-            ({"alpha": (-1.0, 0.5)}, r"alpha must not be negative on average(.|\n)*write alpha=\(-1.0, 1.0\)"),
+            ({"beta": (1.0, 0.0)}, r"beta must be a range \(low, high\), got \(1.0, 0.0\)"),
+            (
+                {"alpha": (-1.0, 0.5)},
+                r"alpha must be a range \(low, high\), with a mean of at least 0, got \(-1.0, 0.5\)",
+            ),
             ({"beta": (0.0, math.inf)}, "beta must be finite"),
         ],
     )
