@@ -83,7 +83,7 @@ AMOUNT = Rate("amount", kind="factor")
 
 
 def shrink(x: Tensor, amount: float, training: bool = True) -> Tensor:
-    return x * (1.0 - AMOUNT.argument(amount, "shrink")) if training else x
+    return x * (1.0 - AMOUNT.argument(amount, x, "shrink")) if training else x
 
 
 class Shrink(Regularizer):
