@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--exclude", nargs="+", action="extend", default=[], metavar="ENTRY", help="layers to skip")
     plan.add_argument("--at", choices=("output", "input"), help="side of the layers to regularize (default: output)")
     plan.add_argument("--tensor", type=_key, metavar="KEY", help="which of several tensors: an index, a key, or 'all'")
-    plan.add_argument("--p-scale", choices=("depth", "depth_from_zero"), help="increase the rate with depth")
+    plan.add_argument("--p-scale", choices=("depth", "depth_from_zero", "equal"), help="increase the rate with depth")
     plan.add_argument("--schedule", metavar="TEXT", help="how the rate changes, such as 'LinearSchedule(steps=1.0)'")
     plan.add_argument("--total-steps", type=int, metavar="N", help="the length of the training in optimizer steps")
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -167,6 +168,12 @@ def _run_recipe(plan: Plan, recipe: Recipe, lazy: LazySurvey, given: bool) -> li
     plan.root = root = everything[""].module
     survey = cast("Survey", lazy)
     found = [(site, site.group or site.name) for site in recipe.sites(root, survey)]
+    counts = Counter((site.name, site.at, site.attribute) for site, _ in found)
+    if twice := [site.label or site.name for site, _ in found if counts[site.name, site.at, site.attribute] > 1]:
+        raise InjectionError(
+            f"{name}: blocks of {type(root).__name__} share {twice[0]!r}, so that each would regularize it once more.\n"
+            "  choose the layers yourself: inject(model, ..., layers=...)"
+        )
     names = {name for site, group in found for name in (site.name, group)}
     excluded, _, unmatched = excluded_names(list(everything.values()), spec.exclude, names)
     chosen = [(site, group) for site, group in found if excluded.isdisjoint((site.name, group))]
@@ -205,7 +212,7 @@ def _recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: LazySu
 
 def _check_chosen(spec: InjectionSpec, sites: Sequence[str]) -> None:
     """Raise `StateError` if a recipe chose other sites than the spec has."""
-    if spec.layers is None or list(sites) == list(spec.layers):
+    if spec.layers is None or sorted(sites) == sorted(spec.layers):
         return
     lines = [f"the recipe {spec.regularizer} chooses other sites here than in the spec."]
     lines += [f"  only in the spec: {site!r}" for site in spec.layers if site not in sites]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -217,7 +218,10 @@ def spec_of(state: InjectionState, sinks: Sequence[RateSink], declared: bool = F
     names = [sink.site for sink in sinks]
     common: dict[str, Any] = {"schedule": schedule, "name": state.name, "portable": state.portable}
     if state.recipe is not None:
-        return InjectionSpec(**state.recipe, layers=names, **common)
+        recipe, targets = state.recipe["regularizer"], {sink.target for sink in sinks}
+        if not declared and len(targets) == 1 and targets != {sink.initial_target for sink in sinks}:
+            recipe = replace(recipe, **{sinks[0].rate.attribute: targets.pop()})
+        return InjectionSpec(**state.recipe | {"regularizer": recipe}, layers=names, **common)
     hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
     each = {hook.site: at_rate(hook.regularizer, hook.initial_target if declared else hook.target) for hook in hooks}
     one = next(iter(each.values())) if len(set(map(repr, each.values()))) == 1 else None
@@ -245,7 +249,7 @@ def described(spec: InjectionSpec, strict: bool = False) -> dict[str, Any]:
                 raise
             if strict:
                 raise StateError(f"InjectionSpec: {name}={value!r} cannot be saved: use a string.") from None
-            found[name] = repr(value)
+            found[name] = re.sub(" at 0x[0-9a-f]+", "", repr(value))  # of a function
     return found
 
 

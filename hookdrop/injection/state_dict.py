@@ -78,11 +78,18 @@ def _validated(saved: Any) -> Mapping[str, Any]:
         )
     for name, one in found.items():
         values = {key: one.get(key) if isinstance(one, Mapping) else None for key in _TYPES}
-        are_valid = all(type(values[key]) is kind for key, kind in _TYPES.items())
+        are_valid = all(type(values[key]) is kind for key, kind in _TYPES.items()) and _is_mapping(one["spec"])
         if not are_valid or one["step_count"] < 0 or len(one["sites"]) != len(one["target_p"]):
             shown = ", ".join(f"{key}={value!r}" for key, value in values.items())
             raise StateError(f"the state of {name!r} is not what state_dict() returned: {shown}. Nothing was loaded.")
     return found
+
+
+def _is_mapping(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def _matched(
@@ -115,7 +122,7 @@ def _warn_about_differences(state: InjectionState, sinks: Sequence[RateSink], sa
     for key in sorted((here.keys() | there.keys()) - {"name"}):
         new, old = here.get(key), there.get(key)
         if key == "layers":
-            more, fewer = len(set(new or ()) - set(old)), len(set(old) - set(new or ()))
+            more, fewer = len(set(new or ()) - set(old or ())), len(set(old or ()) - set(new or ()))
             if more or fewer:
                 lines.append(
                     f"  {counted(more, 'site')} only here (unchanged), {counted(fewer, 'site')} not here (ignored)"

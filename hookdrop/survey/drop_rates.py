@@ -118,7 +118,7 @@ def _marked(model: nn.Module) -> Iterator[Sources]:
             new: Any = None
             source = DropRate(layer, path + key)
             if type(value) is float and 0.0 <= value < 1.0:
-                new = (value or _RAISED) * (1 + 1e-12 * len(saved))  # above, so that `int(value * size)` stays
+                new = (value or _RAISED) * (1 + 1e-12 * (len(saved) + 1))  # above, so that `int(value * size)` stays
                 sources[new] = source, value
             elif type(value) is int and value == 0:
                 new = _Zero()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
@@ -21,7 +21,7 @@ from hookdrop.survey.trace import Call, Trace, record
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
-from hookdrop.utils.tensor_tree import TensorKey, tensors
+from hookdrop.utils.tensor_tree import TensorKey, map_leaves
 
 
 class Survey:
@@ -155,7 +155,8 @@ def survey(model: nn.Module, example_input: Any = None) -> Survey:
     """Run a model on an example, and return what it shows.
 
     The model runs in eval mode without gradients, and everything is restored. Its tensors have shapes but no values
-    where that suffices. The result is cached until a module is replaced or the shapes of the example change.
+    where that suffices. The result is cached until a module is replaced, a setting of one changes (its attributes that
+    are numbers or strings), or the shapes of the example or its other arguments change.
 
     Args:
         model: the model, possibly inside wrappers.
@@ -167,12 +168,21 @@ def survey(model: nn.Module, example_input: Any = None) -> Survey:
         InjectionError: the model does not accept the example, or needs `example_input`.
     """
     model = unwrapped(model)
-    structure = [(layer.name, weakref.ref(layer.module)) for layer in named_layers(model)]
-    shapes = [(tuple(x.shape), x.dtype, x.device) for x in tensors(example_input)]
-    key = structure, f"{type(example_input).__name__} {shapes}"
+    structure = [(layer.name, weakref.ref(layer.module), _settings(layer.module)) for layer in named_layers(model)]
+    key = structure, repr(map_leaves(example_input, _shape))
     if model not in _CACHE or _CACHE[model][0] != key:
         _CACHE[model] = key, _survey(model, example_input)
     return _CACHE[model][1]
+
+
+def _settings(module: nn.Module) -> list[Any]:
+    own = vars(module)
+    plain = [(key, own[key]) for key in own if type(own[key]) in (bool, int, float, str) and key != "training"]
+    return [*plain, id(own.get("forward"))]
+
+
+def _shape(leaf: Any) -> Any:
+    return (type(leaf).__name__, tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
 def _survey(model: nn.Module, given: Any) -> Survey:

@@ -24,6 +24,8 @@ import itertools
 import operator
 import re
 import sys
+import types
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -353,13 +355,13 @@ class _Recorder(TorchFunctionMode):
 
 @contextmanager
 def _restored_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules: a module that caches a tensor in its forward would keep a fake one."""
+    """Restore the attributes of all modules: what a forward caches or creates would go on as a fake tensor."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     caches = [
         (value, value.copy())
         for _, attributes in before
-        for key, value in attributes.items()
-        if type(value) in (dict, list) and not key.startswith("_")
+        for value in attributes.values()
+        if type(value) in (dict, list, set, OrderedDict, defaultdict, deque)
     ]
     try:
         yield
@@ -370,7 +372,7 @@ def _restored_attributes(model: nn.Module) -> Iterator[None]:
                 attributes.update(old)
         for value, contents in caches:
             value.clear()
-            value.extend(contents) if isinstance(value, list) else value.update(contents)
+            value.extend(contents) if isinstance(value, list | deque) else value.update(contents)
 
 
 def _clear_function_caches(model: nn.Module) -> None:
@@ -381,13 +383,14 @@ def _clear_function_caches(model: nn.Module) -> None:
     for owner in (*own, *modules):
         for value in list(vars(owner).values()):
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-            wrapped = inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ()
-            for cached in (function, *wrapped):
+            cells = (function.__closure__ or ()) if inspect.isfunction(function) else ()
+            for cached in (function, *(cell.cell_contents for cell in cells if cell != _EMPTY)):
                 if isinstance(cached, _LRU_CACHE):
                     cached.cache_clear()
 
 
 _LRU_CACHE = type(functools.lru_cache(int))
+_EMPTY = types.CellType()
 
 
 def _name(function: Any) -> str:
