@@ -77,6 +77,8 @@ def test_state_of_other_sites_raises_with_the_differences(kwargs: dict[str, obje
         {"target_p": [0.4, None]},
         {"target_p": None},
         {"spec": None},
+        {"spec": "{"},
+        {"spec": "[]"},
     ],
 )
 def test_invalid_state_raises_and_changes_nothing(change: dict[str, object]) -> None:

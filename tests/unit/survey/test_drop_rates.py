@@ -204,3 +204,10 @@ class TestNoSideEffects:
         assert torch.equal(torch.get_rng_state(), random_states[0])
         assert random.getstate() == random_states[1]
         assert not model.training
+
+
+def test_an_equal_number_with_another_meaning_is_no_rate() -> None:
+    """The slope of an activation, stored first, with the value of a rate that the code has as a constant."""
+    net = Net(lambda m, x: F.dropout(F.leaky_relu(x, m.slope), 0.1, m.training), slope=0.1)
+    assert not find_drop_rates(net, X).rates
+    assert net.slope == 0.1
