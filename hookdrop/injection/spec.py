@@ -221,7 +221,7 @@ def spec_of(state: InjectionState, sinks: Sequence[RateSink], declared: bool = F
         recipe, targets = state.recipe["regularizer"], {sink.target for sink in sinks}
         if not declared and len(targets) == 1 and targets != {sink.initial_target for sink in sinks}:
             recipe = replace(recipe, **{sinks[0].rate.attribute: targets.pop()})
-        return InjectionSpec(**state.recipe | {"regularizer": recipe}, layers=names, **common)
+        return InjectionSpec(**{**state.recipe, "regularizer": recipe}, layers=names, **common)
     hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
     each = {hook.site: at_rate(hook.regularizer, hook.initial_target if declared else hook.target) for hook in hooks}
     one = next(iter(each.values())) if len(set(map(repr, each.values()))) == 1 else None
