@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: demo gallery docs check test lint types imports unit tests clean
+.PHONY: demo gallery docs check test lint types imports unit tests coverage clean
 
 # The main job on real data. It installs only what it uses.
 demo: .venv/compare
@@ -36,8 +36,12 @@ unit: .venv/dev
 	$(BIN)/pytest -q -n 2 tests/unit
 
 tests: .venv/dev
-	$(BIN)/pytest -n 2 --cov --cov-report=term tests/unit tests/integration tests/statistics tests/docs
+	$(BIN)/pytest -n 2 tests/unit tests/integration tests/statistics tests/docs
 	$(BIN)/pytest -n 2 tests/benchmarks
+
+# Not part of `test`, because tracing slows the tests down.
+coverage: .venv/dev
+	$(BIN)/pytest -n 2 --cov --cov-report=term tests/unit tests/integration tests/statistics tests/docs
 
 # One environment: `make test` adds the development packages to what `make demo` has installed.
 .venv/%: pyproject.toml hatch_build.py hookdrop/kernels/_blocks.c
