@@ -6,7 +6,7 @@ import copy
 import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -88,6 +88,9 @@ class InjectionSpec:
                 f"p_scale must be 'depth', 'depth_from_zero', 'equal', a mapping of patterns to factors, or a function "
                 f"of (name, index, count), got {scale!r}.{hint}"
             )
+        for entries in ("layers", "exclude"):
+            if isinstance(getattr(self, entries), Iterator):  # can be read only once
+                object.__setattr__(self, entries, list(getattr(self, entries)))
         if self.exclude not in ((), None):
             as_entries(self.exclude, "`exclude`")
         _ = self.timing

@@ -41,7 +41,7 @@ def test_drop_block(shape: tuple[int, ...]) -> None:
         with FakeTensorMode():
             gradient = torch.empty(shape, dtype=dtype, device="cuda", memory_format=memory_format)
             kind = [7] * (len(shape) - 2), 1, per_channel
-            saved = custom_ops._DRAW(gradient, torch.tensor(0.1), *kind, "exact", normalize, 0)
+            saved = custom_ops._DRAW(gradient, torch.tensor(0.1), *kind, "exact", normalize)
             assert sum(tensor.nbytes for tensor in saved) / elements <= MAX_SAVED
             with launches.LaunchCounter() as backward:
                 custom_ops._MASK(gradient, *saved, *kind)

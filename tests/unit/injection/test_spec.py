@@ -201,3 +201,9 @@ class TestErrors:
     def test_an_unknown_setting_of_a_file_is_named(self) -> None:
         with pytest.raises(TypeError, match=r"no setting 'layer'(?s:.)*layers"):
             InjectionSpec.from_dict({"regularizer": "Dropout(p=0.1)", "layer": "0"})
+
+
+def test_layers_and_exclude_may_be_generators() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    drop = inject(model, Dropout(0.1), layers=(name for name in ["0", "1"]), exclude=(name for name in ["1"]))
+    assert [site.name for site in drop.sites] == ["0"]
