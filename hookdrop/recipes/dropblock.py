@@ -83,7 +83,7 @@ class dropblock_resnet(Recipe):
             raise _no_layers(self, model, example, wanted)
         if hidden := [block.name for block, _ in found if block.branch == ""]:
             traced = any(isinstance(layer.module, GraphModule) for layer in named_layers(model))
-            remedy = "move each block to a module of its own, or choose the layers: inject(model, ..., layers=...)"
+            remedy = "put each block into its own module, or choose the layers: inject(model, ..., layers=...)"
             raise InjectionError(
                 f"{type(self).__name__}: no hook can reach the identity skips of {type(model).__name__} that are added "
                 f"in {some(hidden) if any(hidden) else 'its own forward'}: the tensor of the skip is not the input of "
