@@ -73,13 +73,14 @@ class HeadDropout(DropRegularizer):
     """Zero whole attention heads with probability `p`, drawn for each sample, and scale the rest by H / kept: DropHead.
 
     Hook the output projection of attention (`o_proj`, `attn.proj`, ...): it acts on the input of that layer, where the
-    heads are still side by side. This works with fused attention. If a draw would drop all heads of a sample, it is
-    drawn again, so the expected fraction of dropped heads is (p - p^H) / (1 - p^H).
+    heads are still side by side, also without `at="input"`. This works with fused attention. If a draw would drop all
+    heads of a sample, it is drawn again, so the expected fraction of dropped heads is (p - p^H) / (1 - p^H).
 
     Args:
         p: probability of dropping a head, in [0, 1).
-        heads: number of query heads H, at least 2. None: `inject` runs the model on `example_input` and finds which
-            features belong to which head.
+        heads: number of query heads H, at least 2. With `example_input`, `inject` finds it, and which features belong
+            to which head, by running the model; a number is then compared with that. Without, only the width of a
+            linear layer is checked: it must be a multiple of H.
         interleaved: whether feature f belongs to head f % H, as in (d H), and not to head f // d, as in (H d).
         samples: `(module, axis, interleaved)`, where the samples are in windows or time steps. `inject` finds this with
             `example_input=`; None: each row of axis 0 is a sample.
@@ -88,7 +89,8 @@ class HeadDropout(DropRegularizer):
     Shape: (N, L, H d), or (N, ..., H d), or any other if `samples` says where the samples are.
 
     Raises:
-        LayerError: in `inject`, if `heads` is None and there is no example, or the input of the layer has no heads.
+        LayerError: in `inject`, if `heads` is None and there is no example; with an example, if the input of the layer
+            has no heads, or others than given.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -126,30 +128,36 @@ class HeadDropout(DropRegularizer):
         return self.samples is None
 
     def for_layer(self, model: nn.Module, name: str, at: str = "input", survey: Any = None) -> HeadDropout:
-        heads, interleaved, samples = self.heads, self.interleaved, self.samples
-        if heads is None:
-            if survey is None:
+        where = f"HeadDropout at {name!r}"
+        if survey is None:
+            if self.heads is None:
                 raise LayerError(
-                    f"HeadDropout at {name!r}: the number of heads is missing.\n"
+                    f"{where}: the number of heads is missing.\n"
                     "  pass it: HeadDropout(p=..., heads=12)   or let inject find it: example_input=x"
                 )
-            found = survey.heads.get(name, "it is not an output projection of attention")
-            if isinstance(found, str):
-                raise LayerError(
-                    f"HeadDropout at {name!r}: its input has no heads: {found}.\n"
-                    "  find the projections: hookdrop.plan(model, recipes.head_dropout(p=...), example_input=x)\n"
-                    "  if its input is (N, L, H d) all the same, pass H: HeadDropout(p=..., heads=12)"
-                )
-            heads, interleaved = found.count, found.interleaved
-        if survey is not None and samples is None:
+            _check_heads(getattr(model.get_submodule(name), "in_features", self.heads), self.heads, where)
+            return self
+        found = survey.heads.get(name, "it is not an output projection of attention")
+        if isinstance(found, str):
+            raise LayerError(
+                f"{where}: its input has no heads: {found}.\n"
+                "  find the projections: hookdrop.plan(model, recipes.head_dropout(p=...), example_input=x)\n"
+                "  if its input is (N, L, H d) all the same: HeadDropout(p=..., heads=12), without example_input"
+            )
+        if self.heads is not None and (self.heads, self.interleaved) != (found.count, found.interleaved):
+            order = ", interleaved=True" if found.interleaved else ""
+            raise LayerError(
+                f"{where}: got heads={self.heads}, interleaved={self.interleaved}, but its input has {found.count} "
+                f"heads, {'interleaved as (d H)' if order else 'side by side as (H d)'}.\n"
+                f"  use HeadDropout(p=..., heads={found.count}{order}), or leave out heads"
+            )
+        samples = self.samples
+        if samples is None:
             place = survey.samples(name, "input")
             if isinstance(place, str):
-                raise LayerError(
-                    f"HeadDropout at {name!r} draws for each sample, but the samples are unknown: {place}."
-                )
+                raise LayerError(f"{where} draws for each sample, but the samples are unknown: {place}.")
             samples = place.argument
-        _check_heads(getattr(model.get_submodule(name), "in_features", heads), heads, f"HeadDropout at {name!r}")
-        return HeadDropout(self.p, heads, interleaved=interleaved, samples=samples)
+        return HeadDropout(self.p, found.count, interleaved=found.interleaved, samples=samples)
 
     def check(self, shape: Sequence[int]) -> None:
         super().check(shape)

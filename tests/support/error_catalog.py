@@ -313,6 +313,14 @@ def _() -> None:
     inject(ResNet(), HeadDropout(p=0.1, heads=3), layers="fc")
 
 
+@case("heads that attention does not have")
+def _() -> None:
+    import timm
+
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+    inject(model, HeadDropout(p=0.1, heads=4), layers="blocks.0.attn.proj", example_input=torch.rand(1, 3, 32, 32))
+
+
 @case("tokens removed before rotary embeddings")
 def _() -> None:
     import timm

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropPath, HeadDropout, LayerError, ShapeError, inject, parse
+from hookdrop import DropPath, HeadDropout, LayerError, ShapeError, inject, parse, plan
 from hookdrop.functional import head_dropout
 from hookdrop.regularizers.samples import SampleRows
 
@@ -112,12 +112,24 @@ class TestNumberOfHeads:
         drop = inject(Attention(), HeadDropout(0.2), layers="o_proj", example_input=torch.ones(2, 5, 12))
         assert drop.sites[0].regularizer == "HeadDropout(p=0.2, heads=3)"
 
-    def test_can_be_given(self) -> None:
-        assert "heads=4" in inject(Attention(), HeadDropout(0.2, heads=4), layers="o_proj").sites[0].regularizer
+    def test_can_be_given_and_is_compared_with_the_model_if_it_runs(self) -> None:
+        assert "heads=3" in inject(Attention(), HeadDropout(0.2, heads=3), layers="o_proj").sites[0].regularizer
+        example = torch.ones(2, 5, 12)
+        drop = inject(Attention(), HeadDropout(0.2, heads=3), layers="o_proj", example_input=example)
+        assert drop.sites[0].regularizer == "HeadDropout(p=0.2, heads=3)"
+        for wrong in HeadDropout(0.2, heads=4), HeadDropout(0.2, heads=3, interleaved=True):
+            with pytest.raises(LayerError, match=r"its input has 3 heads, side by side(.|\n)*heads=3\)"):
+                inject(Attention(), wrong, layers="o_proj", example_input=example)
 
-    def test_other_layers_raise_because_their_input_has_no_heads(self) -> None:
+    @pytest.mark.parametrize("layer", ["qkv", "o_proj"])
+    def test_acts_at_the_input_for_both_places(self, layer: str) -> None:
+        for at in ("input", "output"):
+            assert plan(Attention(), HeadDropout(0.2, heads=3), layers=layer, at=at).sites[0].at == "input"
+
+    @pytest.mark.parametrize("heads", [None, 3])
+    def test_other_layers_raise_because_their_input_has_no_heads(self, heads: int | None) -> None:
         with pytest.raises(LayerError, match="it is not an output projection"):
-            inject(Attention(), HeadDropout(0.2), layers="qkv", example_input=torch.ones(2, 5, 12))
+            inject(Attention(), HeadDropout(0.2, heads), layers="qkv", example_input=torch.ones(2, 5, 12))
 
     def test_is_required_without_an_example(self) -> None:
         with pytest.raises(LayerError, match=r"heads=12(.|\n)*example_input=x"):
