@@ -18,18 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hookdrop.utils import torch_internals as internals
 from hookdrop.utils.tensor_tree import tensors
-from hookdrop.utils.torch_internals import (
-    current_node,
-    dispatch_modes,
-    functorch_stack,
-    graph_task,
-    node_sequence_number,
-    saved_tensors_hooks,
-    sequence_number,
-    without_dispatch_modes,
-    without_functorch,
-)
 
 if TYPE_CHECKING:
     from hookdrop.hooks.hook import CurrentRate
@@ -49,15 +39,15 @@ CAPACITY_WITH_TENSORS = 64
 
 def is_recomputing() -> bool:
     """Whether a backward pass is running."""
-    return graph_task() != -1
+    return internals.graph_task() != -1
 
 
 def may_be_recomputed() -> bool:
     """Whether this may be a checkpointed forward: gradients are off, or saved-tensors hooks are active."""
     if not torch.is_grad_enabled():
         return not torch.is_inference_mode_enabled()
-    if saved_tensors_hooks is not None:
-        return saved_tensors_hooks(True) is not None
+    if internals.saved_tensors_hooks is not None:
+        return internals.saved_tensors_hooks(True) is not None
     # PyTorch 2.6 and 2.7 cannot report it, but `checkpoint` is on the call stack.
     return _is_called_by(lambda code: code is _checkpoint_code())
 
@@ -116,13 +106,13 @@ class CheckpointedCalls(dict[Call, list[NotedCall]]):
     def detects_redraws(self) -> bool:
         """Whether a call without a matching forward must be a recompute from another RNG state."""
         # Before PyTorch 2.8, composable checkpoints are not detected: they are not on the call stack.
-        return self.complete and (saved_tensors_hooks is not None or bool(self))
+        return self.complete and (internals.saved_tensors_hooks is not None or bool(self))
 
     def note(self, call: Call, rate: CurrentRate | None, collected: Mapping[str, Any]) -> None:
         """Remember a call, and evict the oldest if there are too many."""
         same_state = self.pop(call, [])
         # If nothing is drawn, as inside `disabled`, the next forward starts from the same RNG state.
-        noted = NotedCall(sequence_number(), torch.is_grad_enabled(), rate, collected)
+        noted = NotedCall(internals.sequence_number(), torch.is_grad_enabled(), rate, collected)
         self[call] = [*same_state[1 - MAX_CALLS_PER_STATE :], noted]
         if any(isinstance(value, Tensor) for value in collected.values()):
             self.with_tensors = (*self.with_tensors, call)
@@ -143,10 +133,10 @@ class CheckpointedCalls(dict[Call, list[NotedCall]]):
             return None
         if len({(noted.rate, *map(id, noted.collected.values())) for noted in same_state}) == 1:
             return same_state[-1]
-        node = current_node()
+        node = internals.current_node()
         # A reentrant checkpoint recomputes inside its own node, and its forward ran without gradients.
         with_gradients = not node.name().startswith("CheckpointFunction")
-        number = node_sequence_number(node)
+        number = internals.node_sequence_number(node)
         return min(same_state, key=lambda one: (one.with_gradients != with_gradients, _distance(number, *one[:2])))
 
 
@@ -162,9 +152,9 @@ def rng_fingerprint(value: Any) -> int:
     The current device may be a different one: each autograd thread has its own.
     """
     first = value if isinstance(value, Tensor) else next(iter(tensors(value)), None)
-    if dispatch_modes() > 0 or functorch_stack() is not None:
+    if internals.dispatch_modes() > 0 or internals.functorch_stack() is not None:
         # Selective checkpoints, fake tensors and `torch.func` must not see these operations.
-        with without_dispatch_modes(), without_functorch():
+        with internals.without_dispatch_modes(), internals.without_functorch():
             return hash(_generator_states(first))
     return hash(_generator_states(first))
 

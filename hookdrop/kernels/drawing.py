@@ -18,13 +18,7 @@ from hookdrop.kernels.random_numbers import (
     successes,
     trials,
 )
-from hookdrop.utils.torch_internals import (
-    PLAIN_TYPES,
-    dispatch_modes,
-    functorch_stack,
-    is_proxy_tracing,
-    without_functorch,
-)
+from hookdrop.utils import torch_internals as internals
 from hookdrop.utils.validation import as_rate_tensor
 
 NORMALIZE = ("batch", "sample", "expected", None)
@@ -33,7 +27,7 @@ NORMALIZE = ("batch", "sample", "expected", None)
 def draw_elements(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """Drop each element with probability `p`: `(dropped, scale)` for `masking.apply_mask`."""
     like = torch.empty_like(x, dtype=torch.bool)
-    with without_functorch():
+    with internals.without_functorch():
         dropped = trials(x.numel(), p, x.device, static=must_avoid_sync(x)).view(torch.bool)
     return dropped.as_strided(like.shape, like.stride()), as_rate_tensor(float(keep_scale(p)))
 
@@ -46,7 +40,7 @@ def draw_blocks(
     Returns:
         `(dropped, scale)` for `masking.apply_mask`; with `rows`, masks are in the format of `Blocks.rows`.
     """
-    plain = type(x) in PLAIN_TYPES and functorch_stack() is None
+    plain = type(x) in internals.PLAIN_TYPES and internals.functorch_stack() is None
     if x.device.type == triton_dropblock.DEVICE_TYPE and plain and triton_dropblock.can_draw(blocks, x.device):
         dropped, counters = triton_dropblock.draw(blocks, seed_rate, normalize, x.device)
         return dropped, _constant_scale(p, normalize) if counters is None else counters
@@ -94,9 +88,9 @@ def must_avoid_sync(x: Tensor) -> bool:
 
     This must not depend on other dispatch modes, or a profiler would change the masks.
     """
-    if not x.is_cpu or type(x) not in PLAIN_TYPES:
+    if not x.is_cpu or type(x) not in internals.PLAIN_TYPES:
         return True
-    return dispatch_modes() > 0 and is_proxy_tracing()
+    return internals.dispatch_modes() > 0 and internals.is_proxy_tracing()
 
 
 def _dropped_counts(dropped: Tensor, blocks: Blocks) -> Tensor:

@@ -14,9 +14,9 @@ from hookdrop.regularizers.base import Rate, Regularizer
 from hookdrop.utils.errors import InjectionError
 
 _SAME = ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath", "FeatureAlphaDropout")
-_EQUIVALENTS = {name: name for name in _SAME} | {"StochasticDepth": "DropPath"}
+# Names of other libraries' classes, and the equivalent hookdrop classes.
+_EQUIVALENTS = dict(zip(_SAME, _SAME, strict=True), StochasticDepth="DropPath")
 _EQUIVALENTS |= dict.fromkeys(("DropBlock2d", "DropBlock3d"), "DropBlock")
-"""Names of other libraries' classes, and the equivalent hookdrop classes."""
 
 RATE_NAMES = ("p", "drop_prob", "drop_rate")
 
@@ -71,6 +71,7 @@ class ForeignModule(Regularizer):
         return f"{self!r} stores its rate as a Python float, which compiled code treats as a constant.\n  {instead}."
 
     def settings(self) -> dict[str, Any]:
+        """The arguments that recreate the module."""
         return {name: getattr(self.module, name) for name in inspect.signature(type(self.module)).parameters}
 
     @property
@@ -103,9 +104,6 @@ class ForeignFunction(Regularizer):
 
     def regularize(self, x: Tensor, rate: None) -> Tensor:
         return self.function(x)
-
-    def settings(self) -> dict[str, Any]:
-        return {"function": self.function}
 
     @property
     def title(self) -> str:

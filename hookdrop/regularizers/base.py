@@ -65,13 +65,8 @@ class Rate:
 
 
 P = Rate("p")
-"""A drop probability in [0, 1]."""
-
 BELOW_1 = Rate("p", open_end=True)
-"""A drop probability in [0, 1)."""
-
 STD = Rate("std", high=math.inf, kind="noise")
-"""A standard deviation."""
 
 
 def _regularize(self: Regularizer, x: Tensor, rate: Any, **context: Any) -> Tensor:
@@ -183,10 +178,6 @@ class Regularizer(nn.Module):
         """Return warnings about a shape that works but is probably not intended."""
         return nhwc_warnings(shape) if self.axes.startswith("N C") else []
 
-    def settings(self) -> dict[str, Any]:
-        """The arguments that recreate this object. Raises `AttributeError` if one is not stored as an attribute."""
-        return {name: getattr(self, name) for name in _init_parameters(type(self))}
-
     @property
     def title(self) -> str:
         """The name used in messages and tables."""
@@ -196,8 +187,10 @@ class Regularizer(nn.Module):
         """The settings in the syntax of `parse`. Keyword-only settings are shown only if they are not the default."""
         return ", ".join(
             f"{name}={getattr(self, name)!r}"
-            for name, one in _init_parameters(type(self)).items()
-            if hasattr(self, name) and (one.kind != one.KEYWORD_ONLY or getattr(self, name) != one.default)
+            for name, one in inspect.signature(type(self)).parameters.items()
+            if name != "keep_prob"  # an alternative to `p`
+            and hasattr(self, name)
+            and (one.kind != one.KEYWORD_ONLY or getattr(self, name) != one.default)
         )
 
 
@@ -232,23 +225,14 @@ def rows_alone(regularizer: Regularizer) -> int:
     return 0
 
 
-def _init_parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """The named parameters of `__init__`, except `keep_prob`, which is an alternative to `p`."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(cls).parameters
-    return {name: one for name, one in parameters.items() if name != "keep_prob" and one.kind not in variadic}
-
-
 class DropRegularizer(Regularizer):
     """The base of those whose rate is a drop probability."""
 
-    p: float
+    rate: ClassVar[Rate] = P
 
     def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
         super().__init__()
-        declared = type(self).rate
-        assert declared is not None
-        self.p = declared.valid(drop_rate(p, keep_prob, self.title), self.title)
+        self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
 
 
 def check_axes(shape: Sequence[int], axes: str, owner: str) -> None:

@@ -16,17 +16,8 @@ from hookdrop.kernels.drawing import NORMALIZE, draw_blocks
 from hookdrop.kernels.masking import apply_mask
 from hookdrop.kernels.random_numbers import rand, randint
 from hookdrop.regularizers.base import DropRegularizer, P, Rate, Regularizer, describe_map, nhwc_warnings
+from hookdrop.utils import torch_internals as internals
 from hookdrop.utils.errors import InjectionError, ShapeError
-from hookdrop.utils.torch_internals import (
-    PLAIN_TYPES,
-    dispatch_modes,
-    functorch_stack,
-    is_tracing,
-    on_plain_tensor,
-    vmap_randomness,
-    without_functorch,
-    wraps_results,
-)
 from hookdrop.utils.validation import as_rate_tensor, count, floating, given_channel_axis, one_of
 
 
@@ -66,7 +57,7 @@ def _drop_block(
         p = p if isinstance(p, Tensor) else as_rate_tensor(p)
         channel, _, edges = _map_geometry(x.shape, block_size, channel_dim)
         return custom_ops.drop_block(x, p, edges, channel, per_channel, gamma, normalize) if x.numel() else x
-    if is_tracing():
+    if internals.is_tracing():
         raise InjectionError(
             "drop_block inside torch.jit.trace: the trace would record a constant mask.\n"
             "  trace in eval mode: model.eval(), or without hooks: with hookdrop.without_hooks(model): ..."
@@ -75,21 +66,21 @@ def _drop_block(
     blocks = _blocks(tuple(map(int, x.shape)), block_size, channel_dim, per_channel)
     if p == 0.0 or x.numel() == 0:
         return x
-    if type(x) not in PLAIN_TYPES:
-        if wraps_results(x):
-            return on_plain_tensor(_drop_block, x, p, block_size, channel_dim, per_channel, gamma, normalize)
+    if type(x) not in internals.PLAIN_TYPES:
+        if internals.wraps_results(x):
+            return internals.on_plain_tensor(_drop_block, x, p, block_size, channel_dim, per_channel, gamma, normalize)
         if hasattr(x, "full_tensor"):
             raise TypeError(
                 "drop_block: x is a DTensor, sharded over several ranks, and blocks cannot be drawn across ranks.\n"
                 "  hook a layer whose output is local (use_local_output=True), or use Dropout or DropPath."
             )
     # A mode such as fake tensors sees operators only, not the launches of kernels.
-    opaque = dispatch_modes() > 0 and triton_dropblock.usable(x.device)
-    if opaque or (functorch_stack() is not None and {*vmap_randomness()} - {"same"}):
+    opaque = internals.dispatch_modes() > 0 and triton_dropblock.usable(x.device)
+    if opaque or (internals.functorch_stack() is not None and {*internals.vmap_randomness()} - {"same"}):
         geometry = blocks.blocks, blocks.channel, per_channel
         return custom_ops.drop_block(x, as_rate_tensor(p), *geometry, gamma, normalize)
     seed_rate = gamma_for(blocks.sizes, blocks.blocks, p, gamma)
-    with without_functorch():
+    with internals.without_functorch():
         dropped, scale = draw_blocks(x, blocks, seed_rate, p, normalize)
     return apply_mask(x, dropped, scale, None if dropped.dtype == torch.bool else blocks)
 

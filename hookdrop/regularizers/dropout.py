@@ -12,14 +12,7 @@ from torch.compiler import is_compiling
 from hookdrop.kernels import custom_ops, drawing
 from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import DropRegularizer, P
-from hookdrop.utils.torch_internals import (
-    PLAIN_TYPES,
-    functorch_stack,
-    is_tracing,
-    on_plain_tensor,
-    vmap_randomness,
-    wraps_results,
-)
+from hookdrop.utils import torch_internals as internals
 from hookdrop.utils.validation import as_rate_tensor, floating
 
 _MIN_NATIVE_ELEMENTS = 2**15
@@ -43,12 +36,12 @@ def _dropout(x: Tensor, p: float | Tensor) -> Tensor:
         return x
     # On the CPU, PyTorch draws one random number per element on one thread, and rounds 1 / (1 - p) to the dtype of x.
     small = x.numel() < _MIN_NATIVE_ELEMENTS and x.dtype not in HALF
-    if small or x.is_nested or not x.is_cpu or is_tracing():
+    if small or x.is_nested or not x.is_cpu or internals.is_tracing():
         return torch.dropout(x, p, True)
-    if functorch_stack() is not None and {*vmap_randomness()} - {"same"}:
+    if internals.functorch_stack() is not None and {*internals.vmap_randomness()} - {"same"}:
         return torch.where(torch.rand_like(x, dtype=torch.float32) < p, 0.0, x * keep_scale(p))
-    if type(x) not in PLAIN_TYPES and wraps_results(x):
-        return on_plain_tensor(_dropout, x, p)
+    if type(x) not in internals.PLAIN_TYPES and internals.wraps_results(x):
+        return internals.on_plain_tensor(_dropout, x, p)
     return apply_mask(x, *drawing.draw_elements(x, p))
 
 
@@ -95,7 +88,7 @@ def _drop_channels(x: Tensor, p: float | Tensor, cls: type[_ChannelDropout], tra
     p = P.argument(p, x, cls.__name__.lower(), cls.axes)
     if not training:
         return x
-    if isinstance(p, Tensor) or x.dtype in HALF or functorch_stack() is not None:
+    if isinstance(p, Tensor) or x.dtype in HALF or internals.functorch_stack() is not None:
         return slice_dropout(x, p, x.shape[:2] + (1,) * (x.dim() - 2))
     return torch.feature_dropout(x, p, True)  # one call instead of four
 

@@ -17,13 +17,7 @@ from torch.compiler import is_compiling
 from hookdrop.kernels.masking import HALF
 from hookdrop.kernels.random_numbers import randn_like
 from hookdrop.regularizers.base import STD, Rate, Regularizer
-from hookdrop.utils.torch_internals import (
-    PLAIN_TYPES,
-    forward_ad_level,
-    functorch_stack,
-    on_plain_tensor,
-    wraps_results,
-)
+from hookdrop.utils import torch_internals as internals
 from hookdrop.utils.validation import floating, number, one_of, positive
 
 _FACTOR = Rate("factor", -math.inf, math.inf, neutral=1.0, kind="factor")
@@ -104,13 +98,13 @@ def _edit_gradient(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
     if is_compiling():
         return _EditGradient.apply(x, edit, *settings) if torch.is_grad_enabled() and x.requires_grad else x
     # Inside a transform, `requires_grad` does not tell whether a slice needs a gradient.
-    if functorch_stack() is not None or forward_ad_level() >= 0:
+    if internals.functorch_stack() is not None or internals.forward_ad_level() >= 0:
         y: Tensor = _EditGradientInTransform.apply(x, edit, *settings)
         return y
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    if type(x) not in PLAIN_TYPES and wraps_results(x):
-        return on_plain_tensor(_edit_gradient, x, edit, *settings)
+    if type(x) not in internals.PLAIN_TYPES and internals.wraps_results(x):
+        return internals.on_plain_tensor(_edit_gradient, x, edit, *settings)
     edited: Tensor = _EditGradient.apply(x, edit, *settings)
     return edited
 

@@ -420,7 +420,7 @@ class TestBeforePyTorch28:
 
     @pytest.fixture(autouse=True)
     def without_saved_tensors_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checkpointing, "saved_tensors_hooks", None)
+        monkeypatch.setattr(checkpointing.internals, "saved_tensors_hooks", None)
 
     def test_ordinary_forwards_are_not_remembered(self) -> None:
         model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()

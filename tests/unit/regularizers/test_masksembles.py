@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import Masksembles, ShapeError, inject
+from hookdrop import Masksembles, ShapeError, inject, parse
 from hookdrop.functional import masksembles
 from hookdrop.regularizers.masksembles import fixed_masks, ones_per_mask
 from tests.support.tensors import all_equal
@@ -60,7 +60,7 @@ class TestMasks:
 
     def test_copies_and_pickles_have_the_same_masks(self) -> None:
         layer = Masksembles(seed=3)
-        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), Masksembles(**layer.settings())):
+        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), parse(repr(layer))):
             assert torch.equal(masks_of(twin), masks_of(layer))
 
     def test_seeds_differ(self) -> None:
