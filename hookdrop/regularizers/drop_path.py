@@ -66,8 +66,7 @@ def _kept(samples: int, p: float | Tensor) -> Any:
     return max(int(samples * (1.0 - p) + _ROUNDING), 1)
 
 
-_ROUNDING = 1e-9
-"""Larger than the error of 1 - p, which would otherwise drop one more sample: 10 * (1 - 0.8) is below 2."""
+_ROUNDING = 1e-9  # above the error of 1 - p, which would otherwise drop one more sample: 10 * (1 - 0.8) is below 2
 
 
 class DropPath(DropRegularizer):

@@ -216,8 +216,7 @@ class DropBlock(DropRegularizer):
         return _drop_block(x, rate, self.block_size, self.channel_dim, self.per_channel, self.gamma, self.normalize)
 
 
-_CUT = Rate("p", kind="factor")
-"""Not the fraction of dropped elements."""
+_CUT = Rate("p", kind="factor")  # not the fraction of dropped elements
 
 
 def cutout(x: Tensor, size: int | tuple[int, int], p: float | Tensor = 1.0, training: bool = True) -> Tensor:

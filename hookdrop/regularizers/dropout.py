@@ -15,11 +15,8 @@ from hookdrop.regularizers.base import DropRegularizer, P
 from hookdrop.utils import torch_internals as internals
 from hookdrop.utils.validation import as_rate_tensor, floating
 
-_MIN_NATIVE_ELEMENTS = 2**15
-"""The smallest tensor for which hookdrop's implementation is faster than PyTorch's."""
-
-_SATURATION = 1.7580993408473766
-"""The negative of SELU's limit at minus infinity: scale * alpha."""
+_MIN_NATIVE_ELEMENTS = 2**15  # from here on, hookdrop's implementation is faster than PyTorch's
+_SATURATION = 1.7580993408473766  # the negative of SELU's limit at minus infinity: scale * alpha
 
 
 def dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:

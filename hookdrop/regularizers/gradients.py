@@ -43,7 +43,6 @@ def clip_activation_grad(
 def _clip_limits(
     max_norm: object, max_value: object, per_sample: object, owner: str
 ) -> tuple[float | None, float | None, bool]:
-    """Return valid limits: exactly one of the first two is a number."""
     if (max_norm is None) == (max_value is None):
         raise TypeError(f"{owner}: pass either max_norm or max_value.\n  for example: {owner}(max_norm=1.0)")
     one_of(per_sample, "per_sample", owner, (True, False))
@@ -64,7 +63,6 @@ def clamp_activation_grad(
 
 
 def _clamp_limits(low: object, high: object, owner: str) -> tuple[float | None, float | None]:
-    """Return valid limits: at least one is a number."""
     if low is None and high is None:
         raise TypeError(f"{owner}: pass min, max or both.\n  for example: {owner}(min=-1.0, max=1.0)")
     least = None if low is None else number(low, "min", owner)
@@ -86,12 +84,8 @@ def noise_activation_grad(x: Tensor, std: float | Tensor, training: bool = True)
     return _edit_gradient(x, _add_noise, std) if training and (isinstance(std, Tensor) or std != 0.0) else x
 
 
-Edit = Callable[..., Tensor]
-"""A function of a gradient and settings that returns the edited gradient."""
-
-
-def _edit_gradient(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
-    """Return a copy of `x` whose gradient is passed through `edit`.
+def _edit_gradient(x: Tensor, edit: Callable[..., Tensor], *settings: Any) -> Tensor:
+    """Return a copy of `x` whose gradient is replaced by `edit(gradient, *settings)`.
 
     Gradients that reach `x` by other paths are not edited, and the copy may be modified in place.
     """
@@ -100,20 +94,20 @@ def _edit_gradient(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
     # Inside a transform, `requires_grad` does not tell whether a slice needs a gradient.
     if internals.functorch_stack() is not None or internals.forward_ad_level() >= 0:
         y: Tensor = _EditGradientInTransform.apply(x, edit, *settings)
-        return y
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    elif not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    if type(x) not in internals.PLAIN_TYPES and internals.wraps_results(x):
+    elif type(x) not in internals.PLAIN_TYPES and internals.wraps_results(x):
         return internals.on_plain_tensor(_edit_gradient, x, edit, *settings)
-    edited: Tensor = _EditGradient.apply(x, edit, *settings)
-    return edited
+    else:
+        y = _EditGradient.apply(x, edit, *settings)
+    return y
 
 
 class _EditGradient(torch.autograd.Function):
     """Not a tensor hook on a copy: PyTorch 2.6 cannot compile it, and ignores it in `grad` of `vmap`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, edit: Edit, *settings: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, edit: Callable[..., Tensor], *settings: Any) -> Tensor:
         ctx.edit, ctx.settings = edit, settings
         # A view of the input cannot be modified in place (pytorch#61519).
         return x.clone()
@@ -129,7 +123,7 @@ class _EditGradientInTransform(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, edit: Edit, *settings: Any) -> Tensor:
+    def forward(x: Tensor, edit: Callable[..., Tensor], *settings: Any) -> Tensor:
         return x.clone()
 
     @staticmethod
@@ -161,7 +155,6 @@ def _clip_norm(grad: Tensor, max_norm: float, per_sample: bool) -> Tensor:
 
 
 def _scale(grad: Tensor, factor: float | Tensor) -> Tensor:
-    """Multiply `grad` by `factor`."""
     if not isinstance(factor, Tensor) and factor != 0.0:
         return grad * factor
     # A factor of 0 also stops infinite gradients. Compare on the gradient's device; `factor` may be on another.
@@ -169,7 +162,6 @@ def _scale(grad: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def _add_noise(grad: Tensor, std: float | Tensor) -> Tensor:
-    """Add N(0, std^2) to `grad`."""
     # PyTorch 2.6 derives bfloat16 normal numbers from bfloat16 uniform ones, which take only a few values.
     noise = randn_like(grad, torch.promote_types(grad.dtype, torch.float32))
     return (grad + noise * std).to(grad.dtype)

@@ -15,8 +15,7 @@ from hookdrop.regularizers.base import Rate, Regularizer, check_axes, describe_m
 from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.validation import count, floating, given_channel_axis, rate
 
-MIN_CHANNELS = 10
-"""As in the authors' code. Masks of fewer channels overlap by chance rather than by `scale`."""
+MIN_CHANNELS = 10  # as in the authors' code; masks of fewer channels overlap by chance rather than by `scale`
 
 
 def masksembles(

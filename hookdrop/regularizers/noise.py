@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Sequence
+from ctypes import c_float
 from typing import Any, ClassVar
 
 import torch
@@ -147,7 +146,9 @@ def neftune(x: Tensor, alpha: float | Tensor, attention_mask: Tensor | None = No
             "  without the mask, padding gets noise too: attention_mask=False"
         )
     if mask is None and not isinstance(alpha, Tensor):
-        largest = _single(_single(alpha) / _single(math.sqrt(_single(x.shape[1] * x.shape[2]))))
+        # In float32, as the reference computes it.
+        root = c_float(math.sqrt(c_float(x.shape[1] * x.shape[2]).value)).value
+        largest = c_float(c_float(alpha).value / root).value
         if functorch_stack() is None:
             return x + torch.empty_like(x).uniform_(-largest, largest)
         # The same numbers: `vmap` does not support in-place draws for tensors that it does not map.
@@ -159,11 +160,6 @@ def neftune(x: Tensor, alpha: float | Tensor, attention_mask: Tensor | None = No
     real_NL1 = (mask != 0).unsqueeze(-1).to(wide)
     lengths_N11 = real_NL1.sum(1, keepdim=True).clamp(min=1.0)
     return x + (noise * real_NL1 / (lengths_N11 * x.shape[2]).sqrt()).to(x.dtype)
-
-
-def _single(value: float) -> float:
-    """Round to float32, in which the reference computes the bound of the noise."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 class NEFTune(Regularizer):
@@ -221,15 +217,11 @@ def shake_drop(
     # In low precision, round the product only.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     kept = rand(shape, torch.float32, x.device) >= p
-    perturbing = (_uniform(shape, x.device, limits).to(wide.dtype) for limits in (alpha, beta))
     mean = 1.0 - p * (1.0 - sum(alpha) / 2.0)
-    forward, backward = (torch.where(kept, 1.0, factor) / mean for factor in perturbing)
+    draws = (low + (high - low) * rand(shape, torch.float32, x.device) for low, high in (alpha, beta))
+    forward, backward = (torch.where(kept, 1.0, factor.to(wide.dtype)) / mean for factor in draws)
     # The gradient sees only the first summand. For a kept sample, the second is 0.
     return torch.addcmul(wide * backward, wide.detach(), forward - backward).to(x.dtype)
-
-
-def _uniform(shape: Sequence[int], device: torch.device, limits: Range) -> Tensor:
-    return limits[0] + (limits[1] - limits[0]) * rand(shape, torch.float32, device)
 
 
 def _range(value: object, name: str, owner: str) -> Range:

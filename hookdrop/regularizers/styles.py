@@ -15,10 +15,7 @@ from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.validation import positive
 
 _P = Rate("p", kind="noise")
-"""The probability that a batch is changed."""
-
-_EPSILON = 1e-6
-"""The papers' code adds this to a variance."""
+_EPSILON = 1e-6  # the papers' code adds it to a variance
 
 
 def mix_style(x: Tensor, p: float | Tensor = 0.5, alpha: float = 0.1, training: bool = True) -> Tensor:
@@ -47,13 +44,10 @@ def dsu(x: Tensor, p: float | Tensor = 0.5, training: bool = True) -> Tensor:
         return x
     changed = rand((), torch.float32, x.device) < p
     mean, std = _style(x)
-    new_mean, new_std = _perturbed(mean), _perturbed(std)
+    new_mean, new_std = (
+        value + randn_like(value) * (value.var(0, keepdim=True) + _EPSILON).sqrt() for value in (mean, std)
+    )
     return _restyle(x, changed, mean, std, new_mean, new_std)
-
-
-def _perturbed(statistic_NC11: Tensor) -> Tensor:
-    spread_1C11 = (statistic_NC11.var(0, keepdim=True) + _EPSILON).sqrt()
-    return statistic_NC11 + randn_like(statistic_NC11) * spread_1C11
 
 
 def symmetric_beta(alpha: float, shape: Sequence[int], device: torch.device) -> Tensor:
