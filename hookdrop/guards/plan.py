@@ -23,8 +23,6 @@ def plan_warnings(model: nn.Module, sites: Sequence[Any], seen: Sequence[Any] = 
 
 
 class Planned:
-    """The sites of a plan."""
-
     def __init__(self, model: nn.Module, sites: Sequence[Any], seen: Sequence[Any]) -> None:
         self.model, self.sites = model, sites
         self._seen = list(zip(sites, seen, strict=True)) if seen else []

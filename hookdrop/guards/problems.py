@@ -21,8 +21,7 @@ from hookdrop.utils.torch_internals import full_backward_hooks_of, parameters_of
 
 CHANGES = ("lost", "copied", "adapted", "full_backward_hook")
 USE = ("silent", "always_in_eval", "equal_masks", "rows")
-STEPS_BEFORE_WARNING = 10
-"""Schedule steps after which every site should have run."""
+STEPS_BEFORE_WARNING = 10  # schedule steps after which every site should have run
 
 
 def find_problems(
@@ -40,8 +39,6 @@ def find_problems(
 
 
 class Comparison:
-    """A model and its injection."""
-
     def __init__(
         self, model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook] | None = None, requested: bool = False
     ) -> None:

@@ -34,18 +34,14 @@ class UpdateCounter(WeightUpdates):
         super().__init__(model)
         self.copied = copied
         """Whether the hooks are copies, possibly of a teacher or an average that no optimizer trains."""
-        self.awaiting_first_calls = not copied
-        """Whether some site may not have run yet and no warning was raised."""
-        self.compared = copied
-        """Whether the model was compared with its injection at the start of the training."""
+        self.awaiting_first_calls = not copied  # whether some site may not have run yet and no warning was raised
+        self.compared = copied  # whether the model was compared with its injection at the start of the training
         self.updates_since_step = 0
         self.thread = threading.get_ident()
-        self.sampler: str | None = None
-        """The site whose calls notice updates by optimizers of other libraries."""
+        self.sampler: str | None = None  # the site whose calls notice updates by optimizers of other libraries
         self._moves = 0
 
     def was_updated(self) -> bool:
-        """Whether the weights were updated often enough for a warning."""
         return self.updates_so_far >= UPDATES_BEFORE_WARNING
 
     def notice_update(self, state: InjectionState) -> None:
@@ -131,7 +127,6 @@ def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> N
 
 
 def unwatch(state: InjectionState) -> None:
-    """Stop watching."""
     _watched.pop(id(state), None)
 
 

@@ -56,13 +56,11 @@ class SkipHook(SiteHook):
     def __init__(
         self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, branch: str
     ) -> None:
-        self.branch = branch
-        """The name, relative to the block, of the first layer of the residual branch."""
+        self.branch = branch  # the name, relative to the block, of the first layer of the residual branch
         super().__init__(site, regularizer, p_scale, tensor, state, "skip")
 
     def _start(self) -> None:
-        self.skipped = CallValue()
-        """x, in calls of the block, until the branch takes it."""
+        self.skipped = CallValue()  # x, in calls of the block, until the branch takes it
         super()._start()
 
     def place(self, module: nn.Module) -> None:
@@ -131,7 +129,6 @@ class SkipHook(SiteHook):
         return (x, *args[1:]) if kwargs is None else ((x, *args[1:]), kwargs)
 
     def end_call(self, *_: Any) -> None:
-        """End a call of the block, also after an error."""
         self.skipped.end()
 
     def _holds_input(self, value: Any) -> bool:
@@ -151,8 +148,7 @@ class SubsetHook(SiteHook):
     own = (*SiteHook.own, "selected")
 
     def _start(self) -> None:
-        self.selected = CallValue()
-        """The rows, the number of samples and the rate of the call in progress."""
+        self.selected = CallValue()  # the rows, the number of samples and the rate of the call in progress
         super()._start()
 
     def _call(self, module: nn.Module, value: Any) -> Any:
@@ -163,7 +159,6 @@ class SubsetHook(SiteHook):
         return None if self.is_off(module) else _SELECT.call(self, module, value)
 
     def is_off(self, module: nn.Module) -> bool:
-        """Whether the hook does nothing in the mode of the branch."""
         return (self.train_rate if module.training else self.eval_rate) is None
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
@@ -224,7 +219,6 @@ class SubsetHook(SiteHook):
         return map_tensor(output, self.tensor, lambda y: SiteHook.apply(self, y, rate, rows=rows))
 
     def end_call(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook of the branch."""
         if not is_compiling():
             return self.complete(output)
         return None if self.is_off(module) else _COMPLETE.call(self, output)

@@ -30,14 +30,12 @@ class CallValue:
     def __init__(self) -> None:
         self.by_thread: dict[int, tuple[Any, Any]] = {}
         """(value, the entry of the call around), by thread; only threads with a call in progress."""
-        self.entry: tuple[Any, Any] | None = None
-        """The same for compiled code, which knows no threads."""
+        self.entry: tuple[Any, Any] | None = None  # the same for compiled code, which knows no threads
 
     def __getstate__(self) -> dict[str, Any]:
         return {"by_thread": {}, "entry": None}
 
     def start(self, value: Any) -> None:
-        """Store the value of a call that starts."""
         if is_compiling():
             self.entry = (value, self.entry)
             return
@@ -84,7 +82,6 @@ def place_around(owner: SiteHook, module: nn.Module) -> None:
 
 
 def _start_call(owner: SiteHook, need: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-    """Forward pre-hook of a module around a site."""
     bound = bind_arguments(module, args, kwargs or {})
     # A tensor, not its size: a number that passes between compiled functions would be a constant.
     value = bound.get(MASK) if need == MASK else next((x for x in tensors(bound) if x.dim() > 0), None)
@@ -92,7 +89,6 @@ def _start_call(owner: SiteHook, need: str, module: nn.Module, args: Any, kwargs
 
 
 def _end_call(owner: SiteHook, need: str, *_: Any) -> None:
-    """Forward hook of the same module, which also runs after an error."""
     owner.collected[need].end()
 
 

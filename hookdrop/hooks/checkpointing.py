@@ -24,17 +24,13 @@ from hookdrop.utils.tensor_tree import tensors
 if TYPE_CHECKING:
     from hookdrop.hooks.hook import CurrentRate
 
-Call = tuple[str, bool, int]
-"""Site, training mode, and a fingerprint of the RNG state."""
+Call = tuple[str, bool, int]  # site, training mode, and a fingerprint of the RNG state
 
-MAX_CALLS_PER_STATE = 8
-"""How many calls of one site with equal RNG states are distinguished."""
+MAX_CALLS_PER_STATE = 8  # how many calls of one site with equal RNG states are distinguished
 
-CAPACITY = 2**14
-"""How many calls are remembered: about 100 sites in 100 forwards."""
+CAPACITY = 2**14  # how many calls are remembered: about 100 sites in 100 forwards
 
-CAPACITY_WITH_TENSORS = 64
-"""The same for calls that hold tensors."""
+CAPACITY_WITH_TENSORS = 64  # the same for calls that hold tensors
 
 
 def is_recomputing() -> bool:
@@ -82,13 +78,9 @@ def _is_called_by(matches: Callable[[CodeType], bool]) -> bool:
 
 
 class NotedCall(NamedTuple):
-    """A call that a backward pass may recompute."""
-
-    sequence_number: int
-    """That of the next autograd node."""
+    sequence_number: int  # that of the next autograd node
     with_gradients: bool
-    rate: CurrentRate | None
-    """None if it dropped nothing."""
+    rate: CurrentRate | None  # None if it dropped nothing
     collected: Mapping[str, Any]
     """What was collected from modules around the layer, which a checkpoint of a part of them does not run again."""
 
@@ -96,11 +88,9 @@ class NotedCall(NamedTuple):
 class CheckpointedCalls(dict[Call, list[NotedCall]]):
     """The calls that a backward pass may recompute."""
 
-    complete = True
-    """Whether no call was evicted."""
+    complete = True  # whether no call was evicted
 
-    with_tensors: tuple[Call, ...] = ()
-    """The calls that hold tensors, such as attention masks."""
+    with_tensors: tuple[Call, ...] = ()  # the calls that hold tensors, such as attention masks
 
     @property
     def detects_redraws(self) -> bool:

@@ -28,8 +28,7 @@ is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since P
 class GraphBreak:
     """A function that compiled code calls outside of the graph. PyTorch shows the reason under `fullgraph=True`."""
 
-    waiting: ClassVar[list[GraphBreak] | None] = []
-    """Those made before the compiler was imported; None afterwards."""
+    waiting: ClassVar[list[GraphBreak] | None] = []  # those made before the compiler was imported; None afterwards
 
     def __init__(self, function: Callable[..., Any], reason: str) -> None:
         self.call, self.reason = function, reason
@@ -48,8 +47,7 @@ class GraphBreak:
 graph_break = lru_cache(maxsize=1024)(GraphBreak)
 
 
-_compiled_before = False
-"""Whether code was compiled without guards on hooks."""
+_compiled_before = False  # whether code was compiled without guards on hooks
 
 
 def _prepare() -> None:
@@ -79,7 +77,6 @@ def reset_stale_compiler() -> None:
 
 
 def raise_if_tracing(what: str) -> None:
-    """Raise `InjectionError` while code is being compiled or traced."""
     if torch.compiler.is_compiling() or torch_internals.is_tracing():
         raise InjectionError(f"{what} cannot run inside a trace: call it outside the compiled or traced function.")
 
@@ -108,7 +105,6 @@ def warn_of_redraws(where: str) -> bool:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether `value` is or contains a `torch.fx` proxy."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     return isinstance(value, Proxy) or (isinstance(value, tuple | list) and any(map(is_symbolic, value)))

@@ -45,8 +45,7 @@ class CurrentRate:
     """An immutable rate of a call, as a float for eager code and as a tensor for compiled code."""
 
     def __init__(self, value: float | None, neutral: bool) -> None:
-        self.value = value
-        """None if the regularizer has no rate."""
+        self.value = value  # None if the regularizer has no rate
         self.neutral = neutral
         """Whether the regularizer is the identity at this rate. A bool, so that compiled code can branch on it."""
         # Compiled code takes the rate as a tensor, because floats become constants. Each rate is a new tensor, because
@@ -55,8 +54,7 @@ class CurrentRate:
             self.tensor = None if value is None else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
-NO_RATE = CurrentRate(None, False)
-"""The regularizer is on, but takes no rate. (None means that it is off.)"""
+NO_RATE = CurrentRate(None, False)  # the regularizer is on, but takes no rate. (None means that it is off.)
 
 
 class SiteHook(PlacedHook):
@@ -79,8 +77,7 @@ class SiteHook(PlacedHook):
         self.p_scale = p_scale
         self.tensor = tensor
         self.state = state
-        self.at = at
-        """`"output"`, or `"input"` or `"skip"` for a pre-hook."""
+        self.at = at  # `"output"`, or `"input"` or `"skip"` for a pre-hook
         self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
         """What the regularizer needs from modules around the layer."""
         self.companions: list[CompanionHook] = []
@@ -247,7 +244,6 @@ class SiteHook(PlacedHook):
         return map_arguments(module, args, kwargs, self.tensor, fn)
 
     def _collect(self) -> dict[str, Any]:
-        """What the regularizer needs from modules around the layer."""
         found = {need: one.value for need, one in self.collected.items()}
         if SAMPLES in found:
             batch, place = found[SAMPLES], self.regularizer.samples
@@ -255,7 +251,6 @@ class SiteHook(PlacedHook):
         return found
 
     def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
-        """Regularize `x` at a rate."""
         observe = self.state.live.observe
         if observe is not None:
             return observe(self, x, rate, **context)
@@ -277,7 +272,6 @@ class SiteHook(PlacedHook):
         return regularized(self.regularizer, x, rate.tensor, **context)
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Remove a listener. Idempotent."""
         self.listeners = tuple(other for other in self.listeners if other is not listener)
 
     # --- the rate
@@ -301,7 +295,6 @@ class SiteHook(PlacedHook):
     # --- registration
 
     def place(self, module: nn.Module) -> None:
-        """Register the hook on `module`, and its companions."""
         if self.collected:
             place_around(self, module)
         if self.at == "output":
@@ -346,7 +339,6 @@ class SiteHook(PlacedHook):
 
 
 def regularized(regularizer: Regularizer, x: Tensor, rate: Any, **context: Any) -> Tensor:
-    """Regularize `x`, and check the result."""
     y = regularizer.regularize(x, rate, **context)
     return require_same_shape_and_dtype(x, y) if regularizer.keeps_shape else y
 

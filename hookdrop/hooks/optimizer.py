@@ -36,20 +36,16 @@ class Follower:
 
     @property
     def title(self) -> str:
-        """The class name of the optimizer."""
         return type(self._optimizer()).__name__
 
     @property
     def alive(self) -> bool:
-        """Whether the optimizer still exists."""
         return self._optimizer() is not None
 
     def follows(self, optimizer: Optimizer) -> bool:
-        """Whether this follower follows `optimizer`."""
         return self._optimizer() is optimizer
 
     def detach(self) -> None:
-        """Stop following the optimizer."""
         self._handle.remove()
         self._first_handle.remove()
 
@@ -135,7 +131,6 @@ class WeightUpdates:
         return weight
 
     def is_trained_by(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer updates the weight."""
         weight = self.weight()
         return any(weight is parameter for group in optimizer.param_groups for parameter in group["params"])
 

@@ -36,7 +36,6 @@ class PlacedHook:
         return self
 
     def remove(self) -> None:
-        """Remove the hook from its module."""
         if self.handle is not None:
             self.handle.remove()
         self.handle = None
@@ -75,7 +74,6 @@ class CompanionHook(PlacedHook):
 
     @property
     def is_attached(self) -> bool:
-        """Whether the hook is still registered."""
         table = None if self.handle is None else self.handle.hooks_dict_ref()
         return table is not None and self.handle is not None and self.handle.id in table
 
@@ -112,8 +110,7 @@ def hooks_removed(model: nn.Module) -> Iterator[None]:
     """Remove all hookdrop hooks from `model` inside the context, and restore them with the same order and ids."""
     lives = {hook.state.live for _, hook in hooks_of(model)}
     modules = [module for module in model.modules() if _entries(module)]
-    tables = []
-    """(table, previous entries, our hooks in it by key)"""
+    tables = []  # (table, previous entries, our hooks in it by key)
     for module in modules:
         for index, (name, extras) in enumerate(HOOK_TABLES):
             ours = {key: getattr(module, name)[key] for which, key in _entries(module) if which == index}

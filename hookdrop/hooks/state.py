@@ -21,42 +21,31 @@ from hookdrop.utils.errors import warn
 class Override:
     """The settings that a context overrides; None does not override."""
 
-    sampling: bool | None = None
-    """True enables the hooks, also in eval mode. False disables them."""
+    sampling: bool | None = None  # True enables the hooks, also in eval mode. False disables them.
     p: float | None = None
     step: int | None = None
-    open: bool = True
-    """Whether its context has not exited yet."""
+    open: bool = True  # whether its context has not exited yet
 
 
 class LiveState:
     """State that belongs to this process and model. A copied injection starts with a new one."""
 
     def __init__(self) -> None:
-        self.root: weakref.ref[nn.Module] | None = None
-        """The model that the hooks were placed on; None in a copy."""
+        self.root: weakref.ref[nn.Module] | None = None  # the model that the hooks were placed on; None in a copy
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         """Weak references to the hooks, so that a copy of one layer does not copy the others."""
-        self.known_sites: set[str] = set()
-        """The sites of all current and former members."""
+        self.known_sites: set[str] = set()  # the sites of all current and former members
         self.follower: Follower | None = None
-        self.was_stepped = False
-        """Whether `step`, `seek` or `follow` has changed the step count in this process."""
-        self.moves = 0
-        """How many times the step count changed."""
-        self.trained = False
-        """Whether any hook ran in training mode."""
-        self.hidden_count = 0
-        """How many active `without_hooks` contexts hide the hooks."""
-        self.overrides: list[Override] = []
-        """The active overrides, innermost last."""
-        self.contexts: list[Override] = []
-        """The overrides of all contexts that have not exited."""
+        self.was_stepped = False  # whether `step`, `seek` or `follow` has changed the step count in this process
+        self.moves = 0  # how many times the step count changed
+        self.trained = False  # whether any hook ran in training mode
+        self.hidden_count = 0  # how many active `without_hooks` contexts hide the hooks
+        self.overrides: list[Override] = []  # the active overrides, innermost last
+        self.contexts: list[Override] = []  # the overrides of all contexts that have not exited
         self.observe: Callable[..., Tensor] | None = None
         """Called with (hook, tensor, rate, **context) in place of the regularizer by `probe` and `recording`."""
         self.checkpointed = CheckpointedCalls()
-        self.update_counter: Any = None
-        """The `UpdateCounter` of `guards.progress`."""
+        self.update_counter: Any = None  # the `UpdateCounter` of `guards.progress`
 
     def __reduce__(self) -> Any:
         return LiveState, ()
@@ -66,17 +55,14 @@ class States(weakref.WeakValueDictionary[int, "InjectionState"]):
     """A thread-safe weak set of states."""
 
     def add(self, state: InjectionState) -> None:
-        """Add `state`."""
         self[id(state)] = state
 
     def snapshot(self) -> list[InjectionState]:
-        """Return the states that are alive."""
         # Iterating a WeakSet fails if another thread adds to it.
         return [state for reference in self.valuerefs() if (state := reference()) is not None]
 
 
-all_states = States()
-"""The states of all live hooks."""
+all_states = States()  # the states of all live hooks
 
 
 @dataclass(eq=False)
@@ -88,14 +74,12 @@ class InjectionState:
     schedule: Schedule
     step_count: int = 0
     enabled: bool = True
-    portable: bool = False
-    """Whether pickles of the model leave the hooks out."""
+    portable: bool = False  # whether pickles of the model leave the hooks out
     recipe: Mapping[str, Any] | None = None
     """The arguments of `inject` with which a recipe chooses the same sites again."""
     removed: bool = False
     warned_kinds: set[str] = field(default_factory=set)
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Identifies copies of the same original."""
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifies copies of the same original
     live: LiveState = field(default_factory=LiveState)
 
     @property
@@ -110,12 +94,10 @@ class InjectionState:
 
     @property
     def step(self) -> int:
-        """The current step: that of the innermost override, or else the step count."""
         return next((o.step for o in reversed(self.live.overrides) if o.step is not None), self.step_count)
 
     @property
     def multiplier(self) -> float:
-        """The schedule's multiplier at the current step."""
         schedule = self.schedule
         return schedule.value if type(schedule) is ConstantSchedule else float(schedule(self.step))
 
@@ -164,7 +146,6 @@ class InjectionState:
         return root is not None and any(module is root for module in model.modules())
 
     def warn_once(self, kind: str, text: str) -> None:
-        """Warn once per kind."""
         if kind not in self.warned_kinds:
             self.warned_kinds.add(kind)
             warn(text)

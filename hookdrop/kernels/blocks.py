@@ -27,12 +27,10 @@ class Blocks:
     """
 
     samples: int
-    channels: int
-    """1 if all channels share a mask."""
+    channels: int  # 1 if all channels share a mask
     sizes: tuple[int, ...]
     blocks: tuple[int, ...]
-    channel: int = 1
-    """The channel axis of the tensors to mask."""
+    channel: int = 1  # the channel axis of the tensors to mask
 
     @cached_property
     def valid(self) -> tuple[int, ...]:
@@ -51,7 +49,6 @@ class Blocks:
 
     @cached_property
     def dilation_passes(self) -> int:
-        """The number of passes of `dilated`."""
         return sum(math.ceil(math.log2(block)) for block in self.blocks)
 
     @cached_property

@@ -62,7 +62,6 @@ def apply_mask(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None 
 
 
 def _as_mask(dropped: Tensor, scale: Tensor, blocks: Blocks | None) -> tuple[Tensor, Tensor]:
-    """Return `dropped` as a bool mask, and the scale as a floating-point tensor."""
     if blocks is None:
         return dropped, scale
     if dropped.dtype == torch.uint8:

@@ -39,7 +39,6 @@ _Array: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
 def available() -> bool:
-    """Whether the compiled loops are loaded and enabled."""
     return _library is not None
 
 
@@ -77,7 +76,6 @@ def mask_blocks(x: Tensor, seeds: Tensor, scale: Tensor, blocks: Blocks) -> Tens
 
 
 def zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> bool:
-    """Zero the seeds' blocks in `y`."""
     if not _is_supported(y) or (layout := _layout(blocks, y.shape, y.stride())) is None:
         return False
     layout.run(y, None, torch.ones(1, dtype=torch.float64, device="cpu"), seeds)

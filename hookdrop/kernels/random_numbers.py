@@ -137,7 +137,6 @@ def trials(count: int, p: float, device: torch.device, *, static: bool) -> Tenso
 
 
 def most_precise_dtype(device: torch.device) -> torch.dtype:
-    """The most precise floating-point dtype of the device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

@@ -35,7 +35,6 @@ DEVICE_TYPE = "cuda"  # also that of AMD GPUs; tests run the kernels on the CPU
 
 
 def usable(device: torch.device) -> bool:
-    """Whether Triton can run kernels on the device."""
     return device.type == DEVICE_TYPE and _installed() and _is_recent(device.index)
 
 
@@ -59,7 +58,6 @@ def _is_recent(index: int | None) -> bool:
 
 
 def can_draw(blocks: Blocks, device: torch.device) -> bool:
-    """Whether `draw` supports the geometry on the device."""
     if not usable(device) or _halo(blocks) > _MAX_HALO:
         return False
     sample = blocks.elements_per_sample

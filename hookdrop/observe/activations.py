@@ -74,7 +74,6 @@ def observed(layers: Sequence[Layer], function: Callable[[Layer, Any], None]) ->
 
 
 def chosen_layers(model: nn.Module, layers: Entries, exclude: Entries, what: str) -> list[Layer]:
-    """Select layers as `inject` does."""
     with nothing_placed():
         compiling.raise_if_tracing(what)
         return select(model, layers, exclude).layers

@@ -21,10 +21,8 @@ from hookdrop.utils.tables import some, text_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VANISHING, EXPLODING = 1e-3, 1e3
-"""A signal outside of these multiples of the reference has vanished or exploded."""
-MARGIN = 0.05
-"""An output is saturated if it is within this fraction of the output range from a bound."""
+VANISHING, EXPLODING = 1e-3, 1e3  # a signal outside of these multiples of the reference has vanished or exploded
+MARGIN = 0.05  # an output is saturated if it is within this fraction of the output range from a bound
 RANGES = {nn.Sigmoid: (0.0, 1.0), nn.Hardsigmoid: (0.0, 1.0), nn.Tanh: (-1.0, 1.0), nn.Softsign: (-1.0, 1.0)}
 CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
 MAX_DOUBTS_SHOWN = 8
@@ -72,8 +70,7 @@ class Moments:
     """
 
     def __init__(self) -> None:
-        self.count, self.parts = 0, 0
-        """Number of elements and of tensors."""
+        self.count, self.parts = 0, 0  # number of elements and of tensors
         self._mean: Tensor | float = 0.0
         self._deviations: Tensor | float = 0.0
         """Sum of squared deviations from the mean. Both stay on the device, because reading them would synchronize."""
@@ -119,8 +116,7 @@ class LayerStats:
     def __init__(self, layer: Layer) -> None:
         self.name, self.kind, self.calls = layer.name, type(layer.module).__name__, 0
         self.activation, self.gradient = Moments(), Moments()
-        self._alive: Tensor | None = None
-        """bool, one element for each channel: whether it was ever nonzero."""
+        self._alive: Tensor | None = None  # bool, one element for each channel: whether it was ever nonzero
         self._channels_vary = False
         self._range = RANGES.get(type(layer.module))
         self._saturated: Tensor | int = 0

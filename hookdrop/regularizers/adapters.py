@@ -40,7 +40,6 @@ class ForeignModule(Regularizer):
 
     @property
     def p(self) -> float:
-        """The rate of the module."""
         return float(getattr(self.module, self.attribute))
 
     @p.setter

@@ -54,7 +54,6 @@ def drop_path(
 
 
 def _keep(x: Tensor, kept: Tensor, scale: float | Tensor) -> Tensor:
-    """Scale the samples that are kept, and zero the others."""
     factor = kept.to(torch.promote_types(x.dtype, torch.float32)) * scale
     return (x * factor).to(x.dtype)
 

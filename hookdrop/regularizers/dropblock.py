@@ -109,7 +109,6 @@ def _map_geometry(
 
 
 def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
-    """The channel axis. Raises `ShapeError` if `shape` has no spatial axes."""
     rank = len(shape)
     if rank not in (3, 4, 5):
         use = "use Dropout(p=...)" if rank < 3 else "flatten it to (N, C, D, H, W) first"
@@ -127,7 +126,6 @@ def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
 
 
 def check_block_size(block_size: object) -> int | tuple[int, ...]:
-    """Return a valid `block_size`: an integer, or a tuple of integers."""
     if not isinstance(block_size, (tuple, list)):
         return count(block_size, "block_size", "DropBlock")
     if not block_size:
@@ -235,7 +233,6 @@ def cutout(x: Tensor, size: int | tuple[int, int], p: float | Tensor = 1.0, trai
 
 
 def height_and_width(size: object, owner: str) -> tuple[int, int]:
-    """Return `size` as (height, width)."""
     if not isinstance(size, (tuple, list)):
         return (count(size, "size", owner),) * 2
     if len(size) != 2:

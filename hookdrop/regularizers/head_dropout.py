@@ -59,7 +59,6 @@ def _kept_heads(samples: int, heads: int, p: float | Tensor, device: torch.devic
 
 
 def _check_heads(width: int, heads: int, where: str) -> None:
-    """Raise `ShapeError` unless the features divide into the heads."""
     if width % heads:
         near = [n for n in range(2, min(width, 4 * heads) + 1) if width % n == 0]
         nearest = sorted(sorted(near, key=lambda n: abs(n - heads))[:3])

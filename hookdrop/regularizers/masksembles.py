@@ -46,7 +46,6 @@ def masksembles(
 
 
 def mask_settings(n: object, scale: object, seed: object, owner: str) -> tuple[int, float, int]:
-    """Return valid `n`, `scale` and `seed`."""
     # Two masks share about 1 / scale of their channels. The limit is that of the authors' code.
     return count(n, "n", owner, 2), rate(scale, "scale", owner, 6.0, low=1.0), count(seed, "seed", owner, 0)
 

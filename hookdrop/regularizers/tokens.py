@@ -64,7 +64,6 @@ def _check_prefix(shape: Sequence[int], prefix: int) -> None:
 
 
 def _time_axis(shape: Sequence[int], time_dim: int) -> int:
-    """The time axis. Raises `ShapeError` if there is none."""
     time_dim, rank = count(time_dim, "time_dim", "LockedDropout", -8), len(shape)
     if not -rank <= time_dim < rank:
         raise ShapeError(f"got {tuple(shape)}: time_dim={time_dim} is not one of its axes 0 to {rank - 1}.")

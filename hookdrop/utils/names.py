@@ -63,12 +63,10 @@ _WRAPPERS = {
     "peft.tuners.tuners_utils.BaseTuner": "model",
 }
 
-WRAPPER_ATTRIBUTES = set(_WRAPPERS.values())
-"""The attributes that hold a wrapped module."""
+WRAPPER_ATTRIBUTES = set(_WRAPPERS.values())  # the attributes that hold a wrapped module
 
 
 def _wrapped_attribute(cls: type) -> str | None:
-    """Return the attribute in which a wrapper class holds the wrapped module, or None for other classes."""
     for name, attribute in _WRAPPERS.items():
         module, _, class_name = name.rpartition(".")
         wrapper = getattr(sys.modules.get(module), class_name, None)
@@ -81,7 +79,6 @@ wrapped_attribute: Callable[[type], str | None] = lru_cache(maxsize=1024)(_wrapp
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Remove all wrappers around `module`."""
     inner: object = module
     while isinstance(inner, nn.Module):
         module = inner

@@ -32,33 +32,24 @@ _SEE_ALL = '  see all:      print(hookdrop.plan(model, layers="**"))'
 class Layer:
     """One module of a model, with all of its names."""
 
-    name: str
-    """The first fully qualified name, without wrappers; `""` is the model itself."""
+    name: str  # the first fully qualified name, without wrappers; `""` is the model itself
     module: nn.Module
-    aliases: set[str] = field(default_factory=set)
-    """All names without wrappers; a shared module has several."""
-    wrapped_names: set[str] = field(default_factory=set)
-    """Names that contain wrapper segments."""
-    wrappers: dict[nn.Module, None] = field(default_factory=dict)
-    """The wrappers around the module, as an ordered set."""
+    aliases: set[str] = field(default_factory=set)  # all names without wrappers; a shared module has several
+    wrapped_names: set[str] = field(default_factory=set)  # names that contain wrapper segments
+    wrappers: dict[nn.Module, None] = field(default_factory=dict)  # the wrappers around the module, as an ordered set
 
 
 @dataclass
 class Selection:
     """The selected layers in `named_modules()` order, and what each entry matched."""
 
-    root: nn.Module
-    """The model without its wrappers."""
+    root: nn.Module  # the model without its wrappers
     entries: list[Entry]
     layers: list[Layer]
-    counts: dict[str, int]
-    """For each entry, the number of matched layers that have a forward."""
-    matched_by: dict[str, list[int]]
-    """For each layer name, the indices of the entries that matched it."""
-    exact: set[str]
-    """Names of layers that an entry gives by full name or as a module."""
-    unmatched_excludes: list[Entry]
-    """The entries of `exclude` that match none of the selected layers."""
+    counts: dict[str, int]  # for each entry, the number of matched layers that have a forward
+    matched_by: dict[str, list[int]]  # for each layer name, the indices of the entries that matched it
+    exact: set[str]  # names of layers that an entry gives by full name or as a module
+    unmatched_excludes: list[Entry]  # the entries of `exclude` that match none of the selected layers
 
 
 def named_layers(model: nn.Module) -> list[Layer]:
@@ -175,7 +166,6 @@ def as_entries(entries: Any, source: str) -> list[Entry]:
 
 
 def entry_text(entry: Entry) -> str:
-    """Format an entry as the user wrote it."""
     if isinstance(entry, re.Pattern):
         return f"re.compile({entry.pattern!r})"
     if isinstance(entry, str):
@@ -248,7 +238,6 @@ def _no_match_message(everything: list[Layer], entry: Entry, source: str) -> str
 
 
 def _suggestion(everything: list[Layer], text: str) -> str:
-    """Suggest what to write instead of a text that matches nothing."""
     names = [layer.name for layer in everything if layer.name]
 
     def matched(pattern: str) -> int:

@@ -7,7 +7,6 @@ from html import escape
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Format a table as plain text, with padded columns and right-aligned numbers."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     # The first column holds names, which may look like numbers.
@@ -21,7 +20,6 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[object]], caption: str) -> str:
-    """Format a table as HTML for notebooks."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(_cell(value))}</td>" for value in row) + "</tr>" for row in rows)
     return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>"

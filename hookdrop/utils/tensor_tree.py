@@ -64,7 +64,6 @@ def bind_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of a module's forward, without self."""
     if "forward" in vars(module):  # patched on this instance
         return _names_of(module.forward)
     cls: Any = type(module)
@@ -89,7 +88,6 @@ def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def require_same_shape_and_dtype(x: Tensor, y: object) -> Tensor:
-    """Return `y` if it is a tensor with the shape and dtype of `x`."""
     if isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype:
         return y
     got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
@@ -114,7 +112,6 @@ def detached_copy(x: Tensor, to: torch.device | str | None = None) -> Tensor:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return all tensors in `value`, depth first."""
     return [leaf for _, leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 

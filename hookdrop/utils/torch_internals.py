@@ -131,7 +131,6 @@ forward_ad_level: Callable[[], int] = partial(getattr, forward_ad, "_current_lev
 
 
 def is_proxy_tracing() -> bool:
-    """Whether `make_fx` is recording."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode() is not None
@@ -169,7 +168,6 @@ saved_tensors_hooks: Callable[[bool], Any] | None = getattr(_C._autograd, "_top_
 
 
 def compiler_is_imported() -> bool:
-    """Whether the compiler is imported; otherwise no code can have been compiled."""
     return "torch._dynamo" in sys.modules
 
 

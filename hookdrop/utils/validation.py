@@ -12,12 +12,10 @@ from torch import Tensor
 
 from hookdrop.utils.errors import ShapeError
 
-CopyDevice = torch.device | str | None
-"""The device of copies; None is the device of the tensor."""
+CopyDevice = torch.device | str | None  # the device of copies; None is the device of the tensor
 
 
 def number(value: object, name: str, owner: str) -> float:
-    """Return `value` as a finite Python float."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if type(value).__name__ in ("bool", "bool_", "str", "bytes") or not hasattr(value, "__float__"):
@@ -32,7 +30,6 @@ def number(value: object, name: str, owner: str) -> float:
 
 
 def positive(value: object, name: str, owner: str, hint: str = "") -> float:
-    """Return `value` as a float above 0."""
     result = number(value, name, owner)
     if result <= 0.0:
         raise ValueError(f"{owner}: {name} must be above 0, got {result:g}.{hint}")
@@ -89,7 +86,6 @@ def given_channel_axis(shape: Sequence[int], channel_dim: object, owner: str) ->
 
 
 def valid_device(to: CopyDevice, owner: str) -> CopyDevice:
-    """Return `to` if the device exists."""
     if to is not None:
         try:
             torch.empty(0, device=to)
@@ -102,7 +98,6 @@ def valid_device(to: CopyDevice, owner: str) -> CopyDevice:
 
 
 def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) -> Any:
-    """Return `value` if it is one of `allowed`."""
     for choice in allowed:
         if value is choice or (type(value) is type(choice) and value == choice):
             return value
