@@ -159,8 +159,7 @@ def _is_memory(x: Tensor) -> bool:
     return type(x) in PLAIN_TYPES and not (rewritten or is_tracing())
 
 
-_WORDS = 128
-_EACH_BYTE = 0x0101010101010101
+_WORDS, _EACH_BYTE = 128, 0x0101010101010101
 _BIT_OF_EACH = 0x8040201008040201 - 2**64
 
 
@@ -192,38 +191,24 @@ def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: st
     if how == "paper":
         area = math.prod(size / (block * (size - block + 1)) for size, block in zip(sizes, blocks, strict=True))
         return min(1.0, p * area)
-    return _solve(_cover_counts(sizes, blocks), p)
-
-
-def _solve(cover: tuple[tuple[int, float], ...], p: float) -> float:
-    """Newton's method on dropped(gamma) = p.
-
-    The left side is concave and increasing, so the method converges from below, and a first step from above lands
-    below. The only safeguard needed is clamping to the open interval (0, 1).
-    """
-    gamma = min(max(p / sum(n * share for n, share in cover), math.ulp(0.0)), _BELOW_ONE)
+    # Newton's method on dropped(gamma) = p, the mean over positions of 1 - (1 - gamma)^n(position). It is concave and
+    # increasing, so the method converges from below, and a first step from above lands below. The only safeguard needed
+    # is clamping to the open interval (0, 1).
+    cover, lowest, highest = _cover_counts(sizes, blocks), math.ulp(0.0), math.nextafter(1.0, 0.0)
+    gamma = min(max(p / sum(n * share for n, share in cover), lowest), highest)
     for _ in range(200):
-        dropped, slope = _dropped(cover, gamma)
-        step = (p - dropped) / slope
-        gamma = min(max(gamma + step, math.ulp(0.0)), _BELOW_ONE)
+        miss = math.log1p(-gamma)
+        dropped = slope = 0.0
+        for n, share in cover:
+            hit = -math.expm1(n * miss)
+            dropped += share * hit
+            slope += share * n * (1.0 - hit)
+        step = (p - dropped) * (1.0 - gamma) / slope
+        gamma = min(max(gamma + step, lowest), highest)
         # Each step doubles the number of correct digits, so after such a small step the next would change nothing.
         if abs(step) <= 1e-8 * gamma:
             break
     return gamma
-
-
-_BELOW_ONE = math.nextafter(1.0, 0.0)
-
-
-def _dropped(cover: tuple[tuple[int, float], ...], gamma: float) -> tuple[float, float]:
-    """Mean over positions of 1 - (1 - gamma)^n(position), and its derivative."""
-    miss = math.log1p(-gamma)
-    dropped = slope = 0.0
-    for n, share in cover:
-        hit = -math.expm1(n * miss)
-        dropped += share * hit
-        slope += share * n * (1.0 - hit)
-    return dropped, slope / (1.0 - gamma)
 
 
 @lru_cache(maxsize=1024)

@@ -40,14 +40,6 @@ def draw_elements(x: Tensor, p: Tensor) -> Tensor:
     return dropped
 
 
-def _elements(x: Tensor, p: Tensor) -> Tensor:
-    return drawing.draw_elements(x, rate(p, "p", "Dropout"))[0]
-
-
-def _seed_rate(p: Tensor, sizes: list[int], edges: list[int], gamma: str) -> Tensor:
-    return as_rate_tensor(gamma_for(tuple(sizes), tuple(edges), rate(p, "p", "DropBlock"), gamma))
-
-
 def _draw(x: Tensor, p: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`(record, seeds, scale)`: what to drop as bytes, the number of seeds they hold or -1 for one bit per element.
 
@@ -79,12 +71,8 @@ def _mask(x: Tensor, record: Tensor, seeds: Tensor, scale: Tensor, *kind: Any) -
     if count >= 0:
         record = record.view(-1)[: count * blocks.index_dtype.itemsize].view(blocks.index_dtype)
     y = apply_mask_no_grad(x, record, scale, blocks)
-    expected = _mask_fake(x)
+    expected = torch.empty_like(x)
     return y if y.stride() == expected.stride() else expected.copy_(y)
-
-
-def _mask_fake(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -120,17 +108,19 @@ _RANDOM = [
 _KIND = "SymInt[] edges, SymInt channel, bool per_channel"
 _ELEMENTS = operator(
     "draw_elements(Tensor x, Tensor p) -> Tensor",
-    _elements,
+    lambda x, p: drawing.draw_elements(x, rate(p, "p", "Dropout"))[0],
     lambda x, p: torch.empty_like(x, dtype=torch.bool),
     *_RANDOM,
 )
 _DRAWN = f"Tensor x, Tensor p, {_KIND}, str gamma, str? normalize"
 _DRAW = operator(f"draw_blocks({_DRAWN}) -> (Tensor, Tensor, Tensor)", _draw, _draw_fake, *_RANDOM)
 _MASKED = f"Tensor x, Tensor record, Tensor seeds, Tensor scale, {_KIND}"
-_MASK = operator(f"mask_blocks({_MASKED}) -> Tensor", _mask, _mask_fake)
+_MASK = operator(f"mask_blocks({_MASKED}) -> Tensor", _mask, lambda x, *_: torch.empty_like(x))
 torch.library.register_autograd("hookdrop::mask_blocks", _backward, setup_context=_setup_context)
 _SEED_RATE = operator(
     "seed_rate(Tensor p, SymInt[] sizes, SymInt[] edges, str gamma) -> Tensor",
-    _seed_rate,
+    lambda p, sizes, edges, gamma: as_rate_tensor(
+        gamma_for(tuple(sizes), tuple(edges), rate(p, "p", "DropBlock"), gamma)
+    ),
     lambda p, *_: torch.empty_like(p),
 )

@@ -88,8 +88,8 @@ def count_covered(seeds: Tensor, blocks: Blocks, per_sample: Tensor | None = Non
         return None
     maps = blocks.samples * blocks.channels, blocks.channels
     found = seeds.data_ptr(), seeds.numel(), seeds.dtype == torch.int64
-    threads = _threads(seeds.numel() * math.prod(blocks.blocks))
     counts = None if per_sample is None else per_sample.data_ptr()
+    threads = _threads(seeds.numel() * math.prod(blocks.blocks))
     covered: int = _library.hookdrop_count(counts, *maps, *found, *_map_arguments(blocks), threads)
     return None if covered < 0 else covered
 
@@ -108,7 +108,7 @@ def mask_elements(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
     if x.dtype not in _FUSED_DTYPES or not _is_supported(x):
         return None
     shared = dropped.shape != x.shape
-    if not shared and dropped.stride() == x.stride() and _is_dense(x):
+    if not shared and dropped.stride() == x.stride() and torch.ops.aten.is_non_overlapping_and_dense.default(x):
         maps = 1, 1, x.numel(), dropped.data_ptr(), 0
     elif x.is_contiguous() and x.dim() == dropped.dim() > 2 and dropped[0].is_contiguous():
         if shared and dropped.shape != (x.shape[0], 1, *x.shape[2:]):
@@ -122,9 +122,6 @@ def mask_elements(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
     scaling = x.data_ptr(), x.element_size(), scales.data_ptr(), x.numel() // scales.numel()
     _library.hookdrop_clear(y.data_ptr(), *scaling, *maps, shared, _threads(x.numel()))
     return y
-
-
-_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
 def _empty_like(x: Tensor) -> Tensor:

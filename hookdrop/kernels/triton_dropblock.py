@@ -143,12 +143,8 @@ def _halo(blocks: Blocks) -> int:
 
 def _lanes(words: int, halo: int) -> int:
     """The number of words of a tile: a power of two, so that little of it is halo, or all of a small sample."""
-    whole_sample, few_overlaps = _next_power_of_2(words + halo), max(128, min(_next_power_of_2(8 * halo), 1024))
-    return max(32, min(whole_sample, max(few_overlaps, _next_power_of_2(2 * halo))))
-
-
-def _next_power_of_2(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()
+    whole, few_overlaps, least = (1 << max(n - 1, 0).bit_length() for n in (words + halo, 8 * halo, 2 * halo))
+    return max(32, min(whole, max(128, min(few_overlaps, 1024), least)))
 
 
 def _fixed_point(seed_rate: float) -> int:
