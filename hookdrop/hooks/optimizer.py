@@ -1,4 +1,4 @@
-"""Count the steps of an optimizer, and the updates of a model's weights."""
+"""Count the steps of an optimizer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hookdrop.hooks.compiling import GraphBreak
-from hookdrop.utils.torch_internals import parameters_of, version_of
 
 # The attributes in which wrappers hold the inner optimizer: Accelerate, Lightning, timm's Lookahead, PostLocalSGD,
 # fastai's OptimWrapper.
@@ -105,56 +102,3 @@ def _has_steps(value: object) -> bool:
     return isinstance(value, Optimizer) or (
         callable(getattr(value, "step", None)) and any(hasattr(value, name) for name in _INNER)
     )
-
-
-# --- updates of the weights
-
-
-class WeightUpdates:
-    """Counts the updates of a model by its first trainable weight. Holds the model weakly."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
-        self.updates = 0
-        self._owner: tuple[weakref.ref[nn.Module], str] | None = None
-        """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""
-        weight = self.weight()
-        self._first_version = self._version = None if weight is None else version_of(weight)
-
-    def weight(self) -> nn.Parameter | None:
-        """Return the first trainable parameter. It is cached, because a search at every step would be slow."""
-        module = None if self._owner is None else self._owner[0]()
-        weight = None if module is None or self._owner is None else parameters_of(module).get(self._owner[1])
-        if weight is None or not weight.requires_grad:
-            model = self.model()
-            weight, self._owner = (None, None) if model is None else _first_weight(model)
-        return weight
-
-    def is_trained_by(self, optimizer: Optimizer) -> bool:
-        weight = self.weight()
-        return any(weight is parameter for group in optimizer.param_groups for parameter in group["params"])
-
-    @property
-    def updates_so_far(self) -> int:
-        """The number of updates, including those that were not noticed, if they increment the version."""
-        weight = self.weight()
-        moved = 0 if weight is None or self._first_version is None else version_of(weight) - self._first_version
-        return max(self.updates, moved)
-
-    def notice(self) -> bool:
-        """Return whether the weight changed since the last call, and count it."""
-        weight = self.weight()
-        before, self._version = self._version, None if weight is None else version_of(weight)
-        self.updates += (changed := before != self._version)
-        return changed
-
-
-def _first_weight(model: nn.Module) -> tuple[nn.Parameter | None, tuple[weakref.ref[nn.Module], str] | None]:
-    """Find the first parameter that an optimizer may update, and its location."""
-    for module in model.modules():
-        for name, parameter in parameters_of(module).items():
-            if parameter is None or isinstance(parameter, UninitializedParameter):
-                continue
-            if parameter.requires_grad and not parameter.is_inference():
-                return parameter, (weakref.ref(module), name)
-    return None, None

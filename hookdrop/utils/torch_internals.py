@@ -8,12 +8,11 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import logging
-import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -29,20 +28,14 @@ _jit: Any = torch.jit
 
 # --- modules
 
-BatchNorm: type[nn.Module] = _BatchNorm
-"""The base class of all batch norms, which write to their buffers in training mode."""
+BatchNorm: type[nn.Module] = _BatchNorm  # the base class of all batch norms
 
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
-"""The children of a module by name. `named_children` omits the second name of a shared child."""
-
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
-"""The parameter table of a module, without those of its children."""
-
-buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
-"""The buffer table of a module, without those of its children. Dry runs replace the buffers by copies."""
-
-full_backward_hooks_of: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_backward_hooks")
-"""The backward hooks of a module, which PyTorch attaches to its output after the forward hooks."""
+# The tables of a module, without those of its children. `named_children` omits the second name of a shared child.
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+# PyTorch attaches these to the output of the module, after the forward hooks.
+full_backward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_backward_hooks")
 
 HOOK_TABLES = (
     ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
@@ -52,14 +45,9 @@ HOOK_TABLES = (
 
 # --- tensors
 
-has_storage: Callable[[Tensor], bool] = _C._has_storage
-"""Whether a tensor has memory. Batched gradients inside `vmap` have none."""
-
-is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
-"""Whether a tensor is an all-zero gradient without memory."""
-
-version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""The number of in-place modifications of a tensor."""
+has_storage: Callable[[Tensor], bool] = _C._has_storage  # batched gradients inside `vmap` have no memory
+is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # an all-zero gradient without memory
+version_of: Callable[[Tensor], int] = attrgetter("_version")  # the number of in-place modifications
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -69,8 +57,7 @@ def storage_of(tensor: Tensor) -> int:
 
 # Subclasses with a `__torch_function__`, such as MONAI's MetaTensor:
 
-PLAIN_TYPES = (Tensor, nn.Parameter)
-"""The types that are not such a subclass. Comparing with them is the fastest check."""
+PLAIN_TYPES = (Tensor, nn.Parameter)  # no such subclasses; comparing with them is the fastest check
 
 
 def wraps_results(x: Tensor) -> bool:
@@ -108,26 +95,16 @@ def fake_tensors() -> Iterator[Any]:
         logger.disabled = disabled
 
 
-dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
-"""The number of active dispatch modes (fake tensors, tracing, operator profiling)."""
+dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack  # how many: fake tensors, tracing, profiling, ...
+is_tracing: Callable[[], bool] = _jit.is_tracing  # whether `torch.jit.trace` is recording; public, but untyped
+functorch_stack: Callable[[], Any] = _C._functorch.peek_interpreter_stack  # the innermost transform, or None
+forward_ad_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")  # -1 if it is not active
 
-is_tracing: Callable[[], bool] = _jit.is_tracing
-"""Whether `torch.jit.trace` is recording. Public, but untyped."""
-
-functorch_stack: Callable[[], Any] = _C._functorch.peek_interpreter_stack
-"""The innermost active `torch.func` transform, or None."""
-
+# Contexts that hide operations from all dispatch modes, and from all `torch.func` transforms.
 without_dispatch_modes: Callable[[], Any] = _C._DisableTorchDispatch
-"""A context that hides operations from all dispatch modes."""
-
 without_functorch: Callable[[], Any] = _C._DisableFuncTorch
-"""A context that hides operations from all `torch.func` transforms."""
 
-disable_dynamo = _disable_dynamo
-"""`torch.compiler.disable` without importing the compiler."""
-
-forward_ad_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
-"""The current forward-mode AD level; -1 if forward-mode AD is not active."""
+disable_dynamo = _disable_dynamo  # `torch.compiler.disable` without importing the compiler
 
 
 def is_proxy_tracing() -> bool:
@@ -149,17 +126,10 @@ def vmap_randomness() -> tuple[str, ...]:
 
 # --- the backward pass
 
-graph_task: Callable[[], int] = _C._current_graph_task_id
-"""The id of the running backward pass; -1 if none is running."""
-
-sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
-"""The sequence number that the next autograd node will get."""
-
-current_node: Callable[[], Any] = _C._current_autograd_node
-"""The autograd node whose backward is running."""
-
-node_sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
-"""The sequence number of an autograd node."""
+graph_task: Callable[[], int] = _C._current_graph_task_id  # the id of the running backward pass; -1 if none runs
+sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr  # that of the next autograd node
+current_node: Callable[[], Any] = _C._current_autograd_node  # the autograd node whose backward is running
+node_sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 saved_tensors_hooks: Callable[[bool], Any] | None = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
 """Returns the innermost saved-tensors hooks, or None if there are none. Unavailable (None) before PyTorch 2.8."""
