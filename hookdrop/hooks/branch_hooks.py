@@ -16,15 +16,7 @@ from hookdrop.hooks.hook import CurrentRate, SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.errors import InjectionError, ShapeError
-from hookdrop.utils.tensor_tree import (
-    TensorKey,
-    bind_arguments,
-    describe,
-    first_tensor,
-    fits,
-    map_leaves,
-    map_tensor,
-)
+from hookdrop.utils.tensor_tree import TensorKey, bind_arguments, describe, first_tensor, fits, map_leaves, map_tensor
 from hookdrop.utils.torch_internals import graph_task
 
 _SAVED_INPUT = "_hookdrop_skipped"

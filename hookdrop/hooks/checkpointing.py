@@ -25,11 +25,8 @@ if TYPE_CHECKING:
     from hookdrop.hooks.hook import CurrentRate
 
 Call = tuple[str, bool, int]  # site, training mode, and a fingerprint of the RNG state
-
 MAX_CALLS_PER_STATE = 8  # how many calls of one site with equal RNG states are distinguished
-
 CAPACITY = 2**14  # how many calls are remembered: about 100 sites in 100 forwards
-
 CAPACITY_WITH_TENSORS = 64  # the same for calls that hold tensors
 
 
@@ -89,7 +86,6 @@ class CheckpointedCalls(dict[Call, list[NotedCall]]):
     """The calls that a backward pass may recompute."""
 
     complete = True  # whether no call was evicted
-
     with_tensors: tuple[Call, ...] = ()  # the calls that hold tensors, such as attention masks
 
     @property
@@ -126,14 +122,15 @@ class CheckpointedCalls(dict[Call, list[NotedCall]]):
         node = internals.current_node()
         # A reentrant checkpoint recomputes inside its own node, and its forward ran without gradients.
         with_gradients = not node.name().startswith("CheckpointFunction")
-        number = internals.node_sequence_number(node)
-        return min(same_state, key=lambda one: (one.with_gradients != with_gradients, _distance(number, *one[:2])))
+        now = internals.node_sequence_number(node)
 
+        def distance(noted: NotedCall) -> tuple[bool, float]:
+            # The nodes between a call and its recompute. A reentrant checkpoint creates its node after its forward.
+            then = noted.sequence_number
+            nodes = now - then if noted.with_gradients else then - now - 1
+            return noted.with_gradients != with_gradients, nodes if nodes >= 0 else math.inf
 
-def _distance(now: int, noted: int, with_gradients: bool) -> float:
-    """The nodes between a call and its recompute. A reentrant checkpoint creates its node after its forward."""
-    nodes = now - noted if with_gradients else noted - now - 1
-    return nodes if nodes >= 0 else math.inf
+        return min(same_state, key=distance)
 
 
 def rng_fingerprint(value: Any) -> int:

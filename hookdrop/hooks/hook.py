@@ -23,15 +23,8 @@ from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers import REGULARIZERS
 from hookdrop.regularizers.base import P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.samples import SampleRows
+from hookdrop.utils import tensor_tree
 from hookdrop.utils.errors import InjectionError, ShapeError
-from hookdrop.utils.tensor_tree import (
-    TensorKey,
-    bind_arguments,
-    first_tensor,
-    map_arguments,
-    map_tensor,
-    require_same_shape_and_dtype,
-)
 from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
 
 Listener = Callable[["SiteHook", nn.Module, Any], None]
@@ -68,7 +61,7 @@ class SiteHook(PlacedHook):
         site: str,
         regularizer: Regularizer,
         p_scale: float,
-        tensor: TensorKey,
+        tensor: tensor_tree.TensorKey,
         state: InjectionState,
         at: str = "output",
     ) -> None:
@@ -234,14 +227,14 @@ class SiteHook(PlacedHook):
         if self.regularizer.needs:
             context = self._collect()
             if LAYER_INPUT in self.regularizer.needs:
-                bound = bind_arguments(module, value[0], value[1])
+                bound = tensor_tree.bind_arguments(module, value[0], value[1])
                 refuse_cache(bound, self.where)
-                context[LAYER_INPUT] = first_tensor(bound)
+                context[LAYER_INPUT] = tensor_tree.first_tensor(bound)
             fn = partial(fn, **context)
         if self.at == "output":
-            return map_tensor(value[2], self.tensor, fn)
+            return tensor_tree.map_tensor(value[2], self.tensor, fn)
         args, kwargs = value
-        return map_arguments(module, args, kwargs, self.tensor, fn)
+        return tensor_tree.map_arguments(module, args, kwargs, self.tensor, fn)
 
     def _collect(self) -> dict[str, Any]:
         found = {need: one.value for need, one in self.collected.items()}
@@ -340,7 +333,11 @@ class SiteHook(PlacedHook):
 
 def regularized(regularizer: Regularizer, x: Tensor, rate: Any, **context: Any) -> Tensor:
     y = regularizer.regularize(x, rate, **context)
-    return require_same_shape_and_dtype(x, y) if regularizer.keeps_shape else y
+    if regularizer.keeps_shape and not (isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype):
+        got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+        must = "a regularizer must preserve shape and dtype"
+        raise ShapeError(f"got {tuple(x.shape)} {x.dtype} and returned {got}: {must}.")
+    return y
 
 
 def _notify(hook: SiteHook, module: nn.Module, value: Any) -> None:

@@ -19,7 +19,7 @@ from hookdrop.utils.names import glob_expression
 from hookdrop.utils.tables import shape_text, some, text_table
 from hookdrop.utils.tensor_tree import detached_copy
 from hookdrop.utils.torch_internals import graph_task
-from hookdrop.utils.validation import CopyDevice, count, valid_device
+from hookdrop.utils.validation import CopyDevice, count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,8 @@ class Recording(Mapping[str, Record]):
         self.name = ", ".join(dict.fromkeys(hook.state.name for hook in hooks))
         self.totals = Measurement(hooks)
         """What was measured in all calls: rates, dropped fractions, mean ratios."""
-        self._last, self._to = count(last, "last", "recording", 0), valid_device(to, "recording")
+        torch.empty(0, device=to)  # an unknown device raises before the first forward
+        self._last, self._to = count(last, "last", "recording", 0), to
         self._records: dict[str, deque[Record]] = {site: deque(maxlen=self._last) for site in self.totals.sites}
 
     def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from hookdrop.hooks import compiling
@@ -17,7 +18,7 @@ from hookdrop.utils.select import Entries, Layer, select
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.tensor_tree import describe, detached_copy, tensors
 from hookdrop.utils.torch_internals import functorch_stack
-from hookdrop.utils.validation import CopyDevice, count, valid_device
+from hookdrop.utils.validation import CopyDevice, count
 
 T = TypeVar("T")
 
@@ -117,7 +118,8 @@ def capture(
     Raises:
         LayerError: an entry matches no layer, or the requested layer was not captured or never called.
         ShapeError: a layer returns no tensor.
-        ValueError: the device does not exist, or `last` is below 1.
+        ValueError: `last` is below 1.
+        RuntimeError: the device does not exist.
         InjectionError: a forward inside runs under `torch.func`.
 
     Example:
@@ -128,7 +130,7 @@ def capture(
         (torch.Size([2, 4]), tensor(8.))
     """
     kept = None if last is None else count(last, "last", "capture")
-    device = valid_device(to, "capture")
+    torch.empty(0, device=to)  # an unknown device raises before the first forward
     chosen = chosen_layers(model, layers, exclude, "capture()")
     seen = Captured(chosen)
 
@@ -138,14 +140,14 @@ def capture(
         if (x := first_tensor(output)) is None:
             what = f"{layer.name!r} returned {describe(output)}, which contains no tensor"
             raise ShapeError(f"{what}.\n  skip it: exclude=...")
-        copy = detached_copy(x, device)
+        copy = detached_copy(x, to)
         calls = seen.setdefault(layer.name, [])
         calls.append(copy)
         if kept is not None:
             del calls[:-kept]
 
         def add(gradient: Tensor) -> None:
-            new = detached_copy(gradient, device)
+            new = detached_copy(gradient, to)
             copy.grad = new if copy.grad is None else copy.grad + new
 
         if gradients and x.requires_grad:

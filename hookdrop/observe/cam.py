@@ -27,17 +27,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Target = int | Tensor | Sequence[int] | None
-METHODS = {
-    "gradcam": "GradCAM",
-    "gradcam++": "GradCAMPlusPlus",
-    "xgradcam": "XGradCAM",
-    "hirescam": "HiResCAM",
-    "layercam": "LayerCAM",
-    "eigencam": "EigenCAM",
-}
-"""Class of the library by method."""
-MAX_PREFIX_TOKENS = 8
-"""Upper bound on class, distillation and register tokens combined."""
+_CLASSES = ("GradCAM", "GradCAMPlusPlus", "XGradCAM", "HiResCAM", "LayerCAM", "EigenCAM")  # of the library
+METHODS = {name.lower().replace("plus", "+"): name for name in _CLASSES}
+MAX_PREFIX_TOKENS = 8  # class, distillation and register tokens combined
 
 
 def grad_cam(model: nn.Module, x: Tensor, layer: Entries, target: Target = None, method: str = "gradcam") -> Tensor:
@@ -101,7 +93,14 @@ def _maps_and_classes(
         except ShapeError as error:
             raise ShapeError(f"{name!r} {error}") from None
 
-    classes = _classes(target, len(x))
+    classes: list[int] | None = None  # the predicted ones
+    if target is not None:
+        given = torch.as_tensor(target).tolist()
+        classes = given if isinstance(given, list) else [given] * len(x)
+        if len(classes) != len(x) or min(classes) < 0:
+            raise ValueError(
+                f"grad_cam: target must be one class, or one for each of the {len(x)} images, got {given}."
+            )
     model = unwrapped(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     grad = torch.enable_grad()
@@ -136,17 +135,6 @@ def _maps_and_classes(
     peaks = maps.amax((1, 2), keepdim=True)
     # The library divides by the maximum plus an epsilon, which matters when the gradients are as small.
     return maps / torch.where(peaks > 0.0, peaks, 1.0), classes or cam.outputs.argmax(-1).tolist()
-
-
-def _classes(target: Target, images: int) -> list[int] | None:
-    """Return the class of each image; None if it is the predicted one."""
-    if target is None:
-        return None
-    given = torch.as_tensor(target).tolist()
-    classes = given if isinstance(given, list) else [given] * images
-    if len(classes) != images or min(classes) < 0:
-        raise ValueError(f"grad_cam: target must be one class, or one for each of the {images} images, got {given}.")
-    return classes
 
 
 class _Classifier(nn.Module):
@@ -188,12 +176,7 @@ def as_map(x: Tensor, image: Sequence[int]) -> Tensor:
 
 
 def compare_cam(
-    before: nn.Module,
-    after: nn.Module,
-    x: Tensor,
-    layer: Entries,
-    target: Target = None,
-    method: str = "gradcam",
+    before: nn.Module, after: nn.Module, x: Tensor, layer: Entries, target: Target = None, method: str = "gradcam"
 ) -> CamComparison:
     """Compute `grad_cam` of two models for the same images and classes, as in the DropBlock paper.
 

