@@ -68,7 +68,8 @@ class Comparison:
             return []
         there = {hook.site for _, hook in self.placed} | set(self.copied)
         # A handle on a submodule does not report sites elsewhere in the model as lost.
-        if not state.contains_root(self.model):
+        root = None if live.root is None else live.root()
+        if all(module is not root for module in self.model.modules()):
             own = {hook.site for hook in self.hooks}
             there |= {hook.site for hook in live.members if hook.is_attached and hook.site not in own}
         return [site for site in state.sites if site in live.known_sites and site not in there]

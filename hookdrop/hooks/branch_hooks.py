@@ -204,7 +204,11 @@ class SubsetHook(SiteHook):
         rows, samples, rate = selected
 
         def complete(leaf: Any) -> Any:
-            return _among_zeros(leaf, rows, samples) if fits(leaf) and len(leaf) == len(rows) else leaf
+            if not fits(leaf) or len(leaf) != len(rows):
+                return leaf
+            shape, is_dense = (samples, *leaf.shape[1:]), leaf.stride(0) * len(leaf) == leaf.numel()
+            zeros = leaf.new_empty_strided(shape, leaf.stride()).zero_() if is_dense else leaf.new_zeros(shape)
+            return zeros.index_copy_(0, rows, leaf)
 
         # Other tensors with a single row may be for all samples, such as the position bias of T5.
         output = map_tensor(output, self.tensor, complete) if len(rows) == 1 else map_leaves(output, complete)
@@ -222,13 +226,6 @@ class SubsetHook(SiteHook):
     def place(self, module: nn.Module) -> None:
         super().place(module)
         self.accompany(module.register_forward_hook, SubsetHook.end_call, always_call=True)
-
-
-def _among_zeros(x: Tensor, rows: Tensor, samples: int) -> Tensor:
-    """Return `samples` rows in the memory format of `x`: those of `x` at `rows`, and zeros elsewhere."""
-    shape, is_dense = (samples, *x.shape[1:]), x.stride(0) * len(x) == x.numel()
-    zeros = x.new_empty_strided(shape, x.stride()).zero_() if is_dense else x.new_zeros(shape)
-    return zeros.index_copy_(0, rows, x)
 
 
 # The number of rows depends on the rate, so these functions run outside of compiled graphs.

@@ -140,11 +140,6 @@ class InjectionState:
         self.enabled = enabled
         self.live.overrides = [override for override in self.live.overrides if override.sampling is None]
 
-    def contains_root(self, model: nn.Module) -> bool:
-        """Whether `model` contains the whole model that the hooks were placed on, not only a part of it."""
-        root = None if self.live.root is None else self.live.root()
-        return root is not None and any(module is root for module in model.modules())
-
     def warn_once(self, kind: str, text: str) -> None:
         if kind not in self.warned_kinds:
             self.warned_kinds.add(kind)

@@ -48,10 +48,6 @@ class Blocks:
         return torch.int32 if self.places < 2**31 else torch.int64
 
     @cached_property
-    def dilation_passes(self) -> int:
-        return sum(math.ceil(math.log2(block)) for block in self.blocks)
-
-    @cached_property
     def elements_per_sample(self) -> int:
         """The number of mask elements of one sample."""
         return self.channels * math.prod(self.sizes)
@@ -122,7 +118,8 @@ class Blocks:
     def _fill_(self, memory: Tensor, seeds: Tensor, strides: Sequence[int], value: int) -> Tensor:
         """Write `value` to the seeds' blocks. `strides` are the strides of (samples, channels, *sizes)."""
         offsets = self._offsets(seeds, strides)
-        if not _is_memory(memory):
+        rewritten = torch.compiler.is_compiling() or dispatch_modes() > 0 or functorch_stack() is not None
+        if type(memory) not in PLAIN_TYPES or rewritten or is_tracing():
             # Overlapping windows need real memory; otherwise, index each element of each block.
             for block, stride in zip(self.blocks, strides[2:], strict=True):
                 steps = torch.arange(block, device=offsets.device) * stride
@@ -153,18 +150,11 @@ class Blocks:
 blocks_of = lru_cache(maxsize=1024)(Blocks)
 
 
-def _is_memory(x: Tensor) -> bool:
-    """Whether writes to `x` go directly to memory, i.e. no subclass, compiler or transform intercepts them."""
-    rewritten = torch.compiler.is_compiling() or dispatch_modes() > 0 or functorch_stack() is not None
-    return type(x) in PLAIN_TYPES and not (rewritten or is_tracing())
-
-
 _WORDS, _EACH_BYTE = 128, 0x0101010101010101
 _BIT_OF_EACH = 0x8040201008040201 - 2**64
 
 
 def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of shape `sizes`."""
     return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 

@@ -68,8 +68,8 @@ def _sparse(blocks: Blocks, seed_rate: float) -> bool:
     if seed_rate == 1.0:
         return False
     seeds = blocks.places * seed_rate
-    elements = blocks.samples * blocks.elements_per_sample
-    dense = blocks.places * _TRIAL + elements * (_MASK + _DOUBLING * blocks.dilation_passes)
+    elements, passes = blocks.samples * blocks.elements_per_sample, sum(math.ceil(math.log2(n)) for n in blocks.blocks)
+    dense = blocks.places * _TRIAL + elements * (_MASK + _DOUBLING * passes)
     return seeds * (_SEED + _WRITE * math.prod(blocks.blocks)) < dense
 
 

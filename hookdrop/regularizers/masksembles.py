@@ -110,14 +110,10 @@ def _cached(channels: int, count: int, scale: float, seed: str, device: torch.de
     return torch.tensor(draw_masks(channels, count, scale, seed), device=device)
 
 
-def _masks(channels: int, count: int, scale: float, seed: str, *, device: torch.device) -> Tensor:
-    # Compiled code may reuse the memory of a result.
-    return _cached(channels, count, scale, seed, device).clone()
-
-
 fixed_masks = operator(
     "fixed_masks(SymInt channels, SymInt count, float scale, str seed, *, Device device) -> Tensor",
-    _masks,
+    # Compiled code may reuse the memory of a result.
+    lambda *settings, device: _cached(*settings, device).clone(),
     lambda channels, count, scale, seed, *, device: torch.empty((count, channels), dtype=torch.bool, device=device),
 )
 

@@ -202,11 +202,7 @@ class NEFTune(Regularizer):
 
 
 def shake_drop(
-    x: Tensor,
-    p: float | Tensor = 0.5,
-    alpha: Range = (-1.0, 1.0),
-    beta: Range = (0.0, 1.0),
-    training: bool = True,
+    x: Tensor, p: float | Tensor = 0.5, alpha: Range = (-1.0, 1.0), beta: Range = (0.0, 1.0), training: bool = True
 ) -> Tensor:
     """With probability `p`, multiply a sample and its gradient by different random factors: see `ShakeDrop`."""
     alpha, beta = _range(alpha, "alpha", "shake_drop"), _range(beta, "beta", "shake_drop")
