@@ -96,13 +96,7 @@ def _dropped_counts(dropped: Tensor, blocks: Blocks) -> Tensor:
 
 
 def drop_blocks_in_vmap(
-    x: Tensor,
-    p: float | Tensor,
-    seed_rate: float | Tensor,
-    edges: list[int],
-    channel: int,
-    per_channel: bool,
-    normalize: str | None,
+    x: Tensor, p: Tensor, seed_rate: Tensor, edges: list[int], channel: int, per_channel: bool, normalize: str | None
 ) -> Tensor:
     """DropBlock in operations that `vmap` transforms: max pooling grows seeds to blocks."""
     maps, *sizes = x.movedim(channel, 1).shape[1:]

@@ -21,24 +21,9 @@ SEED_WORDS = tl.constexpr(2)
         *("depth", "height", "width", "block_d", "block_h", "block_w"),
     ]
 )
-def draw_kernel(
-    bits,
-    state,
-    rate: tl.int64,
-    tiles,
-    words,
-    halo,
-    elements,
-    depth,
-    height,
-    width,
-    block_d,
-    block_h,
-    block_w,
-    per_sample,
-    COUNT: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def draw_kernel(bits, state, rate: tl.int64, tiles, words, halo, elements,
+                depth, height, width, block_d, block_h, block_w, per_sample,
+                COUNT: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
     """Draw the seeds of one tile of one sample, grow them to blocks, and write and count the bits.
 
     The first `halo` words of a tile are those before it: seeds there have blocks that reach into the tile. The random
@@ -136,27 +121,10 @@ def _bit_count(x):
 
 
 @triton.jit(do_not_specialize=["count", "tiles", "words", "bit_stride", "per_sample"])
-def mask_kernel(
-    y,
-    x,
-    bits,
-    state,
-    scale,
-    count: tl.int64,
-    tiles,
-    words,
-    groups,
-    length,
-    sample_stride,
-    group_stride,
-    stride,
-    bit_stride,
-    per_sample,
-    COUNTED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    GROUPS_FASTEST: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def mask_kernel(y, x, bits, state, scale, count: tl.int64, tiles, words,
+                groups, length, sample_stride, group_stride, stride, bit_stride, per_sample,
+                COUNTED: tl.constexpr, ALIGNED: tl.constexpr, GROUPS_FASTEST: tl.constexpr,
+                ROWS: tl.constexpr):  # fmt: skip
     """Write `x * scale`, and 0 where a bit is set.
 
     A sample consists of `groups` x `length` elements, in memory `group_stride` and `stride` apart; in the mask, groups
