@@ -65,11 +65,7 @@ class SiteHook(PlacedHook):
         state: InjectionState,
         at: str = "output",
     ) -> None:
-        self.site = site
-        self.regularizer = regularizer
-        self.p_scale = p_scale
-        self.tensor = tensor
-        self.state = state
+        self.site, self.regularizer, self.p_scale, self.tensor, self.state = site, regularizer, p_scale, tensor, state
         self.at = at  # `"output"`, or `"input"` or `"skip"` for a pre-hook
         self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
         """What the regularizer needs from modules around the layer."""
@@ -89,10 +85,8 @@ class SiteHook(PlacedHook):
         self.state.live.members.add(self)
         self.state.live.known_sites.add(self.site)
         all_states.add(self.state)
-        rate = NO_RATE
-        if self.target is not None:
-            value = self.target * self.state.multiplier * self.p_scale
-            rate = CurrentRate(value, value == self.rate.neutral)
+        value = None if self.target is None else self.target * self.state.multiplier * self.p_scale
+        rate = NO_RATE if value is None else CurrentRate(value, value == self.rate.neutral)
         self.set_rate(rate, self.state.on, self.state.sampling)
         reason = self.regularizer.graph_break
         self.graph_break = compiling.graph_break(_apply, reason) if reason else None

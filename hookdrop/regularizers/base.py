@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from hookdrop.regularizers.samples import SamplePlace
 from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate
+from hookdrop.utils.validation import as_rate_tensor, floating, rate
 
 R = TypeVar("R", bound="Regularizer")
 
@@ -232,7 +232,16 @@ class DropRegularizer(Regularizer):
 
     def __init__(self, p: float | None = None, *, keep_prob: float | None = None) -> None:
         super().__init__()
-        self.p = self.rate.valid(drop_rate(p, keep_prob, self.title), self.title)
+        owner = self.title
+        if p is not None and keep_prob is not None:
+            both = f"(p={p}, keep_prob={keep_prob}); p = 1 - keep_prob"
+            raise ValueError(f"{owner}: pass p or keep_prob, not both {both}.")
+        if keep_prob is not None:
+            # Rounded so that keep_prob=0.9 gives p=0.1 instead of 0.09999999999999998.
+            p = round(1.0 - rate(keep_prob, "keep_prob", owner), 12)
+        elif p is None:
+            raise TypeError(f"{owner}: specify how much to drop: {owner}(p=0.1) or {owner}(keep_prob=0.9).")
+        self.p = self.rate.valid(p, owner)
 
 
 def check_axes(shape: Sequence[int], axes: str, owner: str) -> None:

@@ -46,14 +46,14 @@ for _class in (HookdropError, LayerError, ShapeError, InjectionError, StateError
     _class.__module__ = "hookdrop"
 
 
-def nearest(text: str, known: Iterable[str], count: int = 3) -> list[str]:
+def nearest(text: str, known: Iterable[str]) -> list[str]:
     """Return the known names closest to `text`, best match first."""
-    return difflib.get_close_matches(text, list(known), n=count, cutoff=0.5)
+    return difflib.get_close_matches(text, list(known), cutoff=0.5)
 
 
-def did_you_mean(text: str, known: Iterable[str], count: int = 3) -> str:
+def did_you_mean(text: str, known: Iterable[str]) -> str:
     """Return a message line that suggests the known names closest to `text`, or an empty string."""
-    near = nearest(text, known, count)
+    near = nearest(text, known)
     return f"\n  did you mean: {', '.join(map(repr, near))}" if near else ""
 
 

@@ -24,7 +24,6 @@ from hookdrop.utils.torch_internals import children_of
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate
 Entries: TypeAlias = Entry | Iterable[Entry]
-_Visit: TypeAlias = tuple[tuple[str, ...], nn.Module, tuple[int, ...], tuple[nn.Module, ...]]
 _SEE_ALL = '  see all:      print(hookdrop.plan(model, layers="**"))'
 
 
@@ -63,7 +62,7 @@ def named_layers(model: nn.Module) -> list[Layer]:
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
     layers: dict[int, Layer] = {}
     # Depth first: the name and those with wrapper segments, module, ids of the modules around it, wrappers around it.
-    stack: list[_Visit] = [(("",), model, (), ())]
+    stack: list[tuple[tuple[str, ...], nn.Module, tuple[int, ...], tuple[nn.Module, ...]]] = [(("",), model, (), ())]
     while stack:
         names, module, ancestors, wrappers = stack.pop()
         if id(module) in ancestors:

@@ -71,11 +71,7 @@ def on_plain_tensor(function: Callable[..., Tensor], x: Tensor, *settings: Any) 
     An autograd function must not receive the subclass: its `__torch_function__` would wrap the result in a view, and
     in-place operations on that view raise.
     """
-
-    def unwrapped(x: Tensor, *settings: Any) -> Tensor:
-        return function(x.as_subclass(Tensor), *settings)
-
-    return handle_torch_function(unwrapped, (x,), x, *settings)
+    return handle_torch_function(lambda x, *rest: function(x.as_subclass(Tensor), *rest), (x,), x, *settings)
 
 
 # --- modes and transforms that intercept operations

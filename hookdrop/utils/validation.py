@@ -51,18 +51,6 @@ def as_rate_tensor(rate: float) -> Tensor:
     return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 
-def drop_rate(p: object, keep_prob: object, owner: str) -> float:
-    """Return the drop probability from `p` or `keep_prob`, whichever was given."""
-    if p is not None and keep_prob is not None:
-        raise ValueError(f"{owner}: pass p or keep_prob, not both (p={p}, keep_prob={keep_prob}); p = 1 - keep_prob.")
-    if keep_prob is not None:
-        # Rounded so that keep_prob=0.9 gives p=0.1 instead of 0.09999999999999998.
-        return round(1.0 - rate(keep_prob, "keep_prob", owner), 12)
-    if p is None:
-        raise TypeError(f"{owner}: specify how much to drop: {owner}(p=0.1) or {owner}(keep_prob=0.9).")
-    return rate(p, "p", owner)
-
-
 def count(value: Any, name: str, owner: str, low: int = 1) -> int:
     """Return `value` as a Python int of at least `low`."""
     try:
