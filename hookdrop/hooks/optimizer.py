@@ -32,15 +32,9 @@ class Follower:
         self._first_handle = optimizer.register_step_pre_hook(self._before_first_step)
 
     @property
-    def title(self) -> str:
-        return type(self._optimizer()).__name__
-
-    @property
-    def alive(self) -> bool:
-        return self._optimizer() is not None
-
-    def follows(self, optimizer: Optimizer) -> bool:
-        return self._optimizer() is optimizer
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, while it exists."""
+        return self._optimizer()
 
     def detach(self) -> None:
         self._handle.remove()

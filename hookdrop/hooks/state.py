@@ -90,7 +90,7 @@ class InjectionState:
     @property
     def followed(self) -> bool:
         """Whether steps are counted by an optimizer that still exists."""
-        return self.live.follower is not None and self.live.follower.alive
+        return self.live.follower is not None and self.live.follower.optimizer is not None
 
     @property
     def step(self) -> int:

@@ -298,10 +298,10 @@ class Injection:
         inner = innermost(optimizer)
         for state in self._states:
             current = state.live.follower
-            if state.followed and current is not None and not current.follows(inner):
+            if state.followed and current is not None and current.optimizer is not inner:
                 raise InjectionError(
-                    f"{state.name!r} already follows an optimizer ({current.title}); nothing changed.\n"
-                    "  to switch: drop.follow(None), then drop.follow(optimizer)"
+                    f"{state.name!r} already follows an optimizer ({type(current.optimizer).__name__}); nothing "
+                    "changed.\n  to switch: drop.follow(None), then drop.follow(optimizer)"
                 )
         for state in [state for state in self._states if not state.followed]:
             state.live.follower = Follower(inner, self._only([state])._advance, partial(progress.restarted, state))

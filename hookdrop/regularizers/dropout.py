@@ -91,7 +91,6 @@ def _drop_channels(x: Tensor, p: float | Tensor, cls: type[_ChannelDropout], tra
 
 
 class _ChannelDropout(Dropout):
-    axes = "N C ..."
     independent_samples = True
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
@@ -155,7 +154,7 @@ def _saturate(x: Tensor, kept: Tensor, p: Tensor) -> Tensor:
     return (x * kept + (kept - 1.0) * _SATURATION) * a + _SATURATION * a * p
 
 
-class AlphaDropout(Dropout):
+class AlphaDropout(DropRegularizer):
     """Set elements to SELU's negative saturation with probability `p`, then restore mean and variance.
 
     Args:
@@ -168,15 +167,12 @@ class AlphaDropout(Dropout):
     """
 
     independent_samples = True
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return alpha_dropout(x, rate)
+    regularize = staticmethod(alpha_dropout)
 
 
-class FeatureAlphaDropout(_ChannelDropout):
-    """`AlphaDropout` of whole channels of (N, C, ...)."""
+class FeatureAlphaDropout(DropRegularizer):
+    """`AlphaDropout` of whole channels of (N, C, ...). Reference: Klambauer et al. 2017, arXiv:1706.02515."""
 
+    axes = "N C ..."
     independent_samples = True
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return feature_alpha_dropout(x, rate)
+    regularize = staticmethod(feature_alpha_dropout)

@@ -251,13 +251,11 @@ class ScaleActivationGrad(_ActivationGrad):
     """
 
     rate: ClassVar[Rate] = _FACTOR
+    regularize = staticmethod(scale_activation_grad)
 
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = self.rate.valid(factor, self.title)
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return scale_activation_grad(x, rate)
 
 
 class NoiseActivationGrad(_ActivationGrad):
@@ -277,10 +275,8 @@ class NoiseActivationGrad(_ActivationGrad):
     """
 
     rate: ClassVar[Rate] = STD
+    regularize = staticmethod(noise_activation_grad)
 
     def __init__(self, std: float) -> None:
         super().__init__()
         self.std = self.rate.valid(std, self.title)
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return noise_activation_grad(x, rate)

@@ -68,9 +68,7 @@ class GaussianDropout(DropRegularizer):
 
     rate: ClassVar[Rate] = _P_BELOW_1
     independent_samples = True
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return gaussian_dropout(x, rate)
+    regularize = staticmethod(gaussian_dropout)
 
 
 class GaussianNoise(Regularizer):
@@ -91,13 +89,11 @@ class GaussianNoise(Regularizer):
 
     rate: ClassVar[Rate] = STD
     independent_samples = True
+    regularize = staticmethod(gaussian_noise)
 
     def __init__(self, std: float = 0.1) -> None:
         super().__init__()
         self.std = self.rate.valid(std, self.title)
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return gaussian_noise(x, rate)
 
 
 class UniformNoise(Regularizer):
@@ -123,13 +119,11 @@ class UniformNoise(Regularizer):
 
     rate: ClassVar[Rate] = _BETA
     independent_samples = True
+    regularize = staticmethod(uniform_noise)
 
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__()
         self.beta = self.rate.valid(beta, self.title)
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return uniform_noise(x, rate)
 
 
 def neftune(x: Tensor, alpha: float | Tensor, attention_mask: Tensor | None = None, training: bool = True) -> Tensor:

@@ -145,9 +145,8 @@ class DSU(_StyleRegularizer):
     Reference: Li et al. 2022, "Uncertainty modeling for out-of-distribution generalization", arXiv:2202.03958.
     """
 
+    regularize = staticmethod(dsu)
+
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
         self.p = self.rate.valid(p, self.title)
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return dsu(x, rate)
