@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -144,18 +145,19 @@ def restarted(state: InjectionState, steps: int, had_state: bool) -> None:
 # --- while the model is trained
 
 _watched = States()
-_listening = False
+
+
+@cache
+def _listen() -> None:
+    # Never removed: removal during the hook loop of an optimizer would fail.
+    register_optimizer_step_post_hook(_after_step)
 
 
 def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> None:
     """Watch the training of `model` until all sites have run, or permanently if it has a schedule."""
-    global _listening
     state.live.update_counter = UpdateCounter(model, copied=copied)
     _watched.add(state)
-    if not _listening:
-        # Never removed: removal during the hook loop of an optimizer would fail.
-        _listening = True
-        register_optimizer_step_post_hook(_after_step)
+    _listen()
 
 
 def unwatch(state: InjectionState) -> None:

@@ -74,11 +74,7 @@ _COUNT = GraphBreak(_count, "hookdrop counts optimizer steps.")
 
 
 def innermost(optimizer: object) -> Optimizer:
-    """Return the torch optimizer inside wrappers such as those of Accelerate, Lightning, Lookahead and fastai.
-
-    Raises:
-        TypeError: there is no torch optimizer inside.
-    """
+    """Return the torch optimizer inside wrappers such as those of Accelerate, Lightning, Lookahead and fastai."""
     inner = next((i for name in _INNER if _has_steps(i := getattr(optimizer, name, None)) and i is not optimizer), None)
     if inner is not None:
         return innermost(inner)

@@ -29,10 +29,9 @@ def draw_elements(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
 def draw_blocks(
     x: Tensor, blocks: Blocks, seed_rate: float, p: float, normalize: str | None, *, rows: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Drop blocks: each valid position is a seed with probability `seed_rate`, so blocks cover `p` in expectation.
+    """Drop blocks, whose seeds have probability `seed_rate`: `(dropped, scale)` for `masking.apply_mask`.
 
-    Returns:
-        `(dropped, scale)` for `masking.apply_mask`; with `rows`, masks are in the format of `Blocks.rows`.
+    With `rows`, masks are in the format of `Blocks.rows`.
     """
     plain = type(x) in internals.PLAIN_TYPES and internals.functorch_stack() is None
     if x.device.type == triton_dropblock.DEVICE_TYPE and plain and triton_dropblock.can_draw(blocks, x.device):
@@ -68,8 +67,8 @@ def _sparse(blocks: Blocks, seed_rate: float) -> bool:
     if seed_rate == 1.0:
         return False
     seeds = blocks.places * seed_rate
-    elements, passes = blocks.samples * blocks.elements_per_sample, sum(math.ceil(math.log2(n)) for n in blocks.blocks)
-    dense = blocks.places * _TRIAL + elements * (_MASK + _DOUBLING * passes)
+    elements = blocks.samples * blocks.elements_per_sample
+    dense = blocks.places * _TRIAL + elements * (_MASK + _DOUBLING * blocks.dilation_passes)
     return seeds * (_SEED + _WRITE * math.prod(blocks.blocks)) < dense
 
 

@@ -113,12 +113,7 @@ class ForeignFunction(Regularizer):
 
 
 def as_regularizer(given: object) -> Regularizer:
-    """Convert a regularizer, a module or a function to a `Regularizer`.
-
-    Raises:
-        TypeError: if `given` is a class, or any other object.
-        InjectionError: if `given` has parameters or buffers, or cannot be pickled.
-    """
+    """Convert a regularizer, a module without state or a function to a `Regularizer`, if it can be pickled."""
     if isinstance(given, type):
         raise TypeError(f"the regularizer must be an instance, got the class: write {given.__name__}(...).")
     found: Regularizer

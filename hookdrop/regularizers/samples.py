@@ -25,11 +25,7 @@ class SampleRows:
     """The number N of samples; None if each row is a sample."""
 
     def samples(self, x: Tensor) -> int:
-        """The number of samples in `x`.
-
-        Raises:
-            ShapeError: the rows do not divide into the samples.
-        """
+        """The number of samples in `x`, into which the rows must divide."""
         size = x.shape[self.axis]
         if self.count is None:
             return size
@@ -61,11 +57,7 @@ def sample_place(value: object, owner: str) -> SamplePlace | None:
 
 
 def rows_in_call(place: SamplePlace | None, collected: SampleRows | None) -> SampleRows:
-    """Return where the samples are in a call, given what the hook collected.
-
-    Raises:
-        ShapeError: their number is unknown.
-    """
+    """Return where the samples are in a call, given what the hook collected."""
     if place is None:
         return SampleRows()
     if place[0] is not None and (collected is None or collected.count is None):

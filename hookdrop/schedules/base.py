@@ -90,11 +90,7 @@ class Schedule(ABC):
 
 
 def in_steps(schedule: Schedule, total_steps: int | None) -> Schedule:
-    """Return the schedule with fractions converted to steps.
-
-    Raises:
-        InjectionError: the schedule has fractions, and `total_steps` is None.
-    """
+    """Return the schedule with fractions converted to steps, which requires `total_steps`."""
     if total_steps is not None and schedule.is_relative:
         return schedule.resolve(total_steps)
     schedule._require_steps()

@@ -95,14 +95,7 @@ def layers_by_name(model: nn.Module) -> dict[str, Layer]:
 
 
 def select(model: nn.Module, layers: Entries, exclude: Entries | None = (), source: str = "`layers`") -> Selection:
-    """Select the layers that match `layers` and do not match `exclude`.
-
-    Args:
-        source: what errors call `layers`, such as a key of a mapping.
-
-    Raises:
-        LayerError: an entry is of the wrong type or matches nothing, or `exclude` removes every layer.
-    """
+    """Select the layers that match `layers` and do not match `exclude`. Errors call `layers` `source`."""
     everything = named_layers(model)
     included = as_entries(layers, source)
     if not included:
@@ -131,11 +124,7 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = (), sour
 def excluded_names(
     everything: list[Layer], exclude: Entries | None, selected: Collection[str]
 ) -> tuple[set[str], list[Entry], list[Entry]]:
-    """Return the names that `exclude` matches, its entries, and those that match none of `selected`.
-
-    Raises:
-        LayerError: an entry is of the wrong type or matches no layer of the model.
-    """
+    """Return the names that `exclude` matches, its entries, and those that match none of `selected`."""
     entries = as_entries(() if exclude is None else exclude, "`exclude`")
     found = [{layer.name for layer in _match_or_raise(everything, entry, "`exclude`")[0]} for entry in entries]
     unmatched = [entry for entry, names in zip(entries, found, strict=True) if names.isdisjoint(selected)]
