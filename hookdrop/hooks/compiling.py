@@ -18,11 +18,10 @@ from torch.fx import Proxy
 from hookdrop.utils import torch_internals
 from hookdrop.utils.errors import InjectionError, warn
 
+# What to do instead of tracing or exporting active hooks.
 ALTERNATIVES = "in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
-"""What to do instead of tracing or exporting active hooks."""
 
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since PyTorch 2.7
-"""Whether `torch.export` is exporting."""
 
 
 class GraphBreak:

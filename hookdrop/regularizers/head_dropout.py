@@ -35,7 +35,13 @@ def head_dropout(
     _check_heads(x.shape[-1], heads, f"got {tuple(x.shape)}")
     if not training or x.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return x
-    kept_NH = _kept_heads(rows.samples(x), heads, p, x.device)
+    # At least one head is kept: the first has a geometric distribution, truncated at `heads`, and those after it are
+    # independent. This is the distribution of repeated draws, without repeating any.
+    log_p = p.log() if isinstance(p, Tensor) else math.log(p)
+    uniform = rand((rows.samples(x), heads + 1), torch.float32, x.device)
+    first = (torch.log1p(-uniform[:, :1] * (1.0 - p**heads)) / log_p).floor().clamp(max=heads - 1)
+    index = torch.arange(heads, device=x.device)
+    kept_NH = (index == first) | ((index > first) & (uniform[:, 1:] >= p))
     wide = torch.promote_types(x.dtype, torch.float32)
     factor_NH = kept_NH.to(wide) * (heads / kept_NH.sum(1, keepdim=True, dtype=wide))
     shape = [1] * (x.dim() - 1)
@@ -43,19 +49,6 @@ def head_dropout(
     factor = rows.repeat(factor_NH, x).view(*shape, *((1, heads) if interleaved else (heads, 1)))
     by_head = x.reshape(*x.shape[:-1], *((-1, heads) if interleaved else (heads, -1)))
     return (by_head * factor).flatten(-2).to(x.dtype)
-
-
-def _kept_heads(samples: int, heads: int, p: float | Tensor, device: torch.device) -> Tensor:
-    """Draw which heads are kept, (samples, heads), given that at least one is.
-
-    The first kept head has a geometric distribution, truncated at `heads`. Those after it are independent. This draws
-    from the distribution of repeated draws, without repeating any.
-    """
-    log_p = p.log() if isinstance(p, Tensor) else math.log(p)
-    uniform = rand((samples, heads + 1), torch.float32, device)
-    first = (torch.log1p(-uniform[:, :1] * (1.0 - p**heads)) / log_p).floor().clamp(max=heads - 1)
-    index = torch.arange(heads, device=device)
-    return (index == first) | ((index > first) & (uniform[:, 1:] >= p))
 
 
 def _check_heads(width: int, heads: int, where: str) -> None:

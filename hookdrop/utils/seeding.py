@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 
+# The last call of `seed_per_rank`: the job's seed, this rank's, and whether other ranks may intentionally share it.
 _last: tuple[int, int, bool] | None = None
-"""The last call of `seed_per_rank`: the job's seed, this rank's, and whether other ranks may intentionally share it."""
 
 
 def seed_per_rank(seed: int | None = None, *, rank: int | None = None, group: dist.ProcessGroup | None = None) -> int:
@@ -75,7 +75,7 @@ def _own_rank(rank: int | None, group: dist.ProcessGroup | None) -> int:
         if own < 0:
             raise ValueError("seed_per_rank: this process is not in `group`; nothing was seeded.")
         return own
-    if _in_job():
+    if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     text = os.environ.get("RANK", "0")
     if not text.isdecimal():
@@ -83,15 +83,9 @@ def _own_rank(rank: int | None, group: dist.ProcessGroup | None) -> int:
     return int(text)
 
 
-def _in_job() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 # --- detecting equal seeds
 
-_announced: tuple[int, str, int] | None = None
-"""The id of the store, the device type and the seed of the last `announce`."""
-
+_announced: tuple[int, str, int] | None = None  # the store's id, the device type and the seed of the last `announce`
 _ABSENT = "-"
 
 
@@ -142,7 +136,7 @@ def _job(device: torch.device) -> tuple[Store, str, int] | None:
 
     None if no other rank can draw the same masks, or if equal masks are intended.
     """
-    if not _in_job() or dist.get_world_size() < 2:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
     kind, seed, store = "cpu", torch.initial_seed(), default_store()
     if device.type not in ("cpu", "meta"):
