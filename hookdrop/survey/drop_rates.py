@@ -11,13 +11,13 @@ import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hookdrop.regularizers import Regularizer
+from hookdrop.survey.isolation import attributes_of
 from hookdrop.survey.trace import Node, Op, Trace, record
 from hookdrop.utils.select import has_forward
 
@@ -33,7 +33,6 @@ _ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward":
 _DRAWS = {"rand", "rand_like", "uniform"}
 _FILLS = {"full", "full_like", "new_full"}
 _COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
-_NOT_SETTINGS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
 _RAISED = 1e-3
 """The value of a rate of 0 during the run, because a forward may skip a drop at 0."""
 
@@ -123,8 +122,8 @@ def _marked(model: nn.Module) -> Iterator[Sources]:
             elif type(value) is int and value == 0:
                 new = _Zero()
                 new.source = source, 0.0
-            elif not path and type(value).__dictoffset__ and not issubclass(type(value), _NOT_SETTINGS):
-                mark(object.__getattribute__(value, "__dict__"), layer, f"{key}.")  # runs no code of the object
+            elif not path and (attributes := attributes_of(value)) is not None:
+                mark(attributes, layer, f"{key}.")
             if new is not None:
                 saved.append((table, key, value))
                 table[key] = new
