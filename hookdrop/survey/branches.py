@@ -123,7 +123,7 @@ class _Search:
     def run(self) -> None:
         for op in self.trace.ops:
             self.now = op.index
-            through = self.trace.ancestors if _has_weights(op) else self.behind
+            through = self.trace.ancestors if has_weights(op) else self.behind
             behind = functools.reduce(operator.or_, (through.get(node, 0) for node in op.inputs), 0)
             self.behind.update(dict.fromkeys(op.outputs, behind))
             residual = self._residual(op)
@@ -188,14 +188,14 @@ class _Search:
                 return Residual(op, skip, branch, root, True)
         skip, branch = (a, b) if of_a < of_b else (b, a)
         path, around = _path(skip, root), [node.op for node in self.trace.path(root, [branch]) if node.op is not None]
-        layers, names = [one for one in path if _has_weights(one) and "norm" not in one.name], {x.name for x in path}
+        layers, names = [one for one in path if has_weights(one) and "norm" not in one.name], {x.name for x in path}
         if (
             of_a == of_b
             or not path
             or root not in path[-1].inputs
             or len(layers) > 1  # two branches without a skip, such as routed and shared experts
             or names <= PARTS  # a part of a tensor, as in Res2Net
-            or all(is_linear(one) or one.name in _AFFINE for one in around)  # LoRA: two linear layers beside one
+            or all(map(is_affine, around))  # LoRA: two linear layers beside one
             or (names.isdisjoint(ENLARGING) and any(one.name in ENLARGING for one in around))  # levels of a pyramid
         ):
             return None
@@ -261,7 +261,7 @@ def added(op: Op) -> tuple[Node, Node] | None:
     return (a, b) if a.fits and b.fits and a.size == b.size == op.outputs[-1].size else None
 
 
-def _has_weights(op: Op) -> bool:
+def has_weights(op: Op) -> bool:
     """Whether an operation combines its tensors with weights."""
     return op.name == "opaque" or any(node.has_weights and not node.is_data for node in op.inputs)
 
@@ -275,7 +275,7 @@ def _lengths(node: Node, since: int) -> dict[Node, int]:
         waiting.remove(node)
         if node.op is None or node.index < since:
             continue
-        weighted = _has_weights(node.op)
+        weighted = has_weights(node.op)
         for one in node.op.inputs:
             if one not in lengths:
                 waiting.append(one)
@@ -303,6 +303,11 @@ def is_linear(op: Op) -> bool:
     if op.name in ("masked_fill", "add", "sub"):  # `sum` of Python begins with 0
         return len(op.inputs) == 1 + (op.name == "masked_fill") and bool(op.args[-1] == 0)
     return op.name in _LINEAR | _CROPS
+
+
+def is_affine(op: Op) -> bool:
+    """Whether an operation is linear, with or without weights, or an addition."""
+    return is_linear(op) or op.name in _AFFINE
 
 
 def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
