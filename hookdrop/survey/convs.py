@@ -364,7 +364,9 @@ def map_convs(trace: Trace) -> tuple[list[str], tuple[str, ...]]:
     """
     graph = ConvGraph(trace)
     model = trace.calls[0]
-    start = next(node for node in model.inputs if node.is_data and len(node.shape) > 2)
+    start = next((node for node in model.inputs if node.is_data and len(node.shape) > 2), None)
+    if start is None:
+        return [], ()
     path = graph.path(start, *(node for node in model.outputs if len(node.shape) > 2))
     pooled = _after_pooling(path)
     direct = trace.path(start, model.outputs, lambda op: () if op.name in CONVS else graph.carriers(op))
