@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar
 
 from torch import nn
@@ -56,7 +57,7 @@ class stochastic_depth(Recipe):
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         branches = _require_branches(self, model, survey)
-        _check_no_stochastic_depth(model, branches)
+        _check_no_stochastic_depth(model, survey)
         refusals = {branch: self._refusal(survey, branch) for branch in branches}
         if all(refusals.values()):
             raise LayerError(
@@ -98,17 +99,16 @@ class stochastic_depth(Recipe):
         return _skipped_warnings(model, survey, {branch.layer for branch in survey.branches}, reasons)
 
 
-def _check_no_stochastic_depth(model: nn.Module, branches: Sequence[Branch]) -> None:
-    ends = {part for branch in branches for part in branch.parts}
-    for name, module in ((layer.name, layer.module) for layer in named_layers(model)):
-        keys = ["drop_path"] + ["drop_prob", "p"] * (name in ends and not isinstance(module, nn.Dropout))
-        key = next((key for key in keys if isinstance(rate := vars(module).get(key), float) and rate), None)
-        if key:
+def _check_no_stochastic_depth(model: nn.Module, survey: Survey) -> None:
+    for rate in survey.drop_rates.rates:
+        module = model.get_submodule(rate.layer)
+        value = attrgetter(rate.attribute)(module)
+        if value and rate in survey.drop_rates.per_sample:
             raise InjectionError(
-                f"stochastic_depth: the model already has it: {name!r} is a {type(module).__name__} at rate "
-                f"{getattr(module, key):g}.\n"
+                f"stochastic_depth: the model already has it: {rate.layer!r} is a {type(module).__name__} at rate "
+                f"{value:g}.\n"
                 "  build the model without it (timm: drop_path_rate=0.0, torchvision: stochastic_depth_prob=0.0), or "
-                f"change its rate: inject(model, set_dropout(p={{'**.{name.rpartition('.')[2]}': p}}))"
+                f"change its rate: inject(model, set_dropout(p={{'**.{rate.layer.rpartition('.')[2]}': p}}))"
             )
 
 
@@ -208,38 +208,33 @@ class residual_dropout(Recipe):
         return _skipped_warnings(model, survey, {site.group for site in sites}, ())
 
 
-_ATTENTION_DROPOUT = ("attn_drop", "attn_dropout", "attn_pdrop", "attention_dropout")
-"""Rates of attention-weight dropout, which does not drop hidden states and may stay on."""
-
-
 def _check_no_dropout(model: nn.Module, survey: Survey, layers: tuple[str, ...]) -> None:
-    # The dropout of a LoRA layer or another PEFT adapter only applies to the adapter's input.
-    adapters = tuple(f"{name}." for name, module in model.named_modules() if _is_adapter(module))
     for rate in survey.drop_rates.rates:
-        value = getattr(model.get_submodule(rate.layer), rate.attribute, 0.0)
-        name = f"{rate.layer}.{rate.attribute}"
-        is_attention = name.removesuffix(".p").endswith(_ATTENTION_DROPOUT)
-        if value and name.startswith(layers) and not is_attention and not name.startswith(adapters):
+        value, name = attrgetter(rate.attribute)(model.get_submodule(rate.layer)), f"{rate.layer}.{rate.attribute}"
+        if value and name.startswith(layers) and rate not in survey.drop_rates.aside:
             raise InjectionError(
                 f"residual_dropout: the model already has dropout: {name} is {value:g}.\n"
                 "  change it: inject(model, set_dropout(p=p))   list all: print(hookdrop.plan(model, set_dropout()))"
             )
 
 
-def _is_adapter(module: nn.Module) -> bool:
-    return any(re.search("lora|BaseTunerLayer", cls.__name__, re.IGNORECASE) for cls in type(module).__mro__)
-
-
 def _require_branches(recipe: Recipe, model: nn.Module, survey: Survey) -> Sequence[Branch]:
     """Return the residual branches, or raise if there are none."""
-    if not survey.branches:
-        raise LayerError(
-            f"{type(recipe).__name__} found no residual branch in {type(model).__name__}: it looks for additions of a "
-            "tensor and of what layers compute from it, in a forward of the example.\n"
-            "  choose the layers yourself: inject(model, ..., layers=...)\n"
-            '  see all:                    print(hookdrop.plan(model, layers="**"))'
-        )
-    return survey.branches
+    if survey.branches:
+        return survey.branches
+    what = "it looks for additions of a tensor and of what layers compute from it, in a forward of the example.\n"
+    if survey.gaps[0]:
+        blocks, reasons = zip(*survey.gaps[0].items(), strict=True)
+        what = f"no hook can reach the end of those in {some([one or 'the model' for one in blocks])}: {reasons[0]}.\n"
+        what += f"  {_ENDLESS}\n"
+    raise LayerError(
+        f"{type(recipe).__name__} found no residual branch in {type(model).__name__}: {what}"
+        "  choose the layers yourself: inject(model, ..., layers=...)\n"
+        '  see all:                    print(hookdrop.plan(model, layers="**"))'
+    )
+
+
+_ENDLESS = "end the branch with a module, then add: self.act = nn.ReLU(); x + self.act(self.conv(x))"
 
 
 def _skipped_warnings(
@@ -250,7 +245,7 @@ def _skipped_warnings(
     found = [
         *((f"{reason}.", name) for reason, name in refused if reason),
         *(("the example does not call them.", name) for name in others if name not in survey.layers),
-        *(("a residual branch there does not end with a module.", name) for name in survey.gaps[0]),
+        *((f"{why}.\n  {_ENDLESS}", name or "the model") for name, why in survey.gaps[0].items()),
         *(("their attention is in no residual branch.", name) for name in _apart(survey, known)),
     ]
     reasons: dict[str, dict[str, None]] = {}

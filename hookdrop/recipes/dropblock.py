@@ -57,9 +57,9 @@ class dropblock_resnet(Recipe):
         DropBlock(self.p, self.block_size)
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        prefix, trace = _traced_part(model, survey)
+        prefix, part = _surveyed_part(model, survey)
         sites: dict[tuple[str, str], RecipeSite] = {}
-        for block, factor in self._last_stages(model, trace, _example_call(trace, prefix)):
+        for block, factor in self._last_stages(model, part, _example_call(part.trace, prefix)):
             group, drop = prefix + block.name, DropBlock(self.p, self.block_size)
             if block.branch is not None:
                 sites[group, "skip"] = RecipeSite(group, drop, factor, group, "skip", block.branch)
@@ -67,9 +67,9 @@ class dropblock_resnet(Recipe):
                 sites.setdefault((layer, ""), RecipeSite(prefix + layer, drop, factor, group))
         return list(sites.values())
 
-    def _last_stages(self, model: nn.Module, trace: Trace, example: str) -> list[tuple[ConvBlock, float]]:
+    def _last_stages(self, model: nn.Module, survey: Survey, example: str) -> list[tuple[ConvBlock, float]]:
         found: list[tuple[ConvBlock, float]] = []
-        for net in conv_nets(trace):
+        for net in conv_nets(survey.trace, survey.residuals):
             stages = net.stages
             if len(stages) > 1:
                 if others := net.others_since(stages[-2][0]):
@@ -128,10 +128,10 @@ class dropblock_detector(dropblock_resnet):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         sites = [*super().sites(model, survey)] if self.parts != "fpn" else []
         if self.parts != "backbone":
-            prefix, trace = _traced_part(model, survey)
-            if not (levels := pyramid_levels(trace)):
+            prefix, part = _surveyed_part(model, survey)
+            if not (levels := pyramid_levels(part.trace)):
                 wanted = "a feature pyramid: convolutions of sums with enlarged maps"
-                raise _no_layers(self, model, _example_call(trace, prefix), wanted)
+                raise _no_layers(self, model, _example_call(part.trace, prefix), wanted)
             sites += [RecipeSite(prefix + name, DropBlock(self.p, self.block_size)) for name in levels]
         return sites
 
@@ -188,14 +188,15 @@ class dropblock_unet(Recipe):
         return [RecipeSite(name, DropBlock(self.p, self.block_size)) for name in found]
 
 
-def _traced_part(model: nn.Module, found: Survey) -> tuple[str, Trace]:
-    """Return the trace of the model or, if it cannot run without values, of the part of it that takes images."""
+def _surveyed_part(model: nn.Module, found: Survey) -> tuple[str, Survey]:
+    """Return the survey of the model or, if it cannot run without values, of the part of it that takes images."""
     try:
-        return "", found.trace
+        found.trace  # noqa: B018 (runs the model)
+        return "", found
     except InjectionError:
         for name, part in model.named_children():
             with contextlib.suppress(InjectionError):
-                return f"{name}.", survey(part).trace
+                return f"{name}.", survey(part)
         raise
 
 

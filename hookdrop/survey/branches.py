@@ -1,19 +1,20 @@
 """Find the residual branches in a trace.
 
-A residual is an addition of a skip and a branch of one shape. The skip, or a term of the sum that it is, is an ancestor
-of the branch, with weights in between; or the skip is a projection: a module whose input, in the same forward, is also
-that of a longer branch. The branch ends with the last module whose output reaches the addition through linear
-operations that keep the size: a gain, dropout, a permutation. If the branch is a sum itself (GPT-J adds attention and
-MLP first), each term has an end.
+A residual is an addition of a skip and a branch of one shape, or a difference. The skip, or a term of the sum that it
+is, is an ancestor of the branch, with weights in between; or the skip is a projection: one layer, or a function, beside
+a longer branch. The branch ends with the last module whose output reaches the addition through linear operations that
+keep the size: a gain, dropout, a permutation. If the branch is a sum itself (GPT-J adds attention and MLP first), each
+term has an end.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hookdrop.survey.trace import Call, Node, Op, Trace
@@ -55,9 +56,11 @@ class Residual:
         return self.op.outputs[-1]
 
 
-def find_residuals(trace: Trace) -> list[Residual]:
-    """Return all residual additions of a trace, in the order of execution."""
-    return _Search(trace).run()
+def find_residuals(trace: Trace) -> tuple[list[Residual], list[Residual]]:
+    """Return all residual additions of a trace, in the order of execution, and what mixes a skip with a branch."""
+    search = _Search(trace)
+    search.run()
+    return list(search.found.values()), search.mixtures
 
 
 def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
@@ -77,21 +80,26 @@ def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...
 
 
 def find_gaps(
-    trace: Trace, everything: list[Residual], branches: Iterable[Branch]
-) -> tuple[tuple[str, ...], tuple[Call, ...]]:
+    trace: Trace, everything: list[Residual], mixtures: list[Residual]
+) -> tuple[Mapping[str, str], tuple[Call, ...]]:
     """Return what no end of a branch can drop.
 
-    These are the layers with another branch, which does not end with a module, and the calls that multiply two tensors
-    as matrices outside of the branches.
+    These are the layers with a branch that does not end with a module, each with the reason, and the calls that
+    multiply two tensors as matrices outside of the branches.
     """
     kept = _without_long_skips([residual for residual in everything if residual.ends])
     inside = {node for residual in kept for node in residual.before - {residual.root}}
-    homes = [_home_name(one) for one in everything if not one.ends and one.output not in inside]
-    layers = dict.fromkeys(branch.layer for branch in branches)
-    endless = [layer for layer in layers if any(f"{home}.".startswith(f"{layer}.") for home in homes)]
+    sums = {residual.output for residual in kept}
+    reasons: dict[str, str] = {}
+    for one in [*(one for one in everything if not one.ends), *mixtures]:
+        if one.output not in inside and sums.isdisjoint(one.before - {one.root}):
+            how = f"combines its skip and its branch by {one.op.name}(), not as skip + branch"
+            why = f"it {how}" if one in mixtures else "a residual branch there does not end with a module"
+            reasons.setdefault(_home_name(one), why)
+            inside |= one.before - {one.root}
     ops = [op for op in trace.ops if op.name in _ATTENTION and inside.isdisjoint(op.outputs)]
     apart = [op.call for op in ops if op.call and sum(node.fits and node.is_data for node in op.inputs) > 1]
-    return tuple(endless), tuple(dict.fromkeys(apart))
+    return reasons, tuple(dict.fromkeys(apart))
 
 
 class _Search:
@@ -109,22 +117,26 @@ class _Search:
             if nodes:  # the first is the one that a hook on the module sees
                 self.outputs.setdefault(nodes[0], []).append(call)
         self.found: dict[Node, Residual] = {}
+        self.mixtures: list[Residual] = []
         self.now = 0
 
-    def run(self) -> list[Residual]:
+    def run(self) -> None:
         for op in self.trace.ops:
             self.now = op.index
-            through = self.trace.ancestors if _has_weights(op) else self.behind
+            through = self.trace.ancestors if has_weights(op) else self.behind
             behind = functools.reduce(operator.or_, (through.get(node, 0) for node in op.inputs), 0)
             self.behind.update(dict.fromkeys(op.outputs, behind))
             residual = self._residual(op)
             if residual is not None:
-                residual.before = {residual.root, *self.trace.path(residual.root, [residual.branch])}
-                residual.ends = [calls for calls in self._ends(residual, residual.branch) if calls]
-                self.found[residual.output] = residual
+                for one in (*self._coupled(residual), residual):
+                    self.found[one.output] = one
+                    one.before = {one.root, *self.trace.path(one.root, [one.branch])}
+                    one.ends = [calls for calls in self._ends(one, one.branch) if calls]
+            elif (mixture := self._mixture(op)) is not None:
+                mixture.before = {mixture.root, *self.trace.path(mixture.root, [mixture.branch])}
+                self.mixtures.append(mixture)
             for node in op.outputs:
                 self.roots[node] = [node, *self._inherited_roots(op, node, residual)]
-        return list(self.found.values())
 
     def _inherited_roots(self, op: Op, node: Node, residual: Residual | None) -> list[Node]:
         if residual is not None:
@@ -139,10 +151,10 @@ class _Search:
             return None
         a, b = terms
         forward = self._root(a, b) if self._is_only_added(b) else None
-        backward = self._root(b, a) if self._is_only_added(a) else None
+        backward = self._root(b, a) if self._is_only_added(a) and op.name == "add" else None
         if (forward is None) != (backward is None):
             return Residual(op, a, b, forward) if forward is not None else Residual(op, b, a, backward or b)
-        return self._projection(op, a, b)
+        return self._projection(op, a, b) if op.name == "add" else None
 
     def _is_only_added(self, branch: Node) -> bool:
         """Whether an addition is the only use of a tensor: one that positions are added to goes on without them."""
@@ -175,19 +187,40 @@ class _Search:
             if skip in self.found and self.found[skip].is_projection and self.found[skip].root is root:
                 return Residual(op, skip, branch, root, True)
         skip, branch = (a, b) if of_a < of_b else (b, a)
-        if of_a == of_b:
+        path, around = _path(skip, root), [node.op for node in self.trace.path(root, [branch]) if node.op is not None]
+        layers, names = [one for one in path if has_weights(one) and "norm" not in one.name], {x.name for x in path}
+        if (
+            of_a == of_b
+            or not path
+            or root not in path[-1].inputs
+            or len(layers) > 1  # two branches without a skip, such as routed and shared experts
+            or names <= PARTS  # a part of a tensor, as in Res2Net
+            or all(map(is_affine, around))  # LoRA: two linear layers beside one
+            or (names.isdisjoint(ENLARGING) and any(one.name in ENLARGING for one in around))  # levels of a pyramid
+        ):
             return None
-        path = _path(skip, root)
-        layers = [one for one in path if _has_weights(one) and "norm" not in one.name]
-        # Otherwise these are two branches without a skip, such as routed and shared experts.
-        is_simple = bool(path) and root in path[-1].inputs and len(layers) <= 1
-        # LoRA: two linear layers beside one.
-        ops = [node.op for node in self.trace.path(root, [branch]) if node.op is not None]
-        is_simple &= not all(is_linear(op) or op.name in _AFFINE for op in ops)
-        for node in (one.outputs[0] for one in path if is_simple):
-            for call in self._producers(node):
-                if root in call.inputs and (call.has_weights or node is skip):
-                    return Residual(op, skip, branch, root, True)
+        return Residual(op, skip, branch, root, True)
+
+    def _coupled(self, residual: Residual) -> Iterator[Residual]:
+        """Yield the first sum of a RevNet's block, y1 = x1 + f(x2) and y2 = x2 + g(y1), given the second one."""
+        root, branch = self.trace.bit[residual.root], self.trace.path(residual.root, [residual.branch])
+        inside = {*branch, residual.output}
+        for node in branch if not residual.is_projection else ():
+            goes_on = any(inside.isdisjoint(op.outputs) for op in self.trace.users[node])
+            goes_on |= node in self.trace.calls[0].outputs
+            terms = added(node.op) if node.op is not None and goes_on and node not in self.found else None
+            for a, b in (terms, terms[::-1]) if terms is not None and node.shape == residual.root.shape else ():
+                if a.is_data and not self.trace.ancestors[a] & root and self.behind[b] & root:
+                    yield Residual(node.op, a, b, residual.root)
+
+    def _mixture(self, op: Op) -> Residual | None:
+        """Return a combination of a tensor and of what layers compute from it that is no plain addition."""
+        gated = [node.op for node in op.inputs if op.name == "add" and node.op is not None and node.op.name == "mul"]
+        terms = [node for one in gated or [op] for node in one.inputs if node.fits and node.is_data]
+        if op.name in _MIXTURES and len(op.outputs) == 1:
+            for skip, branch in itertools.permutations(dict.fromkeys(terms), 2):
+                if skip.size == branch.size and self._is_only_added(branch) and (root := self._root(skip, branch)):
+                    return Residual(op, skip, branch, root)
         return None
 
     def _producers(self, node: Node) -> list[Call]:
@@ -221,14 +254,14 @@ class _Search:
 
 
 def added(op: Op) -> tuple[Node, Node] | None:
-    """Return the two terms of an addition of tensors of one size."""
-    if op.name != "add" or len(op.inputs) != 2 or not op.outputs:
+    """Return the two terms of an addition, or of a difference, of tensors of one size."""
+    if op.name not in ("add", "sub", "rsub") or len(op.inputs) != 2 or not op.outputs:
         return None
-    a, b = op.inputs
+    a, b = op.inputs if op.name != "rsub" else op.inputs[::-1]
     return (a, b) if a.fits and b.fits and a.size == b.size == op.outputs[-1].size else None
 
 
-def _has_weights(op: Op) -> bool:
+def has_weights(op: Op) -> bool:
     """Whether an operation combines its tensors with weights."""
     return op.name == "opaque" or any(node.has_weights and not node.is_data for node in op.inputs)
 
@@ -242,7 +275,7 @@ def _lengths(node: Node, since: int) -> dict[Node, int]:
         waiting.remove(node)
         if node.op is None or node.index < since:
             continue
-        weighted = _has_weights(node.op)
+        weighted = has_weights(node.op)
         for one in node.op.inputs:
             if one not in lengths:
                 waiting.append(one)
@@ -252,8 +285,8 @@ def _lengths(node: Node, since: int) -> dict[Node, int]:
 
 def _data_input(op: Op) -> Node | None:
     """Return the tensor that an operation changes, if it reads only one that depends on the example."""
-    data = [one for one in op.inputs if one.fits and one.is_data]
-    return data[0] if len(data) == 1 else None
+    data = {one for one in op.inputs if one.fits and one.is_data}
+    return data.pop() if len(data) == 1 else None
 
 
 def _path(node: Node, root: Node) -> list[Op]:
@@ -267,9 +300,14 @@ def _path(node: Node, root: Node) -> list[Op]:
 
 def is_linear(op: Op) -> bool:
     """Whether an operation keeps the size of a tensor, or crops it, and is linear in it."""
-    if op.name == "masked_fill":
-        return bool(op.args[-1] == 0)
+    if op.name in ("masked_fill", "add", "sub"):  # `sum` of Python begins with 0
+        return len(op.inputs) == 1 + (op.name == "masked_fill") and bool(op.args[-1] == 0)
     return op.name in _LINEAR | _CROPS
+
+
+def is_affine(op: Op) -> bool:
+    """Whether an operation is linear, with or without weights, or an addition."""
+    return is_linear(op) or op.name in _AFFINE
 
 
 def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
@@ -280,7 +318,7 @@ def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
         inside = [one for one in residuals if one.output in outer.before and one.root.index >= since]
         inner = [one for one in inside if _home_name(one) != home]
         # What an attention adds to its queries alone: the stream goes on without it.
-        aside = [one for one in inside if one.root is outer.root and not one.is_projection]
+        aside = [one for one in inside if one.root is outer.root and one.skip in outer.before and not one.is_projection]
         homes = {_home_name(one) for one in inner}
         outermost = [name for name in homes if not any(f"{name}.".startswith(f"{one}.") for one in homes - {name})]
         left_out.update([outer] if len(outermost) > 1 else [*inner, *aside])
@@ -341,5 +379,9 @@ _LINEAR = frozenset(
 """Operations that keep the size and are linear in one tensor."""
 _CROPS = {"getitem", "narrow", "index_select"}
 """Linear operations that choose rows, such as the crop of padded windows."""
+PARTS = _CROPS | {"split", "chunk", "unbind", "view", "reshape", "permute", "transpose", "contiguous", "flatten"}
+CONVS = {f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)}
+ENLARGING = {"interpolate", "upsample", "pixel_shuffle", *(name for name in CONVS if "_" in name)}
 _AFFINE = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "addmm", "add"}
+_MIXTURES = {"add", "sub", "rsub", "lerp", "addcmul", "addcdiv", "stack"}
 _ATTENTION = {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm"}

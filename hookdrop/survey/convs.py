@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from hookdrop.survey.branches import CONVS, ENLARGING, PARTS, Residual, added
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
-_CONVS = {f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)}
-_ENLARGING = {"interpolate", "upsample", "pixel_shuffle", *(name for name in _CONVS if "_" in name)}
 _ATTENTION = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
 _LAYOUT = {"view", "reshape", "permute", "transpose", "contiguous", "flatten", "unflatten", "squeeze"}
-_PARTS = {"getitem", "split", "chunk", "unbind", "narrow"}
 _CAT = {"cat", "concat"}
-_LINEAR = _CONVS | _PARTS | _ENLARGING | {"add", "mul", "pad", "dropout", "avg_pool2d", "max_pool2d"}
+_LINEAR = CONVS | PARTS | ENLARGING | {"add", "mul", "pad", "dropout", "avg_pool2d", "max_pool2d"}
 _GATES = {"sigmoid", "softmax", "hardsigmoid"}
 
 
@@ -127,18 +125,9 @@ class ConvGraph:
         """Return the tensors on the way, in the order of execution, without those that only compute gates."""
         return self.trace.path(start, ends, self.carriers)
 
-    def origin(self, nodes: Iterable[Node]) -> Node | None:
-        """Return the last tensor from which all of these are computed."""
-        front = set(nodes)
-        while len(front) > 1:
-            last = max(front, key=lambda node: node.index)
-            front.remove(last)
-            front |= {node for node in (last.op.inputs if last.op else ()) if node.is_data}
-        return next(iter(front), None)
-
     def convs(self, nodes: Iterable[Node]) -> list[Op]:
         """Return the convolutions with parameters that computed these tensors."""
-        ops = [node.op for node in nodes if node.op is not None and node.op.name in _CONVS]
+        ops = [node.op for node in nodes if node.op is not None and node.op.name in CONVS]
         return [op for op in ops if op.argument(1, "weight").has_weights]
 
     def calls_on(self, node: Node, start: int, end: int) -> list[Call]:
@@ -170,7 +159,7 @@ class ConvGraph:
             if user is None or not (gated or user.name in _CAT or (user.name in _LAYOUT and user.call is call)):
                 break
             node = user.outputs[0]
-        keeps = user is not None and user.outputs[0].shape == node.shape and user.name not in _CONVS | _GATES
+        keeps = user is not None and user.outputs[0].shape == node.shape and user.name not in CONVS | _GATES
         return norm or (call if keeps and call is not None and node in call.outputs else None)
 
     def follows(self, conv: Op) -> tuple[bool, bool]:
@@ -205,7 +194,7 @@ class ConvGraph:
         todo, seen = [node], {node}
         while todo:
             for op in self.trace.users.get(todo.pop(), ()):
-                if op.outputs[0] in path and op.outputs[0] not in seen and op.name not in _CONVS:
+                if op.outputs[0] in path and op.outputs[0] not in seen and op.name not in CONVS:
                     if op.name in _ATTENTION:
                         return True
                     seen.add(op.outputs[0])
@@ -229,36 +218,21 @@ def _is_norm(call: Call, own: Collection[Op]) -> bool:
     return are_vectors and (len(per_channel) > 1 or any(op.name.endswith("_norm") for op in own))
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """A residual addition: its terms come from one tensor, and an operation on the way reads weights."""
-
-    op: Op
-    terms: tuple[Node, ...]
-    start: Node
-    path: list[Node]
-
-    @property
-    def end(self) -> Node:
-        return self.op.outputs[0]
-
-
-def conv_nets(trace: Trace) -> list[ConvNet]:
+def conv_nets(trace: Trace, residuals: Iterable[Residual]) -> list[ConvNet]:
     """Return the networks of blocks in a model, which may have several, such as two backbones."""
     graph = ConvGraph(trace)
-    sums = list(_residual_sums(graph))
-    # Not the sums between the levels of a feature pyramid.
-    outermost = _outermost(graph, [one for one in sums if _ENLARGING.isdisjoint(_names(one.path))])
-    blocks = [block for one in outermost if (block := _residual_block(graph, one)) is not None]
-    if blocks or not sums:
+    maps = [one for one in residuals if len(one.output.shape) > 2 and not _is_part(one.skip, one.root, graph)]
+    paths = {one: graph.path(one.root, *one.op.inputs) for one in maps}
+    blocks = [block for one in _outermost(graph, paths) if (block := _residual_block(graph, one, paths)) is not None]
+    if blocks or not paths:
         blocks += _blocks_without_skip(graph, blocks)
     blocks.sort(key=lambda block: block.end.index)
     spans = [(block.start.index, block.end.index) for block in blocks]
     ends = {block.end for block in blocks}
     others = [
         (one.op.index, one.op.call.name)
-        for one in sums
-        if one.op.call and ends.isdisjoint((one.end, *one.path)) and not any(a < one.op.index < b for a, b in spans)
+        for one, path in paths.items()
+        if one.op.call and ends.isdisjoint((one.output, *path)) and not any(a < one.op.index < b for a, b in spans)
     ]
     nets: list[ConvNet] = []
     for block in blocks:
@@ -277,64 +251,40 @@ def conv_nets(trace: Trace) -> list[ConvNet]:
     return nets
 
 
-def _residual_sums(graph: ConvGraph) -> Iterator[_Sum]:
-    for op in graph.trace.ops:
-        if _adds_maps(op):
-            terms = tuple(_terms(graph, op))
-            start = graph.origin(terms)
-            if start is None or any(_is_part(graph, start, term) for term in terms):
-                continue
-            path = graph.path(start, *terms, *op.inputs)
-            if any(not one.is_data and one.has_weights for node in path if node.op for one in node.op.inputs):
-                yield _Sum(op, terms, start, path)
+def _is_part(skip: Node, root: Node, graph: ConvGraph) -> bool:
+    """Whether a skip is a part of a tensor, as in a DPN."""
+    path = graph.path(root, skip)
+    return bool(path) and {*_names(path)} <= PARTS
 
 
-def _adds_maps(op: Op) -> bool:
-    shapes = [node.shape for node in op.inputs if node.is_data]
-    return op.name == "add" and len(shapes) == 2 and len(shapes[0]) > 2 and shapes[0] == shapes[1]
-
-
-def _terms(graph: ConvGraph, op: Op) -> Iterator[Node]:
-    """Yield the terms of a sum, also of one like a + b + c."""
-    for node in op.inputs:
-        inner = node.op
-        is_inner = inner is not None and inner.call is op.call and len(graph.trace.users[node]) == 1
-        if inner is not None and is_inner and _adds_maps(inner):
-            yield from _terms(graph, inner)
-        else:
-            yield node
-
-
-def _is_part(graph: ConvGraph, start: Node, term: Node) -> bool:
-    """Whether a term is a part of a tensor, as in Res2Net, and no skip."""
-    path = graph.path(start, term)
-    return bool(path) and {*_names(path)} <= _PARTS | _LAYOUT
-
-
-def _outermost(graph: ConvGraph, sums: list[_Sum]) -> list[_Sum]:
+def _outermost(graph: ConvGraph, paths: Mapping[Residual, list[Node]]) -> list[Residual]:
     """Leave out the additions inside a block, and those around several blocks."""
-    ends = {one.end: one for one in sums}
+    ends = {one.output: one for one in paths}
     single = []
-    for one in sums:
-        inner = [ends[node] for node in one.path if node in ends]
-        if sum(each.start in each.terms and len(graph.convs(each.path)) > 1 for each in inner) < 2:
+    for one, path in paths.items():
+        inner = [ends[node] for node in path if node in ends]
+        if sum(not each.is_projection and len(graph.convs(paths[each])) > 1 for each in inner) < 2:
             single.append(one)
-    inside = {node for one in single for node in one.path}
-    return [one for one in single if one.end not in inside]
+    inside = {node for one in single for node in paths[one]}
+    return [one for one in single if one.output not in inside]
 
 
-def _residual_block(graph: ConvGraph, one: _Sum) -> ConvBlock | None:
+def _residual_block(graph: ConvGraph, one: Residual, paths: Mapping[Residual, list[Node]]) -> ConvBlock | None:
     """Return the block of a residual addition, or None if it is not one of convolutions and norms."""
-    layers = _layers(graph, one.path)
-    if one.op.call is None or not layers or any(layer.start > one.op.index for layer in layers):
+    path, call, skip = paths[one], one.op.call, one.skip
+    layers = _layers(graph, path)
+    if call is None or not layers or any(layer.start > one.op.index for layer in layers):
         return None
-    around = [call for call in one.op.call.around() if one.start in call.inputs]
-    block = around[0] if around else one.op.call
-    skips = [term for term in one.terms if not graph.convs(graph.path(one.start, term))]
-    modules = [_skip_module(graph, one, block, term) for term in skips]
-    branch = None if "" not in modules else _branch(graph, one, block) if around else ""
-    names = dict.fromkeys([*(layer.name for layer in layers), *filter(None, modules)])
-    return ConvBlock(block.name, tuple(names), branch, one.start, one.end, _dilation(graph.convs(one.path)))
+    around = [outer for outer in call.around() if one.root in outer.inputs]
+    block, branch, names = around[0] if around else call, None, [layer.name for layer in layers]
+    while inner := next((each for each in paths if each.output is skip and each.root is one.root), None):
+        skip = inner.skip
+    if not graph.convs(graph.path(one.root, skip)):
+        module = _skip_module(graph, one, block, skip)
+        names += filter(None, [module])
+        branch = None if module else _branch(graph, one, skip, block) if around else ""
+    dilation = _dilation(graph.convs(path))
+    return ConvBlock(block.name, tuple(dict.fromkeys(names)), branch, one.root, one.output, dilation)
 
 
 def _layers(graph: ConvGraph, path: Collection[Node]) -> list[Call]:
@@ -343,24 +293,23 @@ def _layers(graph: ConvGraph, path: Collection[Node]) -> list[Call]:
     return layers if len(layers) > 1 and not is_mixed and any(map(graph.has_norm, graph.convs(path))) else []
 
 
-def _skip_module(graph: ConvGraph, one: _Sum, block: Call, term: Node) -> str:
+def _skip_module(graph: ConvGraph, one: Residual, block: Call, skip: Node) -> str:
     """Return the last module on a skip without a convolution: a pooling, a norm, or an Identity after the branch."""
     calls = [call for call in graph.trace.calls if block.start < call.start < one.op.index]
-    if term is one.start:
-        users = [op.index for op in graph.trace.users[term] if op.index < one.op.index]
+    if skip is one.root:
+        users = [op.index for op in graph.trace.users[skip] if op.index < one.op.index]
         started = max(users, default=block.start)
-        return next((call.name for call in calls if term in call.outputs and call.start > started), "")
-    on_skip = (call.name for node in reversed(graph.path(one.start, term)) for call in calls if node in call.outputs)
+        return next((call.name for call in calls if skip in call.outputs and call.start > started), "")
+    on_skip = (call.name for node in reversed(graph.path(one.root, skip)) for call in calls if node in call.outputs)
     return next(on_skip, "")
 
 
-def _branch(graph: ConvGraph, one: _Sum, block: Call) -> str:
+def _branch(graph: ConvGraph, one: Residual, skip: Node, block: Call) -> str:
     """Return the layer that alone takes the tensor of an identity skip, by its name in the block."""
-    calls = graph.calls_on(one.start, block.start, one.op.index)
-    takers = [call for call in calls if one.start not in call.outputs]
-    paths = [graph.path(one.start, term) for term in one.terms]
-    skipping = {node for path in paths if not graph.convs(path) for node in path}  # a skip of functions: padding
-    users = [op for op in graph.trace.users[one.start] if block.start < op.index < one.op.index]
+    calls = graph.calls_on(one.root, block.start, one.op.index)
+    takers = [call for call in calls if one.root not in call.outputs]
+    skipping = {*graph.path(one.root, skip)}  # a skip of functions: padding
+    users = [op for op in graph.trace.users[one.root] if block.start < op.index < one.op.index]
     branching = [op for op in users if skipping.isdisjoint(op.outputs)]
     prefix = f"{block.name}." if block.name else ""
     alone = len(takers) == 1 and all(takers[0].start < op.index < takers[0].end for op in branching)
@@ -392,18 +341,18 @@ def _blocks_without_skip(graph: ConvGraph, known: list[ConvBlock]) -> list[ConvB
 
 
 def _dilation(convs: Iterable[Op]) -> int:
-    values = [op.argument(5, "dilation", 1) for op in convs if op.name not in _ENLARGING]
+    values = [op.argument(5, "dilation", 1) for op in convs if op.name not in ENLARGING]
     return max((max(value) if isinstance(value, tuple | list) else value for value in values), default=1)
 
 
 def pyramid_levels(trace: Trace) -> list[str]:
     """Return the convolutions whose outputs are the levels of a feature pyramid: of sums with enlarged maps."""
-    enlarged = {node: op.inputs[0] for op in trace.ops if op.name in _ENLARGING for node in op.outputs}
-    sums = [op for op in trace.ops if _adds_maps(op) and any(node in enlarged for node in op.inputs)]
+    enlarged = {node: op.inputs[0] for op in trace.ops if op.name in ENLARGING for node in op.outputs}
+    sums = [op for op in trace.ops if added(op) and any(node in enlarged for node in op.inputs)]
     levels = {
         node for op in sums for node in (*op.outputs, *(enlarged[node] for node in op.inputs if node in enlarged))
     }
-    convs = [op for op in trace.ops if op.name in _CONVS and op.inputs[0] in levels and not _is_pointwise(op)]
+    convs = [op for op in trace.ops if op.name in CONVS and op.inputs[0] in levels and not _is_pointwise(op)]
     return list(dict.fromkeys(op.call.name for op in convs if op.call))
 
 
@@ -415,10 +364,12 @@ def map_convs(trace: Trace) -> tuple[list[str], tuple[str, ...]]:
     """
     graph = ConvGraph(trace)
     model = trace.calls[0]
-    start = next(node for node in model.inputs if node.is_data and len(node.shape) > 2)
+    start = next((node for node in model.inputs if node.is_data and len(node.shape) > 2), None)
+    if start is None:
+        return [], ()
     path = graph.path(start, *(node for node in model.outputs if len(node.shape) > 2))
     pooled = _after_pooling(path)
-    direct = trace.path(start, model.outputs, lambda op: () if op.name in _CONVS else graph.carriers(op))
+    direct = trace.path(start, model.outputs, lambda op: () if op.name in CONVS else graph.carriers(op))
     names = []
     for conv in graph.convs(path):
         has_norm, is_activated = graph.follows(conv)
@@ -450,5 +401,5 @@ def _backbones(graph: ConvGraph, start: Node) -> Iterator[Call]:
             continue
         inside = graph.path(image, *maps)
         convs = graph.convs(inside)
-        if convs and _ENLARGING.isdisjoint(_names(inside)) and convs[0].outputs[0].shape[-1] < start.shape[-1]:
+        if convs and ENLARGING.isdisjoint(_names(inside)) and convs[0].outputs[0].shape[-1] < start.shape[-1]:
             yield call

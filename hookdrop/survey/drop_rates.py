@@ -11,13 +11,15 @@ import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hookdrop.regularizers import Regularizer
+from hookdrop.regularizers import DropPath, Regularizer
+from hookdrop.survey.branches import added, has_weights, is_affine
+from hookdrop.survey.heads import attention_cores
+from hookdrop.survey.isolation import attributes_of
 from hookdrop.survey.trace import Node, Op, Trace, record
 from hookdrop.utils.select import has_forward
 
@@ -33,7 +35,6 @@ _ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward":
 _DRAWS = {"rand", "rand_like", "uniform"}
 _FILLS = {"full", "full_like", "new_full"}
 _COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
-_NOT_SETTINGS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
 _RAISED = 1e-3
 """The value of a rate of 0 during the run, because a forward may skip a drop at 0."""
 
@@ -56,6 +57,10 @@ class DropRates:
     """In the order of `named_modules()`."""
     out_of_reach: Mapping[str, tuple[str, ...]]
     """Random drops that read no attribute: descriptions, with the names of the modules that run them."""
+    per_sample: frozenset[DropRate] = frozenset()
+    """Those that drop whole samples, as in stochastic depth."""
+    aside: frozenset[DropRate] = frozenset()
+    """Those that drop no hidden states: only attention weights, or the input of an adapter."""
 
 
 def known_drop_rates(model: nn.Module) -> list[DropRate]:
@@ -80,8 +85,11 @@ def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True) -> Dro
     arrivals = _Arrivals(model, sources)
     arrivals.read(trace)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    rates = sorted(dict.fromkeys([*known_drop_rates(model), *arrivals.found]), key=lambda rate: order[rate.layer])
-    return DropRates(tuple(rates), {what: tuple(layers) for what, layers in arrivals.out_of_reach.items()})
+    rates = sorted({*known_drop_rates(model), *arrivals.ops}, key=lambda rate: order[rate.layer])
+    out_of_reach = {what: tuple(layers) for what, layers in arrivals.out_of_reach.items()}
+    attention = _attention_drops(trace)
+    aside = [rate for rate, ops in arrivals.ops.items() if all(op in attention or _adapts(trace, op) for op in ops)]
+    return DropRates(tuple(rates), out_of_reach, frozenset(arrivals.per_sample), frozenset(aside))
 
 
 def _known_attribute(module: nn.Module) -> str | None:
@@ -123,8 +131,8 @@ def _marked(model: nn.Module) -> Iterator[Sources]:
             elif type(value) is int and value == 0:
                 new = _Zero()
                 new.source = source, 0.0
-            elif not path and type(value).__dictoffset__ and not issubclass(type(value), _NOT_SETTINGS):
-                mark(object.__getattribute__(value, "__dict__"), layer, f"{key}.")  # runs no code of the object
+            elif not path and (attributes := attributes_of(value)) is not None:
+                mark(attributes, layer, f"{key}.")
             if new is not None:
                 saved.append((table, key, value))
                 table[key] = new
@@ -165,7 +173,9 @@ class _Arrivals:
     """The numbers that arrive at random drops."""
 
     def __init__(self, model: nn.Module, sources: Sources) -> None:
-        self.found: list[DropRate] = []
+        self.ops: dict[DropRate, list[Op]] = {}
+        """The drops of each rate."""
+        self.per_sample: list[DropRate] = []
         self.out_of_reach: dict[str, list[str]] = {}
         self._modules = dict(model.named_modules())
         self._sources, self._complements = sources, {1 - value: source for value, source in sources.items()}
@@ -175,9 +185,16 @@ class _Arrivals:
         draws: set[Node] = set()
         filled: dict[Node, Any] = {}
         for op in trace.ops:
-            if op.call is None or _known_attribute(self._modules[op.call.name]) is not None:
+            if op.call is None:
                 continue
-            if op.name in _DRAWS:
+            module = self._modules[op.call.name]
+            if (known := _known_attribute(module)) is not None:
+                rate = DropRate(op.call.name, known)
+                if op.name in _DROPS or op.name in _ATTENTION:
+                    self.ops.setdefault(rate, []).append(op)
+                elif isinstance(module, DropPath):
+                    self.per_sample.append(rate)
+            elif op.name in _DRAWS:
                 draws.update(op.outputs)
             elif op.name in _FILLS:
                 filled[op.outputs[0]] = op.kwargs.get("fill_value", op.args[-1])
@@ -186,11 +203,13 @@ class _Arrivals:
             elif op.name in _ATTENTION and op.kwargs.get("training", True):
                 self._at_drop(op, op.argument(_ATTENTION[op.name], "dropout_p", 0.0))
             elif op.name == "bernoulli":
-                self._at_draw(op, op.argument(1, "p", filled.get(op.args[0])))
+                self._at_draw(op, op.argument(1, "p", filled.get(op.args[0])), _keeps(trace, op))
             elif op.name in {*_COMPARISONS, "add"} and len(op.args) > 1:
                 operands = [arg for arg in op.args[:2] if arg not in draws]
                 if len(operands) == 1:
-                    self._at_draw(op, operands[0])
+                    keeps = _keeps(trace, op)
+                    is_less = op.name == "add" or (op.name in ("lt", "le")) == (op.args[0] in draws)
+                    self._at_draw(op, operands[0], keeps if is_less or keeps is None else not keeps)
 
         # The outermost parts that the forward did not run.
         for name, module in self._modules.items():
@@ -204,21 +223,24 @@ class _Arrivals:
     def _at_drop(self, op: Op, rate: Any) -> None:
         """A function that drops with probability `rate`."""
         if (source := self._source(rate, self._sources)) is not None:
-            self.found.append(source[0])
+            self.ops.setdefault(source[0], []).append(op)
         elif isinstance(rate, Node) or rate:
             self._miss(op, f"with a rate of {'a tensor' if isinstance(rate, Node) else f'{rate:g}'}")
 
-    def _at_draw(self, op: Op, number: Any) -> None:
-        """A random choice with probability `number`: that of dropping, or that of keeping."""
-        if (source := self._source(number, self._complements)) is not None:
-            self.found.append(source[0])
-        elif (source := self._source(number, self._sources)) is not None:
-            if source[1] < 0.5:
-                self.found.append(source[0])
-            else:
-                self._miss(op, f"with {source[0].attribute}, which may be the probability to keep")
-        elif isinstance(number, float) and 0.0 < number < 1.0:
-            self._miss(op, f"with a probability of {number:g}")
+    def _at_draw(self, op: Op, number: Any, keeps: bool | None) -> None:
+        """A random choice with probability `number`: that of keeping, of dropping, or, for None, of either."""
+        direct, complement = (self._source(number, sources) for sources in (self._sources, self._complements))
+        source = complement or direct
+        if source is None:
+            if isinstance(number, float) and 0.0 < number < 1.0:
+                self._miss(op, f"with a probability of {number:g}")
+        elif keeps is (complement is not None) or (keeps is None and (complement is not None or source[1] < 0.5)):
+            self.ops.setdefault(source[0], []).append(op)
+            shape = op.outputs[0].shape
+            if len(shape) > 1 and op.outputs[0].size == shape[0]:
+                self.per_sample.append(source[0])
+        else:
+            self._miss(op, f"with {source[0].attribute}, which may be the probability to keep")
 
     @staticmethod
     def _source(number: Any, sources: Sources) -> tuple[DropRate, float] | None:
@@ -231,3 +253,46 @@ class _Arrivals:
         layers = self.out_of_reach.setdefault(f"{op.call.type} calls {op.name} {how}", [])
         if op.call.name not in layers:
             layers.append(op.call.name)
+
+
+def _keeps(trace: Trace, op: Op) -> bool | None:
+    """Whether 1 keeps, where a random choice multiplies or selects, or drops, where it masks; None if neither shows."""
+    keeps, node = True, op.outputs[0]
+    while users := trace.users.get(node):
+        op = users[0]
+        if op.name in ("mul", "masked_fill"):
+            return keeps == (op.name == "mul")
+        if op.name == "where":
+            return keeps == (isinstance(op.args[1], Node) and op.args[1].is_data)
+        if op.name in ("logical_not", "bitwise_not", "invert", "rsub"):
+            keeps = not keeps
+        elif len(op.inputs) > 1:
+            return None
+        node = op.outputs[0]
+    return None
+
+
+def _attention_drops(trace: Trace) -> set[Op]:
+    """Return the drops of attention weights: inside fused attention, or between a softmax and a product."""
+    found = {op for op in trace.ops if op.name in _ATTENTION}
+    for core in attention_cores(trace):
+        for op in (node.op for node in core.inputs):
+            drops: set[Op] = set()
+            while op is not None and op.name != "softmax" and len(op.inputs) == 1:
+                drops |= {op} if op.name in _DROPS else set()
+                op = op.inputs[0].op
+            found |= drops if op is not None and op.name == "softmax" else set()
+    return found
+
+
+def _adapts(trace: Trace, drop: Op) -> bool:
+    """Whether a drop only acts on the input of an adapter: linear layers beside a layer, as in LoRA."""
+    source, out = drop.inputs[0], drop.outputs[0]
+    for op in trace.ops[trace.ops.index(drop) :]:
+        inside = [term for term in added(op) or () if trace.leads(out, term)]
+        if len(inside) == 1:
+            (other,) = (term for term in op.inputs if term not in inside)
+            around = trace.path(source, [other])
+            path = [node.op for node in trace.path(out, inside) if node.op is not None]
+            return any(node.op and has_weights(node.op) for node in around) and all(map(is_affine, path))
+    return False

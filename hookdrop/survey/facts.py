@@ -114,26 +114,31 @@ class Survey:
 
     def calls(self, name: str, at: str = "output", tensor: TensorKey = None) -> LayerCalls:
         """Return the calls of a layer, as a hook with these settings would see them."""
-        return layer_calls(self.trace, self._residuals, self.layers.get(name, []), at, tensor)
+        return layer_calls(self.trace, self.residuals, self.layers.get(name, []), at, tensor)
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
         """The residual branches, in the order of execution."""
-        return find_branches(self.trace, self._residuals)
+        return find_branches(self.trace, self.residuals)
 
     @cached_property
-    def gaps(self) -> tuple[tuple[str, ...], tuple[Call, ...]]:
-        """The layers with a residual branch that does not end with a module, and the attention in no branch."""
-        return find_gaps(self.trace, self._residuals, self.branches)
+    def gaps(self) -> tuple[Mapping[str, str], tuple[Call, ...]]:
+        """The layers with a branch that no hook can drop, each with the reason, and the attention in no branch."""
+        return find_gaps(self.trace, *self._sums)
 
     @cached_property
     def skippable(self) -> Mapping[str, str]:
         """The layers around residual branches, by full name; empty if one is its input plus branches, or why not."""
-        return find_skippable(self.trace, self._residuals, self.branches)
+        return find_skippable(self.trace, self.residuals, self.branches)
 
     @cached_property
-    def _residuals(self) -> list[Residual]:
+    def _sums(self) -> tuple[list[Residual], list[Residual]]:
         return find_residuals(self.trace)
+
+    @property
+    def residuals(self) -> list[Residual]:
+        """The residual additions, in the order of execution."""
+        return self._sums[0]
 
     @cached_property
     def drop_rates(self) -> DropRates:

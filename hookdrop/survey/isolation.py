@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import operator
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -105,6 +110,76 @@ def _may_be_written_to(module: nn.Module, buffer: Tensor, trains: bool) -> bool:
         return True
     # Inference tensors have no version counter, so a change would go unnoticed.
     return buffer.is_inference() or (trains and buffer.is_floating_point() and buffer.element_size() > 1)
+
+
+@contextmanager
+def restored_objects(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules, and remove the fake tensors that a forward stored elsewhere.
+
+    Those may be in objects that modules hold, in the globals of the code of a model, and in its `lru_cache`s.
+    """
+    own = [cls for cls in {cls for module in model.modules() for cls in type(module).__mro__} if _is_foreign(cls)]
+    code = [vars(sys.modules[name]) for name in {cls.__module__ for cls in own} & sys.modules.keys()]
+    attributes = [vars(module) for module in model.modules()]
+    saved = [(table, copy.copy(table)) for table in _tables([*attributes, *code, *(dict(vars(cls)) for cls in own)])]
+    always = {id(one) for table in attributes for one in (table, *table.values())}
+    try:
+        yield
+    finally:
+        for table, old in saved:
+            if not _is_same(table, old) and (id(table) in always or _has_fake_tensors(table)):
+                table.clear()
+                table.extend(old) if isinstance(table, list | deque) else table.update(old)
+        for value in (value for table in (*code, *map(vars, own)) for value in list(table.values())):
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
+            for cached in (function, *(cell.cell_contents for cell in cells if cell != _EMPTY)):
+                if isinstance(cached, _LRU_CACHE):
+                    cached.cache_clear()
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object that holds settings or caches, without running its code; None for others."""
+    kind = type(value)
+    if not kind.__dictoffset__ or not _is_foreign(kind) or issubclass(kind, nn.Module | Tensor | type):
+        return None
+    return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
+
+
+def _is_foreign(cls: type) -> bool:
+    package = cls.__module__.partition(".")[0]
+    return cls is SimpleNamespace or (package != "torch" and package not in sys.stdlib_module_names)
+
+
+def _tables(roots: Iterable[Any]) -> list[Any]:
+    """Return the containers and the attributes of objects that can be reached from some tables, these included."""
+    found: dict[int, Any] = {}
+    waiting = [*roots]
+    while waiting:
+        table = waiting.pop()
+        if id(table) not in found:
+            found[id(table)] = table
+            for value in list(table.values() if isinstance(table, dict) else table):
+                inner = value if type(value) in _CONTAINERS else attributes_of(value)
+                if inner is not None:
+                    waiting.append(inner)
+    return list(found.values())
+
+
+def _is_same(table: Any, old: Any) -> bool:
+    if isinstance(table, dict):
+        return table.keys() == old.keys() and all(table[key] is value for key, value in old.items())
+    return len(table) == len(old) and all(map(operator.is_, table, old))
+
+
+def _has_fake_tensors(table: Any) -> bool:
+    values = (value for one in _tables([table]) for value in (one.values() if isinstance(one, dict) else one))
+    return any(type(value).__name__ == "FakeTensor" for value in values)
+
+
+_CONTAINERS = (dict, list, set, OrderedDict, defaultdict, deque)
+_LRU_CACHE = type(functools.lru_cache(int))
+_EMPTY = CellType()
 
 
 @contextmanager

@@ -1,20 +1,24 @@
 """The calls of a layer as a hook would see them, and the layers that LayerDrop can skip.
 
-A layer can be skipped if it returns its input, apart from residual branches and norms.
+A layer can be skipped if it returns its input, apart from residual branches and norms of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hookdrop.survey.branches import Branch, Residual, is_linear
-from hookdrop.survey.trace import Call, Node, Trace
+from hookdrop.survey.trace import Call, Node, Op, Trace
 from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.tensor_tree import TensorKey, fits, map_leaves, map_tensor, tensors
+
+Step = tuple[Op, Node]
+"""An operation on a skip, and its input on the skip."""
 
 
 @dataclass
@@ -102,36 +106,62 @@ def _reason(call: Call, sums: Mapping[Node, Residual]) -> str:
     x, y = inputs[0], outputs[0]
     if x.shape != y.shape:
         return f"it changes the shape {x.shape} to {y.shape}"
-    source, added = _source(y, sums, call.start)
-    if source is not x or not added:
+    steps = _steps(y, sums, call.start)
+    if not steps or steps[-1][1] is not x or not _has_sum(steps, sums):
         return "its first output is not its first input plus residual branches"
+    if not _keeps(x, steps):
+        return "its skip does not keep its input: without the branches, the layer does not return it"
     for other in outputs[1:]:
-        if other is not y and _source(other, sums, call.start)[1]:
+        if other is not y and _has_sum(_steps(other, sums, call.start), sums):
             return "it returns several tensors with residual branches"
     return ""
 
 
 def _includes_input(call: Call, sums: Mapping[Node, Residual]) -> bool:
     """Whether the output of a call is its input plus residual branches, apart from norms and activations."""
-    outputs = [node for node in call.outputs if node.fits][:1]
-    found = [_source(node, sums, call.start, loosely=True) for node in outputs]
-    return any(added and source in call.inputs for source, added in found)
+    found = [_steps(node, sums, call.start, loosely=True) for node in [node for node in call.outputs if node.fits][:1]]
+    return any(_has_sum(steps, sums) and steps[-1][1] in call.inputs for steps in found)
 
 
-def _source(node: Node, sums: Mapping[Node, Residual], since: int, loosely: bool = False) -> tuple[Node, bool]:
-    """Return the tensor from which skips and norms lead to a node, and whether there is an addition on the way.
+def _has_sum(steps: list[Step], sums: Mapping[Node, Residual]) -> bool:
+    return any(op.outputs[-1] in sums for op, _ in steps)
+
+
+def _steps(node: Node, sums: Mapping[Node, Residual], since: int, loosely: bool = False) -> list[Step]:
+    """Return the additions, norms and linear operations that lead to a node along skips, the last first.
 
     `loosely` also follows activations.
     """
-    added = False
+    steps: list[Step] = []
     while (op := node.op) is not None and node.index > since:
         residual = sums.get(node)
         inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data and one.size == node.size]
         simple = is_linear(op) or "norm" in op.name or (loosely and len(op.inputs) == 1)
         if residual is not None and not residual.is_projection:
-            node, added = residual.skip, True
+            node = residual.skip
         elif len(inputs) == 1 and simple:
             node = inputs[0]
         else:
             break
-    return node, added
+        steps.append((op, node))
+    return steps
+
+
+def _keeps(x: Node, steps: list[Step]) -> bool:
+    """Whether these steps return `x` if the branches are 0: repeat them on numbers, without norms of tokens."""
+    numbers = value = torch.arange(float(x.size), dtype=torch.float64).view(x.shape)
+    for op, before in reversed(steps):
+        if op.name == "batch_norm":
+            return False
+
+        def given(leaf: Any, before: Node = before, value: Tensor = value) -> Any:
+            if leaf is before:
+                return value.clone()
+            return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Node) else leaf
+
+        if op.function is not None and op.name not in _COPIES and "norm" not in op.name:
+            value = op.function(*map_leaves(op.args, given), **map_leaves(op.kwargs, given))
+    return torch.equal(value, numbers)
+
+
+_COPIES = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "detach", "data", "clone", "contiguous"}

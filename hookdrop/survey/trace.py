@@ -19,13 +19,9 @@ additions inside them. Code that `torch.jit` compiled is one operation, named "o
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import operator
 import re
-import sys
-import types
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +33,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hookdrop.survey.isolation import call, restored_after
+from hookdrop.survey.isolation import call, restored_after, restored_objects
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import bind_arguments, map_leaves, tensors
@@ -234,14 +230,13 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: bool 
     with ExitStack() as stack:
         stack.enter_context(restored_after(model, trains=training))
         recorder = _Recorder(model)
-        stack.enter_context(_restored_attributes(model))
+        stack.enter_context(restored_objects(model))
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.no_grad())
         for module in model.modules():
             module.training = training and not isinstance(module, BatchNorm)  # which fails for one small map
         if fake:
-            stack.callback(_clear_function_caches, model)
             mode = stack.enter_context(fake_tensors())
             example = _map_tensors(example, mode.from_tensor)
         for tensor in tensors(example):
@@ -351,46 +346,6 @@ class _Recorder(TorchFunctionMode):
             inputs = tuple(dict.fromkeys((node, self.writes.get(storage_of(tensor), node))))
             node = self._new(tensor, self._op("alias", None, inputs, {}, inputs))
         return node
-
-
-@contextmanager
-def _restored_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules: what a forward caches or creates would go on as a fake tensor."""
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    caches = [
-        (value, value.copy())
-        for _, attributes in before
-        for value in attributes.values()
-        if type(value) in (dict, list, set, OrderedDict, defaultdict, deque)
-    ]
-    try:
-        yield
-    finally:
-        for attributes, old in before:
-            if attributes.keys() != old.keys() or any(attributes[key] is not value for key, value in old.items()):
-                attributes.clear()
-                attributes.update(old)
-        for value, contents in caches:
-            value.clear()
-            value.extend(contents) if isinstance(value, list | deque) else value.update(contents)
-
-
-def _clear_function_caches(model: nn.Module) -> None:
-    """Clear the `lru_cache`s of the code of a model: BEiT of transformers would go on with fake tensors."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
-    modules = {sys.modules.get(cls.__module__) for cls in own} - {None}
-    for owner in (*own, *modules):
-        for value in list(vars(owner).values()):
-            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-            cells = (function.__closure__ or ()) if inspect.isfunction(function) else ()
-            for cached in (function, *(cell.cell_contents for cell in cells if cell != _EMPTY)):
-                if isinstance(cached, _LRU_CACHE):
-                    cached.cache_clear()
-
-
-_LRU_CACHE = type(functools.lru_cache(int))
-_EMPTY = types.CellType()
 
 
 def _name(function: Any) -> str:

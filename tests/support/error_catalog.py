@@ -909,6 +909,15 @@ def _() -> None:
     inject(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), recipes.stochastic_depth(), example_input=IMAGES)
 
 
+@case("a recipe for branches that end with a function")
+def _() -> None:
+    class Branch(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x).relu()
+
+    inject(nn.Sequential(Branch(8, 8), Branch(8, 8)), recipes.stochastic_depth(), example_input=torch.randn(2, 8))
+
+
 @case("a keyword that a recipe does not take")
 def _() -> None:
     recipes.stochastic_depth(rate=0.1)

@@ -264,6 +264,12 @@ def test_classifier_raises() -> None:
         inject(torchvision.models.resnet18(), dropblock_unet())
 
 
+def test_model_of_tokens_raises() -> None:
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
+    with pytest.raises(LayerError, match="found no matching layer"):
+        inject(model, dropblock_unet(), example_input=torch.ones(2, 5, dtype=torch.long))
+
+
 def test_traced_model_keeps_its_sites() -> None:
     assert sites(torch.fx.symbolic_trace(UNet())) == sites(UNet())
 

@@ -223,6 +223,27 @@ def test_model_with_stochastic_depth_raises(make: Callable[[], nn.Module], name:
         inject(make(), stochastic_depth())
 
 
+class Dropped(nn.Module):
+    """A block whose branch may be dropped for each sample, by a function and an attribute of any name."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__()
+        self.chance, self.drop_path, self.linear = chance, 0.1, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.training and self.chance:
+            y = y * (torch.rand(len(x), 1, 1) >= self.chance)
+        return x + y
+
+
+def test_stochastic_depth_is_known_by_what_it_does() -> None:
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(InjectionError, match=r"already has it: '0' is a Dropped at rate 0\.3"):
+        plan(nn.Sequential(Dropped(0.3), Dropped(0.3)), stochastic_depth(), example_input=x)
+    assert len(plan(nn.Sequential(Dropped(0.0), Dropped(0.0)), stochastic_depth(), example_input=x).sites) == 2
+
+
 @pytest.mark.parametrize("name", ["vgg11", "mobilenetv1_100"])
 def test_model_without_residual_branches_raises(name: str) -> None:
     with torch.device("meta"):

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hookdrop import LayerError, plan
+from hookdrop.recipes import stochastic_depth
 from hookdrop.survey.branches import Branch
 from hookdrop.survey.facts import survey
 from hookdrop.utils.errors import InjectionError
@@ -130,6 +132,28 @@ class SeveralOutputs(Base):
         return x + self.g(self.q(x)), weights
 
 
+class Differences(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - self.f(self.p(x))
+        return torch.rsub(self.g(self.q(x)), x)
+
+
+class FunctionsThatAdd(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = sum([x, self.f(self.p(x))])  # type: ignore[assignment]
+        return torch.add(x, self.g(self.q(x)), alpha=0.5)
+
+
+class Coupled(Base):
+    """RevNet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, 1)
+        a = a + self.f(self.p(b))
+        b = b + self.g(self.q(a))
+        return torch.cat([a, b], 1)
+
+
 BOTH = {"f", "g"}
 BLOCKS: dict[type[nn.Module], set[str]] = {
     PreNorm: BOTH,
@@ -143,6 +167,9 @@ BLOCKS: dict[type[nn.Module], set[str]] = {
     EndedByDropout: {"drop"},
     SkipAsArgument: {"b.linear", "d.linear"},
     SeveralOutputs: BOTH,
+    Differences: BOTH,
+    FunctionsThatAdd: BOTH,
+    Coupled: BOTH,
 }
 
 
@@ -222,6 +249,26 @@ def test_projections_and_identity_skips() -> None:
     assert [(one.layer, one.end) for one in found] == [("0", "0.two"), ("1", "1.two"), ("2", "2.two")]
 
 
+@pytest.mark.parametrize("enlarge", [nn.Upsample(scale_factor=2), nn.ConvTranspose2d(C, C, 2, 2)])
+def test_the_levels_of_a_pyramid_are_no_branches(enlarge: nn.Module) -> None:
+    class Pyramid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList([Conv(first=True), Conv(2), Conv(2)])
+            self.laterals = nn.ModuleList([nn.Conv2d(C, C, 1) for _ in self.stages])
+            self.enlarge = enlarge
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            maps = [x := stage(x) for stage in self.stages]
+            levels = [lateral(one) for lateral, one in zip(self.laterals, maps, strict=True)]
+            for i in (1, 0):
+                levels[i] = levels[i] + self.enlarge(levels[i + 1])
+            return levels
+
+    found = branches(Pyramid(), torch.randn(2, 3, 16, 16))
+    assert [one.end for one in found] == [f"stages.{i}.two" for i in range(3)]
+
+
 class Adapter(nn.Module):
     """LoRA."""
 
@@ -237,6 +284,77 @@ def test_adapters_are_no_branches() -> None:
     model = Stack(PreNorm)
     model.parts[0].f = nn.Sequential(Adapter(), nn.GELU(), Adapter())
     assert {branch.end for branch in branches(model)} == {f"parts.{i}.{end}" for i in range(3) for end in "fg"}
+
+
+class Form(Base):
+    """A block with another form of its sum."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+WITHOUT_ENDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "function": lambda m, x: x + F.relu(m.g(x)),
+    "product": lambda m, x: x + torch.mul(m.g(x), m.f(x)),
+    "lerp": lambda m, x: torch.lerp(x, m.g(x), 0.3),
+    "addcmul": lambda m, x: torch.addcmul(x, m.g(x), m.f(x)),
+    "highway": lambda m, x: x * (1 - m.f(x).sigmoid()) + m.g(x) * m.f(x).sigmoid(),
+    "stack": lambda m, x: torch.stack([x, m.g(x)]).sum(0),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ENDS)
+def test_blocks_whose_branch_has_no_end_are_named(name: str) -> None:
+    function = WITHOUT_ENDS[name]
+    with pytest.raises(LayerError, match=r"'0', '1'(.|\n)*self.act = nn.ReLU\(\)"):
+        plan(nn.Sequential(Form(function), Form(function)), stochastic_depth(), example_input=torch.randn(2, 6, C))
+    mixed = plan(
+        nn.Sequential(PreNorm(), Form(function), PreNorm()), stochastic_depth(), example_input=torch.randn(2, 6, C)
+    )
+    assert [site.name for site in mixed.sites] == ["0.f", "0.g", "2.f", "2.g"]
+    [warning] = mixed.warnings
+    assert "skipped 1 layer, '1'" in warning
+
+
+SKIPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "identity": lambda m, x: x + m.g(x),
+    "difference": lambda m, x: x - m.g(x),
+    "one": lambda m, x: 1.0 * x + m.g(x),
+    "back and forth": lambda m, x: x.transpose(0, 1).contiguous().roll(1, 0).roll(-1, 0).transpose(0, 1) + m.g(x),
+    "scaled": lambda m, x: 0.5 * x + m.g(x),
+    "alpha": lambda m, x: torch.add(m.g(x), x, alpha=0.5),
+    "negative": lambda m, x: -x + m.g(x),
+    "gain": lambda m, x: x * m.gain + m.g(x),
+    "flipped": lambda m, x: x.flip(1) + m.g(x),
+    "transposed": lambda m, x: x.transpose(0, 1) + m.g(x),
+    "reordered": lambda m, x: x.transpose(0, 1).reshape(x.shape) + m.g(x),
+}
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_a_layer_can_be_skipped_if_it_returns_its_input_without_its_branch(name: str) -> None:
+    model, x = nn.Sequential(Form(SKIPS[name]), Form(SKIPS[name])), torch.randn(6, 6, C)
+    found = survey(model, x)
+    assert {branch.end for branch in found.branches} == {"0.g", "1.g"}
+    model[0].g.register_forward_hook(lambda module, args, out: out * 0)
+    assert (found.skippable["0"] == "") == torch.equal(model[0](x), x)
+
+
+def test_a_batch_norm_on_the_skip_changes_it() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(C, C, 3, 1, 1), nn.BatchNorm2d(C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x + self.conv(x))
+
+    found = survey(nn.Sequential(Normed(), Normed()), torch.randn(2, C, 4, 4)).skippable
+    assert all("does not return it" in reason for reason in found.values())
 
 
 class NoResidual(nn.Module):

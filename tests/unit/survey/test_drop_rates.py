@@ -72,6 +72,9 @@ FOUND: dict[str, Net] = {
     "an in-place comparison": Net(lambda net, x: x * torch.rand(4, 1, 1).ge_(net.rate).div(1 - net.rate), rate=0.1),
     "a skipped layer": Net(lambda net, x: x if torch.rand([]) < net.rate else x + 1, rate=0.0),
     "a random number": Net(lambda net, x: x if torch.rand(1).lt(net.rate).item() else x + 1, rate=0.05),
+    "a masked tensor": Net(lambda net, x: x.masked_fill(torch.rand_like(x) < net.rate, 0.0), rate=0.7),
+    "a selection": Net(lambda net, x: torch.where(torch.rand_like(x) < net.rate, 0.0, x), rate=0.7),
+    "a negated mask": Net(lambda net, x: x * ~(torch.rand_like(x) < net.rate), rate=0.7),
     "a filled tensor": Net(lambda net, x: x * torch.bernoulli(torch.full_like(x, 1 - net.rate)), rate=0.05),
 }
 OUT_OF_REACH: dict[str, tuple[Net, str]] = {
@@ -84,6 +87,18 @@ OUT_OF_REACH: dict[str, tuple[Net, str]] = {
     "a probability to keep": (
         Net(lambda net, x: x * torch.empty_like(x).bernoulli_(net.keep), keep=0.9),
         "bernoulli with keep, which may be the probability to keep",
+    ),
+    "a small probability to keep": (
+        Net(lambda net, x: x * (torch.rand_like(x) < net.keep), keep=0.3),
+        "lt with keep, which may be the probability to keep",
+    ),
+    "a small probability to select": (
+        Net(lambda net, x: torch.where(torch.rand_like(x) < net.keep, x, 0.0), keep=0.3),
+        "lt with keep, which may be the probability to keep",
+    ),
+    "a mask of what is not kept": (
+        Net(lambda net, x: x.masked_fill(torch.rand_like(x) > net.keep, 0.0), keep=0.3),
+        "gt with keep, which may be the probability to keep",
     ),
 }  # fmt: skip
 NO_DROPOUT: dict[str, Net] = {
@@ -117,6 +132,32 @@ class TestForwards:
     def test_other_numbers_are_no_rates(self, name: str, fake: bool) -> None:
         found = find_drop_rates(NO_DROPOUT[name], X, fake=fake)
         assert (found.rates, found.out_of_reach) == ((), {})
+
+
+class TestKinds:
+    def test_drops_of_samples(self) -> None:
+        nets = [
+            FOUND[name] for name in ("positional", "timm's drop path", "transformers' drop path", "a skipped layer")
+        ]
+        found = find_drop_rates(nn.Sequential(*nets), X)
+        assert sorted(rate.layer for rate in found.per_sample) == ["1", "2"]
+
+    def test_drops_beside_the_hidden_states(self) -> None:
+        def weights(net: Any, x: Tensor) -> Tensor:
+            return F.dropout((x @ x.mT).softmax(-1), net.rate, net.training) @ x
+
+        def adapter(net: Any, x: Tensor) -> Tensor:
+            return net.base(x) + 2 * net.up(net.down(F.dropout(x, net.rate, net.training)))
+
+        def residual(net: Any, x: Tensor) -> Tensor:
+            return x + net.up(net.down(F.dropout(x, net.rate, net.training)))
+
+        layers = {"base": nn.Linear(8, 8), "down": nn.Linear(8, 2), "up": nn.Linear(2, 8)}
+        functions = [weights, lambda net, x: attention(x, net.rate), adapter, residual, FOUND["positional"].function]
+        model = nn.Sequential(*(Net(function, rate=0.1, **layers) for function in functions))
+        found = find_drop_rates(model, X)
+        assert sorted(rate.layer for rate in found.aside) == ["0", "1", "2"]
+        assert len(found.rates) == 5
 
 
 class TestPlaces:

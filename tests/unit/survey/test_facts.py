@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -121,3 +122,45 @@ def test_spec_of_all_injections_places_a_recipe_again() -> None:
     drop = inject(Routed(), spec, example_input=example)
     assert drop.target_p == 0.6
     assert sorted(site.name for site in drop.sites) == ["early.b", "late.b"]
+
+
+class Cache:
+    """A plain object, as a model may share with its layers."""
+
+    def __init__(self) -> None:
+        self.mask: Any = None
+        self.by_size: dict[int, Any] = {}
+        self.inner: Any = None
+
+
+MASKS: dict[int, Tensor] = {}
+SHARED = Cache()
+
+
+class Caching(Block):
+    """Keeps masks in nested objects, in a class attribute, and in globals."""
+
+    of_class: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = SimpleNamespace(nested=Cache())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cache in (self.cache.nested, SHARED):
+            if cache.mask is None:
+                cache.mask, cache.inner = torch.ones(8), Cache()
+                cache.inner.mask = cache.by_size[8] = cache.mask * 2
+        for table in (self.of_class, MASKS):
+            x = x * table.setdefault(8, torch.ones(8))
+        return super().forward(x) * self.cache.nested.by_size[8] * SHARED.inner.mask
+
+
+def test_no_fake_tensor_stays_in_objects_and_globals() -> None:
+    model = Caching()
+    inject(model, stochastic_depth(p=0.5), p_scale="equal", example_input=X).remove()
+    assert type(model(X)) is Tensor
+    kept = [SHARED.mask, SHARED.inner.mask, *SHARED.by_size.values(), *MASKS.values(), *Caching.of_class.values()]
+    assert {type(mask) for mask in kept} == {Tensor}
+    survey(model, torch.randn(3, 8)).branches  # noqa: B018
+    assert SHARED.mask is kept[0], "what holds no fake tensors stays"
