@@ -95,7 +95,8 @@ class InjectionSpec:
             as_entries(self.exclude, "`exclude`")
         _ = self.timing
         if isinstance(self.source, Recipe):
-            check_recipe_arguments(self.source, None, self.at, self.tensor)
+            names_only = isinstance(self.layers, str | list | tuple)
+            check_recipe_arguments(self.source, None if names_only else self.layers, self.at, self.tensor)
         else:
             _ = self.chosen
 

@@ -16,6 +16,7 @@ from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer
 from hookdrop.schedules import SCHEDULES, Schedule
 from hookdrop.utils.errors import StateError, nearest
+from hookdrop.utils.settings import not_stored, settings_text
 
 Allowed: TypeAlias = Sequence[Callable[..., Any]]
 
@@ -80,9 +81,15 @@ def text_of(thing: Regularizer | Recipe | Schedule) -> str:
     """
     if isinstance(thing, ForeignFunction):
         return qualified_name(thing.function)
+    made = thing.module if isinstance(thing, ForeignModule) else thing
+    for name in not_stored(made):
+        fix = "name each argument, and store it" if name.startswith("*") else f"write: self.{name} = {name}"
+        raise StateError(
+            f"{thing!r} cannot be saved: {type(made).__name__} does not store its argument {name!r}.\n"
+            f"  in {type(made).__name__}.__init__, {fix}"
+        )
     if isinstance(thing, ForeignModule):
-        settings = ", ".join(f"{name}={value!r}" for name, value in thing.settings().items())
-        text = f"{qualified_name(type(thing.module))}({settings})"
+        text = f"{qualified_name(type(made))}({settings_text(made)})"
     else:
         name, _, settings = repr(thing).partition("(")
         text = f"{name if name in NAMES else qualified_name(type(thing))}({settings}"

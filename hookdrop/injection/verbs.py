@@ -205,7 +205,7 @@ def place(planned: Plan) -> Injection:
     for text in planned.warnings:
         warn(text)
     compiling.reset_stale_compiler()
-    state = InjectionState(planned.name, tuple([s.label for s in planned.sites]), planned.schedule or _CONSTANT)
+    state = InjectionState(planned.name, tuple([s.name for s in planned.sites]), planned.schedule or _CONSTANT)
     state.portable, state.recipe = planned.spec.portable, planned.recipe
     # The first forward must not repeat the warnings above.
     state.warned_kinds |= planned.warned_kinds
@@ -237,7 +237,7 @@ def place(planned: Plan) -> Injection:
 def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSink:
     if site.regularizer is None:
         assert site.target is not None
-        return AttributeSink(site.label, site.module, site.attribute, site.target, site.p_scale, state)
+        return AttributeSink(site.name, site.module, site.attribute, site.target, site.p_scale, state)
     # `resolve` checked that it can be pickled, and a deep copy takes ten times as long.
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     if site.at == "skip":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.compiler import is_compiling
 
 from hookdrop.regularizers.samples import SamplePlace
 from hookdrop.utils.errors import ShapeError
+from hookdrop.utils.settings import init_parameters, settings_text
 from hookdrop.utils.validation import as_rate_tensor, drop_rate, floating, rate
 
 R = TypeVar("R", bound="Regularizer")
@@ -185,7 +185,7 @@ class Regularizer(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """The arguments that recreate this object. Raises `AttributeError` if one is not stored as an attribute."""
-        return {name: getattr(self, name) for name in _init_parameters(type(self))}
+        return {name: getattr(self, name) for name in init_parameters(type(self))}
 
     @property
     def title(self) -> str:
@@ -194,11 +194,7 @@ class Regularizer(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings in the syntax of `parse`. Keyword-only settings are shown only if they are not the default."""
-        return ", ".join(
-            f"{name}={getattr(self, name)!r}"
-            for name, one in _init_parameters(type(self)).items()
-            if hasattr(self, name) and (one.kind != one.KEYWORD_ONLY or getattr(self, name) != one.default)
-        )
+        return settings_text(self, lambda one: one.kind == one.KEYWORD_ONLY)
 
 
 def rate_of(regularizer: Regularizer) -> float | None:
@@ -230,13 +226,6 @@ def rows_alone(regularizer: Regularizer) -> int:
         if "regularize" in vars(cls):
             return 0
     return 0
-
-
-def _init_parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """The named parameters of `__init__`, except `keep_prob`, which is an alternative to `p`."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(cls).parameters
-    return {name: one for name, one in parameters.items() if name != "keep_prob" and one.kind not in variadic}
 
 
 class DropRegularizer(Regularizer):
