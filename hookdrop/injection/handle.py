@@ -19,7 +19,7 @@ from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.optimizer import Follower, innermost
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import rates, state_dict
-from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sinks_of
+from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sinks_of, warn_about_changed
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import InjectionError
@@ -560,8 +560,10 @@ class Injection:
         if not self._live:
             return
         compiling.raise_if_tracing("remove()")
+        live = self._only(self._live)
         try:
-            self._only(self._live)._warn_about_problems()
+            live._warn_about_problems()
+            warn_about_changed(live._sinks if self._model() is not None else ())
         finally:
             self._detach()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -228,7 +229,7 @@ class TestHandle:
         with pytest.warns(HookdropWarning, match="'0', which something else has changed"):
             drop.step()
         assert rates(model) == pytest.approx([0.7, 0.15, 0.15])
-        with pytest.warns(HookdropWarning, match="did not restore 1 rate"):
+        with pytest.warns(HookdropWarning, match="does not restore 1 rate"):
             drop.remove()
         assert rates(model) == [0.7, 0.2, 0.3]
 
@@ -244,6 +245,34 @@ class TestHandle:
         second.remove()
         assert rates(model) == [0.1, 0.2, 0.3]
         first.remove()
+
+    def test_a_rate_of_a_shared_object_is_one_site(self) -> None:
+        model = nn.Sequential(Block(config := SimpleNamespace(dropout=0.2)), Block(config))
+        recipe = set_dropout(p={"**.dropout": 0.5})
+        inject(model[0], recipe, example_input=X)
+        with pytest.raises(InjectionError, match="1 site already carries 'set_dropout'"):
+            inject(model[1], recipe, example_input=X, name="second")
+        second = inject(model[1], set_dropout(p={"**.dropout": 0.6}), example_input=X, on_existing="replace")
+        assert (config.dropout, bool(find(model[0]))) == (0.6, False)
+        second.remove()
+        assert config.dropout == 0.2
+
+    def test_replacing_a_stack_restores_the_rate_of_the_model(self, model: Any) -> None:
+        for name in ("first", "second"):
+            inject(model, set_dropout(p=0.5), on_existing="stack", name=name)
+        inject(model, set_dropout(p=0.6), on_existing="replace").remove()
+        assert (rates(model), bool(find(model))) == ([0.1, 0.2, 0.3], False)
+
+    def test_a_replacement_that_may_not_warn_changes_nothing(self, model: Any) -> None:
+        drop = inject(model, set_dropout(p=0.5))
+        model[0].p = 0.7
+        with warnings.catch_warnings(action="error"), pytest.raises(HookdropWarning, match="does not restore 1 rate"):
+            inject(model, set_dropout(p={"2.0": 0.6}), on_existing="replace")
+        assert rates(model) == [0.7, 0.5, 0.5]
+        assert find(model) == drop
+        model[0].p = 0.5  # as before the change
+        drop.remove()
+        assert rates(model) == [0.1, 0.2, 0.3]
 
     def test_state_resumes(self, model: Any) -> None:
         twin = copy.deepcopy(model)
