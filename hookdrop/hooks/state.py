@@ -42,6 +42,8 @@ class LiveState:
         self.follower: Follower | None = None
         self.was_stepped = False
         """Whether `step`, `seek` or `follow` has changed the step count in this process."""
+        self.steps_ahead: int | None = None
+        """How many more steps a followed optimizer has taken, until the step is set; 0 if it does not tell."""
         self.moves = 0
         """How many times the step count changed."""
         self.trained = False

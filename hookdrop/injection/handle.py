@@ -276,6 +276,8 @@ class Injection:
         self._check_not_removed("seek()")
         step = count(step, "step", "seek", 0)
         self._move(lambda state: step)
+        for state in self._states:
+            state.live.steps_ahead = None
 
     def follow(self, optimizer: Optimizer | None) -> Injection:
         """Count the steps that `optimizer` takes; skipped steps do not count.
@@ -304,7 +306,9 @@ class Injection:
                     "  to switch: drop.follow(None), then drop.follow(optimizer)"
                 )
         for state in [state for state in self._states if not state.followed]:
-            state.live.follower = Follower(inner, self._only([state])._advance, partial(progress.restarted, state))
+            state.live.follower = Follower(
+                inner, self._only([state])._advance, partial(progress.note_first_step, state)
+            )
         return self
 
     def _advance(self, n: int = 1) -> None:

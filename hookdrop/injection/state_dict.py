@@ -67,6 +67,8 @@ def load(parts: Parts, saved: Any, strict: bool) -> None:
                     sink.target = target
     except ValueError as error:
         raise StateError(f"{error} Nothing was loaded.") from None
+    for state, _, _ in wanted:
+        state.live.steps_ahead = None
 
 
 def _validated(saved: Any) -> Mapping[str, Any]:

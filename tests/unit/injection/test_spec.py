@@ -152,7 +152,6 @@ class TestRoundTrip:
             InjectionSpec.from_dict(spec.to_dict())
         assert InjectionSpec.from_dict(spec.to_dict(), allow=[OwnRamp]).schedule == OwnRamp(4)
 
-
     @pytest.mark.parametrize("hidden", ["every", "**settings"])
     def test_an_argument_that_is_not_stored_raises_with_the_fix(self, hidden: str) -> None:
         regularizer, schedule, module = forgetful(hidden)
