@@ -23,6 +23,7 @@ from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.optimizer import WeightUpdates
 from hookdrop.hooks.state import InjectionState, States, all_states
 
+PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "restarted")
 UPDATES_BEFORE_WARNING = 20
 """Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
 
@@ -63,9 +64,7 @@ class UpdateCounter(WeightUpdates):
 def schedule_problems(state: InjectionState, trained: bool | None = None) -> dict[str, str]:
     """Return the problems of a schedule by kind; None for `trained` waits for many updates."""
     watched = state.scheduled and not state.removed
-    return (
-        find(("optimizer_gone", "not_advancing", "too_fast", "restarted"), Progress(state, trained)) if watched else {}
-    )
+    return find(PROGRESS, Progress(state, trained)) if watched else {}
 
 
 def has_lost_all_hooks(state: InjectionState) -> bool:
@@ -111,9 +110,9 @@ class Progress:
         step, ahead, end = self.state.step_count, self.state.live.steps_ahead, self.state.schedule.settles_at
         if ahead is None or (end is not None and step >= end):
             return {}
-        return (
-            {"taken": f"{step + ahead} steps", "to": step + ahead} if ahead else {"taken": "steps", "to": "global_step"}
-        )
+        if not ahead:
+            return {"taken": "steps", "to": "global_step"}
+        return {"taken": f"{step + ahead} steps", "to": step + ahead}
 
 
 def note_first_step(state: InjectionState, steps: int, had_state: bool) -> None:
