@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.injection.handle import Injection
+from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.verbs import inject
 from hookdrop.utils.seeding import seed_per_rank
@@ -39,7 +39,8 @@ class Placement:
         try:
             for spec in self._specs:
                 placed = inject(model, spec, total_steps=total_steps)
-                self._injection = placed if self._injection is None else self._injection._joined(placed)
+                earlier = () if self._injection is None else self._injection._states
+                self._injection = find(model)._only([*earlier, *placed._states])
             if self._pending:
                 self.load_state_dict(self._pending)
         except BaseException:
