@@ -69,9 +69,8 @@ class Injection:
     A handle does not keep its model alive, and all handles on the same injections are interchangeable.
     """
 
-    def __init__(self, model: nn.Module, states: Iterable[InjectionState], sinks: Iterable[RateSink]) -> None:
+    def __init__(self, model: nn.Module, sinks: Iterable[RateSink]) -> None:
         self._model = weakref.ref(model)
-        self._states = tuple(states)
         self._placed = tuple(sinks)
 
     # --- the set: copying or pickling a handle includes its model
@@ -83,12 +82,11 @@ class Injection:
         return hash(self._states)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self._require_model(), "states": self._states, "sinks": self._sinks}
+        return {"model": self._require_model(), "sinks": self._sinks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A pickle of a portable injection has other entries in place of its hooks.
-        sinks = [sink for sink in state["sinks"] if isinstance(sink, RateSink)]
-        Injection.__init__(self, state["model"], state["states"], sinks)
+        Injection.__init__(self, state["model"], [sink for sink in state["sinks"] if isinstance(sink, RateSink)])
 
     def __getitem__(self, name: str) -> Injection:
         found = [state for state in self._live if state.name == name]
@@ -108,9 +106,12 @@ class Injection:
 
     def _only(self, states: Sequence[InjectionState]) -> Injection:
         narrowed = object.__new__(Injection)  # the model may be gone
-        narrowed._model, narrowed._states = self._model, tuple(states)
-        narrowed._placed = tuple([sink for sink in self._placed if sink.state in states])
+        narrowed._model, narrowed._placed = self._model, tuple([s for s in self._placed if s.state in states])
         return narrowed
+
+    @property
+    def _states(self) -> tuple[InjectionState, ...]:
+        return tuple(dict.fromkeys([sink.state for sink in self._placed]))
 
     @property
     def _live(self) -> list[InjectionState]:
@@ -131,15 +132,13 @@ class Injection:
         self._check_not_removed(what)
         if not self._states:
             raise InjectionError(f"{what}: there is no injection here.")
-        sinks = self._sinks
-        hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
-        if len(hooks) < len(sinks):
-            own = next(sink for sink in sinks if not isinstance(sink, SiteHook))
-            raise InjectionError(
-                f"{what} needs hooks, but {own.state.name!r} changes dropout that the model has ({own.site!r}).\n"
-                f"  for an injection with hooks: find(model)[name].{what}"
-            )
-        return hooks
+        for sink in self._sinks:
+            if not isinstance(sink, SiteHook):
+                raise InjectionError(
+                    f"{what} needs hooks, but {sink.state.name!r} changes dropout that the model has ({sink.site!r}).\n"
+                    f"  for an injection with hooks: find(model)[name].{what}"
+                )
+        return [sink for sink in self._sinks if isinstance(sink, SiteHook)]
 
     def _require_model(self) -> nn.Module:
         model = self._model()
@@ -606,5 +605,4 @@ def find(model: nn.Module) -> Injection:
         >>> bool(find(twin))
         False
     """
-    sinks = [sink for _, sink in sinks_of(model)]
-    return Injection(model, dict.fromkeys(sink.state for sink in sinks), sinks)
+    return Injection(model, [sink for _, sink in sinks_of(model)])

@@ -71,14 +71,11 @@ class InjectionSpec:
 
     def __post_init__(self) -> None:
         """Find settings that are invalid for any model."""
-        if self.at not in ("output", "input"):
-            one_of(self.at, "at", "inject", ("output", "input"))
+        one_of(self.at, "at", "inject", ("output", "input"))
+        one_of(self.on_existing, "on_existing", "inject", ("error", "replace", "stack"))
+        one_of(self.portable, "portable", "inject", (True, False))
         if isinstance(self.tensor, bool) or not isinstance(self.tensor, TensorKey):
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {self.tensor!r}.")
-        if self.on_existing not in ("error", "replace", "stack"):
-            one_of(self.on_existing, "on_existing", "inject", ("error", "replace", "stack"))
-        if not isinstance(self.portable, bool):
-            one_of(self.portable, "portable", "inject", (True, False))
         if self.name is not None and (not isinstance(self.name, str) or not self.name or "/" in self.name):
             raise InjectionError(f"inject: name must be a non-empty string without '/', got {self.name!r}.")
         scale = self.p_scale

@@ -40,8 +40,6 @@ from hookdrop.utils.select import Entries
 from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
 
-_CONSTANT = ConstantSchedule()
-
 
 def inject(
     model: nn.Module,
@@ -215,7 +213,7 @@ def place(planned: Plan) -> Injection:
         warn(text)
     warn_about_changed(others)
     compiling.reset_stale_compiler()
-    state = InjectionState(planned.name, tuple([s.name for s in planned.sites]), planned.schedule or _CONSTANT)
+    state = InjectionState(planned.name, tuple([s.name for s in planned.sites]), planned.schedule or ConstantSchedule())
     state.portable, state.recipe = planned.spec.portable, planned.recipe
     # The first forward must not repeat the warnings above.
     state.warned_kinds |= planned.warned_kinds
@@ -235,11 +233,11 @@ def place(planned: Plan) -> Injection:
         raise
     take_over(sinks, conflicts)
     if replaced := [*conflicts, *others]:
-        Injection(planned.model, list({sink.state for sink in replaced}), replaced)._detach()
+        Injection(planned.model, replaced)._detach()
     if isinstance(sinks[0], SiteHook) or state.scheduled:
         state.live.trained = isinstance(sinks[0], AttributeSink)  # without hooks, nothing notes the calls
         watch(planned.root, state)
-    return Injection(planned.model, [state], sinks)
+    return Injection(planned.model, sinks)
 
 
 def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSink:
