@@ -239,14 +239,15 @@ def spec_of(state: InjectionState, sinks: Sequence[RateSink], declared: bool = F
 
 def described(spec: InjectionSpec, strict: bool = False) -> dict[str, Any]:
     """Return the settings of a spec that differ from their defaults; unless `strict`, also what cannot be saved."""
-    changed = {f.name: getattr(spec, f.name) for f in fields(spec) if getattr(spec, f.name) is not f.default}
-    changed = {name: value for name, value in changed.items() if value not in ((), "output", "error", False)}
     found = {}
-    for name, value in changed.items():
+    for field in fields(spec):
+        name, value = field.name, getattr(spec, field.name)
+        if value == field.default:
+            continue
         try:
             found[name] = json.loads(json.dumps(_plain(value), allow_nan=False))
         except (TypeError, ValueError) as error:
-            if isinstance(error, StateError) and strict:
+            if strict and isinstance(error, StateError):
                 raise
             if strict:
                 raise StateError(f"InjectionSpec: {name}={value!r} cannot be saved: use a string.") from None
