@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 def init_parameters(cls: type) -> dict[str, inspect.Parameter]:
     """Return the arguments of `__init__` as they are declared, except `keep_prob`, which is an alternative to `p`."""
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    stars: dict[int, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     parameters = inspect.signature(cls).parameters.values()
     return {stars.get(one.kind, "") + one.name: one for one in parameters if one.name != "keep_prob"}
 
