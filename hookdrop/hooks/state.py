@@ -110,6 +110,12 @@ class InjectionState:
         """Whether steps are counted by an optimizer that still exists."""
         return self.live.follower is not None and self.live.follower.alive
 
+    def unfollow(self) -> None:
+        """Stop counting the steps of an optimizer."""
+        if self.live.follower is not None:
+            self.live.follower.detach()
+        self.live.follower = None
+
     @property
     def step(self) -> int:
         """The current step: that of the innermost override, or else the step count."""

@@ -281,14 +281,13 @@ class Injection:
         self._check_not_removed("follow()")
         if optimizer is None:
             for state in self._states:
-                if state.followed and state.live.follower is not None:
-                    state.live.follower.detach()
-                state.live.follower, state.live.was_stepped = None, False
+                state.unfollow()
+                state.live.was_stepped = False
             return self
         inner = innermost(optimizer)
         for state in self._states:
             current = state.live.follower
-            if state.followed and current is not None and not current.follows(inner):
+            if current is not None and current.alive and not current.follows(inner):
                 raise InjectionError(
                     f"{state.name!r} already follows an optimizer ({current.title}); nothing changed.\n"
                     "  to switch: drop.follow(None), then drop.follow(optimizer)"
@@ -302,8 +301,7 @@ class Injection:
     def _advance(self, n: int = 1) -> None:
         for state in self._states:
             # If the modules no longer exist, the optimizer must stop counting. The model may be a deleted wrapper.
-            if state.followed and not any(sink.is_attached for sink in state.live.members):
-                assert state.live.follower is not None
+            if state.live.follower is not None and not any(sink.is_attached for sink in state.live.members):
                 state.live.follower.release()
         self._check_not_removed("step()")
         self._move(lambda state: state.step_count + n)
@@ -569,9 +567,8 @@ class Injection:
             if remaining:  # the removed targets no longer count
                 state.live.members = weakref.WeakSet(remaining)
             else:
-                if state.live.follower is not None:
-                    state.live.follower.detach()
-                state.live.follower, state.removed = None, True
+                state.unfollow()
+                state.removed = True
                 progress.unwatch(state)
 
     def _check_not_removed(self, what: str) -> None:
