@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.sinks import RateSink
-from hookdrop.injection.text import Allowed, as_schedule, read, text_of
+from hookdrop.injection.text import Allowed, read, text_of
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer, as_regularizer
 from hookdrop.regularizers.base import at_rate
@@ -132,7 +132,13 @@ class InjectionSpec:
     @cached_property
     def timing(self) -> Schedule | None:
         """The schedule, possibly in fractions of the training."""
-        return None if self.schedule is None else as_schedule(self.schedule, "inject")
+        found = _read(self.schedule)
+        if found is None or isinstance(found, Schedule):
+            return found
+        raise TypeError(
+            f"inject: schedule must be a hookdrop schedule, got {self.schedule!r}.\n"
+            "  write: schedule=LinearSchedule(steps=N)   of a function: LambdaSchedule(function)"
+        )
 
     @property
     def is_relative(self) -> bool:

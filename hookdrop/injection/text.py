@@ -57,22 +57,6 @@ def read(text: str, allow: Allowed = ()) -> Any:
         raise _unreadable(text) from None
 
 
-def as_schedule(given: object, owner: str) -> Schedule:
-    """Return a schedule as it is, and create one from a string.
-
-    Raises:
-        TypeError: `given` is neither.
-        ValueError: the string is invalid.
-    """
-    found = parse(given) if isinstance(given, str) else given
-    if isinstance(found, Schedule):
-        return found
-    raise TypeError(
-        f"{owner}: schedule must be a hookdrop schedule, got {given!r}.\n"
-        "  write: schedule=LinearSchedule(steps=N)   of a function: LambdaSchedule(function)"
-    )
-
-
 def text_of(thing: Regularizer | Recipe | Schedule) -> str:
     """Return the text that `read` understands.
 
