@@ -54,7 +54,13 @@ class InjectionCallback(Placement, Callback):  # type: ignore[misc]
         if hasattr(self.learn, "lr_finder"):
             return
         if self.injection is None:
-            self._place_in_fit()
+            accumulation = getattr(self.learn, "gradient_accumulation", None)
+            # It counts samples, and continues to count across epochs.
+            batches_per_step = math.ceil(accumulation.n_acc / find_bs(self.yb)) if accumulation else 1
+            total = max(1, self.n_epoch * self.n_iter // batches_per_step)
+            self._place(self.model, total, rank_distrib(), num_distrib())
+            self._count = self.epoch * self.n_iter // batches_per_step
+            self._seek(self._count)
         if self.log:
             for name, value in self._metrics().items():
                 self._recorded.setdefault(name, []).append(value)
@@ -72,15 +78,6 @@ class InjectionCallback(Placement, Callback):  # type: ignore[misc]
         """Hand over what was recorded."""
         if self._recorded and hasattr(self.learn, "recorder"):
             self.learn.recorder.hps = getattr(self.learn.recorder, "hps", {}) | self._recorded
-
-    def _place_in_fit(self) -> None:
-        accumulation = getattr(self.learn, "gradient_accumulation", None)
-        # It counts samples, and continues to count across epochs.
-        batches_per_step = math.ceil(accumulation.n_acc / find_bs(self.yb)) if accumulation else 1
-        total = max(1, self.n_epoch * self.n_iter // batches_per_step)
-        self._place(self.model, total, rank_distrib(), num_distrib())
-        self._count = self.epoch * self.n_iter // batches_per_step
-        self._seek(self._count)
 
 
 def _remove_after_epochs(

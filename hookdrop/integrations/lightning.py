@@ -86,7 +86,11 @@ class InjectionCallback(Placement, Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Set the schedules to the current step."""
-        self._disable_while_collecting_statistics(trainer)
+        # StochasticWeightAveraging adds an epoch without backward passes, in train mode, for batch-norm statistics.
+        if getattr(trainer.fit_loop, "_skip_backward", False) and not self._is_collecting:
+            self._is_collecting = True
+            if self.injection is not None:
+                self._disabled.enter_context(self.injection.disabled())
         if len(trainer.optimizers) == 1:
             self._seek(trainer.global_step)
         if self._logs and trainer.loggers:
@@ -120,13 +124,6 @@ class InjectionCallback(Placement, Callback):
                 "LinearSchedule(steps=1000)"
             )
         return int(total)
-
-    def _disable_while_collecting_statistics(self, trainer: Trainer) -> None:
-        """StochasticWeightAveraging adds an epoch without backward passes, in train mode, for batch-norm statistics."""
-        if getattr(trainer.fit_loop, "_skip_backward", False) and not self._is_collecting:
-            self._is_collecting = True
-            if self.injection is not None:
-                self._disabled.enter_context(self.injection.disabled())
 
     def _stop_collecting(self) -> None:
         self._disabled.close()
