@@ -58,11 +58,8 @@ def _run(args: argparse.Namespace) -> None:
         code = [] if source is None else [f"in Python: {_code(source, options)}"]
         print(found, planned, *code, sep="\n")
         return
-    sites = [
-        {"name": s.name, "type": s.type, "at": s.at, "shape": s.shape, "calls": s.calls, "reading": s.reading, "p": s.p}
-        | {"regularizer": s.text}
-        for s in planned.sites
-    ]
+    keys = ("name", "type", "at", "shape", "calls", "reading", "p")
+    sites = [{key: getattr(s, key) for key in keys} | {"regularizer": s.text} for s in planned.sites]
     how = {"at": planned.at, "schedule": None if planned.schedule is None else repr(planned.schedule)}
     notes = {"counts": planned.counts, "warnings": planned.warnings}
     code_of = {} if source is None else {"code": _code(source, options)}
@@ -97,18 +94,20 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"hookdrop {version('hookdrop')} (compiled loops: {loops})"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("model", metavar="MODEL", help="a timm or torchvision model: resnet50, torchvision:resnet50")
+    common.add_argument("--input-size", default="", metavar="SIZE", help="for example 320, 320x256, or 3x320x320")
+    common.add_argument("--json", action="store_true", help="print one JSON object")
 
     what = "list the layers of a model with type, output shape, and calls per forward"
-    layers = commands.add_parser("layers", help=what, description=what)
-    _add_common(layers)
+    layers = commands.add_parser("layers", help=what, description=what, parents=[common])
     layers.add_argument(
         "--layers", nargs="+", default=["**"], metavar="ENTRY", help=f"list only these layers: {_ENTRY}"
     )
     layers.set_defaults(regularizer=None)
 
     what = "show what an injection would do, including warnings"
-    plan = commands.add_parser("plan", help=what, description=what)
-    _add_common(plan)
+    plan = commands.add_parser("plan", help=what, description=what, parents=[common])
     plan.add_argument("regularizer", metavar="REGULARIZER", help=_TEXT)
     plan.add_argument("--layers", nargs="+", action="extend", default=[], metavar="ENTRY", help=_ENTRY)
     plan.add_argument("--exclude", nargs="+", action="extend", default=[], metavar="ENTRY", help="layers to skip")
@@ -122,12 +121,6 @@ def _parser() -> argparse.ArgumentParser:
 
 _OF_COMMAND = ("model", "regularizer", "input_size", "json")
 """The arguments that are not keywords of `inject`."""
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a timm or torchvision model: resnet50, torchvision:resnet50")
-    parser.add_argument("--input-size", default="", metavar="SIZE", help="for example 320, 320x256, or 3x320x320")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _key(text: str) -> int | str:

@@ -120,9 +120,9 @@ MESSAGES = {
         "  count optimizer steps, not batches: drop.follow(optimizer), or drop.step() after each optimizer.step()"
     ),
     "restarted": (
-        "{it.name!r} is at step {it.step_count} of {it.schedule}, but the optimizer that it follows has already taken "
-        "{taken} (resumed training?): the schedule is starting over.\n"
+        "{it.name!r} is at step {it.state.step_count} of {it.state.schedule}, but the optimizer that it follows has "
+        "already taken {taken} (resumed training?): the schedule is starting over.\n"
         "  to resume: drop.seek({to}) or drop.load_state_dict(...) before training; to restart on purpose: "
-        "drop.seek({it.step_count})"
+        "drop.seek({it.state.step_count})"
     ),
 }

@@ -25,6 +25,7 @@ from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.state import InjectionState, States, all_states
 from hookdrop.utils.torch_internals import parameters_of, version_of
 
+PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "restarted")
 UPDATES_BEFORE_WARNING = 20
 """Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
 
@@ -92,7 +93,7 @@ class UpdateCounter:
 def schedule_problems(state: InjectionState, trained: bool | None = None) -> dict[str, str]:
     """Return the problems of a schedule by kind; None for `trained` waits for many updates."""
     watched = state.scheduled and not state.removed
-    return find(("optimizer_gone", "not_advancing", "too_fast"), Progress(state, trained)) if watched else {}
+    return find(PROGRESS, Progress(state, trained)) if watched else {}
 
 
 def has_lost_all_hooks(state: InjectionState) -> bool:
@@ -132,14 +133,25 @@ class Progress:
         fast = self.state.live.moves >= 2 * self.updates >= 2 * UPDATES_BEFORE_WARNING
         return self._due and not self.state.followed and fast
 
+    @property
+    def restarted(self) -> dict[str, Any]:
+        """When its first step was counted, the optimizer had the state of more steps than the schedule, or momentum."""
+        step, ahead, end = self.state.step_count, self.state.live.steps_ahead, self.state.schedule.settles_at
+        if ahead is None or (end is not None and step >= end):
+            return {}
+        if not ahead:
+            return {"taken": "steps", "to": "global_step"}
+        return {"taken": f"{step + ahead} steps", "to": step + ahead}
 
-def restarted(state: InjectionState, steps: int, had_state: bool) -> None:
-    """At the first step that is counted, the optimizer has the state of more steps than the schedule, or momentum."""
-    if state.scheduled and not state.live.was_stepped:
+
+def note_first_step(state: InjectionState, steps: int, had_state: bool) -> None:
+    """Warn if the optimizer has already taken steps, according to the state that it has at the first counted step."""
+    if not state.live.was_stepped:
         if steps > state.step_count + 1:
-            state.warn_once("restarted", message("restarted", state, {"taken": f"{steps - 1} steps", "to": steps - 1}))
+            state.live.steps_ahead = steps - 1 - state.step_count
         elif had_state and not steps and not state.step_count:
-            state.warn_once("restarted", message("restarted", state, {"taken": "steps", "to": "global_step"}))
+            state.live.steps_ahead = 0
+        warn_each(state, schedule_problems(state))
 
 
 # --- while the model is trained

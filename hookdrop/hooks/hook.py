@@ -300,6 +300,7 @@ class SiteHook(PlacedHook):
         super().remove()
         for companion in self.companions:
             companion.remove()
+        self.train_rate = self.eval_rate = None  # it may still be in a copied table
 
     @property
     def is_attached(self) -> bool:

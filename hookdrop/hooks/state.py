@@ -37,6 +37,8 @@ class LiveState:
         self.known_sites: set[str] = set()  # the sites of all current and former members
         self.follower: Follower | None = None
         self.was_stepped = False  # whether `step`, `seek` or `follow` has changed the step count in this process
+        self.steps_ahead: int | None = None
+        """How many more steps a followed optimizer has taken, until the step is set; 0 if it does not tell."""
         self.moves = 0  # how many times the step count changed
         self.trained = False  # whether any hook ran in training mode
         self.hidden_count = 0  # how many active `without_hooks` contexts hide the hooks
@@ -91,6 +93,12 @@ class InjectionState:
     def followed(self) -> bool:
         """Whether steps are counted by an optimizer that still exists."""
         return self.live.follower is not None and self.live.follower.optimizer is not None
+
+    def unfollow(self) -> None:
+        """Stop counting the steps of an optimizer."""
+        if self.live.follower is not None:
+            self.live.follower.detach()
+        self.live.follower = None
 
     @property
     def step(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.optimizer import Follower, innermost
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import rates, state_dict
-from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sinks_of
+from hookdrop.injection.sinks import RateSink, remove_sinks, sinks_of, warn_about_changed
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import InjectionError
@@ -69,12 +69,9 @@ class Injection:
     A handle does not keep its model alive, and all handles on the same injections are interchangeable.
     """
 
-    def __init__(
-        self, model: nn.Module, states: Sequence[InjectionState], sinks: Sequence[RateSink] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, sinks: Iterable[RateSink]) -> None:
         self._model = weakref.ref(model)
-        self._states = tuple(states)
-        self._found = sinks
+        self._placed = tuple(sinks)
 
     # --- the set: copying or pickling a handle includes its model
 
@@ -85,12 +82,11 @@ class Injection:
         return hash(self._states)
 
     def __getstate__(self) -> dict[str, Any]:
-        attributes = [sink for sink in self._sinks if isinstance(sink, AttributeSink)]
-        return {"model": self._require_model(), "states": self._states, "attributes": attributes}
+        return {"model": self._require_model(), "sinks": self._sinks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The hooks are found on first use: the model may still be under construction here.
-        Injection.__init__(self, state["model"], state["states"])
+        # A pickle of a portable injection has other entries in place of its hooks.
+        Injection.__init__(self, state["model"], [sink for sink in state["sinks"] if isinstance(sink, RateSink)])
 
     def __getitem__(self, name: str) -> Injection:
         found = [state for state in self._live if state.name == name]
@@ -109,13 +105,13 @@ class Injection:
         return len({state.name for state in self._live})
 
     def _only(self, states: Sequence[InjectionState]) -> Injection:
-        narrowed = object.__new__(Injection)
-        narrowed._model, narrowed._states = self._model, tuple(states)
-        narrowed._found = None if self._found is None else [sink for sink in self._found if sink.state in states]
+        narrowed = object.__new__(Injection)  # the model may be gone
+        narrowed._model, narrowed._placed = self._model, tuple([s for s in self._placed if s.state in states])
         return narrowed
 
-    def _joined(self, other: Injection) -> Injection:
-        return Injection(self._require_model(), (*self._states, *other._states))
+    @property
+    def _states(self) -> tuple[InjectionState, ...]:
+        return tuple(dict.fromkeys([sink.state for sink in self._placed]))
 
     @property
     def _live(self) -> list[InjectionState]:
@@ -124,33 +120,25 @@ class Injection:
     @property
     def _sinks(self) -> list[RateSink]:
         """What the handle drives in its model, or in its part of a model."""
-        if self._found is None:
-            if any(state.live.hidden_count for state in self._states):
-                # `without_hooks` has taken the hooks off the model for now, so this list must not be stored.
-                placed = [sink for state in self._states for sink in state.live.members if sink.placed]
-                return sorted(placed, key=lambda sink: sink.state.sites.index(sink.site))
-            self._found = [sink for _, sink in sinks_of(self._require_model()) if sink.state in self._states]
-        return [sink for sink in self._found if sink.placed or sink.state.removed]
+        return [sink for sink in self._placed if sink.placed or sink.state.removed]
 
     @property
-    def _members(self) -> list[RateSink]:
-        """All that has a rate, including sinks outside the handle's part of the model."""
-        return [sink for state in self._states for sink in state.live.members]
+    def _units(self) -> dict[str, list[RateSink]]:
+        """All that has a rate by its unit, including sinks outside the handle's part of the model."""
+        return rates.rates_by_unit([sink for state in self._states for sink in state.live.members])
 
     def _hooks(self, what: str) -> list[SiteHook]:
         """Return the hooks, or raise if there are none, or if the handle also drives dropout that the model has."""
         self._check_not_removed(what)
         if not self._states:
             raise InjectionError(f"{what}: there is no injection here.")
-        sinks = self._sinks
-        hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
-        if len(hooks) < len(sinks):
-            own = next(sink for sink in sinks if not isinstance(sink, SiteHook))
-            raise InjectionError(
-                f"{what} needs hooks, but {own.state.name!r} changes dropout that the model has ({own.site!r}).\n"
-                f"  for an injection with hooks: find(model)[name].{what}"
-            )
-        return hooks
+        for sink in self._sinks:
+            if not isinstance(sink, SiteHook):
+                raise InjectionError(
+                    f"{what} needs hooks, but {sink.state.name!r} changes dropout that the model has ({sink.site!r}).\n"
+                    f"  for an injection with hooks: find(model)[name].{what}"
+                )
+        return [sink for sink in self._sinks if isinstance(sink, SiteHook)]
 
     def _require_model(self) -> nn.Module:
         model = self._model()
@@ -217,13 +205,13 @@ class Injection:
         While disabled, it is the rate without effect: 0, or 1 for a factor. None if there is no rate, or if the sites'
         rates have different units (a probability and a standard deviation); see `sites[i].p` then.
         """
-        units = list(rates.rates_by_unit(self._members).values())
+        units = list(self._units.values())
         return rates.current_rate(units[0]) if len(units) == 1 else None
 
     @property
     def keep_prob(self) -> float | None:
         """1 - p; None if p is not a drop probability (noise, `Cutout`) or is None."""
-        p, drops = self.p, all(sink.target is None or sink.rate.kind == "drop" for sink in self._members)
+        p, drops = self.p, all(sink.rate.kind == "drop" for sinks in self._units.values() for sink in sinks)
         return 1.0 - p if p is not None and drops else None
 
     @property
@@ -232,7 +220,7 @@ class Injection:
 
         It can be set at any time; the sites of an injection with different rates keep their proportions.
         """
-        units = list(rates.rates_by_unit(self._members).values())
+        units = list(self._units.values())
         return rates.largest_target(units[0]) if len(units) == 1 else None
 
     @target_p.setter
@@ -246,7 +234,7 @@ class Injection:
 
     def _require_common_unit(self, what: str) -> list[RateSink]:
         """Return the sinks with a rate, or raise if there is none or the units differ."""
-        units = rates.rates_by_unit(self._members)
+        units = self._units
         if not units:
             because = "".join(f": {sink.describe()} has none of p, drop_prob, drop_rate" for sink in self._sinks[:1])
             raise InjectionError(f"{what}: {self.name!r} has no rate to set{because}.")
@@ -276,6 +264,8 @@ class Injection:
         self._check_not_removed("seek()")
         step = count(step, "step", "seek", 0)
         self._move(lambda state: step)
+        for state in self._states:
+            state.live.steps_ahead = None
 
     def follow(self, optimizer: Optimizer | None) -> Injection:
         """Count the steps that `optimizer` takes; skipped steps do not count.
@@ -291,9 +281,8 @@ class Injection:
         self._check_not_removed("follow()")
         if optimizer is None:
             for state in self._states:
-                if state.followed and state.live.follower is not None:
-                    state.live.follower.detach()
-                state.live.follower, state.live.was_stepped = None, False
+                state.unfollow()
+                state.live.was_stepped = False
             return self
         inner = innermost(optimizer)
         for state in self._states:
@@ -304,14 +293,15 @@ class Injection:
                     "changed.\n  to switch: drop.follow(None), then drop.follow(optimizer)"
                 )
         for state in [state for state in self._states if not state.followed]:
-            state.live.follower = Follower(inner, self._only([state])._advance, partial(progress.restarted, state))
+            state.live.follower = Follower(
+                inner, self._only([state])._advance, partial(progress.note_first_step, state)
+            )
         return self
 
     def _advance(self, n: int = 1) -> None:
         for state in self._states:
             # If the modules no longer exist, the optimizer must stop counting. The model may be a deleted wrapper.
-            if state.followed and not any(sink.is_attached for sink in state.live.members):
-                assert state.live.follower is not None
+            if state.live.follower is not None and not any(sink.is_attached for sink in state.live.members):
                 state.live.follower.release()
         self._check_not_removed("step()")
         self._move(lambda state: state.step_count + n)
@@ -506,7 +496,7 @@ class Injection:
         self._check_not_removed("metrics()")
         found: dict[str, float] = {}
         for one in self:
-            numbers = {unit: rates.current_rate(sinks) for unit, sinks in rates.rates_by_unit(one._members).items()}
+            numbers = {unit: rates.current_rate(sinks) for unit, sinks in one._units.items()}
             if one.keep_prob is not None:
                 numbers["keep_prob"] = one.keep_prob
             numbers |= {"step": float(one.step_count), "enabled": float(one.enabled)}
@@ -524,7 +514,7 @@ class Injection:
             return f"<Injection {state.name!r}, whose model was deleted>"
         p = "".join(
             f" {unit}={rates.current_rate(sinks):.4g} of {rates.largest_target(sinks):.4g},"
-            for unit, sinks in rates.rates_by_unit(self._members).items()
+            for unit, sinks in self._units.items()
         )
         off = "" if state.on else " disabled,"
         sites = counted(len(self._sinks), "site")
@@ -560,29 +550,26 @@ class Injection:
         if not self._live:
             return
         compiling.raise_if_tracing("remove()")
+        live = self._only(self._live)
         try:
-            self._only(self._live)._warn_about_problems()
+            live._warn_about_problems()
+            warn_about_changed(live._sinks if self._model() is not None else ())
         finally:
             self._detach()
 
     def _detach(self) -> None:
         """Remove the hooks without emitting warnings; a handle on part of a model removes only that part's."""
-        model = self._model()
-        remove_sinks(model, self._sinks if model is not None else self._found or [])
+        remove_sinks(self._model(), self._sinks)
         for state in self._live:
-            removed = [sink for sink in state.live.members if not sink.placed]
-            remaining = {sink.site for sink in state.live.members if sink.placed}
-            state.sites = tuple(site for site in state.sites if site in remaining)
-            if not remaining:
-                if state.live.follower is not None:
-                    state.live.follower.detach()
-                state.live.follower, state.removed = None, True
+            remaining = [sink for sink in state.live.members if sink.placed]
+            sites = {sink.site for sink in remaining}
+            state.sites = tuple(site for site in state.sites if site in sites)
+            if remaining:  # the removed targets no longer count
+                state.live.members = weakref.WeakSet(remaining)
+            else:
+                state.unfollow()
+                state.removed = True
                 progress.unwatch(state)
-            for sink in removed:
-                if isinstance(sink, SiteHook):
-                    sink.train_rate = sink.eval_rate = None
-                if remaining:  # the removed targets no longer count
-                    state.live.members.discard(sink)
 
     def _check_not_removed(self, what: str) -> None:
         for state in self._states:
@@ -615,5 +602,4 @@ def find(model: nn.Module) -> Injection:
         >>> bool(find(twin))
         False
     """
-    sinks = [sink for _, sink in sinks_of(model)]
-    return Injection(model, list(dict.fromkeys(sink.state for sink in sinks)), sinks)
+    return Injection(model, [sink for _, sink in sinks_of(model)])

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.hooks.hook import CurrentRate, SiteHook, regularized
 from hookdrop.hooks.registry import hooks_removed
-from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import drops_elements
 from hookdrop.survey.isolation import call, forked_rng, restored_after, set_eval
 from hookdrop.utils.errors import InjectionError
@@ -197,7 +196,7 @@ def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) ->
     for parameter in inner.parameters():
         require_values(parameter)
     result = Measurement(hooks)
-    notes = [_note_on_modes(inner)]
+    notes = []
     with without_bookkeeping(model), restored_after(model), torch.no_grad():
         # `train()` is not called, because some classes merge weights in it (LoRA).
         modes = [(module, module.training or not inner.training) for module in inner.modules()]
@@ -208,20 +207,22 @@ def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) ->
         with measured_into(hooks, result.record):
             for _ in range(forwards):
                 call(inner, x)
-        for state in reversed(list(dict.fromkeys(hook.state for hook in hooks))):
-            notes.insert(0, _note(state, [hook for hook in hooks if hook.state is state], result))
-    result.note = "\n".join(filter(None, notes))
+        for state in dict.fromkeys(hook.state for hook in hooks):
+            own = [hook for hook in hooks if hook.state is state]
+            if not any(result.sites[result.labels[hook]].calls for hook in own):
+                notes.append(f"nothing was dropped: {why_idle(own[0])}")
+            elif all(hook.regularizer.in_backward for hook in own):
+                notes.append(
+                    f"{state.name!r} edits gradients in the backward pass, so it changes nothing in these forwards"
+                )
+    modes_of = [type(m).__name__ for m in inner.modules() if getattr(m.train, "__func__", None) is not nn.Module.train]
+    if modes_of and not inner.training:
+        notes.append(
+            f"the model was in eval mode, and {modes_of[0]} overrides train(), which probe() does not call: "
+            "call model.train() first to probe in the modes that it sets"
+        )
+    result.note = "\n".join(notes)
     return result
-
-
-def _note_on_modes(model: nn.Module) -> str:
-    own = [m for m in model.modules() if getattr(m.train, "__func__", None) is not nn.Module.train]
-    if model.training or not own:
-        return ""
-    return (
-        f"the model was in eval mode, and {type(own[0]).__name__} overrides train(), which probe() does not call: "
-        "call model.train() first to probe in the modes that it sets"
-    )
 
 
 def _eval_identical(model: nn.Module, x: Any) -> bool | None:
@@ -231,21 +232,12 @@ def _eval_identical(model: nn.Module, x: Any) -> bool | None:
         clean = tensors(call(model, x))
     if not clean:
         return None
-    return len(clean) == len(regularized) and all(map(_same, clean, regularized))
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
     # Each rank compares its own shard of a DTensor.
-    a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
-    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def _note(state: InjectionState, hooks: Sequence[SiteHook], result: Measurement) -> str:
-    if not any(result.sites[result.labels[hook]].calls for hook in hooks):
-        return f"nothing was dropped: {why_idle(hooks[0])}"
-    if all(hook.regularizer.in_backward for hook in hooks):
-        return f"{state.name!r} edits gradients in the backward pass, so it changes nothing in these forwards"
-    return ""
+    local = [[t.to_local() if hasattr(t, "to_local") else t for t in found] for found in (clean, regularized)]
+    return len(clean) == len(regularized) and all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        for a, b in zip(*local, strict=True)
+    )
 
 
 def why_idle(hook: SiteHook) -> str:

@@ -30,6 +30,7 @@ class PlannedSite:
     """One layer to hook, or one rate of the dropout that the model already has."""
 
     name: str
+    """Full name of the layer; for a dropout that the model already has, that of its rate."""
     type: str
     module: nn.Module = field(repr=False)
     regularizer: Regularizer | None
@@ -48,11 +49,8 @@ class PlannedSite:
     """For a dropout that the model already has: the attribute with its rate."""
     target: float | None = None
     """The rate before `p_scale`; None if there is none."""
-    label: str = ""
-    """The name that the handle shows."""
 
     def __post_init__(self) -> None:
-        self.label = self.label or self.name
         if self.regularizer is not None:
             self.target = rate_of(self.regularizer)
 
@@ -105,7 +103,7 @@ class Plan:
         """The rows of the table, with the columns of `HEADER`."""
         rows = []
         for s in self.sites:
-            name = (s.label or "(the model)") + (" (skip)" if s.at == "skip" else "")
+            name = (s.name or "(the model)") + (" (skip)" if s.at == "skip" else "")
             rows.append((name, s.type, shape_text(s.shape), s.reading, s.calls, s.p, s.text))
         return rows
 

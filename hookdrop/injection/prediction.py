@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
-from hookdrop.injection.uncertainty import Prediction, Statistics, Summary, concatenated
+from hookdrop.injection.uncertainty import Prediction, Summary, concatenated
 from hookdrop.regularizers import rows_alone
 from hookdrop.survey.isolation import eval_mode, forked_rng, uncompiled
 from hookdrop.utils.errors import InjectionError, ShapeError, needs, warn
@@ -119,8 +119,7 @@ def predict(
     length = 1 if single else length_hint(data, -1)
     total = None if length < 0 else length * settings.samples
     batches = _read_batches(model, data)
-    found: list[Statistics] = []
-    forwards = 0
+    found: list[Prediction] = []
     with eval_mode(model), torch.no_grad(), _progress_bar(total, progress, not single) as advance:
         first = next(batches, None)
         if first is None:
@@ -135,15 +134,14 @@ def predict(
                 for size in sharing.samples_per_forward(inputs):
                     summary.add(settings.call(model, inputs.repeated(size)), size)
                     advance(size)
-                    forwards += 1
-                found.append(summary.statistics())
-    mean, variance, entropy, information = concatenated(found)
-    if mean.numel() and variance.max().sqrt() <= _EQUAL * mean.abs().max():
+                found.append(summary.prediction())
+    prediction = concatenated(found)
+    if prediction.mean.numel() and prediction.variance.max().sqrt() <= _EQUAL * prediction.mean.abs().max():
         warn(
             f"predict: all {settings.samples} samples are equal up to rounding: no hook changed the output, or the "
             "activation saturates.\n  check that the hooked layers run: print(drop.probe(x))"
         )
-    return Prediction(mean, variance, entropy, information, settings.samples, forwards)
+    return prediction
 
 
 @dataclass(frozen=True)

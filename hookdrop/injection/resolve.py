@@ -108,8 +108,6 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
 
 def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
     """Leave out the layers that the model never calls, such as containers without a forward, with a warning."""
-    called: list[Layer] = []
-    skipped: list[Layer] = []
     for layer in selection.layers:
         kind = type(layer.module)
         if isinstance(layer.module, torch.jit.ScriptModule):
@@ -123,22 +121,20 @@ def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
                 "  Keras never puts its layers in eval mode: a hook would drop in predict() and evaluate() too.\n"
                 "  use a layer such as keras.layers.Dropout, or hook modules inside a keras.layers.TorchModuleWrapper."
             )
-        (called if has_forward(layer.module) else skipped).append(layer)
-    if not skipped:
-        return called
-    for layer in skipped:
-        if layer.name in selection.exact:
+        if layer.name in selection.exact and not has_forward(layer.module):
             raise LayerError(
-                f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
+                f"{layer.name!r} is a {kind.__name__}, which is never called: a hook on it never fires.\n"
                 "  its parent only iterates over it or uses its weights: hook the layers inside, or the parent."
             )
+    called = [layer for layer in selection.layers if has_forward(layer.module)]
+    skipped = [layer for layer in selection.layers if not has_forward(layer.module)]
     names = some([layer.name for layer in skipped])
     if not called:
         raise LayerError(
             f"`layers` matches only modules that are never called: {names}.\n"
             "  their parents iterate over them or use their weights: hook their submodules or their parents."
         )
-    if plan.spec.source is not None:
+    if skipped and plan.spec.source is not None:
         modules = counted(len(skipped), "module")
         plan.warnings.append(f"skipped {modules} that the model never calls (containers): {names}.")
     return called
@@ -195,28 +191,28 @@ def _run_recipe(plan: Plan, recipe: Recipe, lazy: LazySurvey, given: bool) -> li
         "exclude": tuple(sorted(excluded & names)),
         "p_scale": spec.p_scale if spec.p_scale is None or isinstance(spec.p_scale, str) else factors,
     }
-    _check_chosen(spec, [site.label for site in plan.sites])
+    _check_chosen(spec, [site.name for site in plan.sites])
     return unmatched
 
 
 def _recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: LazySurvey | None) -> PlannedSite:
     if site.regularizer is None:
-        target = P.valid(site.p, site.label or site.name)
-        planned = PlannedSite(layer.name, type(layer.module).__name__, layer.module, None, "attribute", target=target)
+        planned = PlannedSite(layer.name, type(layer.module).__name__, layer.module, None, "attribute", target=site.p)
     else:
         planned = _site(root, layer, site.regularizer, "input" if site.at == "skip" else "output", survey)
         planned.at = site.at or planned.at
-    planned.branch, planned.attribute, planned.label = site.branch, site.attribute, site.label or planned.label
+    planned.name, planned.branch, planned.attribute = site.label or planned.name, site.branch, site.attribute
     return planned
 
 
 def _check_chosen(spec: InjectionSpec, sites: Sequence[str]) -> None:
     """Raise `StateError` if a recipe chose other sites than the spec has."""
-    if spec.layers is None or sorted(sites) == sorted(spec.layers):
+    named = [spec.layers] if isinstance(spec.layers, str) else spec.layers
+    if named is None or sorted(sites) == sorted(named):
         return
     lines = [f"the recipe {spec.regularizer} chooses other sites here than in the spec."]
-    lines += [f"  only in the spec: {site!r}" for site in spec.layers if site not in sites]
-    lines += [f"  only here:        {site!r}" for site in sites if site not in spec.layers]
+    lines += [f"  only in the spec: {site!r}" for site in named if site not in sites]
+    lines += [f"  only here:        {site!r}" for site in sites if site not in named]
     raise StateError("\n".join([*lines, "  to place it anyway: remove `layers` from the spec"]))
 
 
@@ -280,4 +276,4 @@ def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
         declared.valid(rate, site.type if site.regularizer is None else site.regularizer.title)
     except ValueError as error:
         times = f" x schedule {rate / (target * site.p_scale):g}" if math.isfinite(rate) and rate else ""
-        raise ValueError(f"{error}\n  at {site.label!r}: p {target:g} x p_scale {site.p_scale:g}{times}.") from None
+        raise ValueError(f"{error}\n  at {site.name!r}: p {target:g} x p_scale {site.p_scale:g}{times}.") from None

@@ -7,8 +7,8 @@ here, weak like a hook table, says which injection drives it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -19,6 +19,18 @@ from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import P
 from hookdrop.utils.errors import warn
 from hookdrop.utils.tables import counted, some
+
+
+def attribute_of(module: nn.Module | None, path: str) -> tuple[Any, str]:
+    """Return the object that has the attribute, and its name: `"config.layerdrop"` is one of `module.config`."""
+    *owners, name = path.split(".")
+    return reduce(lambda owner, name: getattr(owner, name, None), owners, module), name
+
+
+def place_of(module: nn.Module | None, what: Any) -> tuple[int, str, str]:
+    """Identify what a sink or a planned site changes. Layers that share an object with a rate share this place."""
+    owner, name = attribute_of(module, getattr(what, "attribute", ""))
+    return id(owner), what.at, name
 
 
 class AttributeSink:
@@ -36,7 +48,7 @@ class AttributeSink:
         self.site, self.attribute, self.p_scale, self.state = site, attribute, p_scale, state
         self.target: float | None = target
         self.initial_target: float | None = target
-        self.before: Any = attrgetter(attribute)(module)
+        self.before: Any = getattr(*attribute_of(module, attribute))
         """The attribute as it was."""
         self.value = float(self.before)
         """What this sink set last."""
@@ -56,7 +68,7 @@ class AttributeSink:
     def is_ours(self) -> bool:
         """Whether the module exists and has the value that this sink set last."""
         module = self.module()
-        return module is not None and float(attrgetter(self.attribute)(module)) == self.value
+        return module is not None and getattr(*attribute_of(module, self.attribute), None) == self.value
 
     @property
     def p(self) -> float:
@@ -74,12 +86,8 @@ class AttributeSink:
                 "  it continues once the later change is removed.",
             )
             return
-        self._write(module, value)
+        setattr(*attribute_of(module, self.attribute), value)
         self.value = value
-
-    def _write(self, module: nn.Module, value: object) -> None:
-        path, _, name = self.attribute.rpartition(".")
-        setattr(attrgetter(path)(module) if path else module, name, value)
 
     def valid_target(self, value: object) -> float:
         return P.valid(value, f"{self.state.name} at {self.site!r}")
@@ -88,19 +96,12 @@ class AttributeSink:
         kind = type(self.module()).__name__
         return f"{kind}.{self.attribute}={self.target if rate is None else rate:g} (was {float(self.before):g})"
 
-    def take_over(self, states: Collection[InjectionState]) -> None:
-        """Make the sinks that this one replaces leave the attribute as it is, and restore what they would."""
-        module = self.module()
-        for other in () if module is None else _attribute_sinks[module]:
-            if other.state in states and other.attribute == self.attribute:
-                self.before, other.before, other.value = other.before, self.value, self.value
-
     def remove(self) -> None:
         module = self.module()
         if module is not None:
             _attribute_sinks[module].remove(self)
-            if self.is_ours and attrgetter(self.attribute)(module) is not self.before:
-                self._write(module, self.before)
+            if self.is_ours and getattr(*attribute_of(module, self.attribute)) is not self.before:
+                setattr(*attribute_of(module, self.attribute), self.before)
         self.placed = False
 
     # A pickled or copied handle includes its model.
@@ -129,16 +130,32 @@ def sinks_of(model: nn.Module) -> Iterator[tuple[nn.Module, RateSink]]:
                 yield module, sink
 
 
-def remove_sinks(model: nn.Module | None, sinks: Iterable[RateSink]) -> None:
-    """Remove hooks, and restore attributes; those that something else has changed since stay, with a warning."""
-    removed = list(sinks)
-    remove_hooks(model, [sink for sink in removed if isinstance(sink, SiteHook)])
-    attributes = [sink for sink in removed if isinstance(sink, AttributeSink)]
-    touched = [sink for sink in attributes if sink.module() is not None and not sink.is_ours]
-    for sink in attributes:
-        sink.remove()
-    if touched:
+def attribute_sinks() -> list[tuple[nn.Module, AttributeSink]]:
+    """Return the driven rates of all models, of which several may share an object with a rate."""
+    return [(module, sink) for module, sinks in _attribute_sinks.items() for sink in sinks]
+
+
+def take_over(sinks: Sequence[RateSink], replaced: Sequence[RateSink]) -> None:
+    """Make `sinks` restore what those of `replaced` would that set the same attributes, and these change nothing."""
+    by_place = {place_of(sink.module(), sink): sink for sink in sinks if isinstance(sink, AttributeSink)}
+    for old in reversed(replaced):  # the oldest has what was there before
+        if isinstance(old, AttributeSink) and (new := by_place.get(place_of(old.module(), old))) is not None:
+            new.before, old.before, old.value = old.before, new.value, new.value
+
+
+def warn_about_changed(sinks: Iterable[RateSink]) -> None:
+    """Warn about rates that `remove_sinks` will not restore, because something else has changed them since."""
+    attributes = [sink for sink in sinks if isinstance(sink, AttributeSink)]
+    if changed := [sink.site for sink in attributes if sink.module() is not None and not sink.is_ours]:
         warn(
-            f"{touched[0].state.name!r} did not restore {counted(len(touched), 'rate')} that something else has "
-            f"changed since: {some([sink.site for sink in touched])}.\n  remove injections in reverse order."
+            f"{attributes[0].state.name!r} does not restore {counted(len(changed), 'rate')} that something else has "
+            f"changed since: {some(changed)}.\n  remove injections in reverse order."
         )
+
+
+def remove_sinks(model: nn.Module | None, sinks: Sequence[RateSink]) -> None:
+    """Remove hooks, and restore attributes, except those that something else has changed since."""
+    remove_hooks(model, [sink for sink in sinks if isinstance(sink, SiteHook)])
+    for sink in sinks:
+        if isinstance(sink, AttributeSink):
+            sink.remove()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.sinks import RateSink
-from hookdrop.injection.text import Allowed, as_schedule, read, text_of
+from hookdrop.injection.text import Allowed, read, text_of
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer, as_regularizer
 from hookdrop.regularizers.base import at_rate
@@ -71,14 +71,11 @@ class InjectionSpec:
 
     def __post_init__(self) -> None:
         """Find settings that are invalid for any model."""
-        if self.at not in ("output", "input"):
-            one_of(self.at, "at", "inject", ("output", "input"))
+        one_of(self.at, "at", "inject", ("output", "input"))
+        one_of(self.on_existing, "on_existing", "inject", ("error", "replace", "stack"))
+        one_of(self.portable, "portable", "inject", (True, False))
         if isinstance(self.tensor, bool) or not isinstance(self.tensor, TensorKey):
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {self.tensor!r}.")
-        if self.on_existing not in ("error", "replace", "stack"):
-            one_of(self.on_existing, "on_existing", "inject", ("error", "replace", "stack"))
-        if not isinstance(self.portable, bool):
-            one_of(self.portable, "portable", "inject", (True, False))
         if self.name is not None and (not isinstance(self.name, str) or not self.name or "/" in self.name):
             raise InjectionError(f"inject: name must be a non-empty string without '/', got {self.name!r}.")
         scale = self.p_scale
@@ -95,7 +92,8 @@ class InjectionSpec:
             as_entries(self.exclude, "`exclude`")
         _ = self.timing
         if isinstance(self.source, Recipe):
-            check_recipe_arguments(self.source, None, self.at, self.tensor)
+            names_only = isinstance(self.layers, str | list | tuple)
+            check_recipe_arguments(self.source, None if names_only else self.layers, self.at, self.tensor)
         else:
             _ = self.chosen
 
@@ -134,7 +132,13 @@ class InjectionSpec:
     @cached_property
     def timing(self) -> Schedule | None:
         """The schedule, possibly in fractions of the training."""
-        return None if self.schedule is None else as_schedule(self.schedule, "inject")
+        found = _read(self.schedule)
+        if found is None or isinstance(found, Schedule):
+            return found
+        raise TypeError(
+            f"inject: schedule must be a hookdrop schedule, got {self.schedule!r}.\n"
+            "  write: schedule=LinearSchedule(steps=N)   of a function: LambdaSchedule(function)"
+        )
 
     @property
     def is_relative(self) -> bool:
@@ -241,14 +245,15 @@ def spec_of(state: InjectionState, sinks: Sequence[RateSink], declared: bool = F
 
 def described(spec: InjectionSpec, strict: bool = False) -> dict[str, Any]:
     """Return the settings of a spec that differ from their defaults; unless `strict`, also what cannot be saved."""
-    changed = {f.name: getattr(spec, f.name) for f in fields(spec) if getattr(spec, f.name) is not f.default}
-    changed = {name: value for name, value in changed.items() if value not in ((), "output", "error", False)}
     found = {}
-    for name, value in changed.items():
+    for field in fields(spec):
+        name, value = field.name, getattr(spec, field.name)
+        if value == field.default:
+            continue
         try:
             found[name] = json.loads(json.dumps(_plain(value), allow_nan=False))
         except (TypeError, ValueError) as error:
-            if isinstance(error, StateError) and strict:
+            if strict and isinstance(error, StateError):
                 raise
             if strict:
                 raise StateError(f"InjectionSpec: {name}={value!r} cannot be saved: use a string.") from None

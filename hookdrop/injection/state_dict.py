@@ -67,6 +67,8 @@ def load(parts: Parts, saved: Any, strict: bool) -> None:
                     sink.target = target
     except ValueError as error:
         raise StateError(f"{error} Nothing was loaded.") from None
+    for state, _, _ in wanted:
+        state.live.steps_ahead = None
 
 
 def _validated(saved: Any) -> Mapping[str, Any]:
@@ -77,19 +79,15 @@ def _validated(saved: Any) -> Mapping[str, Any]:
             "  load what drop.state_dict() or find(model).state_dict() returned, not the state of the model."
         )
     for name, one in found.items():
-        values = {key: one.get(key) if isinstance(one, Mapping) else None for key in _TYPES}
-        are_valid = all(type(values[key]) is kind for key, kind in _TYPES.items()) and _is_mapping(one["spec"])
-        if not are_valid or one["step_count"] < 0 or len(one["sites"]) != len(one["target_p"]):
-            shown = ", ".join(f"{key}={value!r}" for key, value in values.items())
-            raise StateError(f"the state of {name!r} is not what state_dict() returned: {shown}. Nothing was loaded.")
+        try:
+            is_valid = all(type(one[key]) is kind for key, kind in _TYPES.items()) and one["step_count"] >= 0
+            same_length = is_valid and len(one["sites"]) == len(one["target_p"])
+            is_valid = same_length and isinstance(json.loads(one["spec"]), dict)
+        except (TypeError, KeyError, ValueError):
+            is_valid = False
+        if not is_valid:
+            raise StateError(f"the state of {name!r} is not what state_dict() returned: {one!r}. Nothing was loaded.")
     return found
-
-
-def _is_mapping(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
 
 
 def _matched(

@@ -16,6 +16,7 @@ from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer
 from hookdrop.schedules import SCHEDULES, Schedule
 from hookdrop.utils.errors import StateError, nearest
+from hookdrop.utils.settings import not_stored, settings_text
 
 Allowed: TypeAlias = Sequence[Callable[..., Any]]
 
@@ -56,22 +57,6 @@ def read(text: str, allow: Allowed = ()) -> Any:
         raise _unreadable(text) from None
 
 
-def as_schedule(given: object, owner: str) -> Schedule:
-    """Return a schedule as it is, and create one from a string.
-
-    Raises:
-        TypeError: `given` is neither.
-        ValueError: the string is invalid.
-    """
-    found = parse(given) if isinstance(given, str) else given
-    if isinstance(found, Schedule):
-        return found
-    raise TypeError(
-        f"{owner}: schedule must be a hookdrop schedule, got {given!r}.\n"
-        "  write: schedule=LinearSchedule(steps=N)   of a function: LambdaSchedule(function)"
-    )
-
-
 def text_of(thing: Regularizer | Recipe | Schedule) -> str:
     """Return the text that `read` understands.
 
@@ -80,9 +65,15 @@ def text_of(thing: Regularizer | Recipe | Schedule) -> str:
     """
     if isinstance(thing, ForeignFunction):
         return qualified_name(thing.function)
+    made = thing.module if isinstance(thing, ForeignModule) else thing
+    for name in not_stored(made):
+        fix = "name each argument, and store it" if name.startswith("*") else f"write: self.{name} = {name}"
+        raise StateError(
+            f"{thing!r} cannot be saved: {type(made).__name__} does not store its argument {name!r}.\n"
+            f"  in {type(made).__name__}.__init__, {fix}"
+        )
     if isinstance(thing, ForeignModule):
-        settings = ", ".join(f"{name}={value!r}" for name, value in thing.settings().items())
-        text = f"{qualified_name(type(thing.module))}({settings})"
+        text = f"{qualified_name(type(made))}({settings_text(made)})"
     else:
         name, _, settings = repr(thing).partition("(")
         text = f"{name if name in NAMES else qualified_name(type(thing))}({settings}"

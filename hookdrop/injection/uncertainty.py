@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.special import entr
 
 from hookdrop.utils.errors import ShapeError, warn
-
-Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Mean, variance, entropy and mutual information."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -50,7 +47,7 @@ class Summary:
 
     def __init__(self, activation: str | None) -> None:
         self.activation = activation
-        self.count = 0
+        self.count = self.forwards = 0
         self.mean = self.squares = self.entropies = torch.zeros(())
         """The mean, the sum of squared deviations from it, and the sum of the entropies of the samples."""
 
@@ -69,16 +66,15 @@ class Summary:
         between = difference.square() * (self.count * samples / total)
         self.squares = self.squares + (values - mean).square().sum(0) + between
         self.mean = self.mean + difference * (samples / total)
-        self.count = total
+        self.count, self.forwards = total, self.forwards + 1
 
-    def statistics(self) -> Statistics:
-        """Return mean, variance, entropy and mutual information, on the CPU."""
-        mean, variance = self.mean.cpu(), (self.squares / (self.count - 1)).cpu()
-        if self.activation is None:
-            return mean, variance, None, None
-        entropy = self._entropy(self.mean)
-        information = (entropy - self.entropies / self.count).clamp_min(0.0)  # rounding may give -1e-8
-        return mean, variance, entropy.cpu(), information.cpu()
+    def prediction(self) -> Prediction:
+        """Return the statistics so far, on the CPU."""
+        mean, variance, entropy, information = self.mean.cpu(), (self.squares / (self.count - 1)).cpu(), None, None
+        if self.activation is not None:
+            entropy = self._entropy(self.mean).cpu()
+            information = (entropy - self.entropies.cpu() / self.count).clamp_min(0.0)  # rounding may give -1e-8
+        return Prediction(mean, variance, entropy, information, self.count, self.forwards)
 
     def _entropy(self, probabilities: Tensor) -> Tensor:
         terms: Tensor = entr(probabilities)
@@ -113,14 +109,15 @@ def _check_classes(out: Tensor) -> None:
         )
 
 
-def concatenated(parts: Sequence[Statistics]) -> Statistics:
+def concatenated(parts: Sequence[Prediction]) -> Prediction:
     """Concatenate the statistics of batches along axis 0."""
-    shapes = sorted({tuple(mean.shape[1:]) for mean, *_ in parts})
+    shapes = sorted({tuple(part.mean.shape[1:]) for part in parts})
     if len(shapes) > 1:
         raise ShapeError(
             f"predict: the outputs of the batches differ in shape, {shapes[0]} and {shapes[1]} after axis 0.\n"
             "  pad all batches to one size, or call predict for each batch"
         )
-    means, variances, entropies, information = zip(*parts, strict=True)
-    both = torch.cat(means), torch.cat(variances)
-    return (*both, None, None) if entropies[0] is None else (*both, torch.cat(entropies), torch.cat(information))
+    names = ("mean", "variance", "entropy", "mutual_information")
+    known = {name: [getattr(part, name) for part in parts] for name in names if getattr(parts[0], name) is not None}
+    joined: dict[str, Any] = {name: torch.cat(tensors) for name, tensors in known.items()}
+    return replace(parts[0], forwards=sum(part.forwards for part in parts), **joined)

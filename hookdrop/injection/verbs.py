@@ -22,7 +22,15 @@ from hookdrop.injection import rates
 from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.plan import Plan, PlannedSite
 from hookdrop.injection.resolve import make_plan
-from hookdrop.injection.sinks import AttributeSink, RateSink, sinks_of
+from hookdrop.injection.sinks import (
+    AttributeSink,
+    RateSink,
+    attribute_sinks,
+    place_of,
+    sinks_of,
+    take_over,
+    warn_about_changed,
+)
 from hookdrop.injection.spec import InjectionSpec, PScale, Regularizers, check_recipe_arguments
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer
@@ -31,8 +39,6 @@ from hookdrop.utils.errors import InjectionError, nothing_placed, warn
 from hookdrop.utils.select import Entries
 from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
-
-_CONSTANT = ConstantSchedule()
 
 
 def inject(
@@ -201,11 +207,13 @@ def place(planned: Plan) -> Injection:
     for site in planned.sites:
         if site.module in hidden_modules:
             raise InjectionError(f"inside without_hooks: {site.name!r} may have temporarily removed hooks.")
-    replaced = _replaced(planned)
+    conflicts, others = _replaced(planned)
+    # All warnings come first: where a warning is an error, nothing has changed yet.
     for text in planned.warnings:
         warn(text)
+    warn_about_changed(others)
     compiling.reset_stale_compiler()
-    state = InjectionState(planned.name, tuple([s.label for s in planned.sites]), planned.schedule or _CONSTANT)
+    state = InjectionState(planned.name, tuple([s.name for s in planned.sites]), planned.schedule or ConstantSchedule())
     state.portable, state.recipe = planned.spec.portable, planned.recipe
     # The first forward must not repeat the warnings above.
     state.warned_kinds |= planned.warned_kinds
@@ -223,21 +231,19 @@ def place(planned: Plan) -> Injection:
         for sink in sinks:
             sink.remove()
         raise
-    for sink in sinks:
-        if isinstance(sink, AttributeSink):
-            sink.take_over(replaced)
-    if replaced:
-        find(planned.model)._only(replaced)._detach()
+    take_over(sinks, conflicts)
+    if replaced := [*conflicts, *others]:
+        Injection(planned.model, replaced)._detach()
     if isinstance(sinks[0], SiteHook) or state.scheduled:
         state.live.trained = isinstance(sinks[0], AttributeSink)  # without hooks, nothing notes the calls
         watch(planned.root, state)
-    return Injection(planned.model, [state], sinks)
+    return Injection(planned.model, sinks)
 
 
 def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSink:
     if site.regularizer is None:
         assert site.target is not None
-        return AttributeSink(site.label, site.module, site.attribute, site.target, site.p_scale, state)
+        return AttributeSink(site.name, site.module, site.attribute, site.target, site.p_scale, state)
     # `resolve` checked that it can be pickled, and a deep copy takes ten times as long.
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     if site.at == "skip":
@@ -247,35 +253,35 @@ def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSi
     return SiteHook(*settings, site.at)
 
 
-def _replaced(planned: Plan) -> list[InjectionState]:
-    """Return the injections that this one replaces, or raise `InjectionError` if the sites or the name are taken."""
+def _replaced(planned: Plan) -> tuple[list[RateSink], list[RateSink]]:
+    """Return the sinks that this injection replaces, at its sites and elsewhere in the model.
+
+    Raises:
+        InjectionError: the sites or the name are taken.
+    """
     present = list(sinks_of(planned.model))
-    if not present:
-        return []
-    wanted = {_place_of(site.module, site) for site in planned.sites}
-    conflicts = [sink.state for module, sink in present if _place_of(module, sink) in wanted]
+    wanted = {place_of(site.module, site) for site in planned.sites}
+    # A rate may belong to an object that layers outside this model share.
+    everything = dict.fromkeys([*present, *attribute_sinks()])
+    conflicts = [sink for module, sink in everything if place_of(module, sink) in wanted]
     if conflicts and planned.spec.on_existing == "error":
         carry = f"{counted(len(conflicts), 'site')} already carr{'ies' if len(conflicts) == 1 else 'y'}"
-        names = ", ".join(sorted({repr(state.name) for state in conflicts}))
+        names = ", ".join(sorted({repr(sink.state.name) for sink in conflicts}))
         raise InjectionError(
             f"{carry} {names} (a re-run cell?).\n"
             '  replace them: inject(..., on_existing="replace")   '
             f'keep both: on_existing="stack", name="{_free_name(planned)}"'
         )
-    states = dict.fromkeys(sink.state for _, sink in present)
-    named = [old for old in states if old.name == planned.name]
+    named = {sink.state for _, sink in present if sink.state.name == planned.name}
     if planned.spec.on_existing == "replace":
-        return [old for old in states if old in conflicts or old in named]
+        states = named | {sink.state for sink in conflicts}
+        return conflicts, [sink for _, sink in present if sink.state in states and sink not in conflicts]
     if named:
         raise InjectionError(
             f"this model already has an injection named {planned.name!r}.\n"
             f"  choose another name: inject(..., name={_free_name(planned)!r})"
         )
-    return []
-
-
-def _place_of(module: nn.Module, what: PlannedSite | RateSink) -> tuple[int, str, str]:
-    return id(module), what.at, getattr(what, "attribute", "")
+    return [], []
 
 
 def _free_name(planned: Plan) -> str:

@@ -11,13 +11,11 @@ from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastai.torch_core import find_bs, num_distrib, rank_distrib
 
-from hookdrop.injection.handle import Injection
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
-from hookdrop.utils.seeding import seed_per_rank as seed_this_rank
 
 
-class InjectionCallback(Callback):  # type: ignore[misc]
+class InjectionCallback(Placement, Callback):  # type: ignore[misc]
     """Place hooks at the first batch of a fit, advance their schedules, and remove them when its epochs end or fail.
 
     The schedules follow the optimizer's steps, also with `GradientAccumulation` and `start_epoch`, and start over in
@@ -41,29 +39,30 @@ class InjectionCallback(Callback):  # type: ignore[misc]
     run_valid = False
 
     def __init__(self, *specs: InjectionSpec | Mapping[str, Any], log: bool = True, seed_per_rank: bool = True) -> None:
-        self.log, self.seed_per_rank = log, seed_per_rank
-        self._placement = Placement(specs)
+        super().__init__(specs, seed_per_rank=seed_per_rank)
+        self.log = log
         self._count = 0
         self._recorded: dict[str, list[float]] = {}
-
-    @property
-    def injection(self) -> Injection | None:
-        """The handle on all injections, during a fit."""
-        return self._placement.injection
 
     def before_fit(self) -> None:
         """Prepare to remove the hooks when the epochs end; fastai has no event for an exception."""
         self._recorded = {}
-        self.learn._with_events = partial(_remove_after_epochs, self._placement, self.learn, self.learn._with_events)
+        self.learn._with_events = partial(_remove_after_epochs, self, self.learn, self.learn._with_events)
 
     def before_batch(self) -> None:
         """Place the hooks if this is the first batch of a training."""
         if hasattr(self.learn, "lr_finder"):
             return
         if self.injection is None:
-            self._place()
+            accumulation = getattr(self.learn, "gradient_accumulation", None)
+            # It counts samples, and continues to count across epochs.
+            batches_per_step = math.ceil(accumulation.n_acc / find_bs(self.yb)) if accumulation else 1
+            total = max(1, self.n_epoch * self.n_iter // batches_per_step)
+            self._place(self.model, total, rank_distrib(), num_distrib())
+            self._count = self.epoch * self.n_iter // batches_per_step
+            self._seek(self._count)
         if self.log:
-            for name, value in self._placement.metrics().items():
+            for name, value in self._metrics().items():
                 self._recorded.setdefault(name, []).append(value)
 
     def after_cancel_step(self) -> None:
@@ -73,26 +72,16 @@ class InjectionCallback(Callback):  # type: ignore[misc]
     def after_step(self) -> None:
         """Advance the schedules; batches that only accumulate gradients do not get here."""
         self._count += 1
-        self._placement.seek(self._count)
+        self._seek(self._count)
 
     def after_fit(self) -> None:
         """Hand over what was recorded."""
         if self._recorded and hasattr(self.learn, "recorder"):
             self.learn.recorder.hps = getattr(self.learn.recorder, "hps", {}) | self._recorded
 
-    def _place(self) -> None:
-        accumulation = getattr(self.learn, "gradient_accumulation", None)
-        # It counts samples, and continues to count across epochs.
-        batches_per_step = math.ceil(accumulation.n_acc / find_bs(self.yb)) if accumulation else 1
-        self._placement.place(self.model, max(1, self.n_epoch * self.n_iter // batches_per_step))
-        self._count = self.epoch * self.n_iter // batches_per_step
-        self._placement.seek(self._count)
-        if self.seed_per_rank and num_distrib() > 1:
-            seed_this_rank(rank=rank_distrib())
-
 
 def _remove_after_epochs(
-    placement: Placement, learn: Learner, run: Callable[..., None], f: Callable[[], None], event: str, *args: Any
+    callback: InjectionCallback, learn: Learner, run: Callable[..., None], f: Callable[[], None], event: str, *args: Any
 ) -> None:
     """Run `Learner._with_events`, and remove the hooks after the last epoch, or if an exception ends the epochs.
 
@@ -104,5 +93,5 @@ def _remove_after_epochs(
         has_ended = learn.epoch + 1 == learn.n_epoch
     finally:
         if event == "epoch" and has_ended:
-            placement.remove()
+            callback._remove()
             vars(learn).pop("_with_events", None)

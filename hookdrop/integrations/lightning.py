@@ -10,17 +10,15 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
-from hookdrop.injection.handle import Injection
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
 from hookdrop.utils.errors import InjectionError
-from hookdrop.utils.seeding import seed_per_rank as seed_this_rank
 from hookdrop.utils.select import select
 from hookdrop.utils.tables import counted
 from hookdrop.utils.validation import count
 
 
-class InjectionCallback(Callback):
+class InjectionCallback(Placement, Callback):
     """Place hooks when the training starts, advance their schedules, log their rates, and save and restore their state.
 
     The hooks are placed after the model is built, and the schedule follows the optimizer's steps, also with gradient
@@ -55,18 +53,13 @@ class InjectionCallback(Callback):
         seed_per_rank: bool = True,
         remove_at_end: bool = False,
     ) -> None:
+        super().__init__(spec, specs, seed_per_rank=seed_per_rank)
         self.module, self.optimizer = module, count(optimizer, "optimizer", "InjectionCallback", low=0)
         # Lightning sets `log` of every callback to the method of the LightningModule.
         self._logs = log
-        self.seed_per_rank, self.remove_at_end = seed_per_rank, remove_at_end
-        self._placement = Placement(spec, specs)
+        self.remove_at_end = remove_at_end
         self._disabled = ExitStack()
         self._is_collecting = False
-
-    @property
-    def injection(self) -> Injection | None:
-        """The handle on all injections, from the start of the training."""
-        return self._placement.injection
 
     @property
     def state_key(self) -> str:
@@ -76,7 +69,7 @@ class InjectionCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks of an earlier fit, before Lightning loads a state into them or an average copies them."""
         if stage == "fit":
-            self._placement.remove()
+            self._remove()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Place the hooks, after the callbacks that search a learning rate or a batch size when the fit starts."""
@@ -87,19 +80,21 @@ class InjectionCallback(Callback):
                 f"{counted(optimizers, 'optimizer')}.\n  the first is optimizer=0"
             )
         part = pl_module if self.module is None else select(pl_module, self.module, source="`module`").layers[0].module
-        self._placement.place(part, self._total_steps(trainer))
+        self._place(part, self._total_steps(trainer), trainer.global_rank, trainer.world_size)
         if optimizers > 1 and self.injection is not None:
             self.injection.follow(trainer.optimizers[self.optimizer])
-        if self.seed_per_rank and trainer.world_size > 1:
-            seed_this_rank(rank=trainer.global_rank)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Set the schedules to the current step."""
-        self._disable_while_collecting_statistics(trainer)
+        # StochasticWeightAveraging adds an epoch without backward passes, in train mode, for batch-norm statistics.
+        if getattr(trainer.fit_loop, "_skip_backward", False) and not self._is_collecting:
+            self._is_collecting = True
+            if self.injection is not None:
+                self._disabled.enter_context(self.injection.disabled())
         if len(trainer.optimizers) == 1:
-            self._placement.seek(trainer.global_step)
+            self._seek(trainer.global_step)
         if self._logs and trainer.loggers:
-            pl_module.log_dict(self._placement.metrics(), batch_size=1, rank_zero_only=True)
+            pl_module.log_dict(self._metrics(), batch_size=1, rank_zero_only=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop again after an epoch that collected batch-norm statistics."""
@@ -108,23 +103,15 @@ class InjectionCallback(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the hooks if requested."""
         if self.remove_at_end:
-            self._placement.remove()
+            self._remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the hooks of a failed training."""
         self._stop_collecting()
-        self._placement.remove()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of all injections."""
-        return self._placement.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until the hooks are placed."""
-        self._placement.load_state_dict(state_dict)
+        self._remove()
 
     def _total_steps(self, trainer: Trainer) -> int | None:
-        if not self._placement.is_relative:
+        if not any(spec.is_relative for spec in self._specs):
             return None
         # Read only once, and only if needed: it may create the data loaders.
         with _without_statistics_epoch(trainer):
@@ -138,19 +125,9 @@ class InjectionCallback(Callback):
             )
         return int(total)
 
-    def _disable_while_collecting_statistics(self, trainer: Trainer) -> None:
-        """StochasticWeightAveraging adds an epoch without backward passes, in train mode, for batch-norm statistics."""
-        if getattr(trainer.fit_loop, "_skip_backward", False) and not self._is_collecting:
-            self._is_collecting = True
-            if self.injection is not None:
-                self._disabled.enter_context(self.injection.disabled())
-
     def _stop_collecting(self) -> None:
         self._disabled.close()
         self._is_collecting = False
-
-    def __repr__(self) -> str:
-        return f"<InjectionCallback: {counted(len(self._placement.specs), 'spec')}>"
 
 
 @contextmanager

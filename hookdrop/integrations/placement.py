@@ -1,4 +1,4 @@
-"""The injection of a trainer callback: placed, restored before or after placement, and removed."""
+"""What the callbacks for all trainers share: specs, placed, restored before or after placement, and removed."""
 
 from __future__ import annotations
 
@@ -8,65 +8,72 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.injection.handle import Injection
+from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.verbs import inject
+from hookdrop.utils.seeding import seed_per_rank
+from hookdrop.utils.tables import counted
 
 
 class Placement:
     """Places specs, or mappings of their settings, on a model: all or none. `specs` may come from a file."""
 
-    def __init__(self, spec: Sequence[Any], specs: Any = ()) -> None:
+    def __init__(self, spec: Sequence[Any], specs: Any = (), *, seed_per_rank: bool) -> None:
         more = [specs] if isinstance(specs, InjectionSpec | Mapping | str) else specs or ()
         given = [*spec, *more]
         if not given:
             raise TypeError('pass at least one spec, such as InjectionSpec("Dropout(p=0.1)", layers="head")')
-        self.specs = [one if isinstance(one, InjectionSpec) else InjectionSpec.from_dict(one) for one in given]
-        self.injection: Injection | None = None
-        self.pending: Mapping[str, Any] | None = None
+        self._specs = [one if isinstance(one, InjectionSpec) else InjectionSpec.from_dict(one) for one in given]
+        self.seed_per_rank = seed_per_rank
+        self._injection: Injection | None = None
+        self._pending: Mapping[str, Any] | None = None
 
     @property
-    def is_relative(self) -> bool:
-        """Whether a spec needs the length of the training."""
-        return any(spec.is_relative for spec in self.specs)
+    def injection(self) -> Injection | None:
+        """The handle on all injections, from the start of the training."""
+        return self._injection
 
-    def place(self, model: nn.Module, total_steps: int | None) -> None:
+    def _place(self, model: nn.Module, total_steps: int | None, rank: int, ranks: int) -> None:
         """Replace the injections of an earlier training by new ones, and restore a pending state."""
-        self.remove()
+        self._remove()
         try:
-            for spec in self.specs:
+            for spec in self._specs:
                 placed = inject(model, spec, total_steps=total_steps)
-                self.injection = placed if self.injection is None else self.injection._joined(placed)
-            if self.pending:
-                self.load_state_dict(self.pending)
+                earlier = () if self._injection is None else self._injection._states
+                self._injection = find(model)._only([*earlier, *placed._states])
+            if self._pending:
+                self.load_state_dict(self._pending)
         except BaseException:
-            self.remove()
+            self._remove()
             raise
         finally:
-            self.pending = None
+            self._pending = None
+        if self.seed_per_rank and ranks > 1:
+            seed_per_rank(rank=rank)
 
-    def seek(self, step: int) -> None:
-        """Set the step of all schedules."""
-        if self.injection is not None:
-            self.injection.seek(step)
+    def _seek(self, step: int) -> None:
+        if self._injection is not None:
+            self._injection.seek(step)
 
-    def metrics(self) -> dict[str, float]:
-        """The metrics of all injections, for loggers."""
-        return {} if self.injection is None else self.injection.metrics()
+    def _metrics(self) -> dict[str, float]:
+        return {} if self._injection is None else self._injection.metrics()
 
-    def remove(self) -> None:
+    def _remove(self) -> None:
         """Remove all hooks; while an exception is handled, without warnings that would distract from it."""
-        if self.injection is not None:
-            self.injection.__exit__(*sys.exc_info())
-        self.injection = None
+        if self._injection is not None:
+            self._injection.__exit__(*sys.exc_info())
+        self._injection = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the injections; empty before they are placed."""
-        return {} if self.injection is None else self.injection.state_dict()
+        return {} if self._injection is None else self._injection.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the injections; before they are placed, keep the state for `place`."""
-        if self.injection is None:
-            self.pending = state
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the injections; before they are placed, keep the state until then."""
+        if self._injection is None:
+            self._pending = state_dict
         else:
-            self.injection.load_state_dict(state)
+            self._injection.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"<InjectionCallback: {counted(len(self._specs), 'spec')}>"

@@ -10,16 +10,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import TrainOutput
 
-from hookdrop.injection.handle import Injection
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
-from hookdrop.utils.seeding import seed_per_rank as seed_this_rank
-from hookdrop.utils.tables import counted
 
 Self = TypeVar("Self", bound="InjectionCallback")
 
 
-class InjectionCallback(TrainerCallback, ExportableState):
+class InjectionCallback(Placement, TrainerCallback, ExportableState):
     """Place hooks when the training starts, advance their schedules, and log their rates.
 
     The hooks are placed on the model that the Trainer trains, also one from `model_init`, and the schedules follow
@@ -48,10 +45,10 @@ class InjectionCallback(TrainerCallback, ExportableState):
         log: bool = True,
         seed_per_rank: bool = True,
     ) -> None:
-        self.log, self.seed_per_rank = log, seed_per_rank
-        self._placement = Placement(spec, specs)
+        super().__init__(spec, specs, seed_per_rank=seed_per_rank)
+        self.log = log
         # Now, because the first checkpoint would be too late for an error.
-        self._settings = [spec.to_dict() for spec in self._placement.specs]
+        self._settings = [spec.to_dict() for spec in self._specs]
 
     def register(self: Self, trainer: Trainer) -> Self:
         """Add this callback to a Trainer and return it; `train` then removes the hooks if it fails."""
@@ -61,11 +58,6 @@ class InjectionCallback(TrainerCallback, ExportableState):
         trainer.log = partial(self._log, trainer, trainer.log)  # type: ignore[method-assign]
         return self
 
-    @property
-    def injection(self) -> Injection | None:
-        """The handle on all injections, from the start of the training."""
-        return self._placement.injection
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -73,45 +65,40 @@ class InjectionCallback(TrainerCallback, ExportableState):
         # The Trainer expects an entry of each callback, also in the state of a checkpoint saved without it.
         stored: Any = state.stateful_callbacks
         stored.setdefault(type(self).__name__, self.state())
-        self._placement.place(kwargs["model"], state.max_steps)
-        self._placement.seek(state.global_step)
-        if self.seed_per_rank and args.world_size > 1:
-            seed_this_rank(rank=args.process_index)
+        self._place(kwargs["model"], state.max_steps, args.process_index, args.world_size)
+        self._seek(state.global_step)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Set the schedules to the current step, once per optimizer step."""
-        self._placement.seek(state.global_step)
+        self._seek(state.global_step)
 
     def state(self) -> dict[str, Any]:
         """The specs and the state of the injections, for the Trainer's checkpoints."""
         settings = {"specs": self._settings, "log": self.log, "seed_per_rank": self.seed_per_rank}
-        return {"args": settings, "attributes": {"pending": self._placement.state_dict()}}
+        return {"args": settings, "attributes": {"pending": self.state_dict()}}
 
     @property
     def pending(self) -> Mapping[str, Any] | None:
         """The state that the next training restores; set by the Trainer."""
-        return self._placement.pending
+        return self._pending
 
     @pending.setter
     def pending(self, state: Mapping[str, Any] | None) -> None:
         # With several callbacks, the Trainer restores their states from the start of the training, which are empty.
-        self._placement.pending = state or None
-
-    def __repr__(self) -> str:
-        return f"<InjectionCallback: {counted(len(self._placement.specs), 'spec')}>"
+        self._pending = state or None
 
     def _train(self, train: Callable[..., TrainOutput], *args: Any, **kwargs: Any) -> TrainOutput:
         try:
             return train(*args, **kwargs)
         except BaseException:
-            self._placement.remove()
+            self._remove()
             raise
 
     def _log(self, trainer: Trainer, log: Callable[..., None], logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self.log and trainer.is_in_train:
-            logs.update(self._placement.metrics())
+            logs.update(self._metrics())
         log(logs, *args, **kwargs)
 
 

@@ -10,6 +10,7 @@ from operator import attrgetter
 from torch import nn
 
 from hookdrop.recipes.base import Recipe, RecipeSite
+from hookdrop.regularizers.base import P
 from hookdrop.survey.drop_rates import DropRate, DropRates, known_drop_rates
 from hookdrop.survey.facts import Survey
 from hookdrop.utils.errors import InjectionError, LayerError, nearest
@@ -55,6 +56,17 @@ class set_dropout(Recipe):
     """
 
     p: float | Mapping[str | re.Pattern[str], float] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.p, Mapping):
+            for pattern, value in self.p.items():
+                if not isinstance(pattern, str | re.Pattern):
+                    raise TypeError(
+                        f"set_dropout: a key must be a name, a glob or a regular expression, got {pattern!r}."
+                    )
+                P.valid(value, f"set_dropout at {pattern!r}")
+        elif self.p is not None:
+            P.valid(self.p, "set_dropout")
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         rates = _current_rates(model, survey)
@@ -110,8 +122,6 @@ def _by_pattern(labels: list[str], given: Mapping[str | re.Pattern[str], float])
         raise LayerError(f"set_dropout: the mapping is empty, so no rate would change.\n  rates: {some(labels)}")
     chosen: dict[str, tuple[object, float]] = {}
     for pattern, value in given.items():
-        if not isinstance(pattern, str | re.Pattern):
-            raise TypeError(f"set_dropout: a key must be a name, a glob or a regular expression, got {pattern!r}.")
         expression = glob_expression(pattern) if isinstance(pattern, str) else pattern
         matching = [label for label in labels if label == pattern] or list(filter(expression.fullmatch, labels))
         if not matching:

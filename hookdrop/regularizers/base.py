@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.compiler import is_compiling
 
 from hookdrop.regularizers.samples import SamplePlace
 from hookdrop.utils.errors import ShapeError
+from hookdrop.utils.settings import settings_text
 from hookdrop.utils.validation import as_rate_tensor, floating, rate
 
 R = TypeVar("R", bound="Regularizer")
@@ -185,13 +185,7 @@ class Regularizer(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings in the syntax of `parse`. Keyword-only settings are shown only if they are not the default."""
-        return ", ".join(
-            f"{name}={getattr(self, name)!r}"
-            for name, one in inspect.signature(type(self)).parameters.items()
-            if name != "keep_prob"  # an alternative to `p`
-            and hasattr(self, name)
-            and (one.kind != one.KEYWORD_ONLY or getattr(self, name) != one.default)
-        )
+        return settings_text(self, lambda one: one.kind == one.KEYWORD_ONLY)
 
 
 def rate_of(regularizer: Regularizer) -> float | None:

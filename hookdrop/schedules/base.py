@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from hookdrop.utils.errors import InjectionError
+from hookdrop.utils.settings import settings_text
 from hookdrop.utils.validation import count, rate
 
 
@@ -75,10 +76,7 @@ class Schedule(ABC):
         return None
 
     def __repr__(self) -> str:
-        if not is_dataclass(self):
-            return f"{type(self).__name__}()"
-        changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+        return f"{type(self).__name__}({settings_text(self, lambda one: True)})"
 
     def _require_steps(self) -> None:
         if self.is_relative:

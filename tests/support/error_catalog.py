@@ -148,6 +148,11 @@ class Argmax(nn.Module):
         return x.argmax(-1)
 
 
+class Jitter(GaussianNoise):
+    def __init__(self, std: float = 0.1, every: int = 1) -> None:
+        super().__init__(std)
+
+
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 
@@ -825,6 +830,12 @@ def _() -> None:
 @case("the spec of a schedule with a function")
 def _() -> None:
     _model, drop = injected(schedule=LambdaSchedule(half))
+    drop.spec.to_dict()
+
+
+@case("the spec of an own regularizer that does not store an argument")
+def _() -> None:
+    drop = inject(ResNet(), Jitter(every=2), layers="fc")
     drop.spec.to_dict()
 
 

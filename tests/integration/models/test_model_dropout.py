@@ -120,10 +120,10 @@ class TestEveryModel:
     def test_each_rate_alone_makes_the_forward_random(self, model: nn.Module, given: Any) -> None:
         """Each rate is read: with all other rates at 0 the outputs depend on the seed."""
         for site in plan(model, set_dropout(), example_input=given).sites:
-            if "layerdrop" in site.label:
+            if "layerdrop" in site.name:
                 continue  # the model has only one layer to drop
             others = inject(model, set_dropout(p=0.0), example_input=given)
-            with inject(model, set_dropout(p={site.label: 0.6}), example_input=given, name="one", on_existing="stack"):
+            with inject(model, set_dropout(p={site.name: 0.6}), example_input=given, name="one", on_existing="stack"):
                 assert any(
                     not all_equal(outputs(model, given, 0), outputs(model, given, seed)) for seed in (1, 2, 3)
                 ), site
@@ -144,7 +144,7 @@ class TestTransformers:
     def test_lora_dropout_is_listed(self) -> None:
         """PEFT calls it as `dropout = self.lora_dropout[name]; dropout(x)`."""
         found = plan(lora(0.1), set_dropout(), example_input=TOKENS)
-        names = [site.label for site in found.sites if site.p]
+        names = [site.name for site in found.sites if site.p]
         assert names == [f"model.layers.{i}.self_attn.q_proj.lora_dropout.default" for i in (0, 1)]
         assert found.warnings == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -194,6 +194,26 @@ class TestResume:
             self.step(model, optimizer)
         self.step(model, optimizer)
         assert drop.step_count == 2
+
+    @pytest.mark.parametrize("restore", ["seek", "load_state_dict"])
+    def test_check_reports_a_restart_until_the_step_is_set(self, restore: str) -> None:
+        model, drop, optimizer = self.resumed()
+        with pytest.warns(HookdropWarning) as warned:
+            self.step(model, optimizer)
+        self.step(model, optimizer)
+        moved = {"at step 0": "at step 2", "taken 50": "taken 52", "seek(50)": "seek(52)", "seek(0)": "seek(2)"}
+        expected = reduce(lambda text, old: text.replace(old, moved[old]), moved, str(warned[0].message))
+        assert drop.check() == [expected]
+        drop.seek(52) if restore == "seek" else drop.load_state_dict(drop.state_dict())
+        assert drop.check() == []
+
+    def test_a_schedule_that_has_ended_is_not_starting_over(self) -> None:
+        model, drop, optimizer = self.resumed()
+        with pytest.warns(HookdropWarning):
+            self.step(model, optimizer)
+        drop.follow(None)
+        drop.step(100)
+        assert drop.check() == []
 
     def test_resumed_momentum_warns(self) -> None:
         """SGD counts no steps, but only a new optimizer has no momentum."""

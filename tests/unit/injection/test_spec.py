@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from functools import partial
 from typing import Any
 
@@ -118,6 +119,14 @@ class TestRoundTrip:
         with pytest.raises(StateError, match=r"only here: *'2'(.|\n)*No hook was placed"):
             inject(blocks().append(nn.Linear(4, 4)), spec)
 
+    def test_layers_of_a_recipe_may_be_one_name(self) -> None:
+        net = nn.Sequential(nn.ModuleDict({"a": nn.Linear(4, 4)}))
+        for layers in ("0.a", ["0.a"]):
+            placed = inject(net, InjectionSpec(every_linear(p=0.4), layers=layers, on_existing="replace"))
+            assert [site.name for site in placed.sites] == ["0.a"]
+        with pytest.raises(StateError, match="only in the spec: '0.b'\n  only here:        '0.a'"):
+            plan(net, InjectionSpec(every_linear(p=0.4), layers="0.b"))
+
     def test_objects_are_saved_as_text(self) -> None:
         spec = InjectionSpec(DropBlock(0.1, 3), layers="0", schedule=LinearSchedule(steps=1.0))
         text = {"regularizer": "DropBlock(p=0.1, block_size=3)", "layers": "0", "schedule": "LinearSchedule(steps=1.0)"}
@@ -142,6 +151,57 @@ class TestRoundTrip:
         with pytest.raises(ValueError, match=r"if you trust it: from_dict\(..., allow="):
             InjectionSpec.from_dict(spec.to_dict())
         assert InjectionSpec.from_dict(spec.to_dict(), allow=[OwnRamp]).schedule == OwnRamp(4)
+
+    @pytest.mark.parametrize("hidden", ["every", "**settings"])
+    def test_an_argument_that_is_not_stored_raises_with_the_fix(self, hidden: str) -> None:
+        regularizer, schedule, module = forgetful(hidden)
+        fix = "write: self.every = every" if hidden == "every" else "name each argument"
+        for settings in ({"regularizer": regularizer}, {"schedule": schedule}, {"regularizer": module}):
+            drop = inject(model(), **{"regularizer": Dropout(0.1), "layers": "0"} | settings)
+            with pytest.raises(StateError, match=rf"argument '{re.escape(hidden)}'.\n  in Own.*.__init__, {fix}"):
+                drop.spec.to_dict()
+            drop.load_state_dict(drop.state_dict())
+        assert [f"{hidden}=?" in repr(one) for one in (regularizer, schedule)] == [True, True]
+
+
+class OwnDropout(Dropout):
+    def __init__(self, p: float = 0.1, every: int = 1) -> None:
+        super().__init__(p)
+
+
+class OwnDropoutOfAny(Dropout):
+    def __init__(self, p: float = 0.1, **settings: int) -> None:
+        super().__init__(p)
+
+
+class OwnSchedule(Schedule):
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def __call__(self, step: int) -> float:
+        return float(step % self._every == 0)
+
+
+class OwnScheduleOfAny(OwnSchedule):
+    def __init__(self, **settings: int) -> None:
+        super().__init__(**settings)
+
+
+class OwnModule(nn.Dropout):
+    def __init__(self, p: float = 0.1, every: int = 1) -> None:
+        super().__init__(p)
+
+
+class OwnModuleOfAny(nn.Dropout):
+    def __init__(self, p: float = 0.1, **settings: int) -> None:
+        super().__init__(p)
+
+
+def forgetful(hidden: str) -> tuple[Dropout, Schedule, nn.Module]:
+    """Objects that do not store an argument."""
+    if hidden == "every":
+        return OwnDropout(every=2), OwnSchedule(every=2), OwnModule(every=2)
+    return OwnDropoutOfAny(every=2), OwnScheduleOfAny(every=2), OwnModuleOfAny(every=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +239,8 @@ class TestErrors:
             ({"regularizer": "stochastic_dept(p=0.1)"}, "did you mean: stochastic_depth"),
             ({"regularizer": "set_dropout(q=0.1)"}, "signature: set_dropout"),
             ({"regularizer": "set_dropout(p=0.1)", "at": "input"}, "chooses its layers: remove at="),
+            ({"regularizer": "set_dropout(p=0.1)", "layers": nn.Dropout}, "chooses its layers: remove layers="),
+            ({"regularizer": "set_dropout(p=2)"}, "set_dropout: p must lie in"),
         ],
     )
     def test_invalid_settings_raise_before_there_is_a_model(self, settings: dict[str, Any], says: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +79,7 @@ class TestPlan:
     def test_it_lists_the_rates_and_what_is_out_of_reach(self) -> None:
         model = nn.Sequential(nn.Dropout(0.1), Block(SimpleNamespace(dropout=0.2)))
         found = plan(model, set_dropout(), example_input=X)
-        assert [(site.label, site.p) for site in found.sites] == [
+        assert [(site.name, site.p) for site in found.sites] == [
             ("0", 0.1),
             ("1.rate", 0.0),
             ("1.config.dropout", 0.2),
@@ -87,16 +88,23 @@ class TestPlan:
         assert "Block.config.dropout (now 0.2)" in str(found)
         assert (model[0].p, model[1].rate) == (0.1, 0.0)
 
+    def test_its_sites_have_the_names_that_the_handle_shows(self) -> None:
+        model = nn.Sequential(nn.Dropout(0.1), Block(SimpleNamespace(dropout=0.2)))
+        recipe = set_dropout(p={"**": 0.3})
+        planned = plan(model, recipe, example_input=X)
+        drop = inject(model, recipe, example_input=X)
+        assert [site.name for site in planned.sites] == [site.name for site in drop.sites]
+
     def test_without_an_example_it_lists_modules_and_says_so(self) -> None:
         found = plan(nn.Sequential(nn.Dropout(0.1), Block(SimpleNamespace(dropout=0.2))), set_dropout())
-        assert [site.label for site in found.sites] == ["0"]
+        assert [site.name for site in found.sites] == ["0"]
         assert [text for text in found.warnings if "functional dropout was not looked for" in text]
 
     def test_injected_dropout_is_no_dropout_of_the_model(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
         inject(model, Dropout(0.3), layers="0")
         found = plan(model, set_dropout(), example_input=X)
-        assert [site.label for site in found.sites] == ["1"]
+        assert [site.name for site in found.sites] == ["1"]
         assert found.warnings == []
 
     def test_a_model_that_refuses_training_mode_has_its_modules(self) -> None:
@@ -107,7 +115,7 @@ class TestPlan:
                 return super().forward(x)
 
         found = plan(nn.Sequential(Labels(0.1)), set_dropout(), example_input=X)
-        assert [site.label for site in found.sites] == ["0"]
+        assert [site.name for site in found.sites] == ["0"]
         assert "does not run in training mode: ValueError: labels are required" in found.warnings[0]
 
     def test_model_without_dropout_raises(self) -> None:
@@ -138,16 +146,16 @@ class TestRates:
             assert (config.dropout, model[0].rate) == (0.5, 0.4)
         assert (config.dropout, model[0].rate) == (0.2, 0.0)
 
-    @pytest.mark.parametrize("p", [1.5, -0.1, float("nan")])
-    def test_rate_out_of_range_raises_and_changes_nothing(self, model: Any, p: float) -> None:
-        with pytest.raises(ValueError):
-            inject(model, set_dropout(p={"0": 0.5, "2.0": p}))
-        assert rates(model) == [0.1, 0.2, 0.3]
+    @pytest.mark.parametrize("p", [1.5, 2, -0.1, float("nan")])
+    def test_rate_out_of_range_raises_as_that_of_dropout_does(self, p: float) -> None:
+        for make in (lambda: Dropout(p), lambda: set_dropout(p), lambda: set_dropout({"0": 0.5, "2.0": p})):
+            with pytest.raises(ValueError, match=r"p must (lie in \[0, 1\]|be finite), got"):
+                make()
 
     @pytest.mark.parametrize("p", ["0.1", True, [0.1], {"0": "0.1"}, {0: 0.1}])
-    def test_invalid_type_raises(self, model: Any, p: Any) -> None:
+    def test_invalid_type_raises(self, p: Any) -> None:
         with pytest.raises(TypeError):
-            inject(model, set_dropout(p=p))
+            set_dropout(p=p)
 
     def test_patterns_that_match_nothing_or_twice_raise(self, model: Any) -> None:
         with pytest.raises(LayerError, match=r"'1.dropot' matches none of the 3 .*\n  did you mean: '1.dropout'"):
@@ -177,7 +185,7 @@ class TestRates:
             def forward(self, x: Tensor) -> Tensor:
                 return F.dropout(F.dropout(x, self.rate, self.training), self.rate2, self.training)
 
-        assert [site.label for site in plan(nn.Sequential(Two()), set_dropout(), example_input=X).sites] == [
+        assert [site.name for site in plan(nn.Sequential(Two()), set_dropout(), example_input=X).sites] == [
             "0",
             "0.rate2",
         ]
@@ -221,7 +229,7 @@ class TestHandle:
         with pytest.warns(HookdropWarning, match="'0', which something else has changed"):
             drop.step()
         assert rates(model) == pytest.approx([0.7, 0.15, 0.15])
-        with pytest.warns(HookdropWarning, match="did not restore 1 rate"):
+        with pytest.warns(HookdropWarning, match="does not restore 1 rate"):
             drop.remove()
         assert rates(model) == [0.7, 0.2, 0.3]
 
@@ -237,6 +245,34 @@ class TestHandle:
         second.remove()
         assert rates(model) == [0.1, 0.2, 0.3]
         first.remove()
+
+    def test_a_rate_of_a_shared_object_is_one_site(self) -> None:
+        model = nn.Sequential(Block(config := SimpleNamespace(dropout=0.2)), Block(config))
+        recipe = set_dropout(p={"**.dropout": 0.5})
+        inject(model[0], recipe, example_input=X)
+        with pytest.raises(InjectionError, match="1 site already carries 'set_dropout'"):
+            inject(model[1], recipe, example_input=X, name="second")
+        second = inject(model[1], set_dropout(p={"**.dropout": 0.6}), example_input=X, on_existing="replace")
+        assert (config.dropout, bool(find(model[0]))) == (0.6, False)
+        second.remove()
+        assert config.dropout == 0.2
+
+    def test_replacing_a_stack_restores_the_rate_of_the_model(self, model: Any) -> None:
+        for name in ("first", "second"):
+            inject(model, set_dropout(p=0.5), on_existing="stack", name=name)
+        inject(model, set_dropout(p=0.6), on_existing="replace").remove()
+        assert (rates(model), bool(find(model))) == ([0.1, 0.2, 0.3], False)
+
+    def test_a_replacement_that_may_not_warn_changes_nothing(self, model: Any) -> None:
+        drop = inject(model, set_dropout(p=0.5))
+        model[0].p = 0.7
+        with warnings.catch_warnings(action="error"), pytest.raises(HookdropWarning, match="does not restore 1 rate"):
+            inject(model, set_dropout(p={"2.0": 0.6}), on_existing="replace")
+        assert rates(model) == [0.7, 0.5, 0.5]
+        assert find(model) == drop
+        model[0].p = 0.5  # as before the change
+        drop.remove()
+        assert rates(model) == [0.1, 0.2, 0.3]
 
     def test_state_resumes(self, model: Any) -> None:
         twin = copy.deepcopy(model)

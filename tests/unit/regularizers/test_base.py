@@ -123,10 +123,10 @@ class DropsASetting(Regularizer):
         return x * 1.0
 
 
-def test_repr_shows_only_stored_settings() -> None:
-    assert repr(DropsASetting(0.2)) == "DropsASetting(p=0.2)"
+def test_repr_marks_settings_that_are_not_stored() -> None:
+    assert repr(DropsASetting(0.2)) == "DropsASetting(p=0.2, scale=?)"
     model = nn.Sequential(nn.Identity())
-    assert "DropsASetting(p=0.2)" in str(hookdrop.plan(model, DropsASetting(0.2), layers="0"))
+    assert "DropsASetting(p=0.2, scale=?)" in str(hookdrop.plan(model, DropsASetting(0.2), layers="0"))
 
 
 @pytest.mark.parametrize(
