@@ -20,11 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hookdrop.guards.messages import find, message, warn_each
 from hookdrop.guards.problems import CHANGES, Comparison, find_problems
 from hookdrop.hooks.hook import SiteHook, first_listeners
-from hookdrop.hooks.optimizer import WeightUpdates
+from hookdrop.hooks.optimizer import WeightUpdates, is_inside_step
 from hookdrop.hooks.state import InjectionState, States, all_states
 
 UPDATES_BEFORE_WARNING = 20
 """Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
+
+MOST_EPOCHS = 100
+"""A schedule that ends after so few steps may be one that counts epochs."""
 
 
 class UpdateCounter(WeightUpdates):
@@ -63,7 +66,8 @@ class UpdateCounter(WeightUpdates):
 def schedule_problems(state: InjectionState, trained: bool | None = None) -> dict[str, str]:
     """Return the problems of a schedule by kind; None for `trained` waits for many updates."""
     watched = state.scheduled and not state.removed
-    return find(("optimizer_gone", "not_advancing", "too_fast"), Progress(state, trained)) if watched else {}
+    kinds = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "ended_early")
+    return find(kinds, Progress(state, trained)) if watched else {}
 
 
 def has_lost_all_hooks(state: InjectionState) -> bool:
@@ -83,6 +87,7 @@ class Progress:
         # If the end is unknown, the schedule counts as advancing once it has been stepped.
         can_advance = state.step_count < end if end is not None else not (live.was_stepped or state.followed)
         self._due = can_advance and not has_lost_all_hooks(state)
+        self._end = end
 
     @property
     def optimizer_gone(self) -> bool:
@@ -95,13 +100,27 @@ class Progress:
         state = self.state
         idle = self.trained and not state.live.was_stepped and not state.followed
         idle = idle and (state.step_count == 0 or self._since_step > 0)
-        return self._due and not self._gone and (bool(idle) or self._since_step > UPDATES_BEFORE_WARNING)
+        waited = self._since_step > UPDATES_BEFORE_WARNING and "too_slow" not in state.warned_kinds
+        return self._due and not self._gone and (bool(idle) or waited)
 
     @property
     def too_fast(self) -> bool:
         """The schedule advanced at least twice as often as the weights were updated, over 20 updates or more."""
         fast = self.state.live.moves >= 2 * self.updates >= 2 * UPDATES_BEFORE_WARNING
         return self._due and not self.state.followed and fast
+
+    @property
+    def too_slow(self) -> bool:
+        """`step()` was called at least twice, and the weights were updated five times as often, over 10 times."""
+        state = self.state
+        rare = state.live.moves >= 2 and self.updates >= max(10, 5 * state.step_count)
+        return self._due and not state.followed and rare
+
+    @property
+    def ended_early(self) -> bool:
+        """The end of the schedule looks like a number of epochs, and the steps are at 100 times that number."""
+        end = self._end or 0
+        return 0 < end <= MOST_EPOCHS and self.state.step_count >= 100 * end
 
 
 def restarted(state: InjectionState, steps: int, had_state: bool) -> None:
@@ -136,7 +155,7 @@ def unwatch(state: InjectionState) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_inside_step(optimizer):
         return
     gone = []
     for state in _watched.snapshot():

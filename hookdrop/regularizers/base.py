@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -70,7 +71,10 @@ P = Rate("p")
 BELOW_1 = Rate("p", open_end=True)
 """A drop probability in [0, 1)."""
 
-STD = Rate("std", high=math.inf, kind="noise")
+LARGEST = torch.finfo(torch.float32).max
+"""Larger strengths of noise are infinite in most models."""
+
+STD = Rate("std", high=LARGEST, kind="noise")
 """A standard deviation."""
 
 
