@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.guards.messages import find
+from hookdrop.guards.messages import MESSAGES, find
 from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, ShakeDrop, drops_elements
 from hookdrop.utils.tables import counted
 
@@ -25,10 +25,10 @@ def plan_warnings(
     model: nn.Module, sites: Sequence[Any], seen: Sequence[Any] = (), *, of_recipe: bool = False
 ) -> list[str]:
     """Return the warnings about planned sites: without a forward, or with what one has `seen` (`LayerCalls`)."""
-    kinds = WITH_FORWARD if seen else WITHOUT_FORWARD
+    kinds = set(WITH_FORWARD if seen else WITHOUT_FORWARD)
     if of_recipe:  # which knows the dropout of the model
-        kinds = tuple(kind for kind in kinds if kind != "already_drops")
-    return list(find(kinds, Planned(model, sites, seen)).values())
+        kinds.discard("already_drops")
+    return list(find([kind for kind in MESSAGES if kind in kinds], Planned(model, sites, seen)).values())
 
 
 class Planned:
@@ -112,8 +112,9 @@ class Planned:
         for site, seen in self._seen:
             for name in seen.identities if site.regularizer is not None and site.at == "output" else ():
                 stored = vars(self.model.get_submodule(name)).items()
-                rates = [(key, x) for key, x in stored if isinstance(x, float) and 0.0 < x < 1.0]
-                found.update({site.name: (site.regularizer.title, name, *rate) for rate in rates[:1]})
+                rate = next(((key, x) for key, x in stored if isinstance(x, float) and 0.0 < x < 1.0), None)
+                if rate is not None:
+                    found[site.name] = (site.regularizer.title, name, *rate)
         if not found:
             return {}
         site, (title, other, key, rate) = next(iter(found.items()))

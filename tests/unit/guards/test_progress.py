@@ -152,10 +152,10 @@ class TestSchedules:
         model(torch.ones(2)).sum().backward()
         for _ in range(299):
             optimizer.step()
-        with pytest.warns(HookdropWarning, match=r"LinearSchedule\(steps=3\) ended long ago.*step 300") as caught:
-            for _ in range(100):
-                optimizer.step()
-        assert len(caught) == 1
+        with pytest.warns(HookdropWarning, match=r"LinearSchedule\(steps=3\) ended long ago.*step 300"):
+            optimizer.step()
+        for _ in range(100):
+            optimizer.step()
 
     def test_schedule_that_advances_at_every_batch_warns(self) -> None:
         """With accumulated gradients, it would end early. Two steps for one update are no coincidence after 20."""
