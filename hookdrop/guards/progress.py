@@ -51,9 +51,9 @@ class UpdateCounter(WeightUpdates):
         """Whether the weights were updated often enough for a warning."""
         return self.updates_so_far >= UPDATES_BEFORE_WARNING
 
-    def notice_update(self, state: InjectionState) -> None:
-        """Count an update if the weights changed since the last call."""
-        changed, live = self.notice(), state.live
+    def notice_update(self, state: InjectionState, after: Optimizer | None = None) -> None:
+        """Count an update if the weights changed since the last call, or by a step of `after`."""
+        changed, live = self.notice(after), state.live
         if self._moves != live.moves or not state.enabled or live.contexts:
             self._moves, self.updates_since_step = live.moves, 0
         else:
@@ -188,7 +188,7 @@ def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState
     trains = (counter.copied or counter.awaiting_first_calls) and counter.is_trained_by(optimizer)
     if counter.copied and not trains:
         return None  # the weights of an averaged model change, but no optimizer trains them
-    counter.notice_update(state)
+    counter.notice_update(state, optimizer)
     if counter.awaiting_first_calls:
         counter.awaiting_first_calls = not all(getattr(member, "called", True) for member in state.live.members)
         if trains:

@@ -160,11 +160,14 @@ class WeightUpdates:
         moved = 0 if weight is None or self._first_version is None else version_of(weight) - self._first_version
         return max(self.updates, moved)
 
-    def notice(self) -> bool:
-        """Return whether the weight changed since the last call, and count it."""
+    def notice(self, after: Optimizer | None = None) -> bool:
+        """Return whether the weight changed since the last call, and count it; `after` has just taken a step."""
         weight = self.weight()
         before, self._version = self._version, None if weight is None else version_of(weight)
-        self.updates += (changed := before != self._version)
+        # Fused kernels do not increment the version.
+        fused = after is not None and any(group.get("fused") for group in after.param_groups[:1])
+        changed = before != self._version or (fused and after is not None and self.is_trained_by(after))
+        self.updates += changed
         return changed
 
 

@@ -691,6 +691,14 @@ def _() -> None:
         train(model, batch % 2, optimizer)
 
 
+@case("a forward without gradients during the training")
+def _() -> None:
+    model, _ = injected()
+    train(model, 1, torch.optim.SGD(model.parameters(), 0.1))
+    with torch.no_grad():
+        model(IMAGES)
+
+
 @case("a schedule that advances once per epoch")
 def _() -> None:
     model, drop = injected(schedule=LinearSchedule(steps=1000))
