@@ -33,7 +33,8 @@ def message(kind: str, it: object, found: Any = ()) -> str:
 
 
 MESSAGES = {
-    # --- in a plan: the first two without a forward
+    # --- in a plan: the first three without a forward
+    "high_rate": ("{title} at {site!r} drops {p:.0%}: did you mean keep_prob={p:g}?"),
     "nested": (
         "{n} of {of} sites are nested inside other sites: activations are regularized up to {levels} times{rate}, at "
         "{path}.\n  for one level only, end the pattern in '.*', not '.**'."
@@ -55,6 +56,10 @@ MESSAGES = {
         "{counted} directly before a batch norm at p >= 0.3: {sites}.\n"
         "  its running statistics would be those of dropped activations, which eval does not have (arXiv:1801.05134): "
         "hook the norm instead."
+    ),
+    "already_drops": (
+        "{title} at {site!r}: {other!r} already drops there ({key}={rate:g}){more}.\n"
+        "  change its rate: inject(model, set_dropout(p=...)), or hook another layer, or set it to 0."
     ),
     # --- changes of the model
     "lost": (
@@ -118,6 +123,18 @@ MESSAGES = {
         "{it.name!r}: its schedule advanced {it.state.live.moves} times during {it.updates} updates of the weights, so "
         "it ends early.\n"
         "  count optimizer steps, not batches: drop.follow(optimizer), or drop.step() after each optimizer.step()"
+    ),
+    "too_slow": (
+        "{it.name!r}: its schedule advanced {it.state.live.moves} times during {it.updates} updates of the weights: a "
+        "schedule counts optimizer steps, not epochs.\n"
+        "  drop.follow(optimizer), or drop.step() after each optimizer.step(); for a fraction of the training: "
+        "LinearSchedule(steps=1.0) and inject(..., total_steps=N)"
+    ),
+    "ended_early": (
+        "{it.name!r}: {it.state.schedule} ended long ago: the training is at step {it.state.step_count}. A schedule "
+        "counts optimizer steps, not epochs.\n"
+        "  LinearSchedule(steps=epochs * len(loader)), or a fraction: LinearSchedule(steps=1.0) and "
+        "inject(..., total_steps=N)"
     ),
     "restarted": (
         "{it.name!r} is at step {it.state.step_count} of {it.state.schedule}, but the optimizer that it follows has "

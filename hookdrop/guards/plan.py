@@ -7,25 +7,41 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.guards.messages import find
+from hookdrop.guards.messages import MESSAGES, find
 from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, ShakeDrop, drops_elements
+from hookdrop.utils.tables import counted
 
-WITHOUT_FORWARD = ("nested", "fused_encoder")
-WITH_FORWARD = ("whole_block", "never_called", "frozen", "before_batch_norm")
+WITHOUT_FORWARD = ("high_rate", "nested", "fused_encoder")
+WITH_FORWARD = ("whole_block", "never_called", "frozen", "before_batch_norm", "already_drops")
 
 # From this rate on, dropout's variance shift in a following batch norm outweighs its benefit (arXiv:1801.05134).
 _HIGH_RATE = 0.3
 
+# From this rate on, it is probably the fraction to keep.
+_KEEP_RATE = 0.8
 
-def plan_warnings(model: nn.Module, sites: Sequence[Any], seen: Sequence[Any] = ()) -> list[str]:
+
+def plan_warnings(
+    model: nn.Module, sites: Sequence[Any], seen: Sequence[Any] = (), *, of_recipe: bool = False
+) -> list[str]:
     """Return the warnings about planned sites: without a forward, or with what one has `seen` (`LayerCalls`)."""
-    return list(find(WITH_FORWARD if seen else WITHOUT_FORWARD, Planned(model, sites, seen)).values())
+    kinds = set(WITH_FORWARD if seen else WITHOUT_FORWARD)
+    if of_recipe:  # which knows the dropout of the model
+        kinds.discard("already_drops")
+    return list(find([kind for kind in MESSAGES if kind in kinds], Planned(model, sites, seen)).values())
 
 
 class Planned:
     def __init__(self, model: nn.Module, sites: Sequence[Any], seen: Sequence[Any]) -> None:
         self.model, self.sites = model, sites
         self._seen = list(zip(sites, seen, strict=True)) if seen else []
+
+    @property
+    def high_rate(self) -> dict[str, Any]:
+        """DropBlock or DropPath at a rate from 0.8 to below 1."""
+        kinds = DropBlock | DropPath
+        high = [site for site in self.sites if isinstance(site.regularizer, kinds) and _KEEP_RATE <= (site.p or 0) < 1]
+        return {"title": high[0].regularizer.title, "site": high[0].name, "p": high[0].p} if high else {}
 
     @property
     def nested(self) -> dict[str, Any]:
@@ -86,3 +102,19 @@ class Planned:
         kinds = Dropout | DropBlock | GaussianDropout
         high = [site for site, _ in self._seen if isinstance(site.regularizer, kinds) and (site.p or 0.0) >= _HIGH_RATE]
         return [site.name for site, seen in self._seen if seen.feeds_norm and site in high]
+
+    @property
+    def already_drops(self) -> dict[str, Any]:
+        """The layer, or one that gets its output, returns its input in eval mode and stores a number in (0, 1)."""
+        found: dict[str, tuple[Any, ...]] = {}
+        for site, seen in self._seen:
+            for name in seen.identities if site.regularizer is not None and site.at == "output" else ():
+                stored = vars(self.model.get_submodule(name)).items()
+                rate = next(((key, x) for key, x in stored if isinstance(x, float) and 0.0 < x < 1.0), None)
+                if rate is not None:
+                    found[site.name] = (site.regularizer.title, name, *rate)
+        if not found:
+            return {}
+        site, (title, other, key, rate) = next(iter(found.items()))
+        more = f" (and {counted(len(found) - 1, 'more site')} like it)" if len(found) > 1 else ""
+        return {"title": title, "site": site, "other": other, "key": key, "rate": rate, "more": more}

@@ -22,12 +22,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hookdrop.guards.messages import find, message, warn_each
 from hookdrop.guards.problems import CHANGES, Comparison, find_problems
 from hookdrop.hooks.hook import SiteHook, first_listeners
+from hookdrop.hooks.optimizer import is_inside_step
 from hookdrop.hooks.state import InjectionState, States, all_states
 from hookdrop.utils.torch_internals import parameters_of, version_of
 
-PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "restarted")
+PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "ended_early", "restarted")
 UPDATES_BEFORE_WARNING = 20
 """Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
+
+MOST_EPOCHS = 100
+"""A schedule that ends after so few steps may be one that counts epochs."""
 
 
 class UpdateCounter:
@@ -76,11 +80,14 @@ class UpdateCounter:
         moved = 0 if weight is None or self._first_version is None else version_of(weight) - self._first_version
         return max(self.updates, moved) >= UPDATES_BEFORE_WARNING
 
-    def notice_update(self, state: InjectionState) -> None:
-        """Count an update if the weights changed since the last call."""
+    def notice_update(self, state: InjectionState, after: Optimizer | None = None) -> None:
+        """Count an update if the weights changed since the last call, or by a step of `after`."""
         weight, live = self._weight(), state.live
         before, self._version = self._version, None if weight is None else version_of(weight)
-        self.updates += (changed := before != self._version)
+        # Fused kernels do not increment the version.
+        fused = after is not None and any(group.get("fused") for group in after.param_groups[:1])
+        changed = before != self._version or (fused and after is not None and self.is_trained_by(after))
+        self.updates += changed
         if self._moves != live.moves or not state.enabled or live.contexts:
             self._moves, self.updates_since_step = live.moves, 0
         else:
@@ -113,6 +120,7 @@ class Progress:
         # If the end is unknown, the schedule counts as advancing once it has been stepped.
         can_advance = state.step_count < end if end is not None else not (live.was_stepped or state.followed)
         self._due = can_advance and not has_lost_all_hooks(state)
+        self._end = end
 
     @property
     def optimizer_gone(self) -> bool:
@@ -125,13 +133,27 @@ class Progress:
         state = self.state
         idle = self.trained and not state.live.was_stepped and not state.followed
         idle = idle and (state.step_count == 0 or self._since_step > 0)
-        return self._due and not self._gone and (bool(idle) or self._since_step > UPDATES_BEFORE_WARNING)
+        waited = self._since_step > UPDATES_BEFORE_WARNING and "too_slow" not in state.warned_kinds
+        return self._due and not self._gone and (bool(idle) or waited)
 
     @property
     def too_fast(self) -> bool:
         """The schedule advanced at least twice as often as the weights were updated, over 20 updates or more."""
         fast = self.state.live.moves >= 2 * self.updates >= 2 * UPDATES_BEFORE_WARNING
         return self._due and not self.state.followed and fast
+
+    @property
+    def too_slow(self) -> bool:
+        """`step()` was called at least twice, and the weights were updated five times as often, over 10 times."""
+        state = self.state
+        rare = state.live.moves >= 2 and self.updates >= max(10, 5 * state.step_count)
+        return self._due and not state.followed and rare
+
+    @property
+    def ended_early(self) -> bool:
+        """The end of the schedule looks like a number of epochs, and the steps are at 100 times that number."""
+        end = self._end or 0
+        return 0 < end <= MOST_EPOCHS and self.state.step_count >= 100 * end
 
     @property
     def restarted(self) -> dict[str, Any]:
@@ -177,7 +199,7 @@ def unwatch(state: InjectionState) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_inside_step(optimizer):
         return
     gone = []
     for state in _watched.snapshot():
@@ -210,7 +232,7 @@ def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState
     trains = (counter.copied or counter.awaiting_first_calls) and counter.is_trained_by(optimizer)
     if counter.copied and not trains:
         return None  # the weights of an averaged model change, but no optimizer trains them
-    counter.notice_update(state)
+    counter.notice_update(state, optimizer)
     if counter.awaiting_first_calls:
         counter.awaiting_first_calls = not all(getattr(member, "called", True) for member in state.live.members)
         if trains:

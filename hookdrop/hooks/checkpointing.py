@@ -61,10 +61,18 @@ projects copied one of them, so they are recognized by name."""
 def collects_statistics() -> bool:
     """Whether batch-norm statistics are being collected, which hooks that drop make those of dropped activations.
 
-    Nothing else distinguishes these forwards from those of a reentrant checkpoint or of a momentum encoder, which also
-    run in training mode without gradients.
+    Nothing else distinguishes these forwards from those of a momentum encoder, which also run in training mode without
+    gradients.
     """
     return _is_called_by(lambda code: code.co_name in _COLLECTORS)
+
+
+def is_inside_autograd_function() -> bool:
+    """Whether the forward of an autograd function is running, such as a reentrant checkpoint: gradients are off there.
+
+    Its first argument is the context that saves tensors for the backward pass.
+    """
+    return _is_called_by(lambda code: code.co_varnames[:1] == ("ctx",))
 
 
 def _is_called_by(matches: Callable[[CodeType], bool]) -> bool:

@@ -17,7 +17,12 @@ from torch.compiler import is_compiling
 
 from hookdrop.hooks import compiling
 from hookdrop.hooks.call_context import LAYER_INPUT, MASK, SAMPLES, CallValue, place_around, refuse_cache
-from hookdrop.hooks.checkpointing import collects_statistics, may_be_recomputed, rng_fingerprint
+from hookdrop.hooks.checkpointing import (
+    collects_statistics,
+    is_inside_autograd_function,
+    may_be_recomputed,
+    rng_fingerprint,
+)
 from hookdrop.hooks.registry import CompanionHook, PlacedHook
 from hookdrop.hooks.state import InjectionState, all_states
 from hookdrop.regularizers import REGULARIZERS
@@ -147,12 +152,27 @@ class SiteHook(PlacedHook):
         collected = self._collect()
         self.state.live.checkpointed.note((self.site, module.training, self._fingerprint(value)), rate, collected)
         drops = module.training and rate is not None and not rate.neutral
-        if drops and not torch.is_grad_enabled() and collects_statistics():
-            self.state.warn_once(
+        if drops and not torch.is_grad_enabled() and "without gradients" not in self.state.warned_kinds:
+            self._warn_without_gradients()
+
+    def _warn_without_gradients(self) -> None:
+        """Warn about a forward in training mode without gradients, once the model is being trained."""
+        state, live = self.state, self.state.live
+        is_trained = live.update_counter is not None and not live.update_counter.copied and live.update_counter.updates
+        if collects_statistics():
+            state.warn_once(
                 "dropped statistics",
-                f"{self.state.name!r} drops activations while batch-norm statistics are collected, so these are wrong "
+                f"{state.name!r} drops activations while batch-norm statistics are collected, so these are wrong "
                 "for eval mode.\n  collect them with hookdrop.update_bn(loader, model), or inside: with "
                 "hookdrop.find(model).disabled(): ...",
+            )
+        elif is_trained and not live.contexts and live.observe is None and not is_inside_autograd_function():
+            state.warn_once(
+                "without gradients",
+                f"{state.name!r} drops in a forward in training mode without gradients (a reference model? a rollout? "
+                "an evaluation?).\n  call model.eval() before it, or run it inside: with "
+                "hookdrop.find(model).disabled(): ...\n  a method of a trainer: trainer.method = "
+                "hookdrop.find(model).disabled()(trainer.method)",
             )
 
     def _call_in_graph(self, module: nn.Module, value: Any) -> Any:

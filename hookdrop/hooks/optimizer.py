@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,8 +14,8 @@ from torch.optim import Optimizer
 from hookdrop.hooks.compiling import GraphBreak
 
 # The attributes in which wrappers hold the inner optimizer: Accelerate, Lightning, timm's Lookahead, PostLocalSGD,
-# fastai's OptimWrapper.
-_INNER = ("optimizer", "base_optimizer", "_base_optimizer", "optim", "opt")
+# fastai's OptimWrapper, Opacus.
+_INNER = ("optimizer", "base_optimizer", "_base_optimizer", "optim", "opt", "original_optimizer")
 
 
 class Follower:
@@ -52,7 +54,7 @@ class Follower:
         # Inside a compiled optimizer step, counting would trigger recompilation at every step.
         if torch.compiler.is_compiling():
             _COUNT.call(self, optimizer)
-        else:
+        elif not is_inside_step(optimizer):
             _count(self, optimizer)
 
 
@@ -70,6 +72,17 @@ def _count(follower: Follower, optimizer: Optimizer) -> None:
     follower._advance()
 
 
+def is_inside_step(optimizer: Optimizer) -> bool:
+    """Whether a hook runs after `super().step()`, inside the step of the class: PyTorch calls the hooks for both."""
+    hooks_of_this = sys._getframe(2)  # the function of PyTorch that calls the step and its hooks
+    frame: FrameType | None = hooks_of_this.f_back
+    while frame is not None:
+        if frame.f_code is hooks_of_this.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
 _COUNT = GraphBreak(_count, "hookdrop counts optimizer steps.")
 
 
@@ -78,13 +91,14 @@ def innermost(optimizer: object) -> Optimizer:
     inner = next((i for name in _INNER if _has_steps(i := getattr(optimizer, name, None)) and i is not optimizer), None)
     if inner is not None:
         return innermost(inner)
-    if isinstance(optimizer, Optimizer):
+    if isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks"):
         return optimizer
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    which = " (the class)" if isinstance(optimizer, type) else ""
+    which = ", whose __init__ does not call that of Optimizer" if isinstance(optimizer, Optimizer) else which
     raise TypeError(
-        f"follow: expected a torch.optim.Optimizer, got {cls.__module__}.{cls.__qualname__}"
-        f"{' (the class)' if isinstance(optimizer, type) else ''}.\n"
-        "  without a torch optimizer, call drop.step() after each step, or drop.seek(global_step)."
+        f"follow: expected a torch.optim.Optimizer with hooks, got {cls.__module__}.{cls.__qualname__}{which}.\n"
+        "  without it, call drop.step() after each optimizer.step(), or drop.seek(global_step)."
     )
 
 

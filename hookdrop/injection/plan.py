@@ -154,7 +154,7 @@ def inspect_forward(plan: Plan, example: Any) -> None:
         fact, line_break, remedy = texts[0].partition("\n")
         plan.warnings.append(fact + more + line_break + remedy)
     plan.warned_kinds = set(shape_warnings)
-    plan.warnings += plan_warnings(plan.model, plan.sites, seen)
+    plan.warnings += plan_warnings(plan.model, plan.sites, seen, of_recipe=plan.recipe is not None)
 
 
 def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str, list[str]]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -66,7 +67,8 @@ class Rate:
 
 P = Rate("p")
 BELOW_1 = Rate("p", open_end=True)
-STD = Rate("std", high=math.inf, kind="noise")
+LARGEST = torch.finfo(torch.float32).max  # noise of a larger strength is infinite in most models
+STD = Rate("std", high=LARGEST, kind="noise")
 
 
 def _regularize(self: Regularizer, x: Tensor, rate: Any, **context: Any) -> Tensor:

@@ -121,7 +121,9 @@ class DropPath(DropRegularizer):
         self.samples = sample_place(samples, self.title)
         if self.samples is not None and self.mode != "row":
             raise ValueError(f"DropPath: samples= only applies to mode='row', got mode={self.mode!r}.")
-        if self.mode == "subset":
+        if self.mode == "batch":
+            self.axes = "..."  # also without samples, as in a PackedSequence
+        elif self.mode == "subset":
             self.needs, self.only_at = ("rows",), "output"
         elif self.samples is not None and self.samples[0] is not None:
             self.needs = ("samples",)

@@ -180,6 +180,8 @@ class DropBlock(DropRegularizer):
         normalize: str | None = "batch",
         channel_dim: int | None = None,
     ) -> None:
+        if type(p) is int and p > 1:
+            raise ValueError(f"DropBlock: p must lie in [0, 1], got {p}.\n  the edge of a block? write block_size={p}")
         super().__init__(0.1 if p is None and keep_prob is None else p, keep_prob=keep_prob)
         self.block_size = check_block_size(block_size)
         self.per_channel: bool = one_of(per_channel, "per_channel", self.title, (True, False))

@@ -52,7 +52,7 @@ def mask_settings(n: object, scale: object, seed: object, owner: str) -> tuple[i
 
 def check_groups(shape: Sequence[int], n: int, channel_dim: int | None, owner: str) -> int:
     """Return the channel axis. Raise `ShapeError` unless there are enough channels, and `n` equal groups of samples."""
-    check_axes(shape, "N C ...", owner)
+    check_axes(shape, Masksembles.axes, owner)
     if channel_dim is None and len(shape) == 3:
         raise ShapeError(
             f"got {tuple(shape)}: the channels may be axis 1 or 2.\n"
@@ -149,6 +149,7 @@ class Masksembles(Regularizer):
     """
 
     rate: ClassVar[Rate | None] = None
+    axes = "N C ..."
 
     def __init__(self, n: int = 4, scale: float = 2.0, seed: int = 0, channel_dim: int | None = None) -> None:
         super().__init__()

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from hookdrop.kernels.random_numbers import rand, rand_like, randn_like
-from hookdrop.regularizers.base import STD, DropRegularizer, Rate, Regularizer
+from hookdrop.regularizers.base import LARGEST, STD, DropRegularizer, Rate, Regularizer
 from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.torch_internals import functorch_stack
 from hookdrop.utils.validation import as_rate_tensor, number, one_of
 
 _P_BELOW_1 = Rate("p", kind="noise", open_end=True)
 _BETA = Rate("beta", kind="noise")
-_ALPHA = Rate("alpha", high=math.inf, kind="noise")
+_ALPHA = Rate("alpha", high=LARGEST, kind="noise")
 
 Range = tuple[float, float]
 

@@ -36,6 +36,8 @@ class LayerCalls:
     """Whether the output includes the input, as for a whole residual block."""
     feeds_norm: bool = False
     """Whether the output is the input of a batch norm."""
+    identities: list[str] = field(default_factory=list)
+    """The layer itself and those that get its output, if they return their input in eval mode, as dropout does."""
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -65,11 +67,28 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
             seen.resembles_input |= _includes_input(call, sums)
             users = trace.users.get(call.output, []) if isinstance(call.output, Node) else []
             seen.feeds_norm |= any(op.name == "batch_norm" and op.inputs[0] is call.output for op in users)
+            readers = [call, *(one for one in trace.calls if any(_leads_to(call.output, x) for x in one.inputs[:1]))]
+            seen.identities += [one.name for one in readers if _returns_input(one)]
     return seen
 
 
 def _on_meta(node: Node) -> Tensor:
     return torch.empty(node.shape, dtype=node.dtype, device="meta")
+
+
+def _leads_to(start: Any, node: Node) -> bool:
+    """Whether only linear operations lead from a node to another, such as a gain per channel."""
+    while node is not start and node.op is not None and is_linear(node.op):
+        node = node.op.inputs[0]
+    return node is start
+
+
+def _returns_input(call: Call) -> bool:
+    """Whether a call returns its input, apart from dropout, which does nothing in eval mode."""
+    node = next(iter(call.outputs), None)
+    while node is not None and node.op is not None and "dropout" in node.op.name:
+        node = node.op.inputs[0]
+    return node is not None and node in call.inputs[:1]
 
 
 def find_skippable(trace: Trace, residuals: list[Residual], branches: Iterable[Branch]) -> dict[str, str]:

@@ -37,7 +37,7 @@ def map_tensor(value: Any, which: TensorKey, fn: TensorFunction) -> Any:
         return fn(value)
     paths = [path for path, leaf in _leaves(value) if fits(leaf)][: 1 if which is None else None]
     if not paths:
-        raise ShapeError(f"got {describe(value)}: no floating-point tensor with at least one dimension.")
+        raise _nothing_fits(value)
     for path in paths:
         value = _edit(value, path, fn)
     return value
@@ -113,7 +113,21 @@ def first_tensor(value: Any) -> Tensor:
     for _, leaf in _leaves(value):
         if fits(leaf):
             return leaf
-    raise ShapeError(f"got {describe(value)}: no floating-point tensor with at least one dimension.")
+    raise _nothing_fits(value)
+
+
+def container_of(value: Any, x: Tensor) -> Any:
+    """Return the innermost container in `value` that holds `x`; `value` itself if there is none."""
+    path = next((path for path, leaf in _leaves(value) if leaf is x), ())
+    for key in path[:-1]:
+        value = dict(_children(value) or ())[key]
+    return value
+
+
+def _nothing_fits(value: Any) -> ShapeError:
+    is_complex = any(leaf.is_complex() for leaf in tensors(value))
+    real = "\n  complex numbers: hook a layer that returns real ones, or use torch.view_as_real(x)" * is_complex
+    return ShapeError(f"got {describe(value)}: no floating-point tensor with at least one dimension.{real}")
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:

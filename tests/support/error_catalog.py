@@ -127,6 +127,11 @@ class Decoder(nn.Module):
         return x + self.mlp(x + self.self_attn(self.input_layernorm(x)))
 
 
+class Spectrum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(x)
+
+
 class LanguageModel(nn.Module):
     """Called with embeddings, so that its own embedding never runs, and with a KV cache."""
 
@@ -354,6 +359,41 @@ def _() -> None:
 @case("DropPath on whole residual blocks")
 def _() -> None:
     inject(ResNet(), DropPath(p=0.1), layers="layer1.*", example_input=torch.randn(2, 3, 16, 16))
+
+
+@case("a layer that already drops")
+def _() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2))
+    inject(model, Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8))
+
+
+@case("a rate that looks like keep_prob")
+def _() -> None:
+    inject(ResNet(), DropBlock(p=0.9, block_size=3), layers="layer1.*")
+
+
+@case("an int for p")
+def _() -> None:
+    DropBlock(7)
+
+
+@case("a PackedSequence")
+def _() -> None:
+    inject(model := nn.Sequential(nn.LSTM(3, 4)), DropPath(p=0.1), layers="0")
+    model(nn.utils.rnn.pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]))
+
+
+@case("a complex output")
+def _() -> None:
+    inject(nn.Sequential(Spectrum()), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8))
+
+
+@case("a strided NestedTensor")
+def _() -> None:
+    inject(model := nn.Sequential(nn.Linear(3, 4)), Dropout(p=0.1), layers="0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of PyTorch, about this layout
+        model(torch.nested.nested_tensor([torch.zeros(5, 3), torch.zeros(2, 3)]))
 
 
 @case("nested sites")
@@ -662,6 +702,32 @@ def _() -> None:
     for batch in range(40):
         drop.step()
         train(model, batch % 2, optimizer)
+
+
+@case("a forward without gradients during the training")
+def _() -> None:
+    model, _ = injected()
+    train(model, 1, torch.optim.SGD(model.parameters(), 0.1))
+    with torch.no_grad():
+        model(IMAGES)
+
+
+@case("a schedule that advances once per epoch")
+def _() -> None:
+    model, drop = injected(schedule=LinearSchedule(steps=1000))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        train(model, 10, optimizer)
+        drop.step()
+
+
+@case("a schedule in epochs")
+def _() -> None:
+    model, drop = injected(schedule=LinearSchedule(steps=3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, 1, optimizer)
+    drop.seek(300)
+    train(model, 1, optimizer)
 
 
 @case("an activation checkpoint that does not restore the random state")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 from hookdrop import (
     DropBlock,
+    Dropout,
     Dropout1d,
     Dropout2d,
+    DropPath,
+    FeatureAlphaDropout,
+    GaussianNoise,
     HookdropWarning,
     LinearSchedule,
+    Masksembles,
     ShapeError,
     find,
     inject,
@@ -128,3 +135,47 @@ class TestShapes:
             ShapeError, match=r"sum at 'fc' got \(4, 10\) torch.float32 and returned \(\) torch.float32"
         ):
             model(images)
+
+
+def packed(model: nn.Module) -> object:
+    return model(nn.utils.rnn.pack_sequence([torch.randn(5, 3), torch.randn(2, 3)]))
+
+
+@pytest.mark.parametrize("regularizer", [DropPath(0.5), FeatureAlphaDropout(0.5), Masksembles(2, 1.5)])
+def test_a_packed_sequence_is_refused_by_what_treats_rows_as_samples(regularizer: nn.Module) -> None:
+    model = nn.Sequential(nn.LSTM(3, 16))
+    inject(model, regularizer, layers="0")
+    with pytest.raises(ShapeError, match=r"got a PackedSequence, whose rows are time steps(.|\n)*pad_packed_sequence"):
+        packed(model)
+
+
+@pytest.mark.parametrize("regularizer", [Dropout(0.5), DropPath(0.5, mode="batch"), GaussianNoise(0.1)])
+def test_a_packed_sequence_is_regularized_by_what_ignores_samples(regularizer: nn.Module) -> None:
+    model = nn.Sequential(nn.LSTM(3, 4))
+    drop = inject(model, regularizer, layers="0")
+    packed(model)
+    assert drop.sites[0].called
+
+
+def test_a_strided_nested_tensor_is_refused_with_the_layout_that_works() -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    inject(model, Dropout(0.5), layers="0")
+    parts = [torch.randn(5, 3), torch.randn(2, 3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of PyTorch, about this layout
+        strided = torch.nested.nested_tensor(parts)
+        with pytest.raises(ShapeError, match=r"got a strided NestedTensor(.|\n)*layout=torch.jagged"):
+            model(strided)
+    assert model(torch.nested.nested_tensor(parts, layout=torch.jagged)).is_nested
+
+
+def test_complex_outputs_are_refused_with_a_way_out() -> None:
+    model = nn.Sequential(Spectrum())
+    inject(model, Dropout(0.5), layers="0")
+    with pytest.raises(ShapeError, match=r"complex64: no floating-point tensor(.|\n)*torch.view_as_real"):
+        model(torch.randn(2, 8))
+
+
+class Spectrum(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft(x)

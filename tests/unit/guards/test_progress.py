@@ -125,14 +125,37 @@ class TestSchedules:
         drop.seek(1000)
         assert drop.check() == []
 
-    def test_schedule_that_is_stepped_rarely_does_not_warn(self) -> None:
-        """Once per epoch, for example."""
+    def test_schedule_that_is_stepped_once_per_epoch_warns_at_the_second_step(self) -> None:
         model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(100))
-        for _ in range(5):
+        for _ in range(2):
             optimize(model, UPDATES_BEFORE_WARNING)
             drop.step()
+        with pytest.warns(HookdropWarning, match="advanced 2 times during 41 updates.*not epochs") as caught:
+            optimize(model, 2 * UPDATES_BEFORE_WARNING)
+        assert len(caught) == 1
+
+    @pytest.mark.parametrize("drive", [lambda drop: drop.step(20), lambda drop: drop.seek(drop.step_count + 20)])
+    def test_schedule_that_catches_up_after_each_epoch_does_not_warn(self, drive: Callable[[Any], None]) -> None:
+        model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(100))
+        for _ in range(4):
+            optimize(model, UPDATES_BEFORE_WARNING)
+            drive(drop)
         assert drop.check() == []
+
+    def test_schedule_in_epochs_warns_at_100_times_its_end(self) -> None:
+        model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(3))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        drop.follow(optimizer)
+        model(torch.ones(2)).sum().backward()
+        for _ in range(299):
+            optimizer.step()
+        with pytest.warns(HookdropWarning, match=r"LinearSchedule\(steps=3\) ended long ago.*step 300"):
+            optimizer.step()
+        for _ in range(100):
+            optimizer.step()
 
     def test_schedule_that_advances_at_every_batch_warns(self) -> None:
         """With accumulated gradients, it would end early. Two steps for one update are no coincidence after 20."""

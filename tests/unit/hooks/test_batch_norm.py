@@ -101,3 +101,23 @@ def test_training_with_gradients_does_not_look_at_its_callers(
     assert not calls
     train_without_gradients(model, images)
     assert calls
+
+
+def test_a_forward_without_gradients_warns_once_the_model_is_trained(model: Small, images: Tensor) -> None:
+    """A reference pass of DPO or a rollout; the recompute of a reentrant checkpoint, sampling and `probe` are none."""
+    drop = inject(model, Dropout(0.5), layers="layer1.*")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # does not increment the version of the weights
+    train_without_gradients(model, images)
+    for _ in range(2):
+        train_with_reentrant_checkpoints(model, images)
+        optimizer.step()
+    with drop.disabled():
+        train_without_gradients(model, images)
+    drop.disabled()(train_without_gradients)(model, images)
+    sample(model.train(), images)
+    model.train()
+    drop.probe(images)
+    with pytest.warns(HookdropWarning, match="drops in a forward in training mode without gradients") as caught:
+        train_without_gradients(model, images)
+    assert len(caught) == 1
+    train_without_gradients(model, images)

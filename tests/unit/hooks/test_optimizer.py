@@ -30,6 +30,79 @@ def test_counts_steps_not_forwards_under_gradient_accumulation() -> None:
     assert drop.p == pytest.approx(0.015)
 
 
+class Nesting(torch.optim.SGD):
+    """Its step calls that of its base class, whose hooks PyTorch calls too once an instance of it exists."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        return super().step(closure)
+
+
+def test_steps_of_an_optimizer_that_calls_super_count_once() -> None:
+    model, drop, base = scheduled()
+    nesting = Nesting(model.parameters(), 0.1)
+    calls: list[object] = []
+    nesting.register_step_post_hook(lambda *args: calls.append(args))
+    drop.follow(nesting)
+    for _ in range(10):
+        backward(model)
+        nesting.step()
+    assert len(calls) == 20
+    assert drop.step_count == 10
+    drop.follow(None).follow(base)
+    base.step()
+    assert drop.step_count == 11
+
+
+def test_updates_of_an_optimizer_that_calls_super_count_once() -> None:
+    """Otherwise, the schedule would seem to stand still twice as soon."""
+    model, drop, _ = scheduled()
+    optimizer = Nesting(model.parameters(), 0.1)
+    for _ in range(UPDATES_BEFORE_WARNING):
+        backward(model)
+        optimizer.step()
+    assert drop.step_count == 0
+    with pytest.warns(HookdropWarning, match="is still at step 0"):
+        optimizer.step()
+
+
+def test_a_followed_optimizer_inside_the_step_of_another_counts() -> None:
+    model, drop, inner = scheduled()
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            return inner.step(closure)
+
+    drop.follow(inner)
+    backward(model)
+    Outer(model.parameters(), 0.1).step()
+    assert drop.step_count == 1
+
+
+def test_follow_unwraps_the_optimizer_of_opacus() -> None:
+    """`DPOptimizer` is a torch optimizer without hooks, with the real one in `original_optimizer`."""
+
+    class DPOptimizer(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.original_optimizer = optimizer
+
+    model, drop, optimizer = scheduled()
+    drop.follow(DPOptimizer(optimizer))
+    backward(model)
+    optimizer.step()
+    assert drop.step_count == 1
+
+
+def test_follow_says_what_to_do_for_an_optimizer_without_hooks() -> None:
+    class Bare(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            pass
+
+    model, drop, _ = scheduled()
+    with pytest.raises(TypeError, match=r"Bare, whose __init__ does not call that of Optimizer\.\n.*drop\.step\(\)"):
+        drop.follow(Bare())
+    drop.follow(torch.optim.SGD(model.parameters(), 0.1))
+
+
 def test_repeated_follow_counts_each_step_once() -> None:
     model, drop, optimizer = scheduled()
     for _ in range(3):
@@ -298,7 +371,8 @@ def test_manual_steps_under_other_optimizers_do_not_warn() -> None:
 def test_follow_error_names_the_full_class() -> None:
     _, drop, _ = scheduled()
     with pytest.raises(
-        TypeError, match=r"expected a torch.optim.Optimizer, got tests.unit.hooks.test_optimizer.OtherOptimizer.\n"
+        TypeError,
+        match=r"expected a torch.optim.Optimizer with hooks, got tests.unit.hooks.test_optimizer.OtherOptimizer.\n",
     ):
         drop.follow(OtherOptimizer([]))
     with pytest.raises(TypeError, match=r"got torch.optim.sgd.SGD \(the class\)"):
