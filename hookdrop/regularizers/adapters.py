@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -70,9 +69,6 @@ class ForeignModule(Regularizer):
             instead = f"use hookdrop.{ours}(p={self.p:g}{more}), which compiles without a graph break"
         return f"{self!r} stores its rate as a Python float, which compiled code treats as a constant.\n  {instead}."
 
-    def settings(self) -> dict[str, Any]:
-        return {name: getattr(self.module, name) for name in inspect.signature(type(self.module)).parameters}
-
     @property
     def title(self) -> str:
         return type(self.module).__name__
@@ -103,9 +99,6 @@ class ForeignFunction(Regularizer):
 
     def regularize(self, x: Tensor, rate: None) -> Tensor:
         return self.function(x)
-
-    def settings(self) -> dict[str, Any]:
-        return {"function": self.function}
 
     @property
     def title(self) -> str:
