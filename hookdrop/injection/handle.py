@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ class Injection:
         narrowed._model, narrowed._placed = self._model, tuple([s for s in self._placed if s.state in states])
         return narrowed
 
-    @property
+    @cached_property
     def _states(self) -> tuple[InjectionState, ...]:
         return tuple(dict.fromkeys([sink.state for sink in self._placed]))
 

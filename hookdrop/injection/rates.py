@@ -67,30 +67,38 @@ def set_targets(sinks: Sequence[RateSink], value: float) -> None:
 
 def seek(states: States, step_of: Callable[[InjectionState], int]) -> list[InjectionState]:
     """Set the step counts and the rates, or none of them after an error. Returns the states that moved."""
-    before = [(state, state.step_count) for state in states]
-    with changing(states, check=False):
-        for state in states:
-            state.step_count = step_of(state)
-            multiplier, peak = state.multiplier, state.schedule.peak
-            # Multipliers in [0, peak] need no check: inject and every change of settings checked the peak.
-            if peak is None or not 0.0 <= multiplier <= peak:
-                _check_rates(state)
+    with rate_lock:
+        before = [(state, state.step_count) for state in states]
+        try:
+            for state in states:
+                state.step_count = step_of(state)
+                multiplier, peak = state.multiplier, state.schedule.peak
+                # Multipliers in [0, peak] need no check: inject and every change of settings checked the peak.
+                if peak is None or not 0.0 <= multiplier <= peak:
+                    _check_rates(state, multiplier, peak)
+                _set_rates(state, multiplier)
+        except BaseException:
+            for state, step in before:
+                state.step_count = step
+            update_rates(states)
+            raise
     moved = [state for state, step in before if state.step_count != step]
     for state in states:
         state.live.was_stepped = True
         state.live.moves += state in moved
+        _warn_about_shapes(state)
     return moved
 
 
 @contextmanager
-def changing(states: States, check: bool = True) -> Iterator[None]:
+def changing(states: States) -> Iterator[None]:
     """Change settings inside the block; undo the change, with its rates, if a rate is out of range."""
     with rate_lock:
         before = [(s, s.step_count, s.enabled, list(s.live.overrides)) for s in states]
         targets = [(sink, sink.target) for state in states for sink in state.live.members]
         try:
             yield
-            update_rates(states, check=check)
+            update_rates(states, check=True)
         except BaseException:
             for state, step, enabled, overrides in before:
                 state.step_count, state.enabled, state.live.overrides = step, enabled, overrides
@@ -98,11 +106,8 @@ def changing(states: States, check: bool = True) -> Iterator[None]:
                 sink.target = target
             update_rates(states)
             raise
-    # Emit the shape warnings that compiled code had to defer.
     for state in states:
-        for hook in state.live.members:
-            if isinstance(hook, SiteHook) and hook.last_shape is not None and hook.listeners:
-                warn_about_shape(hook)
+        _warn_about_shapes(state)
 
 
 @contextmanager
@@ -127,40 +132,41 @@ def overriding(
 def update_rates(states: States, *, check: bool = False) -> None:
     """Set the current rates at all sinks; with `check`, after checking all."""
     for state in states if check else ():
-        _check_rates(state)
+        _check_rates(state, state.multiplier, state.schedule.peak)
     for state in states:
-        on, sampling = state.on, state.sampling
-        created: dict[tuple[float, float], CurrentRate] = {}
-        for sink, value in _rates(state):
-            if value is None:
-                sink.set_rate(NO_RATE, on, sampling)
-                continue
-            key = value, sink.rate.neutral
-            if key not in created:
-                created[key] = CurrentRate(value, value == key[1])
-            sink.set_rate(created[key], on, sampling)
+        _set_rates(state, state.multiplier)
 
 
-def _rates(state: InjectionState) -> list[tuple[RateSink, float | None]]:
-    """Return each sink with target * multiplier * p_scale; in a context, p replaces the largest target."""
+def _set_rates(state: InjectionState, multiplier: float) -> None:
     members: list[RateSink] = list(state.live.members)
-    override, multiplier = state.override, state.multiplier
-    p = None if override is None else override.p
-    largest = 0.0 if p is None else largest_target(members)
-    found: list[tuple[RateSink, float | None]] = []
-    for sink in members:
-        rate = sink.target
-        if rate is not None:
-            rate = rate * multiplier if p is None else p * (rate / largest if largest else 1.0)
-            rate *= sink.p_scale
-        found.append((sink, rate))
-    return found
+    on, sampling = state.on, state.sampling
+    created: dict[tuple[float, float], CurrentRate] = {}
+    for sink, value in zip(members, _rates(state, members, multiplier), strict=True):
+        if value is None:
+            sink.set_rate(NO_RATE, on, sampling)
+            continue
+        key = value, sink.rate.neutral
+        if key not in created:
+            created[key] = CurrentRate(value, value == key[1])
+        sink.set_rate(created[key], on, sampling)
 
 
-def _check_rates(state: InjectionState) -> None:
+def _rates(state: InjectionState, members: list[RateSink], multiplier: float) -> list[float | None]:
+    """Return target * multiplier * p_scale of each sink; in a context, p replaces the largest target."""
+    override = state.override
+    if override is None or override.p is None:
+        return [None if sink.target is None else sink.target * multiplier * sink.p_scale for sink in members]
+    p, largest = override.p, largest_target(members)
+    return [
+        None if sink.target is None else p * (sink.target / largest if largest else 1.0) * sink.p_scale
+        for sink in members
+    ]
+
+
+def _check_rates(state: InjectionState, multiplier: float, peak: float | None) -> None:
     """Raise `ValueError` if a rate is out of range now, at the peak of the schedule, or in a context."""
-    multiplier, peak = state.multiplier, state.schedule.peak
-    for sink, rate in _rates(state):
+    members: list[RateSink] = list(state.live.members)
+    for sink, rate in zip(members, _rates(state, members, multiplier), strict=True):
         if rate is None or sink.target is None:
             continue
         _require_valid(sink, sink.target, multiplier, f"at step {state.step}")
@@ -178,3 +184,10 @@ def _require_valid(sink: RateSink, target: float, multiplier: float, when: str) 
             f"{error}\n  at {sink.site!r}: target {target:g} x p_scale {sink.p_scale:g} x schedule {multiplier:g} "
             f"{when}. No rate was changed."
         ) from None
+
+
+def _warn_about_shapes(state: InjectionState) -> None:
+    """Emit the shape warnings that compiled code had to defer."""
+    for hook in state.live.members:
+        if isinstance(hook, SiteHook) and hook.last_shape is not None and hook.listeners:
+            warn_about_shape(hook)

@@ -71,9 +71,12 @@ class InjectionSpec:
 
     def __post_init__(self) -> None:
         """Find settings that are invalid for any model."""
-        one_of(self.at, "at", "inject", ("output", "input"))
-        one_of(self.on_existing, "on_existing", "inject", ("error", "replace", "stack"))
-        one_of(self.portable, "portable", "inject", (True, False))
+        if self.at not in ("output", "input"):
+            one_of(self.at, "at", "inject", ("output", "input"))
+        if self.on_existing not in ("error", "replace", "stack"):
+            one_of(self.on_existing, "on_existing", "inject", ("error", "replace", "stack"))
+        if not isinstance(self.portable, bool):
+            one_of(self.portable, "portable", "inject", (True, False))
         if isinstance(self.tensor, bool) or not isinstance(self.tensor, TensorKey):
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {self.tensor!r}.")
         if self.name is not None and (not isinstance(self.name, str) or not self.name or "/" in self.name):
@@ -132,8 +135,9 @@ class InjectionSpec:
     @cached_property
     def timing(self) -> Schedule | None:
         """The schedule, possibly in fractions of the training."""
-        found = _read(self.schedule)
-        if found is None or isinstance(found, Schedule):
+        if self.schedule is None:
+            return None
+        if isinstance(found := _read(self.schedule), Schedule):
             return found
         raise TypeError(
             f"inject: schedule must be a hookdrop schedule, got {self.schedule!r}.\n"

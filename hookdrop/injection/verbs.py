@@ -40,6 +40,8 @@ from hookdrop.utils.select import Entries
 from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
 
+_CONSTANT = ConstantSchedule()
+
 
 def inject(
     model: nn.Module,
@@ -211,9 +213,10 @@ def place(planned: Plan) -> Injection:
     # All warnings come first: where a warning is an error, nothing has changed yet.
     for text in planned.warnings:
         warn(text)
-    warn_about_changed(others)
+    if others:
+        warn_about_changed(others)
     compiling.reset_stale_compiler()
-    state = InjectionState(planned.name, tuple([s.name for s in planned.sites]), planned.schedule or ConstantSchedule())
+    state = InjectionState(planned.name, tuple([s.name for s in planned.sites]), planned.schedule or _CONSTANT)
     state.portable, state.recipe = planned.spec.portable, planned.recipe
     # The first forward must not repeat the warnings above.
     state.warned_kinds |= planned.warned_kinds
@@ -231,8 +234,8 @@ def place(planned: Plan) -> Injection:
         for sink in sinks:
             sink.remove()
         raise
-    take_over(sinks, conflicts)
     if replaced := [*conflicts, *others]:
+        take_over(sinks, conflicts)
         Injection(planned.model, replaced)._detach()
     if isinstance(sinks[0], SiteHook) or state.scheduled:
         state.live.trained = isinstance(sinks[0], AttributeSink)  # without hooks, nothing notes the calls
@@ -260,9 +263,12 @@ def _replaced(planned: Plan) -> tuple[list[RateSink], list[RateSink]]:
         InjectionError: the sites or the name are taken.
     """
     present = list(sinks_of(planned.model))
-    wanted = {place_of(site.module, site) for site in planned.sites}
     # A rate may belong to an object that layers outside this model share.
-    everything = dict.fromkeys([*present, *attribute_sinks()])
+    elsewhere = attribute_sinks() if planned.sites[0].attribute else []
+    everything = dict.fromkeys([*present, *elsewhere])
+    if not everything:
+        return [], []
+    wanted = {place_of(site.module, site) for site in planned.sites}
     conflicts = [sink for module, sink in everything if place_of(module, sink) in wanted]
     if conflicts and planned.spec.on_existing == "error":
         carry = f"{counted(len(conflicts), 'site')} already carr{'ies' if len(conflicts) == 1 else 'y'}"

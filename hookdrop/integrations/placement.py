@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.injection.handle import Injection, find
+from hookdrop.injection.handle import Injection
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.verbs import inject
 from hookdrop.utils.seeding import seed_per_rank
@@ -26,7 +26,8 @@ class Placement:
         self._specs = [one if isinstance(one, InjectionSpec) else InjectionSpec.from_dict(one) for one in given]
         self.seed_per_rank = seed_per_rank
         self._injection: Injection | None = None
-        self._pending: Mapping[str, Any] | None = None
+        self.pending: Mapping[str, Any] | None = None
+        """The state that the next placement restores, which trainers may set; empty or None for none."""
 
     @property
     def injection(self) -> Injection | None:
@@ -39,15 +40,15 @@ class Placement:
         try:
             for spec in self._specs:
                 placed = inject(model, spec, total_steps=total_steps)
-                earlier = () if self._injection is None else self._injection._states
-                self._injection = find(model)._only([*earlier, *placed._states])
-            if self._pending:
-                self.load_state_dict(self._pending)
+                earlier = [] if self._injection is None else self._injection._sinks
+                self._injection = Injection(model, [*earlier, *placed._sinks])
+            if self.pending:
+                self.load_state_dict(self.pending)
         except BaseException:
             self._remove()
             raise
         finally:
-            self._pending = None
+            self.pending = None
         if self.seed_per_rank and ranks > 1:
             seed_per_rank(rank=rank)
 
@@ -71,7 +72,7 @@ class Placement:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the injections; before they are placed, keep the state until then."""
         if self._injection is None:
-            self._pending = state_dict
+            self.pending = state_dict
         else:
             self._injection.load_state_dict(state_dict)
 

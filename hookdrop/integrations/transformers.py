@@ -79,16 +79,6 @@ class InjectionCallback(Placement, TrainerCallback, ExportableState):
         settings = {"specs": self._settings, "log": self.log, "seed_per_rank": self.seed_per_rank}
         return {"args": settings, "attributes": {"pending": self.state_dict()}}
 
-    @property
-    def pending(self) -> Mapping[str, Any] | None:
-        """The state that the next training restores; set by the Trainer."""
-        return self._pending
-
-    @pending.setter
-    def pending(self, state: Mapping[str, Any] | None) -> None:
-        # With several callbacks, the Trainer restores their states from the start of the training, which are empty.
-        self._pending = state or None
-
     def _train(self, train: Callable[..., TrainOutput], *args: Any, **kwargs: Any) -> TrainOutput:
         try:
             return train(*args, **kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -68,10 +67,6 @@ class ForeignModule(Regularizer):
             more = "".join(f", {name}={value!r}" for name, value in settings if value is not None)
             instead = f"use hookdrop.{ours}(p={self.p:g}{more}), which compiles without a graph break"
         return f"{self!r} stores its rate as a Python float, which compiled code treats as a constant.\n  {instead}."
-
-    def settings(self) -> dict[str, Any]:
-        """The arguments that recreate the module."""
-        return {name: getattr(self.module, name) for name in inspect.signature(type(self.module)).parameters}
 
     @property
     def title(self) -> str:
