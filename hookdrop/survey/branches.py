@@ -205,13 +205,15 @@ class _Search:
         """Yield the first sum of a RevNet's block, y1 = x1 + f(x2) and y2 = x2 + g(y1), given the second one."""
         root, branch = self.trace.bit[residual.root], self.trace.path(residual.root, [residual.branch])
         inside = {*branch, residual.output}
-        for node in branch if not residual.is_projection else ():
-            goes_on = any(inside.isdisjoint(op.outputs) for op in self.trace.users[node])
-            goes_on |= node in self.trace.calls[0].outputs
-            terms = added(node.op) if node.op is not None and goes_on and node not in self.found else None
-            for a, b in (terms, terms[::-1]) if terms is not None and node.shape == residual.root.shape else ():
-                if a.is_data and not self.trace.ancestors[a] & root and self.behind[b] & root:
-                    yield Residual(node.op, a, b, residual.root)
+        for op in (node.op for node in branch if node.op is not None and node not in self.found):
+            terms = added(op)
+            if terms is None or residual.is_projection or op.outputs[-1].shape != residual.root.shape:
+                continue
+            users = [user.outputs for user in self.trace.users[op.outputs[-1]]]
+            goes_on = op.outputs[-1] in self.trace.calls[0].outputs or not all(map(inside.intersection, users))
+            for a, b in (terms, terms[::-1]):
+                if goes_on and a.is_data and not self.trace.ancestors[a] & root and self.behind[b] & root:
+                    yield Residual(op, a, b, residual.root)
 
     def _mixture(self, op: Op) -> Residual | None:
         """Return a combination of a tensor and of what layers compute from it that is no plain addition."""

@@ -93,14 +93,14 @@ class ConvGraph:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._takers: dict[Node, list[Call]] = {}
+        self.takers: dict[Node, list[Call]] = {}
         own: dict[Call, list[Op]] = {}
         for op in trace.ops:
             if op.call is not None:
                 own.setdefault(op.call, []).append(op)
         for call in trace.calls:
             for node in dict.fromkeys(call.inputs):
-                self._takers.setdefault(node, []).append(call)
+                self.takers.setdefault(node, []).append(call)
         self._norms = {call for call in trace.calls if _is_norm(call, own.get(call, []))}
         self._normed = {node for call in self._norms for node in call.outputs}
         self._normed |= {node for op in trace.ops if op.name.endswith("_norm") for node in op.outputs}
@@ -114,12 +114,10 @@ class ConvGraph:
         if len(full) == 1:
             return full
         for kept, other in (inputs, inputs[::-1]):
-            if self.trace.leads(kept, other) and (op.name == "mul" or self._attends(kept, other)):
+            attends = op.name == "mul" or not _ATTENTION.isdisjoint(_names(self.path(kept, other)))
+            if attends and self.trace.leads(kept, other):
                 return [kept]
         return inputs
-
-    def _attends(self, start: Node, end: Node) -> bool:
-        return not _ATTENTION.isdisjoint(_names(self.path(start, end)))
 
     def path(self, start: Node, *ends: Node) -> list[Node]:
         """Return the tensors on the way, in the order of execution, without those that only compute gates."""
@@ -130,14 +128,9 @@ class ConvGraph:
         ops = [node.op for node in nodes if node.op is not None and node.op.name in CONVS]
         return [op for op in ops if op.argument(1, "weight").has_weights]
 
-    def calls_on(self, node: Node, start: int, end: int) -> list[Call]:
-        """Return the outermost calls that take a tensor in this interval."""
-        calls = [call for call in self._takers.get(node, ()) if start < call.start and call.end < end]
-        return [call for call in calls if not any(other in calls for other in call.around() if other is not call)]
-
     def norm_after(self, node: Node) -> Call | None:
         """Return the call of a norm on this tensor."""
-        return next((call for call in self._takers.get(node, ()) if call in self._norms), None)
+        return next((call for call in self.takers.get(node, ()) if call in self._norms), None)
 
     def has_norm(self, conv: Op) -> bool:
         """Whether a norm follows a convolution, or a norm and an activation come before it."""
@@ -186,20 +179,14 @@ class ConvGraph:
 
     def layers(self, path: Collection[Node]) -> list[Call]:
         """Return the layers after the convolutions on a path, without those that compute queries, keys and values."""
+        cores = [node.op for node in path if node.op is not None and node.op.name in _ATTENTION]
         found = dict.fromkeys(layer for conv in self.convs(path) if (layer := self.layer_after(conv)))
-        return [layer for layer in found if not self._feeds_attention(layer.outputs[0], path)]
+        return [layer for layer in found if not any(self._is_near(layer.outputs[0], core) for core in cores)]
 
-    def _feeds_attention(self, node: Node, path: Collection[Node]) -> bool:
-        """Whether attention takes a tensor before another convolution does."""
-        todo, seen = [node], {node}
-        while todo:
-            for op in self.trace.users.get(todo.pop(), ()):
-                if op.outputs[0] in path and op.outputs[0] not in seen and op.name not in CONVS:
-                    if op.name in _ATTENTION:
-                        return True
-                    seen.add(op.outputs[0])
-                    todo.append(op.outputs[0])
-        return False
+    def _is_near(self, node: Node, core: Op) -> bool:
+        """Whether a tensor leads to an operation without another convolution."""
+        path = self.trace.path(node, core.inputs)
+        return self.trace.leads(node, core.outputs[0]) and CONVS.isdisjoint(_names(path))
 
 
 def _names(path: Iterable[Node]) -> list[str]:
@@ -306,8 +293,9 @@ def _skip_module(graph: ConvGraph, one: Residual, block: Call, skip: Node) -> st
 
 def _branch(graph: ConvGraph, one: Residual, skip: Node, block: Call) -> str:
     """Return the layer that alone takes the tensor of an identity skip, by its name in the block."""
-    calls = graph.calls_on(one.root, block.start, one.op.index)
-    takers = [call for call in calls if one.root not in call.outputs]
+    calls = [call for call in graph.takers.get(one.root, ()) if block.start < call.start and call.end < one.op.index]
+    outermost = [call for call in calls if call.parent not in calls]
+    takers = [call for call in outermost if one.root not in call.outputs]
     skipping = {*graph.path(one.root, skip)}  # a skip of functions: padding
     users = [op for op in graph.trace.users[one.root] if block.start < op.index < one.op.index]
     branching = [op for op in users if skipping.isdisjoint(op.outputs)]

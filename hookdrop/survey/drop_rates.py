@@ -85,7 +85,7 @@ def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True) -> Dro
     arrivals = _Arrivals(model, sources)
     arrivals.read(trace)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    rates = sorted({*known_drop_rates(model), *arrivals.ops}, key=lambda rate: order[rate.layer])
+    rates = sorted(dict.fromkeys([*known_drop_rates(model), *arrivals.ops]), key=lambda rate: order[rate.layer])
     out_of_reach = {what: tuple(layers) for what, layers in arrivals.out_of_reach.items()}
     attention = _attention_drops(trace)
     aside = [rate for rate, ops in arrivals.ops.items() if all(op in attention or _adapts(trace, op) for op in ops)]
@@ -229,12 +229,12 @@ class _Arrivals:
 
     def _at_draw(self, op: Op, number: Any, keeps: bool | None) -> None:
         """A random choice with probability `number`: that of keeping, of dropping, or, for None, of either."""
-        direct, complement = (self._source(number, sources) for sources in (self._sources, self._complements))
-        source = complement or direct
+        direct, complement = self._source(number, self._sources), self._source(number, self._complements)
+        source, is_direct = direct or complement, direct is not None
         if source is None:
             if isinstance(number, float) and 0.0 < number < 1.0:
                 self._miss(op, f"with a probability of {number:g}")
-        elif keeps is (complement is not None) or (keeps is None and (complement is not None or source[1] < 0.5)):
+        elif keeps is not is_direct and (keeps is not None or not is_direct or source[1] < 0.5):
             self.ops.setdefault(source[0], []).append(op)
             shape = op.outputs[0].shape
             if len(shape) > 1 and op.outputs[0].size == shape[0]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -127,7 +126,7 @@ def restored_objects(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for table, old in saved:
-            if not _is_same(table, old) and (id(table) in always or _has_fake_tensors(table)):
+            if _identities(table) != _identities(old) and (id(table) in always or _has_fake_tensors(table)):
                 table.clear()
                 table.extend(old) if isinstance(table, list | deque) else table.update(old)
         for value in (value for table in (*code, *map(vars, own)) for value in list(table.values())):
@@ -166,10 +165,8 @@ def _tables(roots: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _is_same(table: Any, old: Any) -> bool:
-    if isinstance(table, dict):
-        return table.keys() == old.keys() and all(table[key] is value for key, value in old.items())
-    return len(table) == len(old) and all(map(operator.is_, table, old))
+def _identities(table: Any) -> list[Any]:
+    return [(key, id(value)) for key, value in table.items()] if isinstance(table, dict) else [*map(id, table)]
 
 
 def _has_fake_tensors(table: Any) -> bool:

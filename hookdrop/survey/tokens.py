@@ -9,7 +9,7 @@ run. Windows, grids, relative positions and rotary embeddings fail one of both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,10 +69,6 @@ def _given(node: Node) -> Node:
     return node
 
 
-class _NeededError(Exception):
-    """Why the tokens of a layer cannot be removed."""
-
-
 def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches | str:
     """Return the patches among the tokens (N, L, C) that a layer returns, or why later layers need all of them.
 
@@ -81,59 +77,53 @@ def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches | s
         example: two different samples.
         layer: the name of the layer.
     """
-    try:
-        return _removable_patches(model, example, layer)
-    except _NeededError as error:
-        return str(error)
-
-
-def _removable_patches(model: nn.Module, example: Any, layer: str) -> Patches:
-    plain = _run(model, example, layer, lambda x: x)
-    tokens = plain.tokens
+    returned, outputs = _run(model, example, layer, None)
+    tokens = returned[0] if len(returned) == 1 else None
     if tokens is None or tokens.dim() != 3 or len(tokens) != 2:
-        raise _NeededError(f"{layer!r} does not return one tensor (N, L, C) in each forward")
+        return f"{layer!r} does not return one tensor (N, L, C) in each forward"
     equal = (tokens[0] == tokens[1]).all(-1)
     length, prefix = tokens.shape[1], int(equal.sum())
     if not equal[:prefix].all() or length - prefix < 2:
-        raise _NeededError(f"the tokens of {layer!r} that do not depend on the image are not the first ones")
-    order = torch.cat([torch.arange(prefix), torch.arange(prefix, length).roll(1 + (length - prefix) // 3)])
-    permuted = _tried(model, example, layer, lambda x: x[:, order.to(x.device)], "in another order")
-    for (name, before), (_, after) in zip(plain.outputs, permuted.outputs, strict=False):
-        if before.shape == order.shape:
-            before = before[order.to(before.device)]
-        # The order of a sum changes its rounding; a position changes much more than this.
-        limit = 1e-3 * before.abs().max().clamp(min=1e-6)
-        if before.shape != after.shape or not bool(((before - after).abs() <= limit).all()):
-            raise _NeededError(f"{name!r} depends on the position of the tokens that it gets")
-    kept = torch.arange(prefix + (length - prefix) // 2)
-    _tried(model, example, layer, lambda x: x[:, kept.to(x.device)], "with fewer tokens")
+        return f"the tokens of {layer!r} that do not depend on the image are not the first ones"
+    patches = torch.arange(prefix, length)
+    order = torch.cat([torch.arange(prefix), patches.roll(1 + len(patches) // 3)])
+    for how, chosen in (("in another order", order), ("with fewer tokens", order[: prefix + len(patches) // 2])):
+        try:
+            changed = _run(model, example, layer, chosen)[1]
+        except Exception as error:  # models fail in any way
+            reason = "".join(str(error.__cause__ or error).strip().splitlines()[:1])
+            return f"the layers after {layer!r} do not run {how}: {reason}"
+        for (name, before), (_, after) in zip(outputs, changed if chosen is order else (), strict=False):
+            if before.shape == order.shape:
+                before = before[order.to(before.device)]
+            # The order of a sum changes its rounding; a position changes much more than this.
+            limit = 1e-3 * before.abs().max().clamp(min=1e-6)
+            if before.shape != after.shape or not bool(((before - after).abs() <= limit).all()):
+                return f"{name!r} depends on the position of the tokens that it gets"
     return Patches(layer, prefix)
 
 
-@dataclass
-class _Run:
-    """A forward."""
+def _run(
+    model: nn.Module, example: Any, layer: str, chosen: Tensor | None
+) -> tuple[list[Tensor], list[tuple[str, Tensor]]]:
+    """Run the model with the chosen tokens of a layer, or with all.
 
-    tokens: Tensor | None = None
-    outputs: list[tuple[str, Tensor]] = field(default_factory=list)
-    """Each output after the tokens, by layer, projected to one number for each token, or to one number in total."""
-
-
-def _run(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], Tensor]) -> _Run:
-    """Run the model with changed tokens."""
-    run = _Run()
+    Returns:
+        What the layer returned in each call, and each output after it, by layer, projected to one number for each
+        token, or to one number in total.
+    """
+    returned: list[Tensor] = []
+    outputs: list[tuple[str, Tensor]] = []
 
     def at_layer(module: nn.Module, args: Any, output: Any) -> Any:
-        first, run.tokens = run.tokens is None, next(iter(tensors(output)), None)
-        if not first:
-            raise _NeededError(f"{layer!r} runs several times in a forward")
-        return map_tensor(output, None, change)
+        returned.extend(tensors(output)[:1])
+        return output if chosen is None else map_tensor(output, None, lambda x: x[:, chosen.to(x.device)])
 
     def after(name: str) -> Callable[..., None]:
         def save(module: nn.Module, args: Any, output: Any) -> None:
-            if run.tokens is not None:
-                length = run.tokens.shape[1]
-                run.outputs += [(name, _projected(x, length)) for x in tensors(output) if x.is_floating_point()]
+            if returned and returned[0].dim() > 1:
+                length = returned[0].shape[1]
+                outputs.extend((name, _projected(x, length)) for x in tensors(output) if x.is_floating_point())
 
         return save
 
@@ -143,17 +133,7 @@ def _run(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], 
     handles = [layers[layer].register_forward_hook(at_layer)]
     handles += [module.register_forward_hook(after(name)) for name, module in others.items()]
     run_with_hooks(model, example, handles)
-    return run
-
-
-def _tried(model: nn.Module, example: Any, layer: str, change: Callable[[Tensor], Tensor], how: str) -> _Run:
-    try:
-        return _run(model, example, layer, change)
-    except _NeededError:
-        raise
-    except Exception as error:  # models fail in any way
-        reason = "".join(str(error.__cause__ or error).strip().splitlines()[:1])
-        raise _NeededError(f"the layers after {layer!r} do not run {how}: {reason}") from error
+    return returned, outputs
 
 
 def _projected(x: Tensor, length: int) -> Tensor:

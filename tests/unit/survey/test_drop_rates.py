@@ -69,6 +69,7 @@ FOUND: dict[str, Net] = {
     "transformers' drop path": Net(lambda net, x: drop_path(x, net.rate, net.training), rate=0.2),
     "timm's drop path": Net(lambda net, x: row_mask(x, net.rate), rate=0.0),
     "a random mask": Net(lambda net, x: x * (torch.rand_like(x) > net.rate), rate=0.1),
+    "a comparison with an integer 0": Net(lambda net, x: x * (torch.rand_like(x) > net.rate), rate=0),
     "an in-place comparison": Net(lambda net, x: x * torch.rand(4, 1, 1).ge_(net.rate).div(1 - net.rate), rate=0.1),
     "a skipped layer": Net(lambda net, x: x if torch.rand([]) < net.rate else x + 1, rate=0.0),
     "a random number": Net(lambda net, x: x if torch.rand(1).lt(net.rate).item() else x + 1, rate=0.05),
