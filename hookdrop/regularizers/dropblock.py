@@ -43,15 +43,9 @@ def drop_block(
     return x
 
 
-def _drop_block(
-    x: Tensor,
-    p: float | Tensor,
-    block_size: int | tuple[int, ...],
-    channel_dim: int | None,
-    per_channel: bool,
-    gamma: str,
-    normalize: str | None,
-) -> Tensor:
+def _drop_block(x: Tensor, p: float | Tensor, *settings: Any) -> Tensor:
+    """`drop_block` with validated settings, in the order of `DropBlock.regularize`."""
+    block_size, channel_dim, per_channel, gamma, normalize = settings
     floating(x, "drop_block")
     if isinstance(p, Tensor) or is_compiling():
         p = p if isinstance(p, Tensor) else as_rate_tensor(p)
@@ -68,7 +62,7 @@ def _drop_block(
         return x
     if type(x) not in internals.PLAIN_TYPES:
         if internals.wraps_results(x):
-            return internals.on_plain_tensor(_drop_block, x, p, block_size, channel_dim, per_channel, gamma, normalize)
+            return internals.on_plain_tensor(_drop_block, x, p, *settings)
         if hasattr(x, "full_tensor"):
             raise TypeError(
                 "drop_block: x is a DTensor, sharded over several ranks, and blocks cannot be drawn across ranks.\n"
