@@ -64,8 +64,9 @@ class UpdateCounter:
         model, self._owner = self.model(), None
         for module in () if model is None else model.modules():
             for name, weight in parameters_of(module).items():
-                usable = weight is not None and not isinstance(weight, UninitializedParameter)
-                if weight is not None and usable and weight.requires_grad and not weight.is_inference():
+                if weight is None or isinstance(weight, UninitializedParameter):
+                    continue
+                if weight.requires_grad and not weight.is_inference():
                     self._owner = weakref.ref(module), name
                     return weight
         return None

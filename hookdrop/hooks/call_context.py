@@ -75,8 +75,21 @@ class CallValue:
 
 def place_around(owner: SiteHook, module: nn.Module) -> None:
     """Place the companions of a site that collect what its regularizer needs from modules around it."""
+    root = None if owner.state.live.root is None else owner.state.live.root()
+    if root is None:
+        return
     for need in owner.collected:
-        for parent in _modules_around(owner, module, need):
+        place = owner.regularizer.samples
+        if need == MASK:
+            around = [part for part in root.modules() if MASK in parameter_names(part) and module in part.modules()]
+            if not around:
+                raise InjectionError(
+                    f"{owner.where}: no module around it takes {MASK!r}, so the padding is unknown.\n"
+                    "  without the mask, padding gets noise too: attention_mask=False"
+                )
+        else:
+            around = [] if place is None or place[0] is None else [layers_by_name(root)[place[0]].module]
+        for parent in around:
             owner.accompany(parent.register_forward_pre_hook, _start_call, need, with_kwargs=True)
             owner.accompany(parent.register_forward_hook, _end_call, need, always_call=True)
 
@@ -90,22 +103,6 @@ def _start_call(owner: SiteHook, need: str, module: nn.Module, args: Any, kwargs
 
 def _end_call(owner: SiteHook, need: str, *_: Any) -> None:
     owner.collected[need].end()
-
-
-def _modules_around(owner: SiteHook, module: nn.Module, need: str) -> list[nn.Module]:
-    root = None if owner.state.live.root is None else owner.state.live.root()
-    if root is None:
-        return []
-    if need == SAMPLES:
-        place = owner.regularizer.samples
-        return [] if place is None or place[0] is None else [layers_by_name(root)[place[0]].module]
-    found = [part for part in root.modules() if MASK in parameter_names(part) and module in part.modules()]
-    if not found:
-        raise InjectionError(
-            f"{owner.where}: no module around it takes {MASK!r}, so the padding is unknown.\n"
-            "  without the mask, padding gets noise too: attention_mask=False"
-        )
-    return found
 
 
 def refuse_cache(bound: dict[str, Any], where: str) -> None:

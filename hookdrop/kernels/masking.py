@@ -22,11 +22,8 @@ HALF = (torch.float16, torch.bfloat16)
 def apply_mask_no_grad(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None) -> Tensor:
     """Return `x * scale` with zeros where `dropped`, even for NaN and infinity. It is not differentiable.
 
-    Args:
-        x: a floating-point tensor.
-        dropped: a bool mask that broadcasts to `x`, or of `blocks` the integer seeds, or `Blocks.packed`, in uint8.
-        scale: 0-d, or one scale per sample; with a packed mask also the counters of `triton_dropblock.draw`.
-        blocks: the geometry of the seeds or of the packed mask, or None for a bool mask.
+    `dropped` is a bool mask that broadcasts to `x`, or, of `blocks`, the integer seeds or `Blocks.packed` in uint8.
+    `scale` is 0-d, or one scale per sample; with a packed mask also the counters of `triton_dropblock.draw`.
     """
     if blocks is not None and dropped.dtype == torch.uint8:
         if (y := triton_dropblock.mask(x, dropped, scale, blocks)) is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -71,14 +70,14 @@ def mask_blocks(x: Tensor, seeds: Tensor, scale: Tensor, blocks: Blocks) -> Tens
     if x.dtype not in _FUSED_DTYPES or not _is_supported(x) or (layout := _layout(blocks, x.shape, x.stride())) is None:
         return None
     y = _empty_like(x)
-    layout.run(y, x, scale.to(torch.float64).contiguous(), seeds)
+    _run(layout, y, x, scale.to(torch.float64).contiguous(), seeds)
     return y
 
 
 def zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> bool:
     if not _is_supported(y) or (layout := _layout(blocks, y.shape, y.stride())) is None:
         return False
-    layout.run(y, None, torch.ones(1, dtype=torch.float64, device="cpu"), seeds)
+    _run(layout, y, None, torch.ones(1, dtype=torch.float64, device="cpu"), seeds)
     return True
 
 
@@ -142,23 +141,17 @@ def _in_memory_order(scale: Tensor, x: Tensor) -> Tensor | None:
     return scale.to(torch.float64).expand(*x.shape[:axes], *[1] * (x.dim() - axes)).contiguous()
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """The memory layout of blocks, in the terms of `_blocks.c`."""
+_Layout: TypeAlias = tuple[int, int, int, int, tuple[_Array, ...]]
+"""(chunks, size, repeat, places, (valid, strides, edges, steps)) of a tensor in memory, in the terms of `_blocks.c`."""
 
-    chunks: int
-    size: int
-    repeat: int
-    places: int
-    arrays: tuple[_Array, ...]  # valid, strides, edges, steps
 
-    def run(self, y: Tensor, x: Tensor | None, scales: Tensor, seeds: Tensor) -> None:
-        seeds = seeds.contiguous() if seeds.dtype in _SEED_DTYPES else seeds.long()
-        scaling = y.element_size(), scales.data_ptr(), self.chunks // scales.numel()
-        chunks = self.chunks, self.size, self.repeat
-        found = seeds.data_ptr(), seeds.numel(), seeds.dtype == torch.int64, self.places, *self.arrays
-        source = None if x is None else x.data_ptr()
-        _library.hookdrop_mask(y.data_ptr(), source, *scaling, *chunks, *found, _threads(y.numel()))
+def _run(layout: _Layout, y: Tensor, x: Tensor | None, scales: Tensor, seeds: Tensor) -> None:
+    chunks, size, repeat, places, arrays = layout
+    seeds = seeds.contiguous() if seeds.dtype in _SEED_DTYPES else seeds.long()
+    scaling = y.element_size(), scales.data_ptr(), chunks // scales.numel()
+    found = seeds.data_ptr(), seeds.numel(), seeds.dtype == torch.int64, places, *arrays
+    source = None if x is None else x.data_ptr()
+    _library.hookdrop_mask(y.data_ptr(), source, *scaling, chunks, size, repeat, *found, _threads(y.numel()))
 
 
 @lru_cache(maxsize=1024)
@@ -179,7 +172,7 @@ def _layout(blocks: Blocks, shape: tuple[int, ...], strides: tuple[int, ...]) ->
     else:
         return None
     places = math.prod(arrays[0])
-    return _Layout(*chunks, places, tuple(_array(*values) for values in arrays)) if places < _MAX_PLACES else None
+    return (*chunks, places, tuple(_array(*values) for values in arrays)) if places < _MAX_PLACES else None
 
 
 def _threads(elements: int) -> int:

@@ -200,11 +200,9 @@ def compare_cam(
 class CamComparison:
     """The maps of two models."""
 
-    pictures: Tensor
-    """(N, C, H, W)"""
+    pictures: Tensor  #: (N, C, H, W)
     targets: list[int]
-    before: Tensor
-    """(N, H, W) from 0 to 1."""
+    before: Tensor  #: (N, H, W) from 0 to 1.
     after: Tensor
 
     @property

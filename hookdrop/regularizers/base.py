@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,6 @@ from hookdrop.regularizers.samples import SamplePlace
 from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.settings import settings_text
 from hookdrop.utils.validation import as_rate_tensor, floating, rate
-
-R = TypeVar("R", bound="Regularizer")
 
 
 @dataclass(frozen=True)
@@ -29,17 +27,14 @@ class Rate:
         -0.5
     """
 
-    attribute: str
-    """The attribute of the regularizer, and the argument of its `__init__`."""
+    attribute: str  #: The attribute of the regularizer, and the argument of its `__init__`.
     low: float = 0.0
     high: float = 1.0
-    neutral: float = 0.0
-    """The rate at which the regularizer is the identity."""
+    neutral: float = 0.0  #: The rate at which the regularizer is the identity.
     kind: Literal["drop", "noise", "factor"] = "drop"
     """`"drop"`: the expected fraction of dropped elements, so that 1 - rate is the fraction kept. `"noise"`: the
     strength of a change that drops nothing. `"factor"`: any other number."""
-    open_end: bool = False
-    """Whether the range excludes `high` itself."""
+    open_end: bool = False  #: Whether the range excludes `high` itself.
 
     def __post_init__(self) -> None:
         if not self.low <= self.neutral <= self.high:
@@ -102,8 +97,7 @@ class Regularizer(nn.Module):
         (tensor([0.5000, 0.5000]), tensor([1., 1.]))
     """
 
-    rate: ClassVar[Rate | None] = P
-    """The number that a schedule drives, or None."""
+    rate: ClassVar[Rate | None] = P  #: The number that a schedule drives, or None.
 
     needs: Sequence[str] = ()
     """What a hook passes to `regularize` by keyword, from the same call:
@@ -117,17 +111,10 @@ class Regularizer(nn.Module):
     samples: SamplePlace | None = None
     """Where the samples of the batch are in the tensor; None: each row of axis 0 is one."""
 
-    only_at: str | None = None
-    """`"output"` or `"input"` if it is only meaningful there. None: at both."""
-
-    in_backward: ClassVar[bool] = False
-    """Whether it edits only the gradient and leaves the forward output unchanged."""
-
-    axes: str = "..."
-    """The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes."""
-
-    keeps_shape: bool = True
-    """Whether the result has the shape of the input."""
+    only_at: str | None = None  #: `"output"` or `"input"` if it is only meaningful there. None: at both.
+    in_backward: ClassVar[bool] = False  #: Whether it edits only the gradient and leaves the forward output unchanged.
+    axes: str = "..."  #: The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes.
+    keeps_shape: bool = True  #: Whether the result has the shape of the input.
 
     regularize: Callable[..., Tensor] = _regularize
 
@@ -197,7 +184,7 @@ def rate_of(regularizer: Regularizer) -> float | None:
     return None if declared is None else float(getattr(regularizer, declared.attribute))
 
 
-def at_rate(regularizer: R, value: float | None) -> R:
+def at_rate(regularizer: Regularizer, value: float | None) -> Regularizer:
     """Return a copy of a regularizer at another rate, or at the same rate if it has none."""
     twin, declared = copy.deepcopy(regularizer), type(regularizer).rate
     if declared is not None and value is not None:

@@ -43,15 +43,9 @@ def drop_block(
     return x
 
 
-def _drop_block(
-    x: Tensor,
-    p: float | Tensor,
-    block_size: int | tuple[int, ...],
-    channel_dim: int | None,
-    per_channel: bool,
-    gamma: str,
-    normalize: str | None,
-) -> Tensor:
+def _drop_block(x: Tensor, p: float | Tensor, *settings: Any) -> Tensor:
+    """`drop_block` with validated settings, in the order of `DropBlock.regularize`."""
+    block_size, channel_dim, per_channel, gamma, normalize = settings
     floating(x, "drop_block")
     if isinstance(p, Tensor) or is_compiling():
         p = p if isinstance(p, Tensor) else as_rate_tensor(p)
@@ -68,7 +62,7 @@ def _drop_block(
         return x
     if type(x) not in internals.PLAIN_TYPES:
         if internals.wraps_results(x):
-            return internals.on_plain_tensor(_drop_block, x, p, block_size, channel_dim, per_channel, gamma, normalize)
+            return internals.on_plain_tensor(_drop_block, x, p, *settings)
         if hasattr(x, "full_tensor"):
             raise TypeError(
                 "drop_block: x is a DTensor, sharded over several ranks, and blocks cannot be drawn across ranks.\n"
@@ -97,7 +91,19 @@ def _map_geometry(
     shape: Sequence[int], block_size: int | tuple[int, ...], channel_dim: int | None
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """`(channel, sizes, edges)`: the channel axis, the map's sizes, and the block clamped to the map."""
-    channel = channel_axis(shape, channel_dim)
+    rank, channel = len(shape), 1
+    if rank not in (3, 4, 5):
+        use = "use Dropout(p=...)" if rank < 3 else "flatten it to (N, C, D, H, W) first"
+        raise ShapeError(f"got {tuple(shape)}: DropBlock needs 1 to 3 spatial axes.\n  {use}.")
+    if channel_dim is not None:
+        channel = given_channel_axis(shape, channel_dim, "DropBlock")
+    elif rank == 3:
+        raise ShapeError(
+            f"got {tuple(shape)}: tokens have no map.\n"
+            "  use TokenDropout(p=0.1) or DropPath(p=0.1), hook a layer with a 4-D output (such as "
+            "'patch_embed.proj'),\n  or set the channel axis of a sequence: DropBlock(..., "
+            "channel_dim=1) for (N, C, L), channel_dim=-1 for (N, L, C)."
+        )
     sizes = tuple(size for axis, size in enumerate(shape) if axis not in (0, channel))
     wanted = (block_size,) * len(sizes) if isinstance(block_size, int) else block_size
     if len(wanted) != len(sizes):
@@ -106,23 +112,6 @@ def _map_geometry(
             f"{len(sizes)} ({'x'.join(map(str, sizes))}).\n  pass one number, or one for each axis."
         )
     return channel, sizes, tuple(max(1, min(edge, size)) for edge, size in zip(wanted, sizes, strict=True))
-
-
-def channel_axis(shape: Sequence[int], channel_dim: int | None) -> int:
-    rank = len(shape)
-    if rank not in (3, 4, 5):
-        use = "use Dropout(p=...)" if rank < 3 else "flatten it to (N, C, D, H, W) first"
-        raise ShapeError(f"got {tuple(shape)}: DropBlock needs 1 to 3 spatial axes.\n  {use}.")
-    if channel_dim is None:
-        if rank == 3:
-            raise ShapeError(
-                f"got {tuple(shape)}: tokens have no map.\n"
-                "  use TokenDropout(p=0.1) or DropPath(p=0.1), hook a layer with a 4-D output (such as "
-                "'patch_embed.proj'),\n  or set the channel axis of a sequence: DropBlock(..., "
-                "channel_dim=1) for (N, C, L), channel_dim=-1 for (N, L, C)."
-            )
-        return 1
-    return given_channel_axis(shape, channel_dim, "DropBlock")
 
 
 def check_block_size(block_size: object) -> int | tuple[int, ...]:
@@ -193,7 +182,7 @@ class DropBlock(DropRegularizer):
         _map_geometry(shape, self.block_size, self.channel_dim)
 
     def reading(self, shape: Sequence[int]) -> str:
-        return describe_map(shape, channel_axis(shape, self.channel_dim))
+        return describe_map(shape, _map_geometry(shape, self.block_size, self.channel_dim)[0])
 
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
         found = [] if self.channel_dim else nhwc_warnings(shape, "use DropBlock(..., channel_dim=-1).")

@@ -33,11 +33,8 @@ def clip_activation_grad(
     """Return `x` and clip its gradient to an L2 norm or to a range: see `ClipActivationGrad`."""
     max_norm, max_value, per_sample = _clip_limits(max_norm, max_value, per_sample, "clip_activation_grad")
     floating(x, "clip_activation_grad")
-    if not training:
-        return x
-    if max_value is not None:
-        return _edit_gradient(x, torch.clamp, -max_value, max_value)
-    return _edit_gradient(x, _clip_norm, max_norm, per_sample)
+    edit: Any = (_clip_norm, max_norm, per_sample) if max_value is None else (torch.clamp, -max_value, max_value)
+    return _edit_gradient(x, *edit) if training else x
 
 
 def _clip_limits(

@@ -21,8 +21,7 @@ class SampleRows:
     axis: int = 0
     interleaved: bool = False
     """Whether sample i of N has the rows i, i + N, ..., as in (T N), and not consecutive ones, as in (N T)."""
-    count: int | None = None
-    """The number N of samples; None if each row is a sample."""
+    count: int | None = None  #: The number N of samples; None if each row is a sample.
 
     def samples(self, x: Tensor) -> int:
         """The number of samples in `x`, into which the rows must divide."""

@@ -22,8 +22,7 @@ class Schedule(ABC):
     _step_fields: ClassVar[Mapping[str, int]] = {}
     """The fields that hold steps or a fraction of the training, with their minimum in steps."""
 
-    _multipliers: ClassVar[Sequence[str]] = ()
-    """The fields that hold multipliers."""
+    _multipliers: ClassVar[Sequence[str]] = ()  # the fields that hold multipliers
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
