@@ -23,7 +23,7 @@ from families.inputs import BATCH
 from families.layers import Run, is_layer, stacks
 
 _NORM = re.compile("norm|^ln|affine", re.IGNORECASE)
-_PROJECTIONS = ("downsample", "shortcut", "proj", "layernorm_before")
+_PROJECTIONS = ("downsample", "shortcut", "nin_shortcut", "proj", "layernorm_before")
 """Children of a block on its skip, if the block changes the shape."""
 
 
@@ -74,7 +74,9 @@ def check_sites(
             zeroed = record(model, runs, names)
         for _, layers in stacks(model):
             for name, layer in layers:
-                _check_layer(name, layer, plain, zeroed, found)
+                # The blocks of a container that is never called are checked below.
+                if name in plain or not any(block.startswith(f"{name}.") for block in known):
+                    _check_layer(name, layer, plain, zeroed, found)
         for name, ends in known.items():
             if name not in zeroed:
                 continue

@@ -17,8 +17,8 @@ WITH_FORWARD = ("whole_block", "never_called", "frozen", "before_batch_norm", "a
 # From this rate on, dropout's variance shift in a following batch norm outweighs its benefit (arXiv:1801.05134).
 _HIGH_RATE = 0.3
 
-# From this rate on, it is probably the fraction to keep.
-_KEEP_RATE = 0.8
+# Rates that are probably the fraction to keep.
+_KEEP_RATES = 0.8, 0.95
 
 
 def plan_warnings(
@@ -38,9 +38,9 @@ class Planned:
 
     @property
     def high_rate(self) -> dict[str, Any]:
-        """DropBlock or DropPath at a rate from 0.8 to below 1."""
-        kinds = DropBlock | DropPath
-        high = [site for site in self.sites if isinstance(site.regularizer, kinds) and _KEEP_RATE <= (site.p or 0) < 1]
+        """DropBlock or DropPath at a rate from 0.8 to 0.95."""
+        kinds, (low, high_end) = DropBlock | DropPath, _KEEP_RATES
+        high = [s for s in self.sites if isinstance(s.regularizer, kinds) and low <= (s.p or 0.0) <= high_end]
         return {"title": high[0].regularizer.title, "site": high[0].name, "p": high[0].p} if high else {}
 
     @property

@@ -170,7 +170,10 @@ class DropBlock(DropRegularizer):
         channel_dim: int | None = None,
     ) -> None:
         if type(p) is int and p > 1:
-            raise ValueError(f"DropBlock: p must lie in [0, 1], got {p}.\n  the edge of a block? write block_size={p}")
+            raise ValueError(
+                f"DropBlock: p must lie in [0, 1], got {p}.\n  the edge of a block? write block_size={p}"
+                f"   a percentage? write p={p / 100:g}"
+            )
         super().__init__(0.1 if p is None and keep_prob is None else p, keep_prob=keep_prob)
         self.block_size = check_block_size(block_size)
         self.per_channel: bool = one_of(per_channel, "per_channel", self.title, (True, False))

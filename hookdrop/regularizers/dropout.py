@@ -171,7 +171,10 @@ class AlphaDropout(DropRegularizer):
 
 
 class FeatureAlphaDropout(DropRegularizer):
-    """`AlphaDropout` of whole channels of (N, C, ...). Reference: Klambauer et al. 2017, arXiv:1706.02515."""
+    """`AlphaDropout` of whole channels of (N, C, ...).
+
+    Reference: Klambauer et al. 2017, arXiv:1706.02515.
+    """
 
     axes = "N C ..."
     independent_samples = True

@@ -197,7 +197,7 @@ class _Arrivals:
             elif op.name in _DRAWS:
                 draws.update(op.outputs)
             elif op.name in _FILLS:
-                filled[op.outputs[0]] = op.kwargs.get("fill_value", op.args[-1])
+                filled[op.outputs[0]] = op.kwargs["fill_value"] if "fill_value" in op.kwargs else op.args[-1]
             elif op.name in _DROPS and op.argument(2, "training", op.kwargs.get("train", True)):
                 self._at_drop(op, op.argument(1, "p", 0.5))
             elif op.name in _ATTENTION and op.kwargs.get("training", True):

@@ -382,6 +382,7 @@ def test_sampling_is_random_and_leaves_the_model_unchanged() -> None:
     assert torch.equal(mc_dropout.predict(model, x), probabilities)
 
 
+@pytest.mark.filterwarnings("ignore:.*drops in a forward in training mode without gradients")
 def test_mc_dropout_reports_changed_batch_norm_statistics(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,13 +17,13 @@ def test_drop_path_on_whole_blocks_warns(model: Small, images: torch.Tensor) -> 
     assert warning.endswith("such as attn, mlp or bn3. (and 1 more site like it)")
 
 
-@pytest.mark.parametrize("regularizer", [DropBlock(0.9, 3), DropPath(0.8)])
+@pytest.mark.parametrize("regularizer", [DropBlock(0.95, 3), DropPath(0.8)])
 def test_rates_that_look_like_keep_prob_warn(regularizer: Regularizer) -> None:
     (warning,) = plan(nn.Sequential(nn.Identity()), regularizer, layers="0").warnings
     assert f"did you mean keep_prob={regularizer.p:g}?" in warning
 
 
-@pytest.mark.parametrize("regularizer", [DropPath(0.79), DropPath(1.0), Dropout(0.9), DropPath(keep_prob=0.9)])
+@pytest.mark.parametrize("regularizer", [DropPath(0.79), DropPath(0.96), Dropout(0.9), DropPath(keep_prob=0.9)])
 def test_other_rates_do_not_warn(regularizer: Regularizer) -> None:
     assert plan(nn.Sequential(nn.Identity()), regularizer, layers="0").warnings == []
 

@@ -19,10 +19,10 @@ from hookdrop.kernels import native as kernel
 NORMALIZE = ["batch", "sample", "expected", None]
 
 
-# p=0.2 is drawn as sparse seeds, p=0.95 as a dense mask.
+# p=0.2 is drawn as sparse seeds, p=0.97 as a dense mask.
 SETTINGS = [
     {"p": p, "block_size": 3, "normalize": normalize, "per_channel": own}
-    for p, normalize, own in itertools.product([0.2, 0.95], NORMALIZE, [True, False])
+    for p, normalize, own in itertools.product([0.2, 0.97], NORMALIZE, [True, False])
 ]
 
 
@@ -220,7 +220,7 @@ def test_backward_saves_only_the_seeds() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize(
-    "drop", [lambda x: dropout(x, 0.3), *(lambda x, p=p: drop_block(x, p, 3) for p in (0.1, 0.95))]
+    "drop", [lambda x: dropout(x, 0.3), *(lambda x, p=p: drop_block(x, p, 3) for p in (0.1, 0.97))]
 )
 def test_profilers_and_checkpoints_do_not_change_the_mask(
     drop: Callable[[torch.Tensor], torch.Tensor], use_reentrant: bool

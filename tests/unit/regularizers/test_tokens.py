@@ -154,5 +154,5 @@ class TestLockedDropout:
         model = nn.ModuleDict({"lstm": nn.LSTM(4, 6, batch_first=True)})
         inject(model, LockedDropout(0.5), layers="lstm")
         packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 5, 4), torch.tensor([5, 3]), batch_first=True)
-        with pytest.raises(ShapeError, match=r"got \(8, 6\): LockedDropout needs"):
+        with pytest.raises(ShapeError, match=r"got a PackedSequence"):
             model["lstm"](packed)

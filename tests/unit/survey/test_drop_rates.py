@@ -77,6 +77,9 @@ FOUND: dict[str, Net] = {
     "a selection": Net(lambda net, x: torch.where(torch.rand_like(x) < net.rate, 0.0, x), rate=0.7),
     "a negated mask": Net(lambda net, x: x * ~(torch.rand_like(x) < net.rate), rate=0.7),
     "a filled tensor": Net(lambda net, x: x * torch.bernoulli(torch.full_like(x, 1 - net.rate)), rate=0.05),
+    "a tensor filled by keywords": Net(
+        lambda net, x: x * torch.bernoulli(torch.full(size=x.shape, fill_value=1 - net.rate)), rate=0.05
+    ),
 }
 OUT_OF_REACH: dict[str, tuple[Net, str]] = {
     "a literal": (Net(lambda net, x: F.dropout(x, 0.3, net.training)), "dropout with a rate of 0.3"),
