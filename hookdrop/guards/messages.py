@@ -127,14 +127,12 @@ MESSAGES = {
     "too_slow": (
         "{it.name!r}: its schedule advanced {it.state.live.moves} times during {it.updates} updates of the weights: a "
         "schedule counts optimizer steps, not epochs.\n"
-        "  drop.follow(optimizer), or drop.step() after each optimizer.step(); for a fraction of the training: "
-        "LinearSchedule(steps=1.0) and inject(..., total_steps=N)"
+        "  drop.follow(optimizer), or drop.step() after each optimizer.step()"
     ),
     "ended_early": (
         "{it.name!r}: {it.state.schedule} ended long ago: the training is at step {it.state.step_count}. A schedule "
         "counts optimizer steps, not epochs.\n"
-        "  LinearSchedule(steps=epochs * len(loader)), or a fraction: LinearSchedule(steps=1.0) and "
-        "inject(..., total_steps=N)"
+        "  inject(..., schedule=LinearSchedule(steps=1.0), total_steps=epochs * len(loader))"
     ),
     "restarted": (
         "{it.name!r} is at step {it.state.step_count} of {it.state.schedule}, but the optimizer that it follows has "

@@ -7,28 +7,26 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.guards.messages import MESSAGES, find
+from hookdrop.guards.messages import find
 from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, ShakeDrop, drops_elements
 from hookdrop.utils.tables import counted
 
 WITHOUT_FORWARD = ("high_rate", "nested", "fused_encoder")
-WITH_FORWARD = ("whole_block", "never_called", "frozen", "before_batch_norm", "already_drops")
+WITH_FORWARD = ("whole_block", "never_called", "frozen", "before_batch_norm")
 
 # From this rate on, dropout's variance shift in a following batch norm outweighs its benefit (arXiv:1801.05134).
 _HIGH_RATE = 0.3
-
-# Rates that are probably the fraction to keep.
-_KEEP_RATES = 0.8, 0.95
+_KEEP_RATES = 0.8, 0.95  # probably the fraction to keep
 
 
 def plan_warnings(
     model: nn.Module, sites: Sequence[Any], seen: Sequence[Any] = (), *, of_recipe: bool = False
 ) -> list[str]:
     """Return the warnings about planned sites: without a forward, or with what one has `seen` (`LayerCalls`)."""
-    kinds = set(WITH_FORWARD if seen else WITHOUT_FORWARD)
-    if of_recipe:  # which knows the dropout of the model
-        kinds.discard("already_drops")
-    return list(find([kind for kind in MESSAGES if kind in kinds], Planned(model, sites, seen)).values())
+    kinds: Sequence[str] = WITH_FORWARD if seen else WITHOUT_FORWARD
+    if seen and not of_recipe:  # a recipe knows the dropout of the model
+        kinds = (*kinds, "already_drops")
+    return list(find(kinds, Planned(model, sites, seen)).values())
 
 
 class Planned:

@@ -8,19 +8,16 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from hookdrop.guards.messages import find, message, warn_each
+from hookdrop.hooks.call_context import refuse_layout
 from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
-from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.seeding import announce, find_rank_with_same_seed
-from hookdrop.utils.tensor_tree import container_of
 from hookdrop.utils.torch_internals import full_backward_hooks_of, parameters_of
 
 CHANGES = ("lost", "copied", "adapted", "full_backward_hook")
@@ -162,7 +159,7 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
     """Check the shape of the first tensor, even if the rate is still 0: a ramp would otherwise fail much later."""
 
     def check(x: Tensor, **context: Any) -> Tensor:
-        refuse_layout(hook, value, x)
+        refuse_layout(hook.regularizer, value, x)
         hook.regularizer.check(x.shape)
         # A symbolic size (make_fx) references its trace, which can be neither copied nor pickled.
         if all(type(size) is int for size in x.shape):
@@ -176,17 +173,6 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
 
     if (hook.train_rate if module.training else hook.eval_rate) is not None:
         hook.edit(module, value, check)
-
-
-def refuse_layout(hook: SiteHook, value: Any, x: Tensor) -> None:
-    """Raise `ShapeError` if axis 0 of the tensor is not what the regularizer takes it for."""
-    if isinstance(container_of(value, x), PackedSequence) and hook.regularizer.axes.startswith("N"):
-        raise ShapeError(
-            "got a PackedSequence, whose rows are time steps of different samples.\n"
-            "  use Dropout(p=...), or hook a layer before pack_padded_sequence or after pad_packed_sequence."
-        )
-    if x.is_nested and x.layout is torch.strided:
-        raise ShapeError("got a strided NestedTensor, which has no shape.\n  build it with layout=torch.jagged.")
 
 
 def warn_about_shape(hook: SiteHook) -> None:

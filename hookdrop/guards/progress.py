@@ -1,8 +1,7 @@
 """Warn automatically during training about sites that never run and schedules that are not advancing.
 
 A global post hook sees the steps of all PyTorch optimizers, which also covers compiled code, frozen layers and layers
-without weights. Updates by other optimizers are detected in the forwards. Both are counted by
-the same `UpdateCounter`, and each update counts once.
+without weights. Updates by other optimizers are detected in the forwards. The same `UpdateCounter` counts both.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -24,75 +22,10 @@ from hookdrop.guards.problems import CHANGES, Comparison, find_problems
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.optimizer import is_inside_step
 from hookdrop.hooks.state import InjectionState, States, all_states
-from hookdrop.utils.torch_internals import parameters_of, version_of
+from hookdrop.hooks.updates import UPDATES_BEFORE_WARNING, UpdateCounter
 
 PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "ended_early", "restarted")
-UPDATES_BEFORE_WARNING = 20
-"""Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
-
-MOST_EPOCHS = 100
-"""A schedule that ends after so few steps may be one that counts epochs."""
-
-
-class UpdateCounter:
-    """Counts the updates of a hooked model by its first trainable weight, also since the schedule last advanced.
-
-    Holds the model weakly.
-    """
-
-    def __init__(self, model: nn.Module, *, copied: bool) -> None:
-        self.model = weakref.ref(model)
-        self.copied = copied
-        """Whether the hooks are copies, possibly of a teacher or an average that no optimizer trains."""
-        self.awaiting_first_calls = not copied  # whether some site may not have run yet and no warning was raised
-        self.compared = copied  # whether the model was compared with its injection at the start of the training
-        self.updates = self.updates_since_step = 0
-        self.thread = threading.get_ident()
-        self.sampler: str | None = None  # the site whose calls notice updates by optimizers of other libraries
-        self._moves = 0
-        self._owner: tuple[weakref.ref[nn.Module], str] | None = None
-        """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""
-        weight = self._weight()
-        self._first_version = self._version = None if weight is None else version_of(weight)
-
-    def _weight(self) -> nn.Parameter | None:
-        """Return the first trainable parameter. It is cached, because a search at every step would be slow."""
-        module = None if self._owner is None else self._owner[0]()
-        weight = None if module is None or self._owner is None else parameters_of(module).get(self._owner[1])
-        if weight is not None and weight.requires_grad:
-            return weight
-        model, self._owner = self.model(), None
-        for module in () if model is None else model.modules():
-            for name, weight in parameters_of(module).items():
-                if weight is None or isinstance(weight, UninitializedParameter):
-                    continue
-                if weight.requires_grad and not weight.is_inference():
-                    self._owner = weakref.ref(module), name
-                    return weight
-        return None
-
-    def is_trained_by(self, optimizer: Optimizer) -> bool:
-        weight = self._weight()
-        return any(weight is parameter for group in optimizer.param_groups for parameter in group["params"])
-
-    def was_updated(self) -> bool:
-        """Whether the weights were updated often enough for a warning, also if no update was noticed."""
-        weight = self._weight()
-        moved = 0 if weight is None or self._first_version is None else version_of(weight) - self._first_version
-        return max(self.updates, moved) >= UPDATES_BEFORE_WARNING
-
-    def notice_update(self, state: InjectionState, after: Optimizer | None = None) -> None:
-        """Count an update if the weights changed since the last call, or by a step of `after`."""
-        weight, live = self._weight(), state.live
-        before, self._version = self._version, None if weight is None else version_of(weight)
-        # Fused kernels do not increment the version.
-        fused = after is not None and any(group.get("fused") for group in after.param_groups[:1])
-        changed = before != self._version or (fused and after is not None and self.is_trained_by(after))
-        self.updates += changed
-        if self._moves != live.moves or not state.enabled or live.contexts:
-            self._moves, self.updates_since_step = live.moves, 0
-        else:
-            self.updates_since_step += changed
+MOST_EPOCHS = 100  # a schedule that ends after so few steps may be one that counts epochs
 
 
 # --- the progress of a schedule
@@ -121,7 +54,7 @@ class Progress:
         # If the end is unknown, the schedule counts as advancing once it has been stepped.
         can_advance = state.step_count < end if end is not None else not (live.was_stepped or state.followed)
         self._due = can_advance and not has_lost_all_hooks(state)
-        self._end = end
+        self._end = end or 0
 
     @property
     def optimizer_gone(self) -> bool:
@@ -146,15 +79,13 @@ class Progress:
     @property
     def too_slow(self) -> bool:
         """`step()` was called at least twice, and the weights were updated five times as often, over 10 times."""
-        state = self.state
-        rare = state.live.moves >= 2 and self.updates >= max(10, 5 * state.step_count)
-        return self._due and not state.followed and rare
+        rare = self.state.live.moves >= 2 and self.updates >= max(10, 5 * self.state.step_count)
+        return self._due and not self.state.followed and rare
 
     @property
     def ended_early(self) -> bool:
-        """The end of the schedule looks like a number of epochs, and the steps are at 100 times that number."""
-        end = self._end or 0
-        return 0 < end <= MOST_EPOCHS and self.state.step_count >= 100 * end
+        """The end of the schedule looks like a number of epochs, and steps and updates are at 100 times that number."""
+        return 0 < self._end <= MOST_EPOCHS and min(self.state.step_count, self.updates) >= 100 * self._end
 
     @property
     def restarted(self) -> dict[str, Any]:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.utils.rnn import PackedSequence
 
-from hookdrop.utils.errors import InjectionError
+from hookdrop.utils.errors import InjectionError, ShapeError
 from hookdrop.utils.select import layers_by_name
-from hookdrop.utils.tensor_tree import bind_arguments, parameter_names, tensors
+from hookdrop.utils.tensor_tree import bind_arguments, container_of, parameter_names, tensors
 
 if TYPE_CHECKING:
     from hookdrop.hooks.hook import SiteHook
+    from hookdrop.regularizers.base import Regularizer
 
 MASK, SAMPLES, LAYER_INPUT = "attention_mask", "samples", "layer_input"
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "cache", "cache_params")
@@ -113,3 +116,14 @@ def refuse_cache(bound: dict[str, Any], where: str) -> None:
                 f"{where}: the layer fills a KV cache ({name}), which would hold keys of dropped layers or lack rows.\n"
                 "  model.config.use_cache = False   or pass use_cache=False to the model, or to TrainingArguments"
             )
+
+
+def refuse_layout(regularizer: Regularizer, value: Any, x: Tensor) -> None:
+    """Raise `ShapeError` if axis 0 of the tensor is not what the regularizer takes it for."""
+    if isinstance(container_of(value, x), PackedSequence) and regularizer.axes.startswith("N"):
+        raise ShapeError(
+            "got a PackedSequence, whose rows are time steps of different samples.\n"
+            "  use Dropout(p=...), or hook a layer before pack_padded_sequence or after pad_packed_sequence."
+        )
+    if x.is_nested and x.layout is torch.strided:
+        raise ShapeError("got a strided NestedTensor, which has no shape.\n  build it with layout=torch.jagged.")
