@@ -314,6 +314,14 @@ def is_affine(op: Op) -> bool:
 
 def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
     """Leave out skips around several blocks, and blocks inside a branch, such as the attention of a gate."""
+    # What a decoder adds to the queries of an attention, whose stream goes on without it: positions, older than that.
+    positions = {
+        one
+        for outer in residuals
+        for one in residuals
+        if one.root.index < outer.root.index and one.output in outer.before and outer.root in one.before
+    }
+    residuals = [one for one in residuals if one not in positions]
     left_out: set[Residual] = set()
     for outer in residuals:
         since, home = outer.root.index, _home_name(outer)

@@ -154,6 +154,19 @@ class Coupled(Base):
         return torch.cat([a, b], 1)
 
 
+class QueryPositions(Base):
+    """A decoder adds positions to the input of its attentions alone, as DETR and Table Transformer do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(6, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.positions.expand(len(x), 6, C)
+        x = x + self.f(self.p(x) + positions)
+        return x + self.g(self.q(x) + positions)
+
+
 BOTH = {"f", "g"}
 BLOCKS: dict[type[nn.Module], set[str]] = {
     PreNorm: BOTH,
@@ -170,6 +183,7 @@ BLOCKS: dict[type[nn.Module], set[str]] = {
     Differences: BOTH,
     FunctionsThatAdd: BOTH,
     Coupled: BOTH,
+    QueryPositions: BOTH,
 }
 
 
