@@ -25,6 +25,8 @@ from families.layers import Run, is_layer, stacks
 _NORM = re.compile("norm|^ln|affine", re.IGNORECASE)
 _PROJECTIONS = ("downsample", "shortcut", "nin_shortcut", "proj", "layernorm_before")
 """Children of a block on its skip, if the block changes the shape."""
+_REPLACES_ITS_INPUT = re.compile("^Sam(HQ)?TwoWayAttentionBlock$")
+"""Layers whose first branch has no skip (`skip_first_layer_pe`)."""
 
 
 @dataclass
@@ -75,7 +77,9 @@ def check_sites(
         for _, layers in stacks(model):
             for name, layer in layers:
                 # The blocks of a container that is never called are checked below.
-                if name in plain or not any(block.startswith(f"{name}.") for block in known):
+                container = name not in plain and any(block.startswith(f"{name}.") for block in known)
+                dropped = name.startswith(tuple(f"{site}." for site in sites))  # a part of a branch
+                if not container and not dropped and not _REPLACES_ITS_INPUT.match(type(layer).__name__):
                     _check_layer(name, layer, plain, zeroed, found)
         for name, ends in known.items():
             if name not in zeroed:
@@ -85,13 +89,13 @@ def check_sites(
                 if kind:
                     found.kinds[name] = kind
                     found.problems.pop(name, None)
-                elif name not in inner:
+                elif name not in inner and not _REPLACES_ITS_INPUT.match(_kind(model, name)):
                     found.problems[name] = f"{_kind(model, name)} does not reduce to its skip"
             for end in ends:
                 if end not in plain or end not in rows:
                     continue
                 shape = plain[end].outputs[0].shape
-                if len(shape) < 3 or shape[0] % BATCH or shape[0] != plain[name].inputs[0].shape[0]:
+                if len(shape) < 3 or shape[0] % BATCH or shape[0] not in (BATCH, plain[name].inputs[0].shape[0]):
                     found.problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
         found.problems |= _check_scale(model, runs, known, zeroed, set(plain), inner)
         return found

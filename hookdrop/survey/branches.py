@@ -90,8 +90,10 @@ def find_gaps(
     kept = _without_long_skips([residual for residual in everything if residual.ends])
     inside = {node for residual in kept for node in residual.before - {residual.root}}
     sums = {residual.output for residual in kept}
+    usable = _usable_ends(trace, everything)
+    shared = [one for one in kept if usable.isdisjoint(call.name for calls in one.ends for call in calls)]
     reasons: dict[str, str] = {}
-    for one in [*(one for one in everything if not one.ends), *mixtures]:
+    for one in [*(one for one in everything if not one.ends), *shared, *mixtures]:
         if one.output not in inside and sums.isdisjoint(one.before - {one.root}):
             how = f"combines its skip and its branch by {one.op.name}(), not as skip + branch"
             why = f"it {how}" if one in mixtures else "a residual branch there does not end with a module"
