@@ -1,8 +1,7 @@
-"""The command line with timm and torchvision models: output, errors, and JSON."""
+"""The command line with timm and torchvision models: output and errors."""
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import subprocess
@@ -12,7 +11,6 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from torch import nn
 
 import hookdrop
 from hookdrop.cli import main, models
@@ -83,15 +81,10 @@ def test_layers_counts_the_calls_of_a_reused_layer(run: Any) -> None:
     assert cells(run("layers", "torchvision:resnet18"), "layer1.0.relu")[-1] == "2"
 
 
-def test_match_accepts_globs_classes_and_full_names(run: Any) -> None:
-    lines = run("layers", "resnet18", "--layers", "layer[12].0.bn?", "type:Linear", "layer4")
-    names = [line.split()[0] for line in lines[4:-3]]
-    assert names == ["layer1.0.bn1", "layer1.0.bn2", "layer2.0.bn1", "layer2.0.bn2", "layer4", "fc"]
-
-
-def test_match_can_select_the_root_module(run: Any) -> None:
-    lines = run("layers", "torchvision:resnet18", "--layers", "type:ResNet")
-    assert lines[4].split() == ["(the", "model)", "ResNet", "1x1000", "1"]
+def test_match_accepts_globs_and_full_names(run: Any) -> None:
+    lines = run("layers", "resnet18", "--layers", "layer[12].0.bn?", "layer4")
+    names = [line.split()[0] for line in lines[4:-2]]
+    assert names == ["layer1.0.bn1", "layer1.0.bn2", "layer2.0.bn1", "layer2.0.bn2", "layer4"]
 
 
 def test_match_without_a_matching_layer_is_an_error(run_error: Any) -> None:
@@ -106,36 +99,33 @@ def test_match_without_a_matching_layer_is_an_error(run_error: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "shapes", "layer", "shape"),
     [
-        ("test_vit", [[1, 3, 160, 160]], "blocks.0", [1, 101, 64]),
-        ("convnext_atto", [[1, 3, 224, 224]], "stages.3", [1, 320, 7, 7]),
-        ("torchvision:inception_v3", [[1, 3, 299, 299]], "Mixed_7c", [1, 2048, 8, 8]),
-        ("lraspp_mobilenet_v3_large", [[1, 3, 224, 224]], "backbone.16", [1, 960, 14, 14]),
-        ("r3d_18", [[1, 3, 16, 112, 112]], "layer2", [1, 128, 8, 28, 28]),
-        ("mvit_v1_b", [[1, 3, 16, 224, 224]], "blocks.15", [1, 393, 768]),
-        ("raft_small", [[1, 3, 224, 224]] * 2, "feature_encoder", [2, 128, 28, 28]),
-        ("quantized_mobilenet_v2", [[1, 3, 224, 224]], "features.18", [1, 1280, 7, 7]),
-        ("regnet_y_400mf", [[1, 3, 224, 224]], "trunk_output", [1, 440, 7, 7]),
-        ("fasterrcnn_mobilenet_v3_large_320_fpn", [[3, 224, 224]], "rpn.head.conv", [1, 256, 5, 5]),
+        ("test_vit", "1x3x160x160", "blocks.0", "1x101x64"),
+        ("convnext_atto", "1x3x224x224", "stages.3", "1x320x7x7"),
+        ("lraspp_mobilenet_v3_large", "1x3x224x224", "backbone.16", "1x960x14x14"),
+        ("r3d_18", "1x3x16x224x224", "layer2", "1x128x8x56x56"),
+        ("mvit_v1_b", "1x3x16x224x224", "blocks.15", "1x393x768"),
+        ("raft_small", "1x3x224x224, 1x3x224x224", "feature_encoder", "2x128x28x28"),
+        ("quantized_mobilenet_v2", "1x3x224x224", "features.18", "1x1280x7x7"),
+        ("regnet_y_400mf", "1x3x224x224", "trunk_output", "1x440x7x7"),
+        ("fasterrcnn_mobilenet_v3_large_320_fpn", "3x224x224", "rpn.head.conv", "1x256x5x5"),
     ],
 )
-def test_example_input_of_each_kind_of_model(
-    run: Any, name: str, shapes: list[list[int]], layer: str, shape: list[int]
-) -> None:
-    result = json.loads("\n".join(run("layers", name, "--json")))
-    assert result["input"] == shapes
-    assert {row["name"]: row["shape"] for row in result["sites"]}[layer] == shape
+def test_example_input_of_each_kind_of_model(run: Any, name: str, shapes: str, layer: str, shape: str) -> None:
+    lines = run("layers", name)
+    assert lines[0].endswith(f", input {shapes}")
+    assert cells(lines, layer)[1] == shape
 
 
 def test_models_on_the_cpu_are_reproducible_and_keep_the_rng_state() -> None:
-    first = models.load("regnet_y_400mf").model.state_dict()
+    first = models.load("regnet_y_400mf")[1].state_dict()
     before = torch.manual_seed(7).get_state()
-    second = models.load("regnet_y_400mf").model.state_dict()
+    second = models.load("regnet_y_400mf")[1].state_dict()
     assert all(not value.is_meta and torch.equal(value, second[name]) for name, value in first.items())
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_models_are_built_on_the_meta_device() -> None:
-    assert all(parameter.is_meta for parameter in models.load("vit_h_14").model.parameters())
+    assert all(parameter.is_meta for parameter in models.load("vit_h_14")[1].parameters())
 
 
 @pytest.mark.parametrize(("size", "shape"), [("64", "1x3x64x64"), ("64x96", "1x3x64x96"), ("3x96x64", "1x3x96x64")])
@@ -173,7 +163,7 @@ def test_timm_pretrained_tag_is_part_of_the_name(run: Any, run_error: Any) -> No
 
 def test_unknown_model_suggests_names_from_both_libraries(run_error: Any) -> None:
     message = run_error("layers", "resnet5")
-    assert re.search(r"timm: +'resnet50'.*\n +torchvision: +'resnet50'", message)
+    assert re.search("did you mean: timm:resnet50.*torchvision:resnet50", message)
 
 
 @pytest.mark.parametrize("name", ["timm:swin_t", "torchvision:vit_tiny_patch16_224", "hf-hub:timm/resnet18", "qqqqqq"])
@@ -194,7 +184,6 @@ def test_plan_output(run: Any) -> None:
         "layer3.1  BasicBlock  1x256x14x14  C=256 H=14 W=14      1  0.1  DropBlock(p=0.1, block_size=7)",
         "'layer3.*': 2 layers",
         "'fc': 1 layer",
-        'in Python: drop = inject(model, DropBlock(p=0.1, block_size=7), layers=["layer3.*", "fc"], exclude=["fc"])',
     ]
 
 
@@ -206,68 +195,6 @@ def test_plan_warns_if_a_block_covers_the_map(run: Any) -> None:
 def test_plan_warns_about_nested_sites(run: Any) -> None:
     lines = run("plan", "resnet18", DROPBLOCK, "--layers", "layer3.**")
     assert any(re.match(r"warning: \d+ of \d+ sites are nested inside other sites", line) for line in lines)
-
-
-def test_class_entry_includes_subclasses(run: Any) -> None:
-    lines = run("plan", "convnext_atto", "Dropout(p=0.1)", "--layers", "type:LayerNorm")
-    assert cells(lines, "stem.1")[0] == "LayerNorm2d"
-    assert "LayerNorm: 17 layers" in lines
-    assert lines[-1].endswith("layers=[nn.LayerNorm])")
-
-
-def test_class_entry_omits_subclasses_with_the_same_name(run: Any) -> None:
-    lines = run("plan", "test_vit", "Dropout(p=0.1)", "--layers", "type:LayerNorm")
-    assert lines[-1].endswith("layers=[nn.LayerNorm])")  # and not timm.layers.norm.LayerNorm, derived from it
-
-
-def test_class_entry_outside_torch_prints_its_module(run: Any) -> None:
-    lines = run("plan", "swin_t", "Dropout(p=0.1)", "--layers", "type:PatchMerging")
-    assert lines[-1].endswith("layers=[torchvision.models.swin_transformer.PatchMerging])")
-
-
-def test_unknown_class_suggests_classes_of_the_model(run_error: Any) -> None:
-    wanted = ("Dropout(p=0.1)", "--layers")
-    assert "did you mean: type:BatchNorm2d" in run_error("plan", "resnet18", *wanted, "type:BatchNorm")
-    assert "available:    AdaptiveAvgPool2d, " in run_error("plan", "torchvision:resnet18", *wanted, "type:Q")
-
-
-def test_class_without_type_prefix_gets_a_hint(run_error: Any) -> None:
-    message = run_error("plan", "resnet18", "Dropout(p=0.1)", "--layers", "BatchNorm2d")
-    assert "the class BatchNorm2d itself" in message
-    assert "write a class as type:BatchNorm2d" in message
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--layers", "layer3.*", "layer2.0.bn1"],
-        ["--layers", "type:BatchNorm2d", "--exclude", "layer?.0.**", "--at", "input"],
-        ["--layers", "layer1.*", "--tensor", "all", "--p-scale", "depth", "--schedule", "LinearSchedule(100)"],
-    ],
-)
-def test_printed_python_line_reproduces_the_plan(run: Any, options: list[str]) -> None:
-    timm = pytest.importorskip("timm")
-    result = json.loads("\n".join(run("plan", "resnet18", "GaussianNoise(0.1)", *options, "--json")))
-    model = timm.create_model("resnet18")
-    names: dict[str, Any] = {name: getattr(hookdrop, name) for name in hookdrop.__all__}
-    names |= {"model": model, "nn": nn, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
-    exec(result["code"], names)
-    drop = names["drop"]
-    assert [(site.name, site.p_scale) for site in drop.sites] == [
-        (site["name"], pytest.approx(site["p"] / 0.1)) for site in result["sites"]
-    ]
-    assert drop.spec.at == result["at"]
-    assert drop.spec.tensor == ("all" if "--tensor" in options else None)
-    names["optimizer"].step()
-    assert drop.step_count == ("--schedule" in options)
-    assert (result["schedule"] is None) == ("--schedule" not in options)
-    assert repr(drop.schedule) == (result["schedule"] or "ConstantSchedule()")
-
-
-def test_tensor_option_selects_by_index(run: Any, run_error: Any) -> None:
-    wanted = ("Dropout(p=0.1)", "--layers", "**.self_attention")
-    assert run("plan", "vit_b_16", *wanted, "--tensor", "0")[-1].endswith("tensor=0)")
-    assert "tensor=1" in run_error("plan", "vit_b_16", *wanted, "--tensor", "1")
 
 
 def test_unknown_layer_suggests_names(run_error: Any) -> None:
@@ -312,75 +239,18 @@ def test_a_schedule_in_fractions_needs_the_total(run: Any, run_error: Any) -> No
 
 
 def test_a_recipe_takes_the_same_options(run: Any, run_error: Any) -> None:
-    timm = pytest.importorskip("timm")
     argv = ("plan", "test_vit", "head_dropout(p=0.2)")
-    result = json.loads("\n".join(run(*argv, "--exclude", "blocks.0.**", "--schedule", "LinearSchedule(9)", "--json")))
-    scope = {"model": timm.create_model("test_vit"), "recipes": hookdrop.recipes, "inject": hookdrop.inject}
-    scope["optimizer"] = torch.optim.SGD(scope["model"].parameters(), 0.1)
-    exec(result["code"].replace(").follow", ", example_input=torch.zeros(1, 3, 160, 160)).follow"), scope | globals())
-    assert {site["regularizer"].partition("(")[0] for site in result["sites"]} == {"HeadDropout"}
+    options = ("--exclude", "blocks.0.**", "--schedule", "LinearSchedule(9)", "--p-scale", "depth")
+    lines = run(*argv, *options)
+    assert "LinearSchedule(steps=9)" in lines[1]
+    assert [cells(lines, f"blocks.{i}.attn.proj")[4] for i in range(1, 6)] == ["0.04", "0.08", "0.12", "0.16", "0.2"]
     assert "chooses its layers: remove layers=" in run_error(*argv, "--layers", "fc")
 
 
-# JSON, extras, and usage
+# extras and usage
 
 
-def test_json_of_layers(run: Any) -> None:
-    result = json.loads("\n".join(run("layers", "vit_b_16", "--json", "--layers", "heads.*")))
-    assert {key: result[key] for key in ("model", "library", "input", "warnings")} == {
-        "model": "vit_b_16",
-        "library": "torchvision",
-        "input": [[1, 3, 224, 224]],
-        "warnings": [],
-    }
-    (site,) = result["sites"]
-    assert (site["name"], site["type"], site["shape"], site["calls"]) == ("heads.head", "Linear", [1, 1000], 1)
-
-
-def test_json_of_a_plan(run: Any) -> None:
-    argv = (
-        "plan",
-        "resnet18",
-        "DropBlock(0.1)",
-        "--layers",
-        "layer4.1",
-        "type:Conv2d",
-        "--exclude",
-        "**.conv[12]",
-        "conv1",
-    )
-    result = json.loads("\n".join(run(*argv, "**.downsample.0", "--json")))
-    (warning,) = result.pop("warnings")
-    assert "covers the whole 7x7 map" in warning
-    assert result == {
-        "model": "resnet18",
-        "library": "timm",
-        "input": [[1, 3, 224, 224]],
-        "at": "output",
-        "schedule": None,
-        "sites": [
-            {
-                "name": "layer4.1",
-                "type": "BasicBlock",
-                "at": "output",
-                "shape": [1, 512, 7, 7],
-                "calls": 1,
-                "reading": "C=512 H=7 W=7",
-                "p": 0.1,
-                "regularizer": "DropBlock(p=0.1, block_size=7)",
-            }
-        ],
-        "counts": {"'layer4.1'": 1, "Conv2d": 20},
-        "code": 'drop = inject(model, DropBlock(p=0.1, block_size=7), layers=["layer4.1", nn.Conv2d], '
-        'exclude=["**.conv[12]", "conv1", "**.downsample.0"])',
-    }
-
-
-def test_json_error_leaves_stdout_empty(run_error: Any) -> None:
-    assert "there is no model" in run_error("layers", "resnet5", "--json")
-
-
-@pytest.mark.parametrize(("lines", "options"), [(1, ["--layers=**"]), (1, ["--json"]), (0, ["--json", "--layers=fc"])])
+@pytest.mark.parametrize(("lines", "options"), [(1, ["--layers=**"]), (0, ["--layers=fc"])])
 def test_closed_pipe_causes_no_traceback(lines: int, options: list[str]) -> None:
     command = [sys.executable, "-m", "hookdrop", "layers", "resnet18", *options]
     # The smallest pipe: a long list does not fit, so writing to the closed pipe fails.
@@ -390,7 +260,7 @@ def test_closed_pipe_causes_no_traceback(lines: int, options: list[str]) -> None
         read = [process.stdout.readline() for _ in range(lines)]
         process.stdout.close()
         assert process.stderr.read() == ""
-    assert all(line.startswith(("{", "resnet18 from timm")) for line in read)
+    assert all(line.startswith("resnet18 from timm") for line in read)
 
 
 def test_missing_extra_prints_the_install_command(run_error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
