@@ -372,7 +372,6 @@ class Injection:
         activation: str | None = "softmax",
         output: Callable[[Any], Tensor] | None = None,
         rows: int | None = None,
-        progress: bool | None = None,
     ) -> Prediction:
         """Sample predictions inside `sampling()`, and return their mean, variance, entropy and mutual information.
 
@@ -395,8 +394,6 @@ class Injection:
                 outputs. It can also move the class axis.
             rows: the largest number of rows of a forward that draws several samples; None is 256, and on a CPU at most
                 262,144 input values, because larger batches are not faster there. 1 never repeats a batch.
-            progress: whether to show a progress bar, which needs tqdm (`pip install 'hookdrop[progress]'`); None shows
-                it for loaders, in terminals and notebooks, if tqdm is installed.
 
         Returns:
             A `Prediction`, whose tensors are concatenated over the batches, on the CPU.
@@ -419,7 +416,7 @@ class Injection:
         from hookdrop.injection.prediction import Settings, predict
 
         settings, hooks = Settings(samples, activation, output, rows), self._hooks("predict()")
-        return predict(self._require_model(), hooks, lambda: self.sampling(p), data, settings, progress)
+        return predict(self._require_model(), hooks, lambda: self.sampling(p), data, settings)
 
     # --- inspecting
 

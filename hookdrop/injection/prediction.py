@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from operator import length_hint
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from hookdrop.hooks.registry import hooks_of
 from hookdrop.injection.uncertainty import Prediction, Summary, concatenated
 from hookdrop.regularizers import rows_alone
 from hookdrop.survey.isolation import eval_mode, forked_rng, uncompiled
-from hookdrop.utils.errors import InjectionError, ShapeError, needs, warn
+from hookdrop.utils.errors import InjectionError, ShapeError, warn
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count, one_of
@@ -66,15 +63,17 @@ class Inputs:
         sizes = {x.shape[0] for x in self.tensors}
         return sizes.pop() if len(sizes) == 1 else None
 
-    def map(self, change: Callable[[Any], Any], kind: type = Tensor) -> Inputs:
-        """Apply `change` to each argument of a type."""
-        changed = [change(value) if isinstance(value, kind) else value for value in self.values]
-        n = len(self.args)
-        return Inputs(tuple(changed[:n]), dict(zip(self.kwargs, changed[n:], strict=True)))
+    def map(self, change: Callable[[Any], Any]) -> Inputs:
+        """Apply `change` to each argument."""
+        return Inputs(tuple(map(change, self.args)), {name: change(value) for name, value in self.kwargs.items()})
+
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """Apply `change` to each tensor."""
+        return self.map(lambda value: change(value) if isinstance(value, Tensor) else value)
 
     def repeated(self, times: int) -> Inputs:
         """All rows, then all rows again, and so on: (times * N, ...)."""
-        return self if times == 1 else self.map(lambda x: torch.cat([x] * times))
+        return self if times == 1 else self.with_rows(lambda x: torch.cat([x] * times))
 
 
 def _read_batches(model: nn.Module, data: Any) -> Iterator[Inputs]:
@@ -90,14 +89,12 @@ def _read_batches(model: nn.Module, data: Any) -> Iterator[Inputs]:
     accepted = inspect.signature(unwrapped(model).forward).parameters
     for batch in data:
         if isinstance(batch, list | tuple):
-            if not batch:
-                raise ValueError("predict: the loader yields an empty batch, which has no input.")
             batch = batch[0]
         if isinstance(batch, Mapping):
             unused = [name for name in ("labels", "label") if name not in accepted]
             batch = Inputs((), {name: value for name, value in batch.items() if name not in unused})
         inputs = batch if isinstance(batch, Inputs) else Inputs((batch,), {})
-        yield inputs.map(lambda x: x.to(device) if device is not None and hasattr(x, "to") else x, object)
+        yield inputs.map(lambda x: x.to(device) if device is not None and hasattr(x, "to") else x)
 
 
 # --- sampling
@@ -109,18 +106,13 @@ def predict(
     sampling: Callable[[], AbstractContextManager[object]],
     data: Any,
     settings: Settings,
-    progress: bool | None,
 ) -> Prediction:
     """Sample `model` on `data` inside `sampling()`, which activates `hooks`."""
-    one_of(progress, "progress", "predict", (True, False, None))
     with sampling():
         pass  # raise its errors before the first batch is read
-    single = isinstance(data, Tensor | tuple | Mapping)
-    length = 1 if single else length_hint(data, -1)
-    total = None if length < 0 else length * settings.samples
     batches = _read_batches(model, data)
     found: list[Prediction] = []
-    with eval_mode(model), torch.no_grad(), _progress_bar(total, progress, not single) as advance:
+    with eval_mode(model), torch.no_grad():
         first = next(batches, None)
         if first is None:
             raise ValueError(
@@ -130,10 +122,10 @@ def predict(
         sharing = _Sharing(model, hooks, first, settings)
         with sampling():
             for inputs in chain([first], batches):
-                summary = Summary(settings.activation)
-                for size in sharing.samples_per_forward(inputs):
-                    summary.add(settings.call(model, inputs.repeated(size)), size)
-                    advance(size)
+                summary, size = Summary(settings.activation), sharing.samples_per_forward(inputs)
+                for start in range(0, settings.samples, size):
+                    times = min(size, settings.samples - start)
+                    summary.add(settings.call(model, inputs.repeated(times)), times)
                 found.append(summary.prediction())
     prediction = concatenated(found)
     if prediction.mean.numel() and prediction.variance.max().sqrt() <= _EQUAL * prediction.mean.abs().max():
@@ -162,11 +154,6 @@ class Settings:
         one_of(self.activation, "activation", "predict", ("softmax", "sigmoid", None))
         if self.rows is not None:
             count(self.rows, "rows", "predict")
-        if self.output is not None and not callable(self.output):
-            raise TypeError(
-                f"predict: output must be a function that picks a tensor from the model's output, got {self.output!r}."
-                f"\n  write: output=lambda out: out[{self.output!r}]"
-            )
 
     def call(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Call the model and return the tensor to summarize."""
@@ -197,29 +184,26 @@ class _Sharing:
                 "predict: the injection edits gradients only, so all samples would be equal.\n"
                 "  inject a regularizer that changes the forward, such as Dropout(p=0.1)"
             )
-        self.samples, self.rows = settings.samples, settings.rows
-        self.masks = math.lcm(*(masks or 1 for masks in groups))
+        self.rows, self.masks = settings.rows, math.lcm(*(masks or 1 for masks in groups))
+        if settings.samples % self.masks:
+            raise ValueError(
+                f"predict: the regularizer has {self.masks} fixed masks, so samples must be a multiple of it, got "
+                f"{settings.samples}.\n  write: samples={self.masks}"
+            )
         wanted = all(groups) and first.size is not None and (self.masks > 1 or self._samples_that_fit(first) > 1)
         self.possible = wanted and _rows_are_independent(model, first, settings)
 
-    def samples_per_forward(self, inputs: Inputs) -> list[int]:
-        """Return how many samples each forward of a batch draws."""
+    def samples_per_forward(self, inputs: Inputs) -> int:
+        """Return how many samples each forward of a batch draws at most."""
+        if self.possible and inputs.size is not None:
+            return self.masks if self.masks > 1 else self._samples_that_fit(inputs)
         if self.masks == 1:
-            forwards = -(-self.samples // (self._samples_that_fit(inputs) if self.possible else 1))
-            low, larger = divmod(self.samples, forwards)
-            return [low + 1] * larger + [low] * (forwards - larger)
-        if self.samples % self.masks:
-            raise ValueError(
-                f"predict: the regularizer has {self.masks} fixed masks, so samples must be a multiple of it, got "
-                f"{self.samples}.\n  write: samples={self.masks}"
-            )
-        if not self.possible or inputs.size is None:
-            raise InjectionError(
-                f"predict: {self.masks} fixed masks need forwards on {self.masks} copies of each row, but a forward of "
-                "this model, its hooks or its arguments does not treat each row alone.\n"
-                "  pass tensors with the batch at axis 0, and use no regularizer that draws once for the whole batch"
-            )
-        return [self.masks] * (self.samples // self.masks)
+            return 1
+        raise InjectionError(
+            f"predict: {self.masks} fixed masks need forwards on {self.masks} copies of each row, but a forward of "
+            "this model, its hooks or its arguments does not treat each row alone.\n"
+            "  pass tensors with the batch at axis 0, and use no regularizer that draws once for the whole batch"
+        )
 
     def _samples_that_fit(self, inputs: Inputs) -> int:
         """Return how many repetitions of a batch one forward may have, at least 1."""
@@ -236,8 +220,8 @@ def _rows_are_independent(model: nn.Module, inputs: Inputs, settings: Settings) 
 
     If not, axis 0 is not the batch (as in a recurrent network without `batch_first`), or rows influence each other.
     """
-    alone = inputs.map(lambda x: x[:1])
-    both = alone.map(lambda x: torch.cat([torch.zeros_like(x), x]))
+    alone = inputs.with_rows(lambda x: x[:1])
+    both = alone.with_rows(lambda x: torch.cat([torch.zeros_like(x), x]))
     low = any(weight.dtype.itemsize < 4 for weight in model.parameters())
     try:
         with uncompiled(), forked_rng(model), warnings.catch_warnings():
@@ -248,21 +232,3 @@ def _rows_are_independent(model: nn.Module, inputs: Inputs, settings: Settings) 
         return same_rows and bool((found[1:] - expected).abs().max() <= tolerance * expected.abs().max())
     except Exception:
         return False  # a fault of the input itself is raised by the first forward of the batch
-
-
-@contextmanager
-def _progress_bar(total: int | None, shown: bool | None, worthwhile: bool = True) -> Iterator[Callable[[int], object]]:
-    """Yield a function that advances a progress bar by a number of samples, of `total` if known.
-
-    If `shown` is None, it depends on whether it is worthwhile, tqdm is installed, and a terminal or notebook shows it.
-    """
-    if shown is None:
-        seen = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
-        shown = worthwhile and seen and importlib.util.find_spec("tqdm") is not None
-    if not shown:
-        yield lambda samples: None
-        return
-    with needs("progress"):
-        from tqdm.auto import tqdm
-    with tqdm(total=total, unit="sample") as bar:
-        yield bar.update

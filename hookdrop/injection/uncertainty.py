@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.special import entr
 
-from hookdrop.utils.errors import ShapeError, warn
+from hookdrop.utils.errors import warn
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,12 +111,6 @@ def _check_classes(out: Tensor) -> None:
 
 def concatenated(parts: Sequence[Prediction]) -> Prediction:
     """Concatenate the statistics of batches along axis 0."""
-    shapes = sorted({tuple(part.mean.shape[1:]) for part in parts})
-    if len(shapes) > 1:
-        raise ShapeError(
-            f"predict: the outputs of the batches differ in shape, {shapes[0]} and {shapes[1]} after axis 0.\n"
-            "  pad all batches to one size, or call predict for each batch"
-        )
     names = ("mean", "variance", "entropy", "mutual_information")
     known = {name: [getattr(part, name) for part in parts] for name in names if getattr(parts[0], name) is not None}
     joined: dict[str, Any] = {name: torch.cat(tensors) for name, tensors in known.items()}
