@@ -9,7 +9,7 @@ finds problems in the statistics of layers, and compares the class activation ma
 The figures need ``pip install 'hookdrop[observe]'``.
 """
 
-# sphinx_gallery_thumbnail_number = 4
+# sphinx_gallery_thumbnail_number = 3
 import copy
 from collections import OrderedDict
 
@@ -93,11 +93,6 @@ with observe.capture(without, "block*", gradients=True) as seen:
 without.zero_grad()
 print(seen)
 print(seen["block3"][-1].grad.shape)
-
-figure = plt.figure(figsize=(8, 6), layout="constrained")
-observe.plot_features(seen, channels=6, figure=figure)
-figure.suptitle("Outputs of three layers for one digit, six channels each", fontsize=11)
-plt.show()
 
 # %%
 # Statistics of layers

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hookdrop.utils.errors import LayerError, ShapeError, needs
-from hookdrop.utils.validation import count, given_channel_axis
+from hookdrop.utils.errors import ShapeError, needs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
@@ -53,7 +51,7 @@ def channel_axis(shape: Sequence[int]) -> int:
     return len(shape) - 1 if len(shape) < 4 else 1
 
 
-def images_of(x: Tensor, sample: int, channels: int, channel_dim: int | None = None) -> list[Tensor]:
+def images_of(x: Tensor, sample: int, channels: int) -> list[Tensor]:
     """Convert one sample to images.
 
     Maps (N, C, H, W) or (N, H, W, C) give their first `channels`, volumes (N, C, D, H, W) the middle slices of these,
@@ -68,30 +66,18 @@ def images_of(x: Tensor, sample: int, channels: int, channel_dim: int | None = N
         raise ShapeError(f"got {tuple(x.shape)}, which has no sample={sample}: the batch size is {len(x)}.")
     if x.dim() == 3:
         return [x[sample]]
-    axis = channel_axis(x.shape) if channel_dim is None else given_channel_axis(x.shape, channel_dim, "plot")
-    maps = x.movedim(axis, 1)[sample]
+    maps = x.movedim(channel_axis(x.shape), 1)[sample]
     return list((maps if maps.dim() == 3 else maps[:, maps.shape[1] // 2])[:channels])
 
 
 def blocks_figure(
-    blocks: Mapping[str, Rows],
-    *,
-    sample: int = 0,
-    channels: int = 8,
-    channel_dim: int | None = None,
-    figure: Any = None,
-    total: int = 0,
+    blocks: Mapping[str, Rows], sample: int = 0, channels: int = 8, figure: Any = None, total: int = 0
 ) -> Figure:
     """Draw blocks from top to bottom, each with a row per tensor and a column per channel.
 
     `total` is the number of existing blocks, for the title.
     """
-    channels, sample = count(channels, "channels", "plot"), count(sample, "sample", "plot", -sys.maxsize)
-    if not blocks:
-        raise LayerError(
-            "`layers` is empty, so there is nothing to plot.\n  omit `layers` to plot all layers, or name some."
-        )
-    shown = [[images_of(x, sample, channels, channel_dim) for x in rows.values()] for rows in blocks.values()]
+    shown = [[images_of(x, sample, channels) for x in rows.values()] for rows in blocks.values()]
     heights = [0.75 + 1.05 * len(rows) * (2 if len(rows[0]) == 1 else 1) for rows in shown]
     width = max(5.0, *(1.6 + 1.05 * len(rows[0]) for rows in shown))
     figure = get_figure(figure, width, sum(heights))
@@ -140,18 +126,11 @@ def _draw_block(part: SubFigure, tensors: Rows, rows: list[list[Tensor]]) -> Non
 
 
 def as_images(x: Tensor) -> Tensor:
-    """Convert (N, C, H, W) for `imshow`: to (N, H, W, 3) in [0, 1] for 3 channels, else to the channel mean (N, H, W).
-
-    Non-finite values are replaced by the smallest finite value.
-    """
+    """Convert (N, C, H, W) for `imshow`: to (N, H, W, 3) in [0, 1] for 3 channels, else to the channel mean."""
     x = _on_cpu(x)
-    if x.dim() != 4:
-        raise ShapeError(f"got {tuple(x.shape)}: expected images (N, C, H, W).")
-    low = x.where(x.isfinite(), torch.inf).amin((1, 2, 3), keepdim=True).nan_to_num(0.0, 0.0)
-    x = x.where(x.isfinite(), low)
     if x.shape[1] != 3:
         return x.mean(1)
-    high = x.amax((1, 2, 3), keepdim=True)
+    low, high = x.amin((1, 2, 3), keepdim=True), x.amax((1, 2, 3), keepdim=True)
     return ((x - low) / (high - low).clamp_min(1e-12)).movedim(1, -1)
 
 

@@ -122,18 +122,14 @@ class Recording(Mapping[str, Record]):
             blocks[self._title(name)] = {"before": r.before, **({"mask": r.mask} if r.drops else {}), "after": r.after}
             if not r.drops:
                 blocks[f"{name or 'the model'}: change"] = {"after - before": r.after - r.before}
-        return self._draw(blocks, layers, sample, channels, figure)
+        return blocks_figure(blocks, sample, channels, figure, total=len(self) if layers is None else 0)
 
     def plot_masks(
         self, layers: str | Sequence[str] | None = None, sample: int = 0, channels: int = 8, figure: Any = None
     ) -> Figure:
         """Plot the mask of the last call of each site. See `plot_features` for the arguments."""
         blocks = {self._title(name): {"mask": r.mask} for name, r in self._select(layers).items()}
-        return self._draw(blocks, layers, sample, channels, figure)
-
-    def _draw(self, blocks: Mapping[str, Rows], layers: Any, sample: int, channels: int, figure: Any) -> Figure:
-        total = len(self) if layers is None else 0
-        return blocks_figure(blocks, sample=sample, channels=channels, figure=figure, total=total)
+        return blocks_figure(blocks, sample, channels, figure, total=len(self) if layers is None else 0)
 
     def _select(self, layers: str | Sequence[str] | None) -> dict[str, Record]:
         if layers is None and not len(self):

@@ -5,8 +5,8 @@ Figures, class activation maps and TensorBoard need `pip install 'hookdrop[obser
 
 from hookdrop.injection.recording import Record, Recording
 from hookdrop.observe.activations import Captured, capture
-from hookdrop.observe.cam import CamComparison, compare_cam, grad_cam, plot_cam
-from hookdrop.observe.plots import plot_features, plot_schedule
+from hookdrop.observe.cam import CamComparison, compare_cam, grad_cam
+from hookdrop.observe.plots import plot_schedule
 from hookdrop.observe.statistics import LayerStats, Stats, stats
 
 __all__ = [
@@ -19,8 +19,6 @@ __all__ = [
     "capture",
     "compare_cam",
     "grad_cam",
-    "plot_cam",
-    "plot_features",
     "plot_schedule",
     "stats",
 ]

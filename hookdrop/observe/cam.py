@@ -72,9 +72,9 @@ def _maps_and_classes(
 ) -> tuple[Tensor, list[int]]:
     compiling.raise_if_tracing("grad_cam()")
     one_of(method, "method", "grad_cam", tuple(METHODS))
-    if not isinstance(x, Tensor) or x.dim() != 4 or not x.numel():
-        raise ShapeError(f"grad_cam: x must be images (N, C, H, W), got {describe(x)}.")
     floating(x, "grad_cam")
+    if x.dim() != 4:
+        raise ShapeError(f"grad_cam: x must be images (N, C, H, W), got {describe(x)}.")
     found = select(model, layer).layers
     if len(found) > 1:
         names = some([match.name for match in found])
@@ -88,19 +88,9 @@ def _maps_and_classes(
         """Receive the output and then its gradient; the copy is safe from in-place edits."""
         nonlocal calls
         calls += not is_recomputing()  # false in any backward pass
-        try:
-            return as_map(value, x.shape[2:]).detach().float().clone()
-        except ShapeError as error:
-            raise ShapeError(f"{name!r} {error}") from None
+        return as_map(value, x.shape[2:]).detach().float().clone()
 
-    classes: list[int] | None = None  # the predicted ones
-    if target is not None:
-        given = torch.as_tensor(target).tolist()
-        classes = given if isinstance(given, list) else [given] * len(x)
-        if len(classes) != len(x) or min(classes) < 0:
-            raise ValueError(
-                f"grad_cam: target must be one class, or one for each of the {len(x)} images, got {given}."
-            )
+    classes: list[int] | None = None if target is None else torch.as_tensor(target).expand(len(x)).tolist()
     model = unwrapped(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     grad = torch.enable_grad()
@@ -158,7 +148,7 @@ class _Classifier(nn.Module):
 def as_map(x: Tensor, image: Sequence[int]) -> Tensor:
     """Convert a map (N, C, h, w) or (N, h, w, C), or tokens (N, L, C) that end with the image's, to (N, C, h, w)."""
     if not isinstance(x, Tensor) or x.dim() not in (3, 4):
-        raise ShapeError(f"got {describe(x)}: expected a map (N, C, H, W) or tokens (N, L, C).")
+        raise ShapeError(f"grad_cam: the layer returns {describe(x)}: expected a map (N, C, H, W) or tokens (N, L, C).")
     height, width = image
     if x.dim() == 4:
         # The channel axis is the one whose removal leaves the aspect ratio closest to the image's.
@@ -169,8 +159,8 @@ def as_map(x: Tensor, image: Sequence[int]) -> Tensor:
     rows, columns = size * height // common, size * width // common
     if not size or tokens - rows * columns > MAX_PREFIX_TOKENS:
         raise ShapeError(
-            f"got {tokens} tokens, which do not form a grid with the aspect ratio {height} x {width}, with or without "
-            f"up to {MAX_PREFIX_TOKENS} prefix tokens."
+            f"grad_cam: the layer returns {tokens} tokens, which do not form a grid with the aspect ratio {height} x "
+            f"{width}, with or without up to {MAX_PREFIX_TOKENS} prefix tokens."
         )
     return x[:, -rows * columns :].reshape(len(x), rows, columns, -1).movedim(-1, 1)
 
@@ -217,8 +207,24 @@ class CamComparison:
 
     def plot(self, most: int = 6, figure: Any = None) -> Figure:
         """Draw the first `most` images and both maps of each, in a matplotlib `Figure` or `SubFigure` or a new one."""
-        rows = {"before": self.before, "after": self.after}
-        return _draw_maps(self.pictures[:most], [f"class {target}" for target in self.targets], rows, figure)
+        pictures = as_images(self.pictures[:most])
+        gray = pictures.mean(-1) if pictures.dim() == 4 else pictures  # only the map is colored
+        figure = get_figure(figure, 1.4 + 1.35 * max(2, len(pictures)), 4.85)
+        table = figure.subplots(3, len(pictures), squeeze=False)
+        for column, axes in enumerate(table.T):
+            axes[0].imshow(pictures[column].numpy(), cmap="gray")
+            axes[0].set_title(f"class {self.targets[column]}", fontsize=8)
+            for below, maps in zip(axes[1:], (self.before, self.after), strict=True):
+                below.imshow(gray[column].numpy(), cmap="gray")
+                drawn = below.imshow(maps[column].numpy(), cmap=SCALE, vmin=0, vmax=1, alpha=0.6)
+                below.set_title(f"{_fraction_above_half(maps[column, None]).item():.0%} above half", fontsize=8)
+        for axes, label in zip(table[:, 0], ("image", "before", "after"), strict=True):
+            axes.set_ylabel(label, fontsize=9)
+        for axes in table.flat:
+            axes.set(xticks=[], yticks=[])
+        bar = figure.colorbar(drawn, ax=table, shrink=0.6)  # next to the maps alone, it would misalign the rows
+        bar.set_label("evidence for the class", fontsize=8)
+        return figure  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         wide = torch.stack([self.wide_before, self.wide_after], 1)
@@ -230,30 +236,3 @@ class CamComparison:
 
 def _fraction_above_half(maps: Tensor) -> Tensor:
     return (maps > 0.5).float().mean((1, 2))
-
-
-def plot_cam(x: Tensor, cam: Tensor, figure: Any = None) -> Figure:
-    """Draw the first 6 images `x`, (N, C, H, W), and their maps (N, H, W); in `figure` or a new one."""
-    return _draw_maps(x[:6], [""] * 6, {"map": cam}, figure)
-
-
-def _draw_maps(x: Tensor, titles: list[str], rows: dict[str, Tensor], figure: Any) -> Figure:
-    """Draw the images with their titles in the first row, then a row of overlays for each set of maps."""
-    pictures = as_images(x)
-    gray = pictures.mean(-1) if pictures.dim() == 4 else pictures  # only the map is colored
-    figure = get_figure(figure, 1.4 + 1.35 * max(2, len(x)), 0.5 + 1.45 * (1 + len(rows)))
-    table = figure.subplots(1 + len(rows), len(x), squeeze=False)
-    for column, axes in enumerate(table.T):
-        axes[0].imshow(pictures[column].numpy(), cmap="gray")
-        axes[0].set_title(titles[column], fontsize=8)
-        for below, maps in zip(axes[1:], rows.values(), strict=True):
-            below.imshow(gray[column].numpy(), cmap="gray")
-            drawn = below.imshow(maps[column].numpy(), cmap=SCALE, vmin=0, vmax=1, alpha=0.6)
-            below.set_title(f"{_fraction_above_half(maps[column, None]).item():.0%} above half", fontsize=8)
-    for axes, label in zip(table[:, 0], ("image", *rows), strict=True):
-        axes.set_ylabel(label, fontsize=9)
-    for axes in table.flat:
-        axes.set(xticks=[], yticks=[])
-    bar = figure.colorbar(drawn, ax=table, shrink=0.6)  # next to the maps alone, it would misalign the rows
-    bar.set_label("evidence for the class", fontsize=8)
-    return figure  # type: ignore[no-any-return]

@@ -1,17 +1,15 @@
-"""Figures of schedules, captured tensors and layer statistics."""
+"""Figures of schedules and layer statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from hookdrop.injection.figures import blocks_figure, evenly_spaced, get_figure
+from hookdrop.injection.figures import get_figure
 from hookdrop.injection.handle import Injection
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import LayerError
-from hookdrop.utils.tables import counted, shape_text
+from hookdrop.utils.tables import counted
 from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:
@@ -21,40 +19,6 @@ if TYPE_CHECKING:
     from hookdrop.observe.statistics import LayerStats
 
 BLUE, ORANGE = "#2166ac", "#d6604d"
-MOST_POINTS = 2000
-
-
-def plot_features(
-    what: Tensor | Mapping[str, Sequence[Tensor]],
-    *,
-    sample: int = 0,
-    channels: int = 8,
-    channel_dim: int | None = None,
-    figure: Any = None,
-) -> Figure:
-    """Draw the channels of a layer's output as images, with one color scale for each layer.
-
-    Args:
-        what: a tensor, or the result of `capture` (the last call of each layer, at most 6 layers from first to last).
-            A recording has its own `plot_features`.
-        sample: index into the batch.
-        channels: maximum number of channels of a map. Tokens (N, L, C) and features (N, C) are one image.
-        channel_dim: channel axis of a map; None is axis 1, or the last axis of (N, H, W, C) with H = W != C.
-        figure: a matplotlib `Figure` or `SubFigure` to draw in, instead of a new one.
-
-    Raises:
-        HookdropError: matplotlib is not installed.
-        ShapeError: a tensor cannot be shown as images, or the batch has no such sample.
-        LayerError: nothing was captured.
-    """
-    shown = {"": what} if isinstance(what, Tensor) else {name: calls[-1] for name, calls in what.items()}
-    if not shown:
-        raise LayerError("nothing to plot: nothing was captured.")
-    titles = {name: ", ".join(filter(None, (name, shape_text(x.shape)))) for name, x in shown.items()}
-    blocks = {titles[name]: {"": shown[name]} for name in evenly_spaced(list(shown))}
-    return blocks_figure(
-        blocks, sample=sample, channels=channels, channel_dim=channel_dim, figure=figure, total=len(shown)
-    )
 
 
 def plot_schedule(
@@ -76,31 +40,29 @@ def plot_schedule(
     steps = count(steps, "steps", "plot_schedule")
     schedule = what.schedule if isinstance(what, Injection) else what
     multipliers = schedule.simulate(steps + 1, total_steps)
-    # Subsample long schedules, but keep the last step.
-    at = sorted({*range(0, steps + 1, max(1, steps // MOST_POINTS)), steps})
     figure = get_figure(figure, 5.5, 3.2)
     axes = figure.subplots()
     axes.set_xlabel("optimizer steps", fontsize=9)
     axes.set_title(repr(schedule), fontsize=9, wrap=True)
     axes.tick_params(labelsize=8)
     if isinstance(what, Injection):
-        _draw_rates(axes, what, at, multipliers)
+        _draw_rates(axes, what, multipliers)
     else:
-        axes.plot(at, [multipliers[i] for i in at], color=BLUE)
+        axes.plot(multipliers, color=BLUE)
         axes.set_ylabel("multiplier of the target rate", fontsize=9)
     axes.margins(x=0)
     axes.set_ylim(bottom=0)
     return figure  # type: ignore[no-any-return]
 
 
-def _draw_rates(axes: Axes, injection: Injection, at: list[int], multipliers: list[float]) -> None:
+def _draw_rates(axes: Axes, injection: Injection, multipliers: list[float]) -> None:
     targets: dict[float, list[str]] = {}
     for hook in injection._sinks:
         if hook.target is not None:
             targets.setdefault(hook.target * hook.p_scale, []).append(hook.site)
     for target, sites in sorted(targets.items(), reverse=True):
         label = sites[0] if len(sites) == 1 else counted(len(sites), "site")
-        axes.plot(at, [target * multipliers[i] for i in at], label=f"target rate {target:.3g}: {label}")
+        axes.plot([target * one for one in multipliers], label=f"target rate {target:.3g}: {label}")
     if len(targets) > 1:
         axes.legend(fontsize=8, frameon=False)
     axes.axvline(injection.step_count, color="gray", linewidth=1, linestyle=":")
