@@ -24,13 +24,12 @@ from hookdrop.utils.select import (
     Entry,
     Layer,
     Selection,
-    as_entries,
     entry_text,
     excluded_names,
     has_forward,
     layers_by_name,
-    matches,
     select,
+    values_by_entry,
 )
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.validation import number
@@ -235,21 +234,8 @@ def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
         return [index / (count - 1) for index in range(count)]
     if not isinstance(p_scale, Mapping):
         return [cast(Any, p_scale)(layer.name, index, count) for index, layer in enumerate(layers)]
-    found: dict[str, tuple[str, float]] = {}
-    for pattern, factor in p_scale.items():
-        names = [layer.name for entry in as_entries(pattern, "`p_scale`") for layer in matches(layers, entry)[0]]
-        if not names:
-            raise LayerError(
-                f"p_scale contains {entry_text(pattern)}, which matches none of the {count} selected layers.\n"
-                f"  selected: {some([layer.name for layer in layers])}"
-            )
-        for name in names:
-            if name in found:
-                raise LayerError(
-                    f"p_scale matches {name!r} twice: {found[name][0]} and {entry_text(pattern)}. Give it one factor."
-                )
-            found[name] = (entry_text(pattern), factor)
-    return [found[layer.name][1] if layer.name in found else 1.0 for layer in layers]
+    found = values_by_entry(layers, p_scale, "p_scale", "selected layers")
+    return [found.get(layer.name, 1.0) for layer in layers]
 
 
 def _scale(sites: list[PlannedSite], scales: list[float]) -> None:

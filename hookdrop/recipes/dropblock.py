@@ -8,13 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torch.fx import GraphModule
 
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import DropBlock
 from hookdrop.survey.convs import ConvBlock, conv_nets, map_convs, pyramid_levels
 from hookdrop.survey.facts import Survey, survey
-from hookdrop.survey.trace import Trace
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import some
@@ -59,7 +57,7 @@ class dropblock_resnet(Recipe):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         prefix, part = _surveyed_part(model, survey)
         sites: dict[tuple[str, str], RecipeSite] = {}
-        for block, factor in self._last_stages(model, part, _example_call(part.trace, prefix)):
+        for block, factor in self._last_stages(model, part):
             group, drop = prefix + block.name, DropBlock(self.p, self.block_size)
             if block.branch is not None:
                 sites[group, "skip"] = RecipeSite(group, drop, factor, group, "skip", block.branch)
@@ -67,7 +65,7 @@ class dropblock_resnet(Recipe):
                 sites.setdefault((layer, ""), RecipeSite(prefix + layer, drop, factor, group))
         return list(sites.values())
 
-    def _last_stages(self, model: nn.Module, survey: Survey, example: str) -> list[tuple[ConvBlock, float]]:
+    def _last_stages(self, model: nn.Module, survey: Survey) -> list[tuple[ConvBlock, float]]:
         found: list[tuple[ConvBlock, float]] = []
         for net in conv_nets(survey.trace, survey.residuals):
             stages = net.stages
@@ -75,20 +73,17 @@ class dropblock_resnet(Recipe):
                 if others := net.others_since(stages[-2][0]):
                     raise LayerError(
                         f"{type(self).__name__} recognizes only some blocks of {type(model).__name__}: not "
-                        f"{some(others)}.\n  choose the layers yourself: {example}"
+                        f"{some(others)}.{_YOURSELF}"
                     )
                 found += [(block, 0.25) for block in stages[-2]] + [(block, 1.0) for block in stages[-1]]
         if not found:
-            wanted = "blocks of convolutions and norms with residual additions, as in a ResNet"
-            raise _no_layers(self, model, example, wanted)
+            raise _no_layers(self, model, "blocks of convolutions and norms with residual additions, as in a ResNet")
         if hidden := [block.name for block, _ in found if block.branch == ""]:
-            traced = any(isinstance(layer.module, GraphModule) for layer in named_layers(model))
-            remedy = "put each block into its own module, or choose the layers: inject(model, ..., layers=...)"
             raise InjectionError(
                 f"{type(self).__name__}: no hook can reach the identity skips of {type(model).__name__} that are added "
                 f"in {some(hidden) if any(hidden) else 'its own forward'}: the tensor of the skip is not the input of "
-                "a module around one residual branch.\n  "
-                + ("torch.fx traced the model: inject before tracing" if traced else remedy)
+                "a module around one residual branch.\n"
+                "  inject before torch.fx traces the model; in your own model, put each block into its own module"
             )
         return found
 
@@ -130,8 +125,7 @@ class dropblock_detector(dropblock_resnet):
         if self.parts != "backbone":
             prefix, part = _surveyed_part(model, survey)
             if not (levels := pyramid_levels(part.trace)):
-                wanted = "a feature pyramid: convolutions of sums with enlarged maps"
-                raise _no_layers(self, model, _example_call(part.trace, prefix), wanted)
+                raise _no_layers(self, model, "a feature pyramid: convolutions of sums with enlarged maps")
             sites += [RecipeSite(prefix + name, DropBlock(self.p, self.block_size)) for name in levels]
         return sites
 
@@ -143,14 +137,13 @@ class dropblock_unet(Recipe):
     The sites are the convolutions with a norm or an activation in the encoder and in the decoder, of a U-Net (of MONAI,
     of diffusers, or your own), of FCN, DeepLabV3 or LR-ASPP, or of another network that returns maps. The output layer,
     upsampling and projections without a norm, global pooling and attention gates are not regularized. Guo et al. 2020,
-    "SA-UNet", arXiv:2004.03696, and, for models with a backbone, Ghiasi et al. 2018, arXiv:1810.12890, section 4.3.
+    "SA-UNet", arXiv:2004.03696. Neither is a backbone: a module that takes the image and reduces it to an eighth or
+    less, beginning with its first layer, as classification networks do. Ghiasi et al. 2018, arXiv:1810.12890, section
+    4.3, found the convolutions on top of it more effective. `dropblock_resnet(p)` regularizes its last two stages.
 
     Args:
         p: drop probability. SA-UNet uses 0.18 and 0.13, its first version SD-UNet 0.1.
         block_size: edge of the dropped blocks, in pixels of the feature map, at every resolution.
-        backbone: whether to regularize a backbone too: a module that takes the image and reduces it to an eighth or
-            less, beginning with its first layer, as classification networks do. Ghiasi et al. found the convolutions on
-            top of it more effective. `dropblock_resnet(p)` regularizes its last two stages.
 
     Raises:
         LayerError: the model has no such convolution, or does not return maps.
@@ -165,11 +158,8 @@ class dropblock_unet(Recipe):
 
     p: float = 0.1
     block_size: int = 7
-    backbone: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.backbone, bool):
-            raise TypeError(f"dropblock_unet: backbone must be True or False, got {self.backbone!r}.")
         DropBlock(self.p, self.block_size)
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
@@ -180,11 +170,9 @@ class dropblock_unet(Recipe):
                 "  for a classifier: dropblock_resnet(p=0.1)"
             )
         convs, backbone = map_convs(trace)
-        found = [name for name in convs if self.backbone or not f"{name}.".startswith(backbone)]
+        found = [name for name in convs if not f"{name}.".startswith(backbone)]
         if not found:
-            outside = " outside the backbone (or pass backbone=True)" if convs else ""
-            wanted = f"convolutions that a norm or an activation follows{outside}"
-            raise _no_layers(self, model, _example_call(trace), wanted)
+            raise _no_layers(self, model, "convolutions outside a backbone that a norm or an activation follows")
         return [RecipeSite(name, DropBlock(self.p, self.block_size)) for name in found]
 
 
@@ -200,21 +188,15 @@ def _surveyed_part(model: nn.Module, found: Survey) -> tuple[str, Survey]:
         raise
 
 
-def _no_layers(recipe: Recipe, model: nn.Module, example: str, wanted: str) -> LayerError:
+_YOURSELF = """
+  choose the layers yourself: inject(model, DropBlock(p=0.1), layers=...)
+  see all:                    print(hookdrop.plan(model, layers="**"))"""
+
+
+def _no_layers(recipe: Recipe, model: nn.Module, wanted: str) -> LayerError:
     """Return the error for a model without a site."""
-    return LayerError(
-        f"{type(recipe).__name__} found no matching layer in {type(model).__name__}: it looks for {wanted}.\n"
-        f"  choose the layers yourself: {example}\n"
-        '  see all:                    print(hookdrop.plan(model, layers="**"))'
-    )
-
-
-def _example_call(trace: Trace, prefix: str = "") -> str:
-    """Return a call of `inject` for the last convolution of the smallest maps, as an example for an error."""
-    maps = [op for op in trace.ops if op.name.startswith("conv") and op.call and max(op.outputs[0].shape[2:]) > 1]
-    smallest = min(maps, key=lambda op: (op.outputs[0].shape[2:], -op.index), default=None)
-    layers = f'["{prefix}{smallest.call.name}"]' if smallest and smallest.call else "..."
-    return f"inject(model, DropBlock(p=0.1), layers={layers})"
+    fact = f"{type(recipe).__name__} found no matching layer in {type(model).__name__}: it looks for {wanted}."
+    return LayerError(fact + _YOURSELF)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
@@ -13,8 +13,8 @@ from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers.base import P
 from hookdrop.survey.drop_rates import DropRate, DropRates, known_drop_rates
 from hookdrop.survey.facts import Survey
-from hookdrop.utils.errors import InjectionError, LayerError, nearest
-from hookdrop.utils.names import glob_expression
+from hookdrop.utils.errors import InjectionError, LayerError
+from hookdrop.utils.select import Layer, values_by_entry
 from hookdrop.utils.tables import some
 
 
@@ -32,11 +32,11 @@ class set_dropout(Recipe):
     rates. Copies of the model keep the rates that they were copied with.
 
     Args:
-        p: one rate in [0, 1] for all, or a mapping from names, globs and compiled regular expressions to rates; rates
-            that no pattern matches do not change. None keeps each rate, for a schedule or `p_scale` to multiply.
+        p: one rate in [0, 1] for all, or a mapping from entries to rates, as those of `layers` but for the names of the
+            rates; those that no entry matches do not change. None keeps each rate, for a schedule or `p_scale`.
 
     Raises:
-        LayerError: the model has no rate to change, a pattern matches nothing, or two patterns match the same name.
+        LayerError: the model has no rate to change, an entry matches nothing, or two entries match the same name.
         ValueError, TypeError: a rate is out of range, or `p` has the wrong type.
 
     Example:
@@ -55,16 +55,14 @@ class set_dropout(Recipe):
     arXiv:2303.01500.
     """
 
-    p: float | Mapping[str | re.Pattern[str], float] | None = None
+    p: float | Mapping[Any, float] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.p, Mapping):
-            for pattern, value in self.p.items():
-                if not isinstance(pattern, str | re.Pattern):
-                    raise TypeError(
-                        f"set_dropout: a key must be a name, a glob or a regular expression, got {pattern!r}."
-                    )
-                P.valid(value, f"set_dropout at {pattern!r}")
+            if not self.p:
+                raise LayerError("set_dropout: the mapping is empty, so no rate would change.")
+            for entry, value in self.p.items():
+                P.valid(value, f"set_dropout at {entry!r}")
         elif self.p is not None:
             P.valid(self.p, "set_dropout")
 
@@ -76,7 +74,8 @@ class set_dropout(Recipe):
                 "  add dropout: inject(model, Dropout(p=...), layers=...)"
             )
         if isinstance(self.p, Mapping):
-            values = _by_pattern(list(rates), self.p)
+            named = [Layer(label, model.get_submodule(rate.layer), {label}) for label, (rate, _) in rates.items()]
+            values = values_by_entry(named, self.p, "set_dropout", "dropout rates")
         else:
             values = {label: value if self.p is None else self.p for label, (_, value) in rates.items()}
         return [
@@ -114,25 +113,3 @@ def _find(model: nn.Module, survey: Survey) -> tuple[DropRates, str]:
         return survey.drop_rates, ""
     except InjectionError as error:
         return DropRates(tuple(known_drop_rates(model)), {}), str(error).partition("\n")[0]
-
-
-def _by_pattern(labels: list[str], given: Mapping[str | re.Pattern[str], float]) -> dict[str, float]:
-    """Return the new rates by label."""
-    if not given:
-        raise LayerError(f"set_dropout: the mapping is empty, so no rate would change.\n  rates: {some(labels)}")
-    chosen: dict[str, tuple[object, float]] = {}
-    for pattern, value in given.items():
-        expression = glob_expression(pattern) if isinstance(pattern, str) else pattern
-        matching = [label for label in labels if label == pattern] or list(filter(expression.fullmatch, labels))
-        if not matching:
-            near = nearest(pattern, labels) if isinstance(pattern, str) else []
-            raise LayerError(
-                f"set_dropout: {pattern!r} matches none of the {len(labels)} dropout rates by name.\n"
-                f"  {'did you mean' if near else 'their names'}: {some(near or labels)}\n"
-                "  see all: print(hookdrop.plan(model, set_dropout()))"
-            )
-        for label in matching:
-            if label in chosen:
-                raise LayerError(f"set_dropout: two patterns match {label!r}: {chosen[label][0]!r} and {pattern!r}.")
-            chosen[label] = pattern, value
-    return {label: value for label, (_, value) in chosen.items()}

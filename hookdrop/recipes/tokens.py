@@ -11,7 +11,7 @@ from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import HeadDropout, NEFTune, TokenDropout
 from hookdrop.survey.facts import Survey
 from hookdrop.utils.errors import InjectionError, LayerError
-from hookdrop.utils.select import named_layers, select
+from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import some
 
 
@@ -114,7 +114,6 @@ class neftune(Recipe):
     Args:
         alpha: scale of the noise; the paper uses 5, 10 and 15.
         attention_mask: whether to spare padding, as in `NEFTune`.
-        embedding: the name of the embedding; None asks the model, or runs it.
 
     Raises:
         LayerError: the model looks up no tokens.
@@ -132,20 +131,13 @@ class neftune(Recipe):
 
     alpha: float = 5.0
     attention_mask: bool = False
-    embedding: str | None = None
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        if self.embedding is not None:
-            found = select(model, self.embedding).layers
-            if len(found) != 1:
-                raise LayerError(f"neftune: {self.embedding!r} matches {len(found)} layers: name one embedding.")
-            name: str | None = found[0].name
-        else:
-            name = _input_embedding(model) or survey.token_embedding
+        name = _input_embedding(model) or survey.token_embedding
         if name is None:
             raise LayerError(
                 f"neftune found no layer of {type(model).__name__} that looks up the tokens it is called with.\n"
-                '  name the embedding: neftune(alpha, embedding="tok_embeddings")\n'
+                '  name the embedding: inject(model, NEFTune(alpha=5), layers="tok_embeddings")\n'
                 "  find its name:      print(hookdrop.plan(model, layers=torch.nn.Embedding))"
             )
         if getattr(model.get_submodule(name), "neftune_noise_alpha", None):

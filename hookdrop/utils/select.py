@@ -7,10 +7,10 @@ that it has without them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -18,12 +18,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hookdrop.utils.errors import InjectionError, LayerError, nearest
 from hookdrop.utils.names import WRAPPER_ATTRIBUTES, glob_expression, wrapped_attribute
-from hookdrop.utils.tables import counted
+from hookdrop.utils.tables import counted, some
 from hookdrop.utils.torch_internals import children_of
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate
 Entries: TypeAlias = Entry | Iterable[Entry]
+Value = TypeVar("Value")
 _SEE_ALL = '  see all:      print(hookdrop.plan(model, layers="**"))'
 
 
@@ -131,6 +132,26 @@ def excluded_names(
     return set[str]().union(*found), entries, unmatched
 
 
+def values_by_entry(layers: Sequence[Layer], given: Mapping[Any, Value], source: str, what: str) -> dict[str, Value]:
+    """Return the values of a mapping from entries, by the names of the layers that match. Errors call them `what`."""
+    found: dict[str, tuple[Entry, Value]] = {}
+    names = [layer.name for layer in layers]
+    for key, value in given.items():
+        matching = [layer.name for entry in as_entries(key, source) for layer in matches(layers, entry)[0]]
+        if not matching:
+            near = nearest(key, names) if isinstance(key, str) else []
+            raise LayerError(
+                f"{source} contains {entry_text(key)}, which matches none of the {len(names)} {what}.\n"
+                f"  {'did you mean' if near else 'their names'}: {some(near or names)}"
+            )
+        for name in matching:
+            if name in found:
+                both = f"{entry_text(found[name][0])} and {entry_text(key)}"
+                raise LayerError(f"{source} matches {name!r} twice: {both}. Give it one value.")
+            found[name] = key, value
+    return {name: value for name, (_, value) in found.items()}
+
+
 def as_entries(entries: Any, source: str) -> list[Entry]:
     """Return `entries` as a list, after checking the type of each; errors call them `source`."""
     single = isinstance(entries, str | re.Pattern | type | nn.Module) or callable(entries)
@@ -180,7 +201,7 @@ def _match_or_raise(everything: list[Layer], entry: Entry, source: str) -> tuple
     return found, exact
 
 
-def matches(everything: list[Layer], entry: Entry) -> tuple[list[Layer], bool]:
+def matches(everything: Sequence[Layer], entry: Entry) -> tuple[list[Layer], bool]:
     """Return the layers that `entry` matches, and whether it is a full name or a module."""
     if isinstance(entry, str):
         for names in attrgetter("aliases"), attrgetter("wrapped_names"):

@@ -969,7 +969,8 @@ def _() -> None:
 @case("neftune of a model with the NEFTune of transformers")
 def _() -> None:
     (model := LanguageModel()).embed_tokens.neftune_noise_alpha = 5
-    inject(model, recipes.neftune(embedding="embed_tokens"))
+    model.get_input_embeddings = lambda: model.embed_tokens
+    inject(model, recipes.neftune())
 
 
 @case("patch_dropout of a model without patches in a sequence")

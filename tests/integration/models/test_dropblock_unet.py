@@ -235,12 +235,6 @@ class TestBackbone:
         model = FAMILIES["torchvision: DeepLabV3"][0]()
         assert all(site.name.startswith("classifier.") for site in inject(model, dropblock_unet()).sites)
 
-    def test_backbone_is_included_on_request(self) -> None:
-        model = FAMILIES["torchvision: DeepLabV3"][0]()
-        sites = [site.name for site in inject(model, dropblock_unet(backbone=True)).sites]
-        assert any(name.startswith("backbone.") for name in sites)
-        assert any(name.startswith("classifier.") for name in sites)
-
     def test_encoder_of_your_own_unet_is_not_a_backbone(self) -> None:
         assert "encoder.0.0" in sites(UNet())
 
@@ -253,10 +247,6 @@ class TestBackbone:
         halves = [nn.Sequential(nn.Conv2d(n, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()) for n in (3, 4, 4)]
         with pytest.raises(LayerError, match="outside the backbone"):
             inject(nn.Sequential(nn.Sequential(*halves), nn.Conv2d(4, 2, 1)), dropblock_unet())
-
-    def test_other_values_raise(self) -> None:
-        with pytest.raises(TypeError, match="backbone must be True or False, got 'encoder'"):
-            dropblock_unet(backbone="encoder")
 
 
 def test_classifier_raises() -> None:

@@ -152,15 +152,15 @@ class TestRates:
             with pytest.raises(ValueError, match=r"p must (lie in \[0, 1\]|be finite), got"):
                 make()
 
-    @pytest.mark.parametrize("p", ["0.1", True, [0.1], {"0": "0.1"}, {0: 0.1}])
+    @pytest.mark.parametrize("p", ["0.1", True, [0.1], {"0": "0.1"}])
     def test_invalid_type_raises(self, p: Any) -> None:
         with pytest.raises(TypeError):
             set_dropout(p=p)
 
     def test_patterns_that_match_nothing_or_twice_raise(self, model: Any) -> None:
-        with pytest.raises(LayerError, match=r"'1.dropot' matches none of the 3 .*\n  did you mean: '1.dropout'"):
+        with pytest.raises(LayerError, match=r"'1.dropot', which matches none of the 3 .*\n  did you mean: '1.dropout'"):
             inject(model, set_dropout(p={"0": 0.5, "1.dropot": 0.5}))
-        with pytest.raises(LayerError, match="two patterns match '0'"):
+        with pytest.raises(LayerError, match="set_dropout matches '0' twice"):
             inject(model, set_dropout(p={"0": 0.5, "**": 0.4}))
         with pytest.raises(LayerError, match="the mapping is empty"):
             inject(model, set_dropout(p={}))
