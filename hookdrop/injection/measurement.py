@@ -215,12 +215,6 @@ def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) ->
                 notes.append(
                     f"{state.name!r} edits gradients in the backward pass, so it changes nothing in these forwards"
                 )
-    modes_of = [type(m).__name__ for m in inner.modules() if getattr(m.train, "__func__", None) is not nn.Module.train]
-    if modes_of and not inner.training:
-        notes.append(
-            f"the model was in eval mode, and {modes_of[0]} overrides train(), which probe() does not call: "
-            "call model.train() first to probe in the modes that it sets"
-        )
     result.note = "\n".join(notes)
     return result
 

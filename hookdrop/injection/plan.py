@@ -16,7 +16,7 @@ from hookdrop.injection.spec import InjectionSpec
 from hookdrop.regularizers import Regularizer, at_rate, rate_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import LayerError, ShapeError
-from hookdrop.utils.tables import counted, html_table, shape_text, text_table
+from hookdrop.utils.tables import counted, shape_text, text_table
 
 if TYPE_CHECKING:
     from hookdrop.survey.facts import Survey
@@ -67,14 +67,14 @@ class PlannedSite:
         return "" if self.regularizer is None else repr(self.regularizer)
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
     """What `inject` would do with the same arguments; `print` shows a table."""
 
-    model: nn.Module = field(repr=False)
-    root: nn.Module = field(repr=False)
+    model: nn.Module
+    root: nn.Module
     """The model without its wrappers."""
-    spec: InjectionSpec = field(repr=False)
+    spec: InjectionSpec
     """The arguments of `inject`."""
     schedule: Schedule | None
     """In optimizer steps."""
@@ -83,13 +83,13 @@ class Plan:
     counts: dict[str, int] = field(default_factory=dict)
     """Number of layers that each entry matched."""
     warnings: list[str] = field(default_factory=list)
-    survey: Survey | None = field(default=None, repr=False)
+    survey: Survey | None = None
     """What running the model has shown to a recipe."""
-    exact: set[str] = field(default_factory=set, repr=False)
+    exact: set[str] = field(default_factory=set)
     """The layers that an entry gives by full name or as a module."""
-    warned_kinds: set[str] = field(default_factory=set, repr=False)
+    warned_kinds: set[str] = field(default_factory=set)
     """The kinds of shape warnings that `warnings` contains."""
-    recipe: Mapping[str, Any] | None = field(default=None, repr=False)
+    recipe: Mapping[str, Any] | None = None
     """The arguments of `inject` with which a recipe chooses the same sites again."""
 
     @property
@@ -98,35 +98,21 @@ class Plan:
         all_at = {site.at for site in self.sites}
         return all_at.pop() if len(all_at) == 1 else "mixed"
 
-    @property
-    def rows(self) -> list[tuple[Any, ...]]:
-        """The rows of the table, with the columns of `HEADER`."""
-        rows = []
-        for s in self.sites:
-            name = (s.name or "(the model)") + (" (skip)" if s.at == "skip" else "")
-            rows.append((name, s.type, shape_text(s.shape), s.reading, s.calls, s.p, s.text))
-        return rows
-
-    @property
-    def title(self) -> str:
-        """The number of sites, the model, and the schedule."""
+    def __repr__(self) -> str:
         where = ", at the input" if self.at == "input" else ""
         requested = f"{self.spec.timing} = " if self.spec.is_relative else ""
         schedule = "" if self.schedule is None else f", {requested}{self.schedule}"
-        return f"{counted(len(self.sites), 'site')} of {type(self.root).__name__}{where}{schedule}"
-
-    def __str__(self) -> str:
-        rows = self.rows
+        title = f"{counted(len(self.sites), 'site')} of {type(self.root).__name__}{where}{schedule}"
+        names = [(s.name or "(the model)") + (" (skip)" if s.at == "skip" else "") for s in self.sites]
+        cells = [(s.type, shape_text(s.shape), s.reading, s.calls, s.p, s.text) for s in self.sites]
+        rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
         # Omit empty columns: some are filled only with an example_input or a regularizer.
         used = [i for i in range(len(HEADER)) if any(row[i] not in ("", None, "?") for row in rows)]
         table = text_table([HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
         notes = [f"{entry}: {counted(count, 'layer')}" for entry, count in self.counts.items()]
         if self.survey is not None:
             notes.append(f"example: {self.survey.example.source}")
-        return "\n".join([self.title, table, *notes, *(f"warning: {text}" for text in self.warnings)])
-
-    def _repr_html_(self) -> str:
-        return html_table(HEADER, self.rows, "\n".join([self.title, *self.warnings]))
+        return "\n".join([title, table, *notes, *(f"warning: {text}" for text in self.warnings)])
 
 
 def inspect_forward(plan: Plan, example: Any) -> None:

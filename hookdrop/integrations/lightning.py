@@ -33,7 +33,6 @@ class InjectionCallback(Placement, Callback):
         optimizer: index of the optimizer whose steps count, if there are several.
         log: whether to log `Injection.metrics()`.
         seed_per_rank: whether the ranks of a distributed job draw different masks.
-        remove_at_end: whether to remove the hooks after `fit`.
 
     Raises:
         TypeError, ValueError: a spec is invalid.
@@ -51,13 +50,11 @@ class InjectionCallback(Placement, Callback):
         optimizer: int = 0,
         log: bool = True,
         seed_per_rank: bool = True,
-        remove_at_end: bool = False,
     ) -> None:
         super().__init__(spec, specs, seed_per_rank=seed_per_rank)
         self.module, self.optimizer = module, count(optimizer, "optimizer", "InjectionCallback", low=0)
         # Lightning sets `log` of every callback to the method of the LightningModule.
         self._logs = log
-        self.remove_at_end = remove_at_end
         self._disabled = ExitStack()
         self._is_collecting = False
 
@@ -99,11 +96,6 @@ class InjectionCallback(Placement, Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop again after an epoch that collected batch-norm statistics."""
         self._stop_collecting()
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the hooks if requested."""
-        if self.remove_at_end:
-            self._remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the hooks of a failed training."""

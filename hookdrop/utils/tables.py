@@ -1,9 +1,8 @@
-"""Plain-text and HTML tables."""
+"""Plain-text tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -17,12 +16,6 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, cells)])
-
-
-def html_table(header: Sequence[str], rows: Sequence[Sequence[object]], caption: str) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(_cell(value))}</td>" for value in row) + "</tr>" for row in rows)
-    return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>"
 
 
 def shape_text(shape: Sequence[int] | None) -> str:

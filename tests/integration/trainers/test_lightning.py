@@ -139,11 +139,6 @@ class TestSteps:
         trainer(callback).validate(model, data(), verbose=False)
         assert not find(model)
 
-    def test_remove_at_end(self) -> None:
-        model = Classifier()
-        trainer(InjectionCallback(BLOCK, remove_at_end=True)).fit(model, data())
-        assert not find(model)
-
 
 class TestResume:
     @pytest.mark.parametrize("epoch", [1, 2])

@@ -158,7 +158,9 @@ class TestRates:
             set_dropout(p=p)
 
     def test_patterns_that_match_nothing_or_twice_raise(self, model: Any) -> None:
-        with pytest.raises(LayerError, match=r"'1.dropot', which matches none of the 3 .*\n  did you mean: '1.dropout'"):
+        with pytest.raises(
+            LayerError, match=r"'1.dropot', which matches none of the 3 .*\n  did you mean: '1.dropout'"
+        ):
             inject(model, set_dropout(p={"0": 0.5, "1.dropot": 0.5}))
         with pytest.raises(LayerError, match="set_dropout matches '0' twice"):
             inject(model, set_dropout(p={"0": 0.5, "**": 0.4}))
