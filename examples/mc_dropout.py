@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--image-size", type=int, default=32)
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--speed", action="store_true", help="only compare shared forwards with one forward per sample")
     add("--out", metavar="FOLDER", help="write report.json and images.png there")
     return parser.parse_args(argv)
 
@@ -112,22 +110,6 @@ def uncertainty(probabilities: Tensor, sampled: Prediction) -> dict[str, np.ndar
     once = torch.special.entr(probabilities).sum(dim=-1)
     found = {SOFTMAX: once, ENTROPY: sampled.entropy, INFORMATION: sampled.mutual_information}
     return {name: values.cpu().numpy() for name, values in found.items()}
-
-
-def speedup(drop: Injection, x: Tensor, samples: int, rounds: int = 5) -> dict[int, float]:
-    """Return how many times as fast shared forwards are, by batch size: the median of the ratios within rounds."""
-    found = {}
-    for size in (1, 8, 32):
-        seconds = [[timed(drop, x[:size], samples, rows) for rows in (1, None)] for _ in range(rounds)]
-        found[size] = float(np.median([alone / shared for alone, shared in seconds]))
-        print(f"{size:4} images: {found[size]:.2f} times as fast as with one forward per sample")
-    return found
-
-
-def timed(drop: Injection, x: Tensor, samples: int, rows: int | None) -> float:
-    start = time.perf_counter()
-    drop.predict(x, samples, rows=rows)  # its result is on the CPU, so nothing is left to wait for
-    return time.perf_counter() - start
 
 
 # --- evaluation
@@ -237,9 +219,6 @@ def main(argv: list[str] | None = None) -> dict[Any, Any]:
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
     x = batch(images, model, args)
-    if args.speed:
-        print("speed of drop.predict")
-        return speedup(drop, x, args.samples)
     probabilities, sampled = predict(model, x), sample(drop, x, args.samples)
     measures = uncertainty(probabilities, sampled)
     shifted = {}

@@ -368,15 +368,12 @@ class Injection:
         p: float | None = None,
         activation: str | None = "softmax",
         output: Callable[[Any], Tensor] | None = None,
-        rows: int | None = None,
     ) -> Prediction:
         """Sample predictions inside `sampling()`, and return their mean, variance, entropy and mutual information.
 
-        The model runs in eval mode, without gradients, and its modes are restored. Batch norm uses its running
+        Each sample is a forward in eval mode, without gradients; the modes are restored. Batch norm uses its running
         statistics. Of all hooks and dropout layers, only this injection drops. The random numbers come from PyTorch's
-        global RNG. The batch is repeated along axis 0, so that one forward draws several samples, unless a regularizer
-        draws once for the whole batch, the output of a row depends on other rows, or the arguments are not tensors
-        with the same number of rows.
+        global RNG. For fixed masks (`Masksembles`), a forward repeats the batch along axis 0, once for each mask.
 
         Args:
             data: a batch or a loader. A batch is a tensor, a tuple of arguments, or a mapping of keyword arguments. Any
@@ -389,8 +386,6 @@ class Injection:
                 `"sigmoid"` for binary and multi-label logits, None for regression.
             output: picks the tensor from what the model returns; None takes a tensor, or the `logits` of transformers'
                 outputs. It can also move the class axis.
-            rows: the largest number of rows of a forward that draws several samples; None is 256, and on a CPU at most
-                262,144 input values, because larger batches are not faster there. 1 never repeats a batch.
 
         Returns:
             A `Prediction`, whose tensors are concatenated over the batches, on the CPU.
@@ -412,7 +407,7 @@ class Injection:
         """
         from hookdrop.injection.prediction import Settings, predict
 
-        settings, hooks = Settings(samples, activation, output, rows), self._hooks("predict()")
+        settings, hooks = Settings(samples, activation, output), self._hooks("predict()")
         return predict(self._require_model(), hooks, lambda: self.sampling(p), data, settings)
 
     # --- inspecting

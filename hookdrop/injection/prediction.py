@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -18,24 +16,14 @@ from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.injection.uncertainty import Prediction, Summary, concatenated
 from hookdrop.regularizers import rows_alone
-from hookdrop.survey.isolation import eval_mode, forked_rng, uncompiled
+from hookdrop.survey.isolation import eval_mode
 from hookdrop.utils.errors import InjectionError, ShapeError, warn
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count, one_of
 
-_ROWS = 256
-_VALUES_ON_CPU = 2**18
-"""The largest input of a repeated batch on a CPU. Above it, forwards of larger batches are not faster per row."""
-
 _EQUAL = 1e-6
 """Up to this standard deviation, relative to the largest mean, samples differ by rounding only."""
-
-_TOLERANCE, _TOLERANCE_16_BIT = 5e-3, 5e-2
-"""The largest difference between outputs of one row in two batches, relative to the largest output."""
-
-
-# --- batches
 
 
 @dataclass(frozen=True)
@@ -45,35 +33,21 @@ class Inputs:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    @property
-    def values(self) -> list[Any]:
-        return [*self.args, *self.kwargs.values()]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [value for value in self.values if isinstance(value, Tensor)]
-
-    @property
-    def size(self) -> int | None:
-        """The number of rows that all tensors have, or None if the arguments cannot be repeated row by row."""
-        if not all(value is None or isinstance(value, Tensor | bool | int | float | str) for value in self.values):
-            return None
-        if any(x.dim() == 0 or x.is_nested or x.layout != torch.strided for x in self.tensors):
-            return None
-        sizes = {x.shape[0] for x in self.tensors}
-        return sizes.pop() if len(sizes) == 1 else None
-
     def map(self, change: Callable[[Any], Any]) -> Inputs:
         """Apply `change` to each argument."""
         return Inputs(tuple(map(change, self.args)), {name: change(value) for name, value in self.kwargs.items()})
 
-    def with_rows(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        """Apply `change` to each tensor."""
-        return self.map(lambda value: change(value) if isinstance(value, Tensor) else value)
-
     def repeated(self, times: int) -> Inputs:
         """All rows, then all rows again, and so on: (times * N, ...)."""
-        return self if times == 1 else self.with_rows(lambda x: torch.cat([x] * times))
+        if times == 1:
+            return self
+        sizes = {x.shape[:1] for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)}
+        if len(sizes) != 1 or () in sizes:
+            raise InjectionError(
+                f"predict: {times} fixed masks need a forward on {times} copies of each row, but the arguments are not "
+                "tensors with the same number of rows.\n  pass tensors with the batch at axis 0"
+            )
+        return self.map(lambda value: torch.cat([value] * times) if isinstance(value, Tensor) else value)
 
 
 def _read_batches(model: nn.Module, data: Any) -> Iterator[Inputs]:
@@ -97,45 +71,6 @@ def _read_batches(model: nn.Module, data: Any) -> Iterator[Inputs]:
         yield inputs.map(lambda x: x.to(device) if device is not None and hasattr(x, "to") else x)
 
 
-# --- sampling
-
-
-def predict(
-    model: nn.Module,
-    hooks: Sequence[SiteHook],
-    sampling: Callable[[], AbstractContextManager[object]],
-    data: Any,
-    settings: Settings,
-) -> Prediction:
-    """Sample `model` on `data` inside `sampling()`, which activates `hooks`."""
-    with sampling():
-        pass  # raise its errors before the first batch is read
-    batches = _read_batches(model, data)
-    found: list[Prediction] = []
-    with eval_mode(model), torch.no_grad():
-        first = next(batches, None)
-        if first is None:
-            raise ValueError(
-                f"predict: the {type(data).__name__} yields no batch.\n"
-                "  a generator can be read only once: pass a DataLoader or a list"
-            )
-        sharing = _Sharing(model, hooks, first, settings)
-        with sampling():
-            for inputs in chain([first], batches):
-                summary, size = Summary(settings.activation), sharing.samples_per_forward(inputs)
-                for start in range(0, settings.samples, size):
-                    times = min(size, settings.samples - start)
-                    summary.add(settings.call(model, inputs.repeated(times)), times)
-                found.append(summary.prediction())
-    prediction = concatenated(found)
-    if prediction.mean.numel() and prediction.variance.max().sqrt() <= _EQUAL * prediction.mean.abs().max():
-        warn(
-            f"predict: all {settings.samples} samples are equal up to rounding: no hook changed the output, or the "
-            "activation saturates.\n  check that the hooked layers run: print(drop.probe(x))"
-        )
-    return prediction
-
-
 @dataclass(frozen=True)
 class Settings:
     """Arguments of `Injection.predict`, validated."""
@@ -143,7 +78,6 @@ class Settings:
     samples: int
     activation: str | None
     output: Callable[[Any], Tensor] | None
-    rows: int | None
 
     def __post_init__(self) -> None:
         if count(self.samples, "samples", "predict") == 1:
@@ -152,8 +86,6 @@ class Settings:
                 "  one sample: with drop.sampling(), torch.no_grad(): model(x)"
             )
         one_of(self.activation, "activation", "predict", ("softmax", "sigmoid", None))
-        if self.rows is not None:
-            count(self.rows, "rows", "predict")
 
     def call(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Call the model and return the tensor to summarize."""
@@ -173,62 +105,54 @@ class Settings:
         return picked
 
 
-class _Sharing:
-    """Decides how many samples one forward draws, before the hooks are active."""
-
-    def __init__(self, model: nn.Module, hooks: Sequence[SiteHook], first: Inputs, settings: Settings) -> None:
-        active = {*hooks, *(hook for _, hook in hooks_of(model) if hook.eval_rate is not None)}
-        groups = [rows_alone(hook.regularizer) for hook in active if not hook.regularizer.in_backward]
-        if not groups:
-            raise InjectionError(
-                "predict: the injection edits gradients only, so all samples would be equal.\n"
-                "  inject a regularizer that changes the forward, such as Dropout(p=0.1)"
-            )
-        self.rows, self.masks = settings.rows, math.lcm(*(masks or 1 for masks in groups))
-        if settings.samples % self.masks:
-            raise ValueError(
-                f"predict: the regularizer has {self.masks} fixed masks, so samples must be a multiple of it, got "
-                f"{settings.samples}.\n  write: samples={self.masks}"
-            )
-        wanted = all(groups) and first.size is not None and (self.masks > 1 or self._samples_that_fit(first) > 1)
-        self.possible = wanted and _rows_are_independent(model, first, settings)
-
-    def samples_per_forward(self, inputs: Inputs) -> int:
-        """Return how many samples each forward of a batch draws at most."""
-        if self.possible and inputs.size is not None:
-            return self.masks if self.masks > 1 else self._samples_that_fit(inputs)
-        if self.masks == 1:
-            return 1
+def predict(
+    model: nn.Module,
+    hooks: Sequence[SiteHook],
+    sampling: Callable[[], AbstractContextManager[object]],
+    data: Any,
+    settings: Settings,
+) -> Prediction:
+    """Sample `model` on `data` inside `sampling()`, which activates `hooks`."""
+    if all(hook.regularizer.in_backward for hook in hooks):
         raise InjectionError(
-            f"predict: {self.masks} fixed masks need forwards on {self.masks} copies of each row, but a forward of "
-            "this model, its hooks or its arguments does not treat each row alone.\n"
-            "  pass tensors with the batch at axis 0, and use no regularizer that draws once for the whole batch"
+            "predict: the injection edits gradients only, so all samples would be equal.\n"
+            "  inject a regularizer that changes the forward, such as Dropout(p=0.1)"
         )
+    found: list[Prediction] = []
+    with eval_mode(model), torch.no_grad(), sampling():
+        masks = _fixed_masks(model, settings.samples)
+        for inputs in _read_batches(model, data):
+            summary, repeated = Summary(settings.activation), inputs.repeated(masks)
+            for _ in range(settings.samples // masks):
+                summary.add(settings.call(model, repeated), masks)
+            found.append(summary.prediction())
+    if not found:
+        raise ValueError(
+            f"predict: the {type(data).__name__} yields no batch.\n"
+            "  a generator can be read only once: pass a DataLoader or a list"
+        )
+    prediction = concatenated(found)
+    if prediction.mean.numel() and prediction.variance.max().sqrt() <= _EQUAL * prediction.mean.abs().max():
+        warn(
+            f"predict: all {settings.samples} samples are equal up to rounding: no hook changed the output, or the "
+            "activation saturates.\n  check that the hooked layers run: print(drop.probe(x))"
+        )
+    return prediction
 
-    def _samples_that_fit(self, inputs: Inputs) -> int:
-        """Return how many repetitions of a batch one forward may have, at least 1."""
-        if inputs.size is None:
-            return 1
-        rows = self.rows or _ROWS
-        if self.rows is None and all(x.device.type == "cpu" for x in inputs.tensors):
-            rows = min(rows, _VALUES_ON_CPU * inputs.size // max(1, sum(x.numel() for x in inputs.tensors)))
-        return max(1, rows // max(1, inputs.size))
 
-
-def _rows_are_independent(model: nn.Module, inputs: Inputs, settings: Settings) -> bool:
-    """Whether the first row has the same output alone as after a row of zeros.
-
-    If not, axis 0 is not the batch (as in a recurrent network without `batch_first`), or rows influence each other.
-    """
-    alone = inputs.with_rows(lambda x: x[:1])
-    both = alone.with_rows(lambda x: torch.cat([torch.zeros_like(x), x]))
-    low = any(weight.dtype.itemsize < 4 for weight in model.parameters())
-    try:
-        with uncompiled(), forked_rng(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected, found = settings.call(model, alone), settings.call(model, both)
-        tolerance = _TOLERANCE_16_BIT if low or torch.is_autocast_enabled(expected.device.type) else _TOLERANCE
-        same_rows = (expected.shape[0], found.shape[0]) == (1, 2)
-        return same_rows and bool((found[1:] - expected).abs().max() <= tolerance * expected.abs().max())
-    except Exception:
-        return False  # a fault of the input itself is raised by the first forward of the batch
+def _fixed_masks(model: nn.Module, samples: int) -> int:
+    """Return the number of fixed masks of the active hooks, all of which one forward applies; 1 if masks are drawn."""
+    active = [hook.regularizer for _, hook in hooks_of(model) if hook.eval_rate is not None]
+    groups = [rows_alone(regularizer) for regularizer in active if not regularizer.in_backward]
+    masks = math.lcm(*(number or 1 for number in groups))
+    if masks > 1 and not all(groups):
+        raise InjectionError(
+            f"predict: {masks} fixed masks need a forward on {masks} copies of each row, but another regularizer draws "
+            "once for the whole batch.\n  sample each injection on its own: find(model)[name].predict(x)"
+        )
+    if samples % masks:
+        raise ValueError(
+            f"predict: the regularizer has {masks} fixed masks, so samples must be a multiple of it, got {samples}.\n"
+            f"  write: samples={masks}"
+        )
+    return masks

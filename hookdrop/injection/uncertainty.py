@@ -33,8 +33,6 @@ class Prediction:
     from the model (BALD). It has the shape of `entropy`."""
     samples: int
     """The number of samples."""
-    forwards: int
-    """The number of forwards that drew them, in all batches."""
 
     def __repr__(self) -> str:
         averages = {"std": self.variance.sqrt(), "entropy": self.entropy, "mutual information": self.mutual_information}
@@ -47,7 +45,7 @@ class Summary:
 
     def __init__(self, activation: str | None) -> None:
         self.activation = activation
-        self.count = self.forwards = 0
+        self.count = 0
         self.mean = self.squares = self.entropies = torch.zeros(())
         """The mean, the sum of squared deviations from it, and the sum of the entropies of the samples."""
 
@@ -66,7 +64,7 @@ class Summary:
         between = difference.square() * (self.count * samples / total)
         self.squares = self.squares + (values - mean).square().sum(0) + between
         self.mean = self.mean + difference * (samples / total)
-        self.count, self.forwards = total, self.forwards + 1
+        self.count = total
 
     def prediction(self) -> Prediction:
         """Return the statistics so far, on the CPU."""
@@ -74,7 +72,7 @@ class Summary:
         if self.activation is not None:
             entropy = self._entropy(self.mean).cpu()
             information = (entropy - self.entropies.cpu() / self.count).clamp_min(0.0)  # rounding may give -1e-8
-        return Prediction(mean, variance, entropy, information, self.count, self.forwards)
+        return Prediction(mean, variance, entropy, information, self.count)
 
     def _entropy(self, probabilities: Tensor) -> Tensor:
         terms: Tensor = entr(probabilities)
@@ -114,4 +112,4 @@ def concatenated(parts: Sequence[Prediction]) -> Prediction:
     names = ("mean", "variance", "entropy", "mutual_information")
     known = {name: [getattr(part, name) for part in parts] for name in names if getattr(parts[0], name) is not None}
     joined: dict[str, Any] = {name: torch.cat(tensors) for name, tensors in known.items()}
-    return replace(parts[0], forwards=sum(part.forwards for part in parts), **joined)
+    return replace(parts[0], **joined)

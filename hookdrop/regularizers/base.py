@@ -134,9 +134,9 @@ class Regularizer(nn.Module):
     def independent_samples(self) -> int:
         """Whether each sample of a batch (axis 0) is regularized as if it were alone in the batch.
 
-        `predict` then repeats its input and draws several samples in one forward. A number n above 1 stands for fixed
-        masks, one for each of n equal groups of consecutive rows. False is always correct. A class that overrides
-        `regularize` defines it again, for example as `independent_samples = True`.
+        A number n above 1 stands for fixed masks, one for each of n equal groups of consecutive rows: `predict` repeats
+        its input n times. False is always correct. A class that overrides `regularize` defines it again, for example as
+        `independent_samples = True`.
         """
         return False
 

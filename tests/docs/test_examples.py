@@ -401,11 +401,6 @@ def test_mc_dropout_reports_changed_batch_norm_statistics(
     assert "statistics unchanged: False" in capsys.readouterr().out
 
 
-def test_mc_dropout_compares_the_speed_of_shared_forwards(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(mc_dropout.main([*FAST, "--speed"])) == {1, 8, 32}
-    assert re.search(r"\n +8 images: [\d.]+ times as fast", capsys.readouterr().out)
-
-
 def test_mc_dropout_loads_finetuned_weights(whole: Path) -> None:
     settings = ["--checkpoint", str(whole / "model.pt"), "--samples", "2", "--device", "cpu"]
     result = mc_dropout.main(settings)

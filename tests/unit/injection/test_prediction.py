@@ -23,7 +23,6 @@ from hookdrop import (
     Injection,
     InjectionError,
     LinearSchedule,
-    MixStyle,
     Prediction,
     Regularizer,
     ShapeError,
@@ -57,7 +56,7 @@ class TestStatistics:
         """The same random numbers give the same samples, whose statistics are computed at once here."""
         model, drop = classifier()
         torch.manual_seed(1)
-        found = drop.predict(X, samples=12, activation=activation, rows=1)
+        found = drop.predict(X, samples=12, activation=activation)
         state = torch.get_rng_state()
         torch.manual_seed(1)
         with drop.sampling(), torch.no_grad():
@@ -68,7 +67,7 @@ class TestStatistics:
         def entropy(p: Tensor) -> Tensor:
             return entr(p).sum(-1) if activation == "softmax" else entr(p) + entr(1 - p)
 
-        assert (found.samples, found.forwards) == (12, 12)
+        assert found.samples == 12
         assert torch.allclose(found.mean.double(), samples.mean(0), atol=1e-6)
         assert torch.allclose(found.variance.double(), samples.var(0), atol=1e-6)
         if activation is None:
@@ -79,27 +78,12 @@ class TestStatistics:
             assert torch.allclose(found.mutual_information.double(), information, atol=1e-6)
             assert information.max() > 1e-3
 
-    def test_one_forward_for_several_samples_repeats_the_batch_sample_by_sample(self) -> None:
-        """Rows of a forward: all rows, then all rows again. The comparison of rows leaves the RNG as it was."""
-        model, drop = classifier()
-        torch.manual_seed(1)
-        found = drop.predict(X, samples=5, rows=8, activation=None)
-        state = torch.get_rng_state()
-        torch.manual_seed(1)
-        with drop.sampling(), torch.no_grad():
-            samples = torch.cat([model(X.repeat(times, 1)).view(times, 4, 3) for times in (2, 2, 1)])
-        assert found.forwards == 3
-        assert torch.equal(torch.get_rng_state(), state)
-        assert torch.allclose(found.mean, samples.mean(0), atol=1e-6)
-        assert torch.allclose(found.variance, samples.var(0), atol=1e-6)
-
-    @pytest.mark.parametrize("rows", [1, 256])
-    def test_mean_and_variance_of_a_linear_model(self, rows: int) -> None:
+    def test_mean_and_variance_of_a_linear_model(self) -> None:
         """With dropout of the inputs, the output has mean w x and variance p / (1 - p) * sum (w x)^2."""
         torch.manual_seed(0)
         model, p, samples = nn.Sequential(nn.Identity(), nn.Linear(8, 3)), 0.3, 4000
         drop = inject(model, Dropout(p), layers="0")
-        found = drop.predict(X, samples=samples, activation=None, rows=rows)
+        found = drop.predict(X, samples=samples, activation=None)
         terms = model[1].weight * X[:, None]
         variance = p / (1 - p) * terms.square().sum(-1).detach()
         assert scaled(found.mean, model[1](X).detach(), (variance / samples).sqrt()) < 5
@@ -121,20 +105,11 @@ class TestStatistics:
         assert abs(float(found.mutual_information) - (total - expected)) < error
         assert total - expected > 0.05
 
-    def test_batched_samples_have_the_same_distribution(self) -> None:
-        _, drop = classifier()
-        torch.manual_seed(0)
-        one, several = (drop.predict(X, samples=4000, rows=rows) for rows in (1, 256))
-        assert (one.forwards, several.forwards) == (4000, 63)
-        assert scaled(one.mean, several.mean, (2 * one.variance / 4000).sqrt()) < 5
-        assert torch.allclose(one.variance, several.variance, rtol=0.2)
-        assert torch.allclose(one.mutual_information, several.mutual_information, rtol=0.2)
-
     def test_low_precision_outputs_are_summarized_in_float32(self) -> None:
         model, drop = classifier()
         model.bfloat16()
-        found = drop.predict(X.bfloat16(), samples=20, rows=80)
-        assert (found.mean.dtype, found.forwards) == (torch.float32, 1)
+        found = drop.predict(X.bfloat16(), samples=20)
+        assert found.mean.dtype == torch.float32
         assert found.mean.sum(-1) == pytest.approx(1.0, abs=1e-6)
         assert drop.predict(X.bfloat16(), samples=20, output=Tensor.double).variance.dtype == torch.float64
 
@@ -167,7 +142,7 @@ class TestModel:
         """An input has the same prediction alone and in a batch, from the same random numbers."""
         drop = inject(model.train(), DropPath(0.5), layers="layer2.1")
         torch.manual_seed(0)
-        together = drop.predict(images, samples=4, rows=1, activation=None).mean[:1]
+        together = drop.predict(images, samples=4, activation=None).mean[:1]
         model.eval()
         with drop.sampling(), torch.no_grad():
             torch.manual_seed(0)
@@ -180,7 +155,7 @@ class TestModel:
         drop = inject(model, Dropout(0.5), layers="2")
         values = []
         drop.predict(torch.ones(4, 8), samples=8, output=lambda out: values.append(out.unique()) or out)
-        assert torch.cat(values).unique().tolist() == [0.0, 1.0, 2.0]  # both others would give 4 or 8
+        assert torch.cat(values).unique().tolist() == [0.0, 2.0]  # both others would give 4 or 8
 
     def test_error_restores_modes_and_rates(self) -> None:
         model, drop = classifier()
@@ -254,12 +229,12 @@ class TestInput:
         _, drop = classifier()
         batches = [[X, torch.zeros(4)], (X[:3],), X[:1]]
         torch.manual_seed(0)
-        found = drop.predict(batches, samples=9, rows=1)
+        found = drop.predict(batches, samples=9)
         torch.manual_seed(0)
-        parts = [drop.predict(x, samples=9, rows=1) for x in (X, X[:3], X[:1])]
+        parts = [drop.predict(x, samples=9) for x in (X, X[:3], X[:1])]
         for name in ("mean", "variance", "entropy", "mutual_information"):
             assert torch.equal(getattr(found, name), torch.cat([getattr(part, name) for part in parts]))
-        assert (len(found.mean), found.forwards) == (8, 27)
+        assert len(found.mean) == 8
 
     def test_data_loaders_and_generators(self) -> None:
         class Stream(IterableDataset[Tensor]):
@@ -279,7 +254,7 @@ class TestInput:
         drop = inject(model, Dropout(0.5), layers="embedding")
         batch = {"input_ids": torch.randint(10, (4, 6)), "attention_mask": torch.ones(4, 6), "labels": torch.ones(4)}
         found = drop.predict(batch, samples=10)
-        assert (found.mean.shape, found.forwards) == ((4, 3), 1)
+        assert found.mean.shape == (4, 3)
         assert drop.predict([batch, (batch, 0)], samples=2).mean.shape == (8, 3)
         assert set().union(*model.seen) == {"input_ids"}
 
@@ -290,7 +265,7 @@ class TestInput:
     def test_tuple_is_passed_as_arguments(self) -> None:
         model = nn.Bilinear(8, 8, 3)
         found = inject(model, Dropout(0.5), layers=model).predict((X, X), samples=5)
-        assert (found.mean.shape, found.forwards) == ((4, 3), 1)
+        assert found.mean.shape == (4, 3)
 
     @pytest.mark.parametrize("loader", [[], iter([]), DataLoader([])])
     def test_empty_loader_raises(self, loader: Any) -> None:
@@ -314,7 +289,6 @@ class TestInput:
             ({"samples": 0}, "samples must be at least 1, got 0"),
             ({"samples": 1}, "samples must be at least 2, got 1: one sample has no variance"),
             ({"samples": 2.5}, "samples must be an integer"),
-            ({"rows": 0}, "rows must be at least 1"),
             ({"activation": "tanh"}, "activation must be one of 'softmax', 'sigmoid', None"),
         ],
     )
@@ -378,129 +352,6 @@ class TestOutput:
         assert "entropy" not in repr(self.predict(halve, activation=None))
 
 
-class DrawsOnce(Regularizer):
-    """Unknown to hookdrop: one draw for the whole batch."""
-
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__()
-        self.p = p
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return x * (torch.rand(()) < 0.5)
-
-
-class DrawsOnceAfterAll(Dropout):
-    """Redefines how to regularize, so that what the base class says about samples no longer holds."""
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return x * (torch.rand(()) < 0.5)
-
-
-class Recurrent(nn.Module):
-    """Reads axis 0 or axis 1 as time."""
-
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(8, 3, batch_first=batch_first)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)[0]
-
-
-class TestSharedForwards:
-    @pytest.mark.parametrize(
-        "regularizer",
-        [DropPath(0.5, mode="batch"), MixStyle(0.9), DropBlock(0.3, 3), halve, DrawsOnce(), DrawsOnceAfterAll(0.5)],
-        ids=lambda value: repr(value).split(" at 0x")[0],
-    )
-    @pytest.mark.filterwarnings("ignore:predict. all:hookdrop.HookdropWarning")
-    def test_regularizers_that_draw_for_the_whole_batch_get_one_forward_per_sample(self, regularizer: Any) -> None:
-        model = nn.Sequential(nn.Identity())
-        found = predict(model, regularizer, "0", torch.randn(2, 3, 8, 8), samples=6)
-        assert found.forwards == 6
-
-    def test_one_such_regularizer_suffices(self) -> None:
-        model = nn.Sequential(nn.Identity(), nn.Identity())
-        drop = inject(model, {"0": Dropout(0.5), "1": DropPath(0.5, mode="batch")})
-        assert drop.predict(X, samples=6).forwards == 6
-
-    def test_the_hooks_of_an_outer_sampling_count_too(self) -> None:
-        model = nn.Sequential(nn.Identity(), nn.Identity())
-        drop = inject(model, Dropout(0.5), layers="0")
-        other = inject(model, DropPath(0.5, mode="batch"), layers="1", name="other")
-        assert drop.predict(X, samples=6).forwards == 1
-        with other.sampling():
-            assert drop.predict(X, samples=6).forwards == 6
-
-    @pytest.mark.parametrize(("batch_first", "forwards"), [(True, 1), (False, 6)])
-    def test_recurrent_network_without_batch_first_gets_one_forward_per_sample(
-        self, batch_first: bool, forwards: int
-    ) -> None:
-        """Its axis 0 is time: a repeated input would be a longer sequence."""
-        torch.manual_seed(0)
-        model = Recurrent(batch_first)
-        found = inject(model, Dropout(0.5), layers=model).predict(torch.randn(5, 4, 8), samples=6)
-        assert (found.forwards, found.mean.shape) == (forwards, (5, 4, 3))
-
-    @pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:TransformerEncoderLayer leaves")
-    def test_attention_over_axis_0_gets_one_forward_per_sample(self) -> None:
-        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), 1)
-        found = inject(model, Dropout(0.5), layers="layers.0.linear1").predict(torch.randn(5, 2, 8), samples=6)
-        assert found.forwards == 6
-
-    def test_model_that_draws_in_eval_mode_gets_one_forward_per_sample(self) -> None:
-        """The comparison of rows finds it, and leaves the RNG as it was."""
-        model = Returns(lambda x: x + torch.randn_like(x))
-        drop = inject(model, Dropout(0.5), layers="drop")
-        torch.manual_seed(0)
-        found = drop.predict(X, samples=6, activation=None)
-        torch.manual_seed(0)
-        with drop.sampling(), torch.no_grad():
-            samples = torch.stack([model.eval()(X) for _ in range(6)])
-        assert found.forwards == 6
-        assert torch.allclose(found.mean, samples.mean(0), atol=1e-6)
-
-    def test_batch_norm_without_running_statistics_gets_one_forward_per_sample(self) -> None:
-        model = nn.Sequential(nn.Identity(), nn.BatchNorm1d(8, track_running_stats=False))
-        assert inject(model, Dropout(0.5), layers="0").predict(X, samples=6).forwards == 6
-
-    @pytest.mark.parametrize("arguments", [(X, X[:1]), (X, [1.0] * 4), (X, torch.tensor(2.0))])
-    def test_arguments_that_cannot_be_repeated_get_one_forward_per_sample(self, arguments: Any) -> None:
-        class Two(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first = nn.Linear(8, 3)
-
-            def forward(self, x: Tensor, other: Any) -> Tensor:
-                return self.first(x)
-
-        model = Two()
-        drop = inject(model, Dropout(0.5), layers="first")
-        assert drop.predict(arguments, samples=6).forwards == 6
-        assert drop.predict((X, None), samples=6).forwards == 1
-
-    @pytest.mark.parametrize(
-        ("rows", "forwards"), [(1, 30), (7, 30), (8, 15), (12, 10), (24, 5), (30, 5), (256, 1), (None, 1)]
-    )
-    def test_rows_bounds_the_rows_of_a_forward(self, rows: int | None, forwards: int) -> None:
-        _, drop = classifier()
-        sizes = []
-        found = drop.predict(X, rows=rows, output=lambda out: sizes.append(len(out)) or out)
-        assert found.forwards == forwards
-        assert max(sizes) <= max(rows or 256, 4)
-        assert sum(sizes) == 30 * 4 + (3 if forwards < 30 else 0)  # with the comparison of rows
-
-    def test_large_inputs_are_not_repeated_on_a_cpu(self) -> None:
-        model = nn.Sequential(nn.Identity(), nn.Flatten(), nn.Linear(2**16, 2))
-        drop = inject(model, Dropout(0.5), layers="0")
-        forwards = [drop.predict(torch.randn(n, 2**16), samples=8).forwards for n in (1, 2, 4)]
-        assert forwards == [2, 4, 8]  # at most 4 rows each
-        calls = []
-        drop.predict(torch.randn(4, 2**16), samples=8, output=lambda out: calls.append(len(out)) or out)
-        assert calls == [4] * 8  # without a comparison of rows, which would be of no use
-        assert drop.predict(torch.randn(4, 2**16), samples=8, rows=32).forwards == 1
-
-
 class FixedMasks(Regularizer):
     """Masksembles: group i of n rows gets mask i."""
 
@@ -521,8 +372,7 @@ class FixedMasks(Regularizer):
 
 class TestFixedMasks:
     def test_each_row_gets_each_mask(self) -> None:
-        found = predict(nn.Sequential(nn.Identity()), FixedMasks(), "0", samples=8, rows=4, activation=None)
-        assert found.forwards == 2
+        found = predict(nn.Sequential(nn.Identity()), FixedMasks(), "0", samples=8, activation=None)
         assert torch.allclose(found.mean, X * 1.5)
         assert torch.allclose(found.variance, X**2 * torch.arange(4.0).repeat(2).var())
 
@@ -534,9 +384,9 @@ class TestFixedMasks:
     def test_rows_that_cannot_be_repeated_raise(self) -> None:
         model = nn.Sequential(nn.Identity(), nn.Identity())
         drop = inject(model, {"0": FixedMasks(), "1": DropPath(0.5, mode="batch")})
-        with pytest.raises(InjectionError, match="4 fixed masks need forwards on 4 copies of each row"):
+        with pytest.raises(InjectionError, match="4 fixed masks need a forward on 4 copies of each row, but another"):
             drop.predict(X, samples=8)
-        with pytest.raises(InjectionError, match="4 fixed masks need forwards on 4 copies of each row"):
+        with pytest.raises(InjectionError, match="4 fixed masks need a forward on 4 copies of each row, but the arg"):
             predict(Returns(halve), FixedMasks(), "drop", [X, (torch.tensor(1.0),)], samples=4)
 
 
@@ -546,11 +396,10 @@ class TestGroup:
         inject(model, Dropout(0.5), layers="0")
         inject(model, DropPath(0.5, mode="batch"), layers="1", name="path")
         values = []
-        found = find(model).predict(
+        find(model).predict(
             torch.ones(4, 8), samples=20, output=lambda out: values.append(out.unique()) or out, activation=None
         )
         assert torch.cat(values).unique().tolist() == [0.0, 4.0]
-        assert found.forwards == 20
 
     def test_a_model_without_injections_raises(self) -> None:
         with pytest.raises(InjectionError, match=r"there is no injection here."):
