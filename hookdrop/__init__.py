@@ -7,9 +7,9 @@ from hookdrop import regularizers as _regularizers
 from hookdrop import schedules as _schedules
 from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.plan import Plan
+from hookdrop.injection.prediction import Prediction
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.text import parse
-from hookdrop.injection.uncertainty import Prediction
 from hookdrop.injection.verbs import inject, plan, update_bn, without_hooks
 from hookdrop.regularizers import *
 from hookdrop.regularizers import Rate, Regularizer

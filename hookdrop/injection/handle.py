@@ -29,8 +29,8 @@ from hookdrop.utils.validation import CopyDevice, count, number
 # Imported on first use, because most trainings neither measure nor predict.
 if TYPE_CHECKING:
     from hookdrop.injection.measurement import Measurement
+    from hookdrop.injection.prediction import Prediction
     from hookdrop.injection.recording import Recording
-    from hookdrop.injection.uncertainty import Prediction
 
 
 class Site(NamedTuple):

@@ -6,17 +6,16 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.special import entr
 
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
-from hookdrop.injection.uncertainty import Prediction, Summary, concatenated
 from hookdrop.regularizers import rows_alone
-from hookdrop.survey.isolation import eval_mode
 from hookdrop.utils.errors import InjectionError, ShapeError, warn
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import describe
@@ -24,6 +23,107 @@ from hookdrop.utils.validation import count, one_of
 
 _EQUAL = 1e-6
 """Up to this standard deviation, relative to the largest mean, samples differ by rounding only."""
+
+
+# --- statistics
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction:
+    """The result of `Injection.predict`: statistics over the samples, on the CPU.
+
+    "Probabilities" are the model's outputs after the activation; with `activation=None`, the outputs themselves. The
+    tensors have the floating-point type of the outputs, but at least float32.
+    """
+
+    mean: Tensor
+    """The mean of the probabilities, with the shape of the output: (N, C), (N, C, H, W), ..."""
+    variance: Tensor
+    """The variance of the probabilities over the samples (the sum of squares / (samples - 1)), with the same shape."""
+    entropy: Tensor | None
+    """The entropy of the mean, in nats: the total uncertainty. The shape lacks the class axis: (N,), (N, H, W), ... For
+    a sigmoid it is the entropy of each label, with the shape of the output. None without an activation."""
+    mutual_information: Tensor | None
+    """The entropy of the mean minus the mean entropy of the samples, in nats, at least 0: the uncertainty that comes
+    from the model (BALD). It has the shape of `entropy`."""
+    samples: int
+    """The number of samples."""
+
+    def __repr__(self) -> str:
+        averages = {"std": self.variance.sqrt(), "entropy": self.entropy, "mutual information": self.mutual_information}
+        known = [f"{name} {values.mean():.3g}" for name, values in averages.items() if values is not None]
+        return f"<Prediction {tuple(self.mean.shape)} from {self.samples} samples; on average: {', '.join(known)}>"
+
+
+class Summary:
+    """Running statistics of the samples of one batch. It stores no sample."""
+
+    def __init__(self, activation: str | None) -> None:
+        self.activation = activation
+        self.count = 0
+        self.mean = self.squares = self.entropies = torch.zeros(())
+        """The mean, the sum of squared deviations from it (Welford 1962), and the sum of the entropies."""
+
+    def add(self, out: Tensor, samples: int) -> None:
+        """Add the output (samples * N, ...) of one forward."""
+        out = out.to(torch.promote_types(out.dtype, torch.float32))
+        if self.count == 0 and self.activation == "softmax":
+            _check_classes(out)
+        if self.activation is not None:
+            out = torch.softmax(out, class_axis(out)) if self.activation == "softmax" else out.sigmoid()
+        for sample in out.reshape(samples, out.shape[0] // samples, *out.shape[1:]):
+            self.count += 1
+            difference = sample - self.mean
+            self.mean = self.mean + difference / self.count
+            self.squares = self.squares + difference * (sample - self.mean)
+            if self.activation is not None:
+                self.entropies = self.entropies + self._entropy(sample)
+
+    def prediction(self) -> Prediction:
+        """Return the statistics so far, on the CPU."""
+        mean, variance, entropy, information = self.mean.cpu(), (self.squares / (self.count - 1)).cpu(), None, None
+        if self.activation is not None:
+            entropy = self._entropy(self.mean).cpu()
+            information = (entropy - self.entropies.cpu() / self.count).clamp_min(0.0)  # rounding may give -1e-8
+        return Prediction(mean, variance, entropy, information, self.count)
+
+    def _entropy(self, probabilities: Tensor) -> Tensor:
+        terms: Tensor = entr(probabilities)
+        softmax = self.activation == "softmax"
+        return terms.sum(class_axis(probabilities)) if softmax else terms + entr(1.0 - probabilities)
+
+
+def class_axis(out: Tensor) -> int:
+    """Return 1 for maps and volumes, (N, C, H, W) and (N, C, D, H, W), otherwise the last axis."""
+    return 1 if out.dim() in (4, 5) else out.dim() - 1
+
+
+def _check_classes(out: Tensor) -> None:
+    """Raise if the softmax over the class axis would be constant, and warn if the model has applied one."""
+    axis = class_axis(out)
+    if axis == 0 or out.shape[axis] == 1:
+        shape = ", ".join(["N", *map(str, out.shape[1:])])
+        raise ValueError(
+            f"predict: the softmax needs two classes, but the output is ({shape}): axis {axis} "
+            f"{'is the batch' if axis == 0 else 'has one class, whose probability would always be 1'}.\n"
+            '  binary or multi-label logits: activation="sigmoid"   regression: activation=None'
+        )
+    if out.numel() and bool((out >= 0).all()) and bool(((out.sum(axis) - 1).abs() < 1e-3).all()):
+        warn(
+            "predict: the outputs of the model sum to 1, as probabilities do, and predict applies a softmax to them.\n"
+            "  return logits, or pass the logarithms: output=lambda out: out.log()"
+        )
+
+
+def concatenated(parts: Sequence[Prediction]) -> Prediction:
+    """Concatenate the statistics of batches along axis 0."""
+    names = ("mean", "variance", "entropy", "mutual_information")
+    known = {name: [getattr(part, name) for part in parts] for name in names if getattr(parts[0], name) is not None}
+    joined: dict[str, Any] = {name: torch.cat(tensors) for name, tensors in known.items()}
+    return replace(parts[0], **joined)
+
+
+# --- sampling
 
 
 @dataclass(frozen=True)
@@ -113,6 +213,8 @@ def predict(
     settings: Settings,
 ) -> Prediction:
     """Sample `model` on `data` inside `sampling()`, which activates `hooks`."""
+    from hookdrop.survey.isolation import eval_mode  # only a prediction needs it
+
     if all(hook.regularizer.in_backward for hook in hooks):
         raise InjectionError(
             "predict: the injection edits gradients only, so all samples would be equal.\n"
