@@ -18,15 +18,6 @@ Rows: TypeAlias = Mapping[str, Tensor]
 
 KEPT, DROPPED = "#d5dde8", "#b2182b"
 SCALE = "viridis"
-MAX_BLOCKS = 6
-"""The number of layers in one figure, unless more are named."""
-
-
-def evenly_spaced(names: Sequence[str]) -> list[str]:
-    """Select at most `MAX_BLOCKS` names, evenly spaced from the first to the last."""
-    if len(names) <= MAX_BLOCKS:
-        return list(names)
-    return [names[round(i * (len(names) - 1) / (MAX_BLOCKS - 1))] for i in range(MAX_BLOCKS)]
 
 
 def get_figure(figure: Any, width: float, height: float) -> Any:
@@ -70,13 +61,8 @@ def images_of(x: Tensor, sample: int, channels: int) -> list[Tensor]:
     return list((maps if maps.dim() == 3 else maps[:, maps.shape[1] // 2])[:channels])
 
 
-def blocks_figure(
-    blocks: Mapping[str, Rows], sample: int = 0, channels: int = 8, figure: Any = None, total: int = 0
-) -> Figure:
-    """Draw blocks from top to bottom, each with a row per tensor and a column per channel.
-
-    `total` is the number of existing blocks, for the title.
-    """
+def blocks_figure(blocks: Mapping[str, Rows], sample: int = 0, channels: int = 8, figure: Any = None) -> Figure:
+    """Draw blocks from top to bottom, each with a row per tensor and a column per channel."""
     shown = [[images_of(x, sample, channels) for x in rows.values()] for rows in blocks.values()]
     heights = [0.75 + 1.05 * len(rows) * (2 if len(rows[0]) == 1 else 1) for rows in shown]
     width = max(5.0, *(1.6 + 1.05 * len(rows[0]) for rows in shown))
@@ -85,8 +71,6 @@ def blocks_figure(
     for part, (title, rows), images in zip(parts, blocks.items(), shown, strict=True):
         part.suptitle(title, fontsize=10)
         _draw_block(part, rows, images)
-    if total > len(blocks):
-        parts[0].suptitle(f"{len(blocks)} of {total} layers\n{next(iter(blocks))}", fontsize=10)
     if masked := [part for part, images in zip(parts, shown, strict=True) if any(_is_mask(row[0]) for row in images)]:
         from matplotlib.patches import Patch
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.injection.figures import Rows, blocks_figure, evenly_spaced
+from hookdrop.injection.figures import Rows, blocks_figure
 from hookdrop.injection.measurement import Measurement, why_idle
 from hookdrop.regularizers import drops_elements
 from hookdrop.utils.errors import NotRecordedError, did_you_mean
@@ -107,7 +107,7 @@ class Recording(Mapping[str, Record]):
         """Plot input, mask (or change, of noise) and output of the last call of each site; returns the figure.
 
         Args:
-            layers: the sites, by name or glob; None plots all recorded sites, or 6 of them from first to last.
+            layers: the sites, by name or glob; None plots all, or of more than 6 every second, third, ...
             sample: the index in the batch.
             channels: the maximum number of channels of a map. Tokens are one image (tokens x channels), and so are
                 features (samples x units).
@@ -122,19 +122,19 @@ class Recording(Mapping[str, Record]):
             blocks[self._title(name)] = {"before": r.before, **({"mask": r.mask} if r.drops else {}), "after": r.after}
             if not r.drops:
                 blocks[f"{name or 'the model'}: change"] = {"after - before": r.after - r.before}
-        return blocks_figure(blocks, sample, channels, figure, total=len(self) if layers is None else 0)
+        return blocks_figure(blocks, sample, channels, figure)
 
     def plot_masks(
         self, layers: str | Sequence[str] | None = None, sample: int = 0, channels: int = 8, figure: Any = None
     ) -> Figure:
         """Plot the mask of the last call of each site. See `plot_features` for the arguments."""
         blocks = {self._title(name): {"mask": r.mask} for name, r in self._select(layers).items()}
-        return blocks_figure(blocks, sample, channels, figure, total=len(self) if layers is None else 0)
+        return blocks_figure(blocks, sample, channels, figure)
 
     def _select(self, layers: str | Sequence[str] | None) -> dict[str, Record]:
         if layers is None and not len(self):
             raise NotRecordedError(self._missing(next(iter(self._records), "")))
-        names: list[str] = evenly_spaced(list(self)) if layers is None else []
+        names = list(self)[:: -(-len(self) // 6)] if layers is None else []
         for entry in [layers] if isinstance(layers, str) else layers or ():
             matching = [] if entry in self._records else list(filter(glob_expression(entry).fullmatch, self))
             names += matching or [entry]

@@ -107,7 +107,6 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
 
 def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
     """Leave out the layers that the model never calls, such as containers without a forward, with a warning."""
-    skipped: dict[str, Layer] = {}
     for layer in selection.layers:
         kind = type(layer.module)
         if isinstance(layer.module, torch.jit.ScriptModule):
@@ -121,23 +120,16 @@ def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
                 "  Keras never puts its layers in eval mode: a hook would drop in predict() and evaluate() too.\n"
                 "  use a layer such as keras.layers.Dropout, or hook modules inside a keras.layers.TorchModuleWrapper."
             )
-        if not has_forward(layer.module):
-            skipped[layer.name] = layer
-    if not skipped:
-        return selection.layers
-    for name in filter(selection.exact.__contains__, skipped):
-        raise LayerError(
-            f"{name!r} is a {type(skipped[name].module).__name__}, which is never called: a hook on it never fires.\n"
-            "  its parent only iterates over it or uses its weights: hook the layers inside, or the parent."
-        )
-    called, names = [layer for layer in selection.layers if layer.name not in skipped], some(list(skipped))
-    if not called:
-        raise LayerError(
-            f"`layers` matches only modules that are never called: {names}.\n"
-            "  their parents iterate over them or use their weights: hook their submodules or their parents."
-        )
-    if plan.spec.source is not None:
-        modules = counted(len(skipped), "module")
+    called = [layer for layer in selection.layers if has_forward(layer.module)]
+    skipped = [layer for layer in selection.layers if not has_forward(layer.module)]
+    for layer in skipped:
+        if layer.name in selection.exact or not called:
+            raise LayerError(
+                f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
+                "  its parent only iterates over it or uses its weights: hook the layers inside, or the parent."
+            )
+    if skipped and plan.spec.source is not None:
+        modules, names = counted(len(skipped), "module"), some([layer.name for layer in skipped])
         plan.warnings.append(f"skipped {modules} that the model never calls (containers): {names}.")
     return called
 

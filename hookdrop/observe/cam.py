@@ -19,7 +19,7 @@ from hookdrop.survey.isolation import restored_after, uncompiled
 from hookdrop.utils.errors import LayerError, ShapeError, needs, warn
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import Entries, select
-from hookdrop.utils.tables import some, text_table
+from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import describe, detached_copy
 from hookdrop.utils.validation import floating, one_of
 
@@ -227,11 +227,8 @@ class CamComparison:
         return figure  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        wide = torch.stack([self.wide_before, self.wide_after], 1)
-        labels = [*enumerate(self.targets), ("mean", None)]
-        numbers = torch.cat([wide, wide.mean(0, keepdim=True)]).tolist()
-        rows = [(*label, *(f"{x:.3f}" for x in row)) for label, row in zip(labels, numbers, strict=True)]
-        return text_table(("image", "class", "above half before", "above half after"), rows)
+        before, after = (float(wide.mean()) for wide in (self.wide_before, self.wide_after))
+        return f"<CamComparison of {len(self.targets)} images: {before:.1%} above half before, {after:.1%} after>"
 
 
 def _fraction_above_half(maps: Tensor) -> Tensor:

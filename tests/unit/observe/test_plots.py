@@ -116,12 +116,8 @@ class TestRecordings:
         model = nn.Sequential(*[nn.Identity() for _ in range(9)])
         with inject(model, Dropout(0.5), layers="*").recording() as r:
             model(torch.randn(2, 3, 4, 4))
-        figure = r.plot_masks()
-        assert len(titles(figure)) == 6
-        assert titles(figure)[0].startswith("6 of 9 layers\n0: Dropout at 0.5, dropped")
-        figure = r.plot_masks(list(r))
-        assert len(titles(figure)) == 9
-        assert titles(figure)[0].startswith("0: Dropout")
+        assert [title.partition(":")[0] for title in titles(r.plot_masks())] == ["0", "2", "4", "6", "8"]
+        assert len(titles(r.plot_masks(list(r)))) == 9
 
 
 class TestImages:

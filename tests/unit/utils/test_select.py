@@ -336,7 +336,7 @@ class TestSelection:
         assert [site.name for site in drafted.sites] == ["blocks"]
         assert "skipped 1 module that the model never calls (containers): 'heads'." in drafted.warnings
         assert any("1 site never called in an eval forward" in text for text in drafted.warnings)
-        with pytest.raises(LayerError, match="matches only modules that are never called"):
+        with pytest.raises(LayerError, match="which is never called: a hook on it never fires"):
             plan(Iterates(), Dropout(0.1), layers="head*[s]")
 
     def test_uncalled_container_warns_after_a_forward(self) -> None:
@@ -377,7 +377,7 @@ class TestSelection:
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
         with pytest.raises(LayerError, match="'layers.0.self_attn.out_proj' is a NonDynamicallyQuantizableLinear"):
             inject(model, Dropout(0.1), layers="layers.0.self_attn.out_proj")
-        with pytest.raises(LayerError, match="matches only modules that are never called"):
+        with pytest.raises(LayerError, match="which is never called: a hook on it never fires"):
             inject(model, Dropout(0.1), layers="**.out_proj")
 
 
