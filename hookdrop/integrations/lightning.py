@@ -14,23 +14,21 @@ from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.select import select
-from hookdrop.utils.tables import counted
-from hookdrop.utils.validation import count
 
 
 class InjectionCallback(Placement, Callback):
     """Place hooks when the training starts, advance their schedules, log their rates, and save and restore their state.
 
     The hooks are placed after the model is built, and the schedule follows the optimizer's steps, also with gradient
-    accumulation and in a resumed run. Nothing is dropped while StochasticWeightAveraging collects batch-norm
-    statistics. If `fit` raises an exception, the hooks are removed.
+    accumulation and in a resumed run; of several optimizers, it follows the first that trains the module. Nothing is
+    dropped while StochasticWeightAveraging collects batch-norm statistics. If `fit` raises an exception, the hooks are
+    removed.
 
     Args:
         spec: an `InjectionSpec`, or a mapping of its settings; any number of them. A `module` has one callback, which
             takes all of its specs.
         specs: more mappings, as a list, for configuration files and LightningCLI.
         module: name of the part of the LightningModule to regularize; None for all of it.
-        optimizer: index of the optimizer whose steps count, if there are several.
         log: whether to log `Injection.metrics()`.
         seed_per_rank: whether the ranks of a distributed job draw different masks.
 
@@ -47,12 +45,11 @@ class InjectionCallback(Placement, Callback):
         *spec: InjectionSpec | Mapping[str, Any],
         specs: Sequence[Mapping[str, Any]] = (),
         module: str | None = None,
-        optimizer: int = 0,
         log: bool = True,
         seed_per_rank: bool = True,
     ) -> None:
         super().__init__(spec, specs, seed_per_rank=seed_per_rank)
-        self.module, self.optimizer = module, count(optimizer, "optimizer", "InjectionCallback", low=0)
+        self.module = module
         # Lightning sets `log` of every callback to the method of the LightningModule.
         self._logs = log
         self._disabled = ExitStack()
@@ -70,16 +67,12 @@ class InjectionCallback(Placement, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Place the hooks, after the callbacks that search a learning rate or a batch size when the fit starts."""
-        optimizers = len(trainer.optimizers)
-        if self.optimizer >= max(1, optimizers):
-            raise InjectionError(
-                f"InjectionCallback: optimizer={self.optimizer}, but {type(pl_module).__name__} has "
-                f"{counted(optimizers, 'optimizer')}.\n  the first is optimizer=0"
-            )
         part = pl_module if self.module is None else select(pl_module, self.module, source="`module`").layers[0].module
         self._place(part, self._total_steps(trainer), trainer.global_rank, trainer.world_size)
-        if optimizers > 1 and self.injection is not None:
-            self.injection.follow(trainer.optimizers[self.optimizer])
+        if len(trainer.optimizers) > 1 and self.injection is not None:
+            own, every = {*part.parameters()}, trainer.optimizers
+            training = [one for one in every if any(not own.isdisjoint(group["params"]) for group in one.param_groups)]
+            self.injection.follow([*training, *every][0])
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Set the schedules to the current step."""

@@ -245,7 +245,7 @@ class TestBackbone:
 
     def test_model_with_sites_only_in_the_backbone_raises(self) -> None:
         halves = [nn.Sequential(nn.Conv2d(n, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()) for n in (3, 4, 4)]
-        with pytest.raises(LayerError, match="outside the backbone"):
+        with pytest.raises(LayerError, match="outside a backbone"):
             inject(nn.Sequential(nn.Sequential(*halves), nn.Conv2d(4, 2, 1)), dropblock_unet())
 
 
