@@ -107,6 +107,8 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
 
 def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
     """Leave out the layers that the model never calls, such as containers without a forward, with a warning."""
+    called: list[Layer] = []
+    skipped: list[Layer] = []
     for layer in selection.layers:
         kind = type(layer.module)
         if isinstance(layer.module, torch.jit.ScriptModule):
@@ -120,8 +122,7 @@ def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
                 "  Keras never puts its layers in eval mode: a hook would drop in predict() and evaluate() too.\n"
                 "  use a layer such as keras.layers.Dropout, or hook modules inside a keras.layers.TorchModuleWrapper."
             )
-    called = [layer for layer in selection.layers if has_forward(layer.module)]
-    skipped = [layer for layer in selection.layers if not has_forward(layer.module)]
+        (called if has_forward(layer.module) else skipped).append(layer)
     for layer in skipped:
         if layer.name in selection.exact or not called:
             raise LayerError(
