@@ -23,8 +23,6 @@ from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import functorch_stack
 from hookdrop.utils.validation import count
 
-HEADER = ("site", "asked", "dropped", "mean ratio", "calls")
-
 Record: TypeAlias = Callable[[SiteHook, float | None, Tensor, Tensor, Tensor], None]
 """Receives (hook, rate, input, output, dropped) of each tensor that a regularizer processes. The rate is None if the
 regularizer has none; `dropped` is True where the output does not depend on the input."""
@@ -41,10 +39,10 @@ class Effect:
     """The number of input elements that the output does not depend on."""
     asked_of_all: float = 0.0
     """The rate of each call, times its number of elements."""
-    asks: bool = False
-    """Whether a rate says what to expect."""
-    drops: bool = False
-    """Whether a regularizer drops elements."""
+    asks: int = 0
+    """The number of calls in which a rate says what to expect."""
+    drops: int = 0
+    """The number of calls in which a regularizer drops elements."""
     magnitude_in: float = 0.0
     magnitude_out: float = 0.0
 
@@ -101,22 +99,18 @@ class Measurement(Effect):
         share = x.numel() / y.numel() if y.numel() else 1.0
         magnitude_out = share * _total(y.detach().abs().sum(dtype=torch.float64))
         zeroed = _total(dropped.sum()) if drops else 0.0  # a stopped gradient is no dropped element
+        asks, asked_of_all = asked is not None, (asked or 0.0) * x.numel()
+        new = Effect(1, x.numel(), zeroed, asked_of_all, asks, drops, magnitude_in, magnitude_out)
         for effect in (self.sites[self.labels[hook]], self):
-            effect.calls += 1
-            effect.elements += x.numel()
-            effect.zeroed += zeroed
-            effect.asked_of_all += (asked or 0.0) * x.numel()
-            effect.asks |= asked is not None
-            effect.drops |= drops
-            effect.magnitude_in += magnitude_in
-            effect.magnitude_out += magnitude_out
+            for name, value in vars(new).items():
+                setattr(effect, name, getattr(effect, name) + value)
 
     def rows(self) -> list[tuple[str, str, str, str, int]]:
         """Return one row per site and a row for all sites."""
         return [*(effect.row(name) for name, effect in self.sites.items()), self.row("all")]
 
     def __repr__(self) -> str:
-        lines = [text_table(HEADER, self.rows())]
+        lines = [text_table(("site", "asked", "dropped", "mean ratio", "calls"), self.rows())]
         if self.eval_identical is not None:
             lines.append(f"eval output {'' if self.eval_identical else 'NOT '}bit-identical with and without hooks")
         return "\n".join([*lines, self.note] if self.note else lines)

@@ -92,14 +92,8 @@ class Plan:
     recipe: Mapping[str, Any] | None = None
     """The arguments of `inject` with which a recipe chooses the same sites again."""
 
-    @property
-    def at(self) -> str:
-        """`"output"`, `"input"` or `"skip"`, or `"mixed"` if the sites differ."""
-        all_at = {site.at for site in self.sites}
-        return all_at.pop() if len(all_at) == 1 else "mixed"
-
     def __repr__(self) -> str:
-        where = ", at the input" if self.at == "input" else ""
+        where = ", at the input" if {site.at for site in self.sites} == {"input"} else ""
         requested = f"{self.spec.timing} = " if self.spec.is_relative else ""
         schedule = "" if self.schedule is None else f", {requested}{self.schedule}"
         title = f"{counted(len(self.sites), 'site')} of {type(self.root).__name__}{where}{schedule}"

@@ -24,8 +24,6 @@ from hookdrop.utils.validation import CopyDevice, count
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HEADER = ("site", "calls", "shape", "p", "dropped")
-
 
 @dataclass(frozen=True, eq=False)
 class Record:
@@ -154,4 +152,4 @@ class Recording(Mapping[str, Record]):
             (name, calls[name], shape_text(r.before.shape), r.p, f"{r.dropped:.3f}" if r.drops else "-")
             for name, r in self.items()
         ]
-        return text_table(HEADER, rows)
+        return text_table(("site", "calls", "shape", "p", "dropped"), rows)

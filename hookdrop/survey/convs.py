@@ -208,8 +208,11 @@ def _is_norm(call: Call, own: Collection[Op]) -> bool:
 def conv_nets(trace: Trace, residuals: Iterable[Residual]) -> list[ConvNet]:
     """Return the networks of blocks in a model, which may have several, such as two backbones."""
     graph = ConvGraph(trace)
-    maps = [one for one in residuals if len(one.output.shape) > 2 and not _is_part(one.skip, one.root, graph)]
-    paths = {one: graph.path(one.root, *one.op.inputs) for one in maps}
+    maps = [one for one in residuals if len(one.output.shape) > 2]
+    skips = {one: {*_names(graph.path(one.root, one.skip))} for one in maps}
+    # A skip may be a part of a tensor, as in a DPN.
+    whole = [one for one, names in skips.items() if not names or not names <= PARTS]
+    paths = {one: graph.path(one.root, *one.op.inputs) for one in whole}
     blocks = [block for one in _outermost(graph, paths) if (block := _residual_block(graph, one, paths)) is not None]
     if blocks or not paths:
         blocks += _blocks_without_skip(graph, blocks)
@@ -236,12 +239,6 @@ def conv_nets(trace: Trace, residuals: Iterable[Residual]) -> list[ConvNet]:
             net.others += [(conv.index, conv.call.name) for conv in unknown if conv.call]
         net.blocks.append(block)
     return nets
-
-
-def _is_part(skip: Node, root: Node, graph: ConvGraph) -> bool:
-    """Whether a skip is a part of a tensor, as in a DPN."""
-    path = graph.path(root, skip)
-    return bool(path) and {*_names(path)} <= PARTS
 
 
 def _outermost(graph: ConvGraph, paths: Mapping[Residual, list[Node]]) -> list[Residual]:
