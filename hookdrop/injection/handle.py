@@ -405,10 +405,10 @@ class Injection:
         Reference: Gal & Ghahramani 2016, "Dropout as a Bayesian approximation", arXiv:1506.02142; Houlsby et al. 2011,
         "Bayesian active learning for classification and preference learning", arXiv:1112.5745 (mutual information).
         """
-        from hookdrop.injection.prediction import Settings, predict
+        from hookdrop.injection.prediction import predict
 
-        settings, hooks = Settings(samples, activation, output), self._hooks("predict()")
-        return predict(self._require_model(), hooks, lambda: self.sampling(p), data, settings)
+        hooks = self._hooks("predict()")
+        return predict(self._require_model(), hooks, self.sampling(p), data, samples, activation, output)
 
     # --- inspecting
 

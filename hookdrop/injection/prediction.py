@@ -171,62 +171,54 @@ def _read_batches(model: nn.Module, data: Any) -> Iterator[Inputs]:
         yield inputs.map(lambda x: x.to(device) if device is not None and hasattr(x, "to") else x)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of `Injection.predict`, validated."""
-
-    samples: int
-    activation: str | None
-    output: Callable[[Any], Tensor] | None
-
-    def __post_init__(self) -> None:
-        if count(self.samples, "samples", "predict") == 1:
-            raise ValueError(
-                "predict: samples must be at least 2, got 1: one sample has no variance.\n"
-                "  one sample: with drop.sampling(), torch.no_grad(): model(x)"
-            )
-        one_of(self.activation, "activation", "predict", ("softmax", "sigmoid", None))
-
-    def call(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Call the model and return the tensor to summarize."""
-        out = model(*inputs.args, **inputs.kwargs)
-        picked: object = out if isinstance(out, Tensor) else getattr(out, "logits", None)
-        if self.output is not None:
-            picked = self.output(out)
-        pick = "\n  pass a function that picks the tensor: output=lambda out: out[...]"
-        if not isinstance(picked, Tensor):
-            what = "the model returns" if self.output is None else "no tensor was picked from"
-            raise TypeError(f"predict: {what} {describe(out)}.{pick}")
-        if not picked.is_floating_point() or picked.dim() == 0:
-            raise ShapeError(
-                "predict: the output must be a floating-point tensor with one row per input, got "
-                f"{tuple(picked.shape)} {picked.dtype}.{pick}"
-            )
-        return picked
+def _call(model: nn.Module, inputs: Inputs, output: Callable[[Any], Tensor] | None) -> Tensor:
+    """Call the model and return the tensor to summarize."""
+    out = model(*inputs.args, **inputs.kwargs)
+    picked: object = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    if output is not None:
+        picked = output(out)
+    pick = "\n  pass a function that picks the tensor: output=lambda out: out[...]"
+    if not isinstance(picked, Tensor):
+        what = "the model returns" if output is None else "no tensor was picked from"
+        raise TypeError(f"predict: {what} {describe(out)}.{pick}")
+    if not picked.is_floating_point() or picked.dim() == 0:
+        raise ShapeError(
+            "predict: the output must be a floating-point tensor with one row per input, got "
+            f"{tuple(picked.shape)} {picked.dtype}.{pick}"
+        )
+    return picked
 
 
 def predict(
     model: nn.Module,
     hooks: Sequence[SiteHook],
-    sampling: Callable[[], AbstractContextManager[object]],
+    sampling: AbstractContextManager[object],
     data: Any,
-    settings: Settings,
+    samples: int,
+    activation: str | None,
+    output: Callable[[Any], Tensor] | None,
 ) -> Prediction:
-    """Sample `model` on `data` inside `sampling()`, which activates `hooks`."""
+    """Sample `model` on `data` inside `sampling`, which activates `hooks`. See `Injection.predict`."""
     from hookdrop.survey.isolation import eval_mode  # only a prediction needs it
 
+    if count(samples, "samples", "predict") == 1:
+        raise ValueError(
+            "predict: samples must be at least 2, got 1: one sample has no variance.\n"
+            "  one sample: with drop.sampling(), torch.no_grad(): model(x)"
+        )
+    one_of(activation, "activation", "predict", ("softmax", "sigmoid", None))
     if all(hook.regularizer.in_backward for hook in hooks):
         raise InjectionError(
             "predict: the injection edits gradients only, so all samples would be equal.\n"
             "  inject a regularizer that changes the forward, such as Dropout(p=0.1)"
         )
     found: list[Prediction] = []
-    with eval_mode(model), torch.no_grad(), sampling():
-        masks = _fixed_masks(model, settings.samples)
+    with eval_mode(model), torch.no_grad(), sampling:
+        masks = _fixed_masks(model, samples)
         for inputs in _read_batches(model, data):
-            summary, repeated = Summary(settings.activation), inputs.repeated(masks)
-            for _ in range(settings.samples // masks):
-                summary.add(settings.call(model, repeated), masks)
+            summary, repeated = Summary(activation), inputs.repeated(masks)
+            for _ in range(samples // masks):
+                summary.add(_call(model, repeated, output), masks)
             found.append(summary.prediction())
     if not found:
         raise ValueError(
@@ -236,7 +228,7 @@ def predict(
     prediction = concatenated(found)
     if prediction.mean.numel() and prediction.variance.max().sqrt() <= _EQUAL * prediction.mean.abs().max():
         warn(
-            f"predict: all {settings.samples} samples are equal up to rounding: no hook changed the output, or the "
+            f"predict: all {samples} samples are equal up to rounding: no hook changed the output, or the "
             "activation saturates.\n  check that the hooked layers run: print(drop.probe(x))"
         )
     return prediction
