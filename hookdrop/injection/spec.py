@@ -121,15 +121,13 @@ class InjectionSpec:
                     "`layers` is missing: pass a name, a glob such as 'layer3.*', a class, or a list of these.\n"
                     '  see all:      print(hookdrop.plan(model, layers="**"))'
                 )
-            as_entries(_with_root(self.layers, _ANY_MODEL), "`layers`")
+            as_entries(self.layers, "`layers`")
             return [None if source is None else _regularizer(source)], self.layers
         if recipe := next((value for value in source.values() if isinstance(value, Recipe)), None):
             raise TypeError(f"the recipe {recipe!r} chooses its layers: pass it alone, not in a mapping.")
         if self.layers is not None:
             raise LayerError("pass either `layers` or a mapping of layers to regularizers, not both.")
-        for key in _with_root(source, _ANY_MODEL):
-            if len(as_entries(key, "a key of the mapping")) != 1:
-                raise LayerError("each key of the mapping must be a single entry: a name, a glob, a class, ...")
+        as_entries(list(source), "a key of the mapping")
         return [_regularizer(value) for value in source.values()], list(source)
 
     @cached_property
@@ -148,13 +146,6 @@ class InjectionSpec:
     def is_relative(self) -> bool:
         """Whether the schedule has fractions of the training, so that `inject` needs `total_steps`."""
         return self.timing is not None and self.timing.is_relative
-
-    def for_model(self, model: nn.Module) -> InjectionSpec:
-        """Return the spec with `model` in place of the empty name, which stands for the model itself."""
-        if isinstance(self.source, Recipe):
-            return self
-        parts = {name: _with_root(getattr(self, name), model) for name in ("layers", "p_scale")}
-        return replace(self, regularizer=_with_root(self.source, model), **parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, ready for JSON or YAML.
@@ -192,14 +183,7 @@ class InjectionSpec:
         return cls(**dict(settings) | {name: _read(settings[name], allow) for name in texts})
 
 
-_ANY_MODEL = nn.Identity()
 _EXAMPLE = '  for example: InjectionSpec("Dropout(p=0.1)", layers="head")'
-
-
-def _with_root(value: Any, model: nn.Module) -> Any:
-    if isinstance(value, Mapping):
-        return {model if key == "" else key: one for key, one in value.items()}
-    return [model if entry == "" else entry for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _read(given: Any, allow: Allowed = ()) -> Any:

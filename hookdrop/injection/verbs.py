@@ -149,7 +149,7 @@ def _plan(model: nn.Module, regularizer: Any, given: tuple[Any, ...], total_step
     if isinstance(regularizer, InjectionSpec):
         if given != (None, (), "output", None, None, None, None, "error", False):
             raise TypeError("inject: a spec has all settings: pass only total_steps= and example_input= with it.")
-        return make_plan(model, regularizer.for_model(model), total_steps, example)
+        return make_plan(model, regularizer, total_steps, example)
     if isinstance(model, Regularizer):
         raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
     spec = InjectionSpec(regularizer, *given)

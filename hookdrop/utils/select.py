@@ -137,7 +137,7 @@ def values_by_entry(layers: Sequence[Layer], given: Mapping[Any, Value], source:
     found: dict[str, tuple[Entry, Value]] = {}
     names = [layer.name for layer in layers]
     for key, value in given.items():
-        matching = [layer.name for entry in as_entries(key, source) for layer in matches(layers, entry)[0]]
+        matching = [layer.name for entry in as_entries([key], source) for layer in matches(layers, entry)[0]]
         if not matching:
             near = nearest(key, names) if isinstance(key, str) else []
             raise LayerError(
@@ -158,9 +158,9 @@ def as_entries(entries: Any, source: str) -> list[Entry]:
     if isinstance(entries, Mapping):
         raise TypeError(f"{source} is a mapping: pass {{layers: regularizer}} as the regularizer, without `layers`.")
     listed = [entries] if single else list(entries) if isinstance(entries, Iterable) else [entries]
+    if isinstance(entries, str) and not entries:
+        raise LayerError(f"{source} contains an empty name; to select the model itself, pass the model.")
     for entry in listed:
-        if entry == "":
-            raise LayerError(f"{source} contains an empty name; to select the model itself, pass the model.")
         if isinstance(entry, type):
             if not issubclass(entry, nn.Module):
                 raise LayerError(f"{source} contains the class {entry.__name__}, which is not a torch.nn.Module.")

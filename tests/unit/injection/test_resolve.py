@@ -131,7 +131,7 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a custom regularizer without its rate": ({"regularizer": NoRate()}, InjectionError, "no attribute 'p'"),
     "a key of two entries": (
         {"regularizer": {("fc", "conv1"): Dropout(0.1), (): Dropout(0.2)}, "layers": None}, LayerError,
-        "must be a single entry",
+        "a key of the mapping contains",
     ),
     "a wrong rank in the example": (
         {"regularizer": Dropout1d(0.1), "example_input": torch.ones(1, 3, 8, 8)}, ShapeError, "use Dropout2d",
