@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import hookdrop
 from hookdrop import HookdropWarning, InjectionError, LayerError, functional, inject, plan
 from hookdrop.recipes import dropblock_resnet, timm_dropblock
 from hookdrop.regularizers import as_regularizer
@@ -213,22 +212,12 @@ def test_cnns_of_transformers_train_and_remove(name: str, count: int, config: di
 
 
 class TestOtherModelsRaise:
-    @pytest.mark.parametrize(
-        ("name", "pattern"),
-        [
-            ("densenet121", "features.denseblock4.denselayer16.conv2"),
-            ("convnext_tiny", "stages.3.blocks.2.conv_dw"),
-            ("vgg11_bn", "features.25"),
-        ],
-    )
-    def test_error_suggests_a_convolution_of_the_last_stage(self, name: str, pattern: str) -> None:
+    @pytest.mark.parametrize("name", ["densenet121", "convnext_tiny", "vgg11_bn"])
+    def test_model_without_blocks_raises(self, name: str) -> None:
         with torch.device("meta"):
             model = timm.create_model(name)
-        with pytest.raises(LayerError) as excinfo:
+        with pytest.raises(LayerError, match="found no matching layer"):
             inject(model, dropblock_resnet())
-        suggested = re.search(r'layers=\["(.*)"\]', str(excinfo.value))[1]
-        assert suggested == pattern
-        assert inject(model, hookdrop.DropBlock(p=0.1), layers=[suggested]).sites
 
     @pytest.mark.parametrize(
         ("name", "other"),
@@ -257,7 +246,7 @@ class TestOtherModelsRaise:
         """Tracing removes the blocks, so no module takes the tensor of an identity skip."""
         traced = torch.fx.symbolic_trace(torchvision.models.resnet18())
         model = nn.Sequential(traced) if name else traced
-        with pytest.raises(InjectionError, match="inject before tracing"):
+        with pytest.raises(InjectionError, match="inject before torch.fx traces the model"):
             inject(model, dropblock_resnet())
 
 
