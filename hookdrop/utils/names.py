@@ -85,3 +85,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
         attribute = wrapped_attribute(type(module))
         inner = getattr(module, attribute, None) if attribute else None
     return module
+
+
+def module_at(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the module of this name, which may be a wrapper; None if a wrapper hides it, or there is none."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
