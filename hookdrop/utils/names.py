@@ -59,6 +59,7 @@ _WRAPPERS = {
     "lightning.fabric.wrappers._FabricModule": "_original_module",
     "deepspeed.runtime.engine.DeepSpeedEngine": "module",
     "ema_pytorch.ema_pytorch.EMA": "ema_model",
+    "opacus.grad_sample.gsm_base.AbstractGradSampleModule": "_module",
     "peft.peft_model.PeftModel": "base_model",
     "peft.tuners.tuners_utils.BaseTuner": "model",
 }
