@@ -45,7 +45,7 @@ class Planned:
     def nested(self) -> dict[str, Any]:
         """The name of a site starts with that of another; the longest chain gives the effective rate."""
         # The submodules of a block are not part of its skip.
-        by_name = {site.name: site for site in self.sites if site.at != "skip"}
+        by_name = {site.name: site for site in self.sites if site.at != "skip"} if len(self.sites) > 1 else {}
         chains = []
         for name, site in by_name.items():
             parents = ["", *(name[:i] for i, character in enumerate(name) if character == ".")] if name else []
