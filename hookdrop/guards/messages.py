@@ -32,6 +32,8 @@ def message(kind: str, it: object, found: Any = ()) -> str:
     return MESSAGES[kind].format(it=it, **(found if isinstance(found, dict) else {}))
 
 
+_CALLBACK = "  if your trainer builds a new model (ultralytics, FX quantization), inject into that one, in a callback."
+
 MESSAGES = {
     # --- in a plan: the first three without a forward
     "high_rate": ("{title} at {site!r} drops {p:.0%}: did you mean keep_prob={p:g}?"),
@@ -72,21 +74,26 @@ MESSAGES = {
         "  fuse_modules, PEFT's modules_to_save or a copied layer created them. This handle neither steps nor removes "
         'them: use find(model) for all hooks, or inject again with on_existing="replace"{it.and_resume}.'
     ),
-    "adapted": (
-        "{it.name!r}: {sites} moved into an adapter after inject, whose output refills what is dropped.\n"
-        '  regularize the adapter: inject again with on_existing="replace"{it.and_resume}.'
+    "moved": (
+        "{it.name!r}: {sites} moved to {now} after inject, with the hooks. An adapter refills what is dropped inside.\n"
+        '  inject again with on_existing="replace", by the old name for the outer layer, by the new one for the inner'
+        "{it.and_resume}."
     ),
     "full_backward_hook": (
         "{it.name!r}: full backward hooks on {sites} get gradients without the mask.\n"
-        "  per-sample gradients computed there (Opacus) are wrong; .grad is right. Hook an activation or, with "
-        'at="input", the next layer.'
+        "  per-sample gradients computed there (Opacus) are wrong; .grad is right. Hook a layer without weights or, "
+        'with at="input", the next layer.'
     ),
     "discarded": (
         "the model that {it.name!r} was injected into was deleted before it ran in training mode: nothing is dropped.\n"
-        "  if your trainer builds a new model (as ultralytics and FX quantization do), inject into that one, in a "
-        "callback that runs before training."
+        f"{_CALLBACK}"
     ),
     # --- use of the model
+    "rebuilt": (
+        "{it.name!r}: an optimizer trains another model with such layers, which was built after inject and has no "
+        "hooks. The hooked one has not been trained.\n"
+        f"{_CALLBACK}"
+    ),
     "silent": (
         "{it.name!r}: {sites} never ran, so nothing is dropped there.\n"
         "  PyTorch calls neither a ModuleList that is only iterated over nor a module whose weights are used directly, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -23,9 +24,8 @@ def plan_warnings(
     model: nn.Module, sites: Sequence[Any], seen: Sequence[Any] = (), *, of_recipe: bool = False
 ) -> list[str]:
     """Return the warnings about planned sites: without a forward, or with what one has `seen` (`LayerCalls`)."""
-    kinds: Sequence[str] = WITH_FORWARD if seen else WITHOUT_FORWARD
-    if seen and not of_recipe:  # a recipe knows the dropout of the model
-        kinds = (*kinds, "already_drops")
+    of_layers = () if of_recipe else ("already_drops",)  # a recipe knows the dropout of the model
+    kinds = (*WITH_FORWARD, *of_layers) if seen else WITHOUT_FORWARD
     return list(find(kinds, Planned(model, sites, seen)).values())
 
 
@@ -44,10 +44,8 @@ class Planned:
     @property
     def nested(self) -> dict[str, Any]:
         """The name of a site starts with that of another; the longest chain gives the effective rate."""
-        if len(self.sites) == 1:
-            return {}
         # The submodules of a block are not part of its skip.
-        by_name = {site.name: site for site in self.sites if site.at != "skip"}
+        by_name = {site.name: site for site in self.sites if site.at != "skip"} if len(self.sites) > 1 else {}
         chains = []
         for name, site in by_name.items():
             parents = ["", *(name[:i] for i, character in enumerate(name) if character == ".")] if name else []
@@ -55,11 +53,9 @@ class Planned:
                 chains.append([*around, site])
         if not chains:
             return {}
-        longest, kept = max(chains, key=len), 1.0
-        for site in longest:
-            declared = None if site.regularizer is None else type(site.regularizer).rate
-            if declared is not None and declared.kind == "drop":
-                kept *= 1.0 - min(site.p or 0.0, 1.0)
+        longest = max(chains, key=len)
+        drops = [s for s in longest if getattr(getattr(type(s.regularizer), "rate", None), "kind", "") == "drop"]
+        kept = prod(1.0 - min(site.p or 0.0, 1.0) for site in drops)
         rate = f" (effective rate {1 - kept:.2g})" if kept < 1 else ""
         path = " > ".join(repr(site.name) for site in longest)
         return {"n": len(chains), "of": len(self.sites), "levels": len(longest), "rate": rate, "path": path}
@@ -78,10 +74,9 @@ class Planned:
         whole = [s for s, seen in self._seen if seen.resembles_input and isinstance(s.regularizer, kinds)]
         if not whole:
             return {}
-        regularizer, others = whole[0].regularizer, len(whole) - 1
-        more = f" (and {others} more site{'s' if others > 1 else ''} like it)" if others else ""
-        does = "drops" if drops_elements(regularizer) else "perturbs"
-        return {"title": regularizer.title, "site": whole[0], "does": does, "more": more}
+        more = f" (and {counted(len(whole) - 1, 'more site')} like it)" if len(whole) > 1 else ""
+        does = "drops" if drops_elements(whole[0].regularizer) else "perturbs"
+        return {"title": whole[0].regularizer.title, "site": whole[0], "does": does, "more": more}
 
     @property
     def never_called(self) -> list[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,16 +11,18 @@ from torch import Tensor, nn
 
 from hookdrop.guards.messages import find, message, warn_each
 from hookdrop.hooks.call_context import refuse_layout
-from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
-from hookdrop.utils.names import unwrapped
+from hookdrop.hooks.updates import UPDATES_BEFORE_WARNING
+from hookdrop.utils.names import module_at
 from hookdrop.utils.seeding import announce, find_rank_with_same_seed
+from hookdrop.utils.select import layers_by_name
+from hookdrop.utils.tables import some
 from hookdrop.utils.torch_internals import full_backward_hooks_of, parameters_of
 
-CHANGES = ("lost", "copied", "adapted", "full_backward_hook")
-USE = ("silent", "always_in_eval", "equal_masks", "rows")
+CHANGES = ("lost", "copied", "moved", "full_backward_hook")
+USE = ("rebuilt", "silent", "always_in_eval", "equal_masks", "rows")
 STEPS_BEFORE_WARNING = 10  # schedule steps after which every site should have run
 
 
@@ -81,21 +82,20 @@ class Comparison:
         others = [hook for _, hook in self._everything if hook.state is not self.state]
         return [hook.site for hook in others if hook.state.key == self.state.key]
 
-    @property
-    def adapted(self) -> list[str]:
-        """The module at a site now contains the hooked module, and has further parameters to train."""
-        return [hook.site for module, hook in self.placed if hook.site not in self.copied and self._adds(module, hook)]
-
-    def _adds(self, module: nn.Module, hook: SiteHook) -> bool:
+    @cached_property
+    def moved(self) -> dict[str, Any]:
+        """The hooked module is still part of the model, but its site is now another module, or none."""
         root = None if self.state.live.root is None else self.state.live.root()
-        try:
-            now = module if root is None else unwrapped(root.get_submodule(hook.site))
-        except AttributeError:  # the name leaves out a wrapper inside the model
-            return False
-        if now is module or all(part is not module for part in now.modules()):
-            return False
-        inside = set(map(id, module.parameters()))
-        return any(weight.requires_grad and id(weight) not in inside for weight in now.parameters())
+        suspects = [] if root is None else [x for x in self.placed if module_at(root, x[1].site) is not x[0]]
+        now = layers_by_name(root) if root is not None and suspects else {}
+        names, found = {layer.module: layer.name for layer in now.values()}, {}
+        for module, hook in suspects:
+            # Fusion and quantization move hooks to another module, or leave an identity where the module was.
+            at = now[hook.site].module if hook.site in now else None
+            stays = at is module or isinstance(at, nn.Identity)
+            if not stays and module in names and hook.was_placed_on(module) and hook.site not in self.copied:
+                found[hook.site] = names[module]
+        return found and {"sites": some([*found]), "now": some([*found.values()]), "found": found}
 
     @property
     def full_backward_hook(self) -> list[str]:
@@ -105,10 +105,19 @@ class Comparison:
 
     # --- use
 
+    @property
+    def rebuilt(self) -> bool:
+        """An optimizer trains a model built after inject, with mostly the same shapes; the hooked one only waits."""
+        counter = self.state.live.update_counter
+        steps = 0 if counter is None or self.state.live.trained or counter.updates else counter.steps_of_others
+        enough = steps >= UPDATES_BEFORE_WARNING and not any(hook.called for hook in self.hooks)
+        return enough or (self.requested and steps > 0)
+
     @cached_property
     def intact(self) -> list[SiteHook]:
-        """The hooks that are neither lost nor copied."""
-        return [hook for hook in self.hooks if hook.site not in (*self.lost, *self.copied)]
+        """The hooks that are neither lost nor copied nor moved."""
+        changed = {*self.lost, *self.copied, *self.moved.get("found", ())}
+        return [hook for hook in self.hooks if hook.site not in changed]
 
     @cached_property
     def started(self) -> bool:
@@ -145,14 +154,6 @@ class Comparison:
 
 
 # --- the first calls of a hook
-
-
-def note_call(hook: SiteHook, module: nn.Module, value: Any) -> None:
-    """Record that a layer ran. Unsubscribes once the layer has run in training mode."""
-    hook.called = True
-    if module.training:
-        hook.trained = hook.state.live.trained = True
-        hook.unsubscribe(note_call)
 
 
 def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
@@ -201,24 +202,4 @@ def _draws_for_rows(hook: SiteHook) -> bool:
     return "samples" in vars(drop) and drop.samples is None and bool(drop.independent_samples)
 
 
-@contextmanager
-def without_bookkeeping(model: nn.Module) -> Iterator[None]:
-    """Restore what the hooks know of their calls afterwards."""
-    hooks = [hook for _, hook in hooks_of(model)]
-    marks = [(hook.called, hook.trained, hook.last_shape, hook.listeners) for hook in hooks]
-    lives = {hook.state.live: (hook.state.live.checkpointed, hook.state.live.trained) for hook in hooks}
-    for hook in hooks:
-        hook.called = hook.trained = False
-        hook.listeners = (note_call, check_first_shape) if check_first_shape in hook.listeners else (note_call,)
-    for live in lives:
-        live.checkpointed = CheckpointedCalls()
-    try:
-        yield
-    finally:
-        for hook, mark in zip(hooks, marks, strict=True):
-            hook.called, hook.trained, hook.last_shape, hook.listeners = mark
-        for live, saved in lives.items():
-            live.checkpointed, live.trained = saved
-
-
-first_listeners += [note_call, check_first_shape]
+first_listeners.append(check_first_shape)

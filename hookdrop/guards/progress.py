@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -21,8 +22,10 @@ from hookdrop.guards.messages import find, message, warn_each
 from hookdrop.guards.problems import CHANGES, Comparison, find_problems
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.optimizer import is_inside_step
-from hookdrop.hooks.state import InjectionState, States, all_states
-from hookdrop.hooks.updates import UPDATES_BEFORE_WARNING, UpdateCounter
+from hookdrop.hooks.registry import hooks_of
+from hookdrop.hooks.state import InjectionState, States
+from hookdrop.hooks.updates import UPDATES_BEFORE_WARNING, UpdateCounter, trains_hooked_model
+from hookdrop.utils.torch_internals import children_of
 
 PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "ended_early", "restarted")
 MOST_EPOCHS = 100  # a schedule that ends after so few steps may be one that counts epochs
@@ -37,11 +40,6 @@ def schedule_problems(state: InjectionState, trained: bool | None = None) -> dic
     return find(PROGRESS, Progress(state, trained)) if watched else {}
 
 
-def has_lost_all_hooks(state: InjectionState) -> bool:
-    """Whether no hook is left, so that the schedule is not the problem."""
-    return bool(state.live.known_sites) and not any(hook.is_attached for hook in state.live.members)
-
-
 class Progress:
     """The steps of a schedule, and the updates of the weights."""
 
@@ -53,7 +51,7 @@ class Progress:
         end = state.schedule.settles_at
         # If the end is unknown, the schedule counts as advancing once it has been stepped.
         can_advance = state.step_count < end if end is not None else not (live.was_stepped or state.followed)
-        self._due = can_advance and not has_lost_all_hooks(state)
+        self._due = can_advance and not live.has_lost_all_hooks
         self._end = end or 0
 
     @property
@@ -89,7 +87,7 @@ class Progress:
 
     @property
     def restarted(self) -> dict[str, Any]:
-        """When its first step was counted, the optimizer had the state of more steps than the schedule, or momentum."""
+        """When its first step was counted, the optimizer or its learning-rate scheduler had the state of more steps."""
         step, ahead, end = self.state.step_count, self.state.live.steps_ahead, self.state.schedule.settles_at
         if ahead is None or (end is not None and step >= end):
             return {}
@@ -117,6 +115,7 @@ _watched = States()
 def _listen() -> None:
     # Never removed: removal during the hook loop of an optimizer would fail.
     register_optimizer_step_post_hook(_after_step)
+    register_module_module_registration_hook(_before_registration)
 
 
 def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> None:
@@ -145,8 +144,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             # Other threads are skipped: their `inject` may not have returned its handle yet.
             gone.append(weakref.ref(state))
         del state  # or the loop variable keeps a state alive that has no handle
-    counters = [state.live.update_counter for state in all_states.snapshot()] if gone else []
-    if gone and not any(counter is not None and counter.is_trained_by(optimizer) for counter in counters):
+    if gone and not trains_hooked_model(optimizer):
         discarded(gone)
 
 
@@ -155,36 +153,55 @@ def discarded(gone: list[weakref.ref[InjectionState]]) -> None:
     gc.collect()  # warn only about injections whose handle is still alive
     for state in filter(None, (reference() for reference in gone)):
         unwatch(state)
-        # A pickled or copied model lives on in its copy.
-        if not any(other.key == state.key and other is not state for other in all_states.snapshot()):
+        if not state.has_copy:
             state.warn_once("discarded", message("discarded", state))
 
 
 def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState, optimizer: Optimizer) -> None:
-    trains = (counter.copied or counter.awaiting_first_calls) and counter.is_trained_by(optimizer)
+    unsettled = counter.awaiting_first_calls or not counter.compared
+    trains = (counter.copied or unsettled) and counter.is_trained_by(optimizer)
     if counter.copied and not trains:
         return None  # the weights of an averaged model change, but no optimizer trains them
     counter.notice_update(state, optimizer)
+    if trains and unsettled:
+        _compare(counter, model, state)
     if counter.awaiting_first_calls:
         counter.awaiting_first_calls = not all(getattr(member, "called", True) for member in state.live.members)
-        if trains:
-            _compare(counter, model, state)
+        if not (trains or state.live.trained) and counter.notice_other(state, optimizer):
+            warn_each(state, find(["rebuilt"], Comparison(model, state)))
         if counter.awaiting_first_calls and trains and counter.was_updated():
             counter.awaiting_first_calls = False
             warn_each(state, find_problems(model, state) | schedule_problems(state, state.live.trained))
-    if has_lost_all_hooks(state):
+    if state.live.has_lost_all_hooks:
         warn_each(state, find(CHANGES, Comparison(model, state)))
         return unwatch(state)
-    if not (counter.awaiting_first_calls or state.scheduled):
+    if counter.compared and not (counter.awaiting_first_calls or state.scheduled):
         unwatch(state)
     return warn_each(state, schedule_problems(state))
 
 
 def _compare(counter: UpdateCounter, model: nn.Module, state: InjectionState) -> None:
-    """Compare the model with its injection, once."""
-    if not counter.compared and not state.live.hidden_count:
+    """Compare the model with its injection."""
+    if not state.live.hidden_count:
         counter.compared = True
         warn_each(state, find(CHANGES, Comparison(model, state)))
+
+
+def _before_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Note which models are built before the training, and compare a model again if a hooked module is replaced."""
+    if torch.compiler.is_compiling():
+        return
+    for state in _watched.snapshot() if child is not None else ():
+        if state.live.update_counter.awaiting_first_calls and not state.live.trained:
+            state.live.update_counter.note_built(child)
+    replaced = dict(children_of(parent).items()).get(name)
+    hooks = () if replaced is None or replaced is child else hooks_of(replaced)
+    for state in {hook.state for _, hook in hooks}:
+        if (counter := state.live.update_counter) is not None and not counter.copied:
+            counter.compared = False
+            _watched.add(state)
+            for hook in state.live.members:
+                hook.listeners = tuple(dict.fromkeys((*hook.listeners, watch_forwards)))
 
 
 def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
@@ -194,7 +211,7 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
         watch(module, state, copied=True)
     counter: UpdateCounter | None = live.update_counter
     model = None if counter is None else counter.model()
-    if counter is not None and model is not None and module.training:
+    if counter is not None and model is not None and module.training and not counter.compared:
         _compare(counter, model, state)
     driven = not state.scheduled or live.was_stepped or state.followed or "not_advancing" in state.warned_kinds
     if module.training and (counter is None or driven or counter.sampler not in (None, hook.site)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -103,7 +102,7 @@ class SkipHook(SiteHook):
                 self.skipped.replace(None)
                 # If another library re-registered the hook without kwargs, it must return only `args`.
                 return args if kwargs is None else (args, named)
-            rate, in_block = self.train_rate, threading.get_ident() in self.skipped.by_thread
+            rate, in_block = self.train_rate, bool(self.skipped.stack)
             drops = module.training and rate is not None and not rate.neutral
             # Outside of the block, a checkpoint recomputes only the branch, on a copy of D(x).
             if x is not None if in_block else drops and graph_task() != -1:

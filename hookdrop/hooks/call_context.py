@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from hookdrop.utils.errors import InjectionError, ShapeError
@@ -27,53 +26,32 @@ MASK, SAMPLES, LAYER_INPUT = "attention_mask", "samples", "layer_input"
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "cache", "cache_params")
 
 
-class CallValue:
-    """A value of the calls in progress; that of the innermost call in this thread."""
+class CallValue(threading.local):
+    """A value of the calls in progress, for each thread."""
 
     def __init__(self) -> None:
-        self.by_thread: dict[int, tuple[Any, Any]] = {}
-        """(value, the entry of the call around), by thread; only threads with a call in progress."""
-        self.entry: tuple[Any, Any] | None = None  # the same for compiled code, which knows no threads
+        # Each thread that uses the object calls this. A list, because compiled code cannot set a thread's attributes.
+        self.stack: list[Any] = []  # the value of the innermost call comes last
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"by_thread": {}, "entry": None}
+    def __reduce__(self) -> Any:
+        return CallValue, ()
 
     def start(self, value: Any) -> None:
-        if is_compiling():
-            self.entry = (value, self.entry)
-            return
-        thread = threading.get_ident()
-        self.entry = self.by_thread[thread] = (value, self.by_thread.get(thread))
+        self.stack.append(value)
 
     def replace(self, value: Any) -> None:
         """Replace the value of the innermost call, if there is one."""
-        thread = None if is_compiling() else threading.get_ident()
-        entry = self.entry if thread is None else self.by_thread.get(thread, self.entry)
-        if entry is not None:
-            self.entry = (value, entry[1])
-            if thread in self.by_thread:
-                self.by_thread[thread] = self.entry
+        if self.stack:
+            self.stack[-1] = value
 
     def end(self) -> Any:
         """Remove and return the value of the call that ends; None if there is none."""
-        if is_compiling():
-            entry, self.entry = self.entry, None if self.entry is None else self.entry[1]
-        else:
-            thread = threading.get_ident()
-            entry = self.by_thread.pop(thread, None)
-            self.entry = None if entry is None else entry[1]
-            if self.entry is not None:
-                self.by_thread[thread] = self.entry
-        return None if entry is None else entry[0]
+        return self.stack.pop() if self.stack else None
 
     @property
     def value(self) -> Any:
         """The value of the innermost call; None without a call."""
-        entry = self.entry
-        if not is_compiling():
-            # Compiled code around an eager layer stores the entry without a thread.
-            entry = self.by_thread.get(threading.get_ident(), entry)
-        return None if entry is None else entry[0]
+        return self.stack[-1] if self.stack else None
 
 
 def place_around(owner: SiteHook, module: nn.Module) -> None:

@@ -35,7 +35,16 @@ from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispa
 Listener = Callable[["SiteHook", nn.Module, Any], None]
 """Called with (hook, module, value) before the hook acts. It may warn, raise, or unsubscribe itself."""
 
-first_listeners: list[Listener] = []
+
+def note_call(hook: SiteHook, module: nn.Module, value: Any) -> None:
+    """Record that a layer ran. Unsubscribes once the layer has run in training mode."""
+    hook.called = True
+    if module.training:
+        hook.trained = hook.state.live.trained = True
+        hook.unsubscribe(note_call)
+
+
+first_listeners: list[Listener] = [note_call]
 """Every new hook starts with these. They unsubscribe themselves, so in steady state a hook has none."""
 
 
@@ -230,8 +239,15 @@ class SiteHook(PlacedHook):
             error.args = (f"{self.where}{' ' if str(error).startswith('got ') else ': '}{error}",)
             raise
         except Exception as error:
-            if not is_compiling():  # the compiler cannot trace the next line, and would hide the error
-                error.add_note(f"in hookdrop's {self.where}")
+            if is_compiling():  # the compiler cannot trace the next lines, and would hide the error
+                raise
+            if "randomness error mode" in str(error):
+                raise InjectionError(
+                    f"{self.where} draws random numbers, which torch.func.vmap does not allow by default.\n"
+                    '  vmap(..., randomness="different")   Opacus\' functorch sampler runs layers with weights again, '
+                    "without their masks: hook a layer without weights"
+                ) from error
+            error.add_note(f"in hookdrop's {self.where}")
             raise
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:

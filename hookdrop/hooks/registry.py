@@ -45,6 +45,11 @@ class PlacedHook:
         """Whether the site hook was placed and not removed."""
         return self.owner.handle is not None
 
+    def was_placed_on(self, module: nn.Module) -> bool:
+        """Whether the hook was placed on this module itself, and not registered there again by another library."""
+        table = None if self.handle is None else self.handle.hooks_dict_ref()
+        return any(getattr(module, name) is table for name, _ in HOOK_TABLES)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A process that is started with the model gets the hooks: it trains, and its hookdrop is the same.
         if not self.owner.state.portable or get_spawning_popen() is not None:

@@ -49,6 +49,10 @@ class LiveState:
         self.checkpointed = CheckpointedCalls()
         self.update_counter: Any = None  # the `UpdateCounter` of `guards.progress`
 
+    @property
+    def has_lost_all_hooks(self) -> bool:
+        return bool(self.known_sites) and not any(hook.is_attached for hook in self.members)
+
     def __reduce__(self) -> Any:
         return LiveState, ()
 
@@ -93,6 +97,11 @@ class InjectionState:
     def followed(self) -> bool:
         """Whether steps are counted by an optimizer that still exists."""
         return self.live.follower is not None and self.live.follower.optimizer is not None
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether a copied or unpickled model has the same injection."""
+        return any(other.key == self.key and other is not self for other in all_states.snapshot())
 
     def unfollow(self) -> None:
         """Stop counting the steps of an optimizer."""

@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hookdrop.guards.problems import without_bookkeeping
-from hookdrop.hooks.hook import CurrentRate, SiteHook, regularized
-from hookdrop.hooks.registry import hooks_removed
+from hookdrop.guards.problems import check_first_shape
+from hookdrop.hooks.checkpointing import CheckpointedCalls
+from hookdrop.hooks.hook import CurrentRate, SiteHook, note_call, regularized
+from hookdrop.hooks.registry import hooks_of, hooks_removed
 from hookdrop.regularizers import drops_elements
 from hookdrop.survey.isolation import call, forked_rng, restored_after, set_eval
 from hookdrop.utils.errors import InjectionError
@@ -181,6 +182,26 @@ def require_values(x: Tensor) -> None:
 
 
 # --- a few forwards without side effects
+
+
+@contextmanager
+def without_bookkeeping(model: nn.Module) -> Iterator[None]:
+    """Restore what the hooks know of their calls afterwards."""
+    hooks = [hook for _, hook in hooks_of(model)]
+    marks = [(hook.called, hook.trained, hook.last_shape, hook.listeners) for hook in hooks]
+    lives = {hook.state.live: (hook.state.live.checkpointed, hook.state.live.trained) for hook in hooks}
+    for hook in hooks:
+        hook.called = hook.trained = False
+        hook.listeners = (note_call, check_first_shape) if check_first_shape in hook.listeners else (note_call,)
+    for live in lives:
+        live.checkpointed = CheckpointedCalls()
+    try:
+        yield
+    finally:
+        for hook, mark in zip(hooks, marks, strict=True):
+            hook.called, hook.trained, hook.last_shape, hook.listeners = mark
+        for live, saved in lives.items():
+            live.checkpointed, live.trained = saved
 
 
 def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.guards.problems import without_bookkeeping
 from hookdrop.hooks import compiling
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.figures import SCALE, as_images, get_figure
+from hookdrop.injection.measurement import without_bookkeeping
 from hookdrop.observe.activations import first_tensor
 from hookdrop.survey.isolation import restored_after, uncompiled
 from hookdrop.utils.errors import LayerError, ShapeError, needs, warn

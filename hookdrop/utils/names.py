@@ -59,6 +59,7 @@ _WRAPPERS = {
     "lightning.fabric.wrappers._FabricModule": "_original_module",
     "deepspeed.runtime.engine.DeepSpeedEngine": "module",
     "ema_pytorch.ema_pytorch.EMA": "ema_model",
+    "opacus.grad_sample.gsm_base.AbstractGradSampleModule": "_module",
     "peft.peft_model.PeftModel": "base_model",
     "peft.tuners.tuners_utils.BaseTuner": "model",
 }
@@ -85,3 +86,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
         attribute = wrapped_attribute(type(module))
         inner = getattr(module, attribute, None) if attribute else None
     return module
+
+
+def module_at(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the module of this name, which may be a wrapper; None if a wrapper hides it, or there is none."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from torch.overrides import handle_torch_function, has_torch_function
 
 _C: Any = torch._C
@@ -42,6 +43,13 @@ HOOK_TABLES = (
     ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
 )
 """The module attributes that map ids to hooks, each with the attributes that hold flags of these hooks."""
+
+
+def was_loaded(optimizer: Optimizer) -> bool:
+    """Whether `load_state_dict` was called: it puts the parameters of a group behind its settings."""
+    groups = [list(group) for group in optimizer.param_groups]
+    return all({*optimizer.defaults} & {*keys} <= {*keys[: keys.index("params")]} for keys in groups)
+
 
 # --- tensors
 

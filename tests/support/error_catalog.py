@@ -643,6 +643,12 @@ def _() -> None:
     train(mlp(), 1)
 
 
+@case("a model is built and trained while the hooked one waits")
+def _() -> None:
+    inject(_model := mlp(), Dropout(p=0.1), layers="0")
+    train(mlp(), 20)
+
+
 @case("a hooked module is replaced")
 def _() -> None:
     model, drop = injected()

@@ -305,7 +305,6 @@ KEEPS_HOOKS: dict[str, Callable[[Small], Any]] = {
     "quantize_dynamic": quantize_dynamically,
     "fuse_modules_qat": fuse_for_qat,
     "peft merge_and_unload": merge_lora,
-    "a layer one level deeper": wrap_head,
 }
 
 
@@ -413,7 +412,7 @@ class TestCopiedHooks:
         peft = pytest.importorskip("peft")
         wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["conv1"], modules_to_save=["fc"], r=2))
         with (
-            pytest.warns(HookdropWarning, match="'conv1' moved into an adapter"),
+            pytest.warns(HookdropWarning, match="'conv1' moved to 'conv1.base_layer' after inject"),
             pytest.warns(HookdropWarning, match="this model also has copies of the hooks of 'fc'"),
         ):
             wrapped(images)
@@ -464,7 +463,7 @@ class TestCopiedHooks:
         assert drop.check() == []
 
 
-class TestAdapters:
+class TestMovedModules:
     """PEFT moves an adapted layer into a module that adds its own output to that of the layer."""
 
     @pytest.mark.parametrize("at", ["output", "input"])
@@ -472,12 +471,51 @@ class TestAdapters:
         peft = pytest.importorskip("peft")
         drop = inject(model, Dropout(0.5), layers=LAYERS, at=at)
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["fc", "conv1"], r=2))
-        with pytest.warns(HookdropWarning, match="'conv1', 'fc' moved into an adapter after inject"):
+        with pytest.warns(HookdropWarning, match="'conv1', 'fc' moved to 'conv1.base_layer', 'fc.base_layer'"):
             model(images)
         assert len(drop.check()) == 1
         again = inject(model, Dropout(0.5), layers=LAYERS, at=at, on_existing="replace")
         model(images)
         assert again.check() == []
+
+    @pytest.mark.parametrize(
+        ("surgery", "words"),
+        [
+            (wrap_head, "'fc' moved to 'fc.1'"),
+            (replace_head, "1 of 4 sites lost their hook: 'fc'"),
+            (lambda model: setattr(model, "head", model.fc) or setattr(model, "fc", None), "'fc' moved to 'head'"),
+        ],
+    )
+    def test_a_change_during_the_training_warns_at_the_next_training_forward(
+        self, model: Small, drop: Injection, images: torch.Tensor, surgery: Callable[[Small], Any], words: str
+    ) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in range(3):
+            model(images).sum().backward()
+            optimizer.step()
+        surgery(model)
+        model.fc = model.fc or nn.Linear(8, 3)
+        model.eval()(images)
+        with pytest.warns(HookdropWarning, match=words):
+            model.train()(images)
+        model(images).sum().backward()
+        optimizer.step()
+        assert len(drop.check()) == 1
+        assert not any(hook.listeners for hook in drop._sinks if hook.site == "conv1")
+
+    def test_the_loss_of_all_hooks_during_the_training_warns_at_the_next_step(self) -> None:
+        """No hook runs any more, so the optimizer notices it, also without a schedule."""
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        drop, optimizer = inject(model, Dropout(0.5), layers="1"), torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        model[1] = nn.ReLU()
+        model(torch.ones(1, 2))
+        with pytest.warns(HookdropWarning, match="lost their hook"):
+            optimizer.step()
+        optimizer.step()
+        assert len(drop.check()) == 1
 
 
 class TestFullBackwardHooks:
@@ -497,6 +535,16 @@ class TestFullBackwardHooks:
                 model(x)
         model(x)
         assert len(drop.check()) == warns
+
+    def test_hooks_placed_after_a_first_forward_warn_at_the_first_step(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4))
+        inject(model, Dropout(0.5), layers="0")
+        model(torch.ones(2, 4))
+        model[0].register_full_backward_hook(lambda *_: None)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        with pytest.warns(HookdropWarning, match="full backward hooks on '0'"):
+            optimizer.step()
 
 
 class TestFunctional:
@@ -576,3 +624,41 @@ class TestDiscardedModels:
         inject(model, Dropout(0.5), layers="1")
         self.train(model)
         assert held.check()
+
+
+class TestRebuiltModels:
+    """Like ultralytics: the checkpoint holds the hooked model, and the trainer builds one with another head."""
+
+    @staticmethod
+    def build(classes: int = 4) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, classes))
+
+    def test_training_a_model_built_later_warns_once(self) -> None:
+        model = self.build()
+        drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(10))
+        rebuilt = self.build(classes=2)
+        rebuilt.load_state_dict({key: x for key, x in model.state_dict().items() if "4" not in key}, strict=False)
+        TestDiscardedModels.train(rebuilt, 19)
+        (problem,) = drop.check()
+        assert "trains another model with such layers" in problem
+        with pytest.warns(HookdropWarning, match="your trainer builds a new model") as caught:
+            TestDiscardedModels.train(rebuilt, 30)
+        assert [str(warning.message) for warning in caught] == [problem]
+        TestDiscardedModels.train(model, 1)
+        assert not [text for text in drop.check() if "another model" in text]
+
+    @pytest.mark.parametrize("other", ["built before", "hooked", "a copy", "another size", "an average"])
+    def test_other_trainings_do_not_warn(self, other: str) -> None:
+        baseline, model = self.build(), self.build()
+        drop = inject(model, Dropout(0.5), layers="1")
+        trained = {"built before": baseline, "a copy": copy.deepcopy(model)}.get(other) or self.build()
+        if other == "hooked":
+            inject(trained, Dropout(0.5), layers="1")
+        if other == "another size":
+            trained = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 1))
+        for _ in range(10):
+            TestDiscardedModels.train(trained, 4)
+            if other == "an average":
+                with torch.no_grad():
+                    model[0].weight.lerp_(trained[0].weight, 0.1)
+        assert not [text for text in drop.check() if "another model" in text]

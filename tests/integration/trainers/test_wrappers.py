@@ -43,7 +43,7 @@ def stand_in(name: str, attribute: str) -> Callable[[nn.Module], nn.Module]:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("deepspeed.runtime.engine", "ema_pytorch.ema_pytorch"):
+    for name in ("deepspeed.runtime.engine", "ema_pytorch.ema_pytorch", "opacus.grad_sample.gsm_base"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     names.wrapped_attribute.cache_clear()  # type: ignore[attr-defined]
 
@@ -56,8 +56,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         timm_task,
         stand_in("deepspeed.runtime.engine.DeepSpeedEngine", "module"),
         stand_in("ema_pytorch.ema_pytorch.EMA", "ema_model"),
+        stand_in("opacus.grad_sample.gsm_base.AbstractGradSampleModule", "_module"),
     ],
-    ids=["Fabric", "timm's TrainingTask", "DeepSpeed", "ema-pytorch"],
+    ids=["Fabric", "timm's TrainingTask", "DeepSpeed", "ema-pytorch", "Opacus"],
 )
 def test_layers_keep_their_names(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

@@ -74,7 +74,7 @@ class TestAttentionMask:
         with pytest.raises(ShapeError):
             model(IDS, MASK[:, :3])
         assert torch.equal(noisy(model.embed, IDS), ALL)
-        assert (values(model).entry, values(model).by_thread) == (None, {})
+        assert values(model).stack == []
 
     @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
     @pytest.mark.parametrize("in_thread", [False, True])
@@ -104,7 +104,23 @@ class TestAttentionMask:
         for thread in threads:
             thread.join()
         assert list(found.values()) == [True] * 8
-        assert values(model).by_thread == {}
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_a_direct_call_during_a_call_in_another_thread_has_none(self, compiled: bool) -> None:
+        model = masked()
+        if compiled:
+            model.embed.compile(backend="eager")
+            model(IDS, MASK)
+        started, finish = threading.Event(), threading.Event()
+        model.register_forward_pre_hook(lambda *_: started.set() or (finish.wait(60) and None))
+        thread = threading.Thread(target=model, args=(IDS, MASK))
+        thread.start()
+        started.wait(60)
+        try:
+            assert torch.equal(noisy(model.embed, IDS), ALL)
+        finally:
+            finish.set()
+            thread.join()
 
     def test_copies_collect_their_own(self) -> None:
         model = masked()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -296,6 +297,19 @@ class TestResume:
         self.step(model, optimizer)
         assert drop.step_count == 2
         assert not optimizer._optimizer_step_pre_hooks
+
+    @pytest.mark.parametrize("steps", [0, 5])
+    def test_resumed_scheduler_of_sgd_without_momentum_warns(self, steps: int) -> None:
+        """A reload of a new optimizer, as by Accelerate, does not."""
+        model, drop, optimizer = scheduled()
+        drop.follow(optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        optimizer.load_state_dict(optimizer.state_dict())
+        scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": steps})
+        with pytest.warns(HookdropWarning, match="has already taken steps") if steps else nullcontext():
+            self.step(model, optimizer)
+        scheduler.step()
+        self.step(model, optimizer)
 
     @pytest.mark.parametrize("restore", ["seek", "load_state_dict", "seek(0)"])
     def test_restored_or_explicit_step_does_not_warn(self, restore: str) -> None:

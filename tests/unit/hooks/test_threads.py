@@ -158,10 +158,9 @@ class TestThreads:
 
     def test_optimizer_steps_while_other_threads_inject(self) -> None:
         """Every optimizer step checks all sites that have not run."""
-        waiting = [without_zeros() for _ in range(100)]
+        mine, waiting = without_zeros(), [without_zeros() for _ in range(100)]
         for model in waiting:
             inject(model, Dropout(0.5), layers="*")
-        mine = without_zeros()
         optimizer = torch.optim.SGD(mine.parameters(), 0.01)
         mine(X).sum().backward()
         done = threading.Event()
