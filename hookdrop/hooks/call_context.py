@@ -120,7 +120,8 @@ def refuse_cache(bound: dict[str, Any], hook: SiteHook) -> None:
 
 def _cache_settings(hook: SiteHook) -> str:
     """Return the settings that turn on the cache, those of the configs around a layer."""
-    root, found = hook.state.live.root and hook.state.live.root(), dict[int, str]()
+    found: dict[int, str] = {}
+    root = None if hook.state.live.root is None else hook.state.live.root()
     for layer in [] if root is None else named_layers(root):
         config = getattr(layer.module, "config", None)
         if f"{hook.site}.".startswith(f"{layer.name}." * bool(layer.name)) and getattr(config, "use_cache", False):

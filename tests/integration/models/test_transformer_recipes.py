@@ -490,17 +490,19 @@ class TestPatchDropout:
 class TestSubsets:
     @pytest.mark.filterwarnings("ignore:.*also returns")
     @pytest.mark.parametrize("make", [t5, longt5])
-    def test_no_token_sees_a_later_one(self, make: Callable[[], nn.Module]) -> None:
+    def test_no_token_sees_a_later_one_or_padding(self, make: Callable[[], nn.Module]) -> None:
         model, later = make().train(), IDS.clone()
         later[:, -1] += 1
-        inputs = {"input_ids": IDS, "attention_mask": MASK}
-        branches = stochastic_depth(p=0.5, mode="subset")
-        inject(model, branches, p_scale="equal", example_input={**inputs, "decoder_input_ids": IDS})
+        tokens = [
+            {"input_ids": IDS, "decoder_input_ids": IDS},
+            {"input_ids": IDS + 1 - MASK, "decoder_input_ids": later},
+        ]
+        inject(model, stochastic_depth(p=0.5, mode="subset"), p_scale="equal", example_input=tokens[0])
         for seed in range(10):
             logits = []
-            for ids in (IDS, later):
+            for ids in tokens:
                 torch.manual_seed(seed)
-                logits.append(model(**inputs, decoder_input_ids=ids).logits[:, :-1])
+                logits.append(model(**ids, attention_mask=MASK).logits[:, :-1])
             assert torch.equal(*logits)
 
     @pytest.mark.parametrize(("samples", "length"), [(2, 2), (4, 7), (3, 8), (7, 7), (8, 8)])
