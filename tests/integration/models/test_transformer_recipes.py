@@ -254,9 +254,10 @@ class TestLayerDrop:
         losses = {round(fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item(), 5) for _ in range(20)}
         assert 1 < len(losses) <= 4, "two layers, each dropped or not"
 
-    def test_a_residual_cnn_raises(self) -> None:
+    @pytest.mark.parametrize("name", ["resnet18", "resnet50_gn"])
+    def test_a_residual_cnn_raises(self, name: str) -> None:
         with pytest.raises(LayerError, match=r"could be skipped(.|\n)*stochastic_depth"):
-            inject(timm.create_model("resnet18"), layer_drop())
+            inject(timm.create_model(name), layer_drop())
 
 
 def example(model: nn.Module) -> Any:
