@@ -17,7 +17,7 @@ from hookdrop.hooks.hook import CurrentRate, SiteHook
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.errors import InjectionError, ShapeError
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tensor_tree import (
     TensorKey,
     bind_arguments,
@@ -223,11 +223,7 @@ class SubsetHook(SiteHook):
             with ExitStack() as stack:
                 for part in module.children():
                     stack.enter_context(hooks_removed(part))
-                try:
-                    self.subsets[key] = find_subset(module, value, x, self.tensor)
-                except ShapeError as error:
-                    error.args = (f"{error}\n  {_ROW_MODE}",)
-                    raise
+                self.subsets[key] = find_subset(module, value, x, self.tensor)
         return self.subsets[key]
 
     def complete(self, output: Any) -> Any:
@@ -266,7 +262,7 @@ class SubsetHook(SiteHook):
         self.accompany(module.register_forward_hook, SubsetHook.end_call, always_call=True)
 
 
-_ROW_MODE = 'use DropPath(p=..., mode="row"), which runs the branch on all samples'
+_ROW_MODE = 'use mode="row", which runs the branch on all samples'
 
 # The number of rows depends on the rate, so these functions run outside of compiled graphs.
 _REASON = "DropPath(mode='subset') changes the batch size of the branch.\n  remove fullgraph=True, or use mode='row'."

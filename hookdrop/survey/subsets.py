@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,42 +18,34 @@ from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.tensor_tree import TensorKey, describe, map_leaves, map_tensor, tensors, with_rows
 
 
-@dataclass(frozen=True)
-class Subset:
+class Subset(NamedTuple):
     """What a branch needs in order to run on some of the samples."""
 
-    arguments: frozenset[int]
-    """Which of the tensors in its arguments have a row for each sample, by their order."""
-    outputs: int
-    """How many tensors it returns."""
-    further: str
-    """What it returns besides its result that depends on the samples; empty for nothing."""
+    arguments: frozenset[int]  #: Which of the tensors in its arguments have a row for each sample, by their order.
+    outputs: int  #: How many tensors it returns.
+    further: str  #: What it returns besides its result that depends on the samples; empty for nothing.
 
 
 def find_subset(branch: nn.Module, value: tuple[Any, Any], x: Tensor, tensor: TensorKey) -> Subset:
-    """Run a branch in eval mode without gradients, on all samples and on some, and restore its state.
+    """Call a branch with its arguments `value` in eval mode, for all samples of `x` and for some; restore its state.
 
-    Args:
-        branch: the module.
-        value: the positional and the keyword arguments of a call.
-        x: the one among them with the samples.
-        tensor: the result in the output, as in `inject`.
+    `tensor` is that of `inject`: which tensor in the output is the result.
 
     Raises:
-        ShapeError: with no arguments selected, the branch returns the same for some samples as for all.
+        ShapeError: the branch does not return the same for some samples as for all, whichever arguments are selected.
     """
     given, samples = tensors(value), len(x)
     # Neither 1 nor as many as the samples, so that no wrong shape can be broadcast.
     rows = torch.arange(2 if samples > 2 else 3, device=x.device).flip(0) % samples
-    fixed = [index for index, leaf in enumerate(given) if leaf is x]
     groups: dict[Any, list[int]] = {}
     for index, leaf in enumerate(given):
-        if leaf is not x and leaf.dim() > 0 and len(leaf) == samples:
-            groups.setdefault((leaf.shape, leaf.dtype), []).append(index)
+        if leaf.dim() > 0 and len(leaf) == samples:
+            groups.setdefault("x" if leaf is x else (leaf.shape, leaf.dtype), []).append(index)
+    mine = groups.pop("x")
     results, others = _run(branch, value, (), rows, tensor)
     reason: Exception | None = None
     for chosen in itertools.product((True, False), repeat=len(groups)):
-        arguments = frozenset([*fixed, *itertools.chain(*itertools.compress(groups.values(), chosen))])
+        arguments = frozenset(mine).union(*itertools.compress(groups.values(), chosen))
         try:
             some, other = _run(branch, value, arguments, rows, tensor)
         except Exception as error:  # a shape that does not fit, or any other
@@ -66,7 +57,7 @@ def find_subset(branch: nn.Module, value: tuple[Any, Any], x: Tensor, tensor: Te
             return Subset(arguments, len(results) + len(others), ", ".join(map(describe, further)))
     raise ShapeError(
         f"got {describe(value)}: for {len(rows)} of the {samples} samples, the branch returns something else than for "
-        "all, whichever arguments are selected."
+        'all, whichever arguments are selected.\n  use mode="row", which runs the branch on all samples'
     ) from reason
 
 

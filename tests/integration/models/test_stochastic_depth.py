@@ -185,7 +185,9 @@ class TestFamiliesOfTransformers:
         assert record["sites"]
 
     @pytest.mark.filterwarnings("ignore")
-    @pytest.mark.parametrize(("recipe", "name"), [(recipe, name) for recipe, names in MISREAD.items() for name in names])
+    @pytest.mark.parametrize(
+        ("recipe", "name"), [(recipe, name) for recipe, names in MISREAD.items() for name in names]
+    )
     def test_families_that_are_easily_misread(self, recipe: str, name: str) -> None:
         assert self.check(name, recipe)["status"] == self.MISREAD[recipe][name]
 
