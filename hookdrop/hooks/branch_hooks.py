@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,24 @@ from torch.compiler import is_compiling
 from hookdrop.hooks.call_context import CallValue, refuse_cache
 from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import CurrentRate, SiteHook
+from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
-from hookdrop.utils.errors import InjectionError, ShapeError
-from hookdrop.utils.tensor_tree import TensorKey, bind_arguments, describe, first_tensor, fits, map_leaves, map_tensor
+from hookdrop.utils.errors import InjectionError
+from hookdrop.utils.tensor_tree import (
+    TensorKey,
+    bind_arguments,
+    describe,
+    first_tensor,
+    map_leaves,
+    map_tensor,
+    tensors,
+    with_rows,
+)
 from hookdrop.utils.torch_internals import graph_task
+
+if TYPE_CHECKING:
+    from hookdrop.survey.subsets import Subset
 
 _SAVED_INPUT = "_hookdrop_skipped"
 """The attribute of D(x) that holds x. It lives as long as D(x), so a checkpoint of the branch finds it too."""
@@ -133,22 +147,24 @@ class SkipHook(SiteHook):
 class SubsetHook(SiteHook):
     """A forward pre-hook on a residual branch that passes on some of the samples, so that the others cost nothing.
 
-    A hook on the output of the branch puts the rows of these samples back among zeros.
+    A hook on the output of the branch puts the rows of these samples back among zeros. What else the branch returns is
+    either an argument, of which it then returns all rows, or the same for any samples; or else it runs on all samples.
     """
 
-    own = (*SiteHook.own, "selected")
+    own = (*SiteHook.own, "current", "subsets")
 
     def _start(self) -> None:
-        self.selected = CallValue()  # the rows, the number of samples and the rate of the call in progress
+        self.current = CallValue()  # the rows, the rate, and what is known of the call in progress
+        self.subsets: dict[Any, Subset] = {}
         super()._start()
 
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         if not is_compiling():
-            self.selected.end()  # left by a compiled branch that raised an error
+            self.current.end()  # left by a compiled branch that raised an error
         return super().__call__(module, args, *rest)
 
     def _call(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
-        self.selected.end()  # the same, below a graph break
+        self.current.end()  # the same, below a graph break
         return super()._call(module, value, rate)
 
     def _call_in_graph(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
@@ -158,65 +174,83 @@ class SubsetHook(SiteHook):
         return (self.train_rate if module.training else self.eval_rate) is None
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
-        args, kwargs = value
-        bound = bind_arguments(module, args, kwargs)
+        bound = bind_arguments(module, *value)
         x = first_tensor(bound)
-        kept = fn(x)
-        if kept is x:
+        fn(x)
+        if (current := self.current.end()) is None:
             return None
-        refuse_cache(bound, self.where)
-        rows = self.selected.value[0]
-        return map_leaves(value, lambda leaf: kept if leaf is x else self._select(leaf, rows, x))
+        refuse_cache(bound, self)
+        subset = self._subset(module, value, x)
+        if subset.further:
+            self.state.warn_once(
+                "further outputs",
+                f"{self.where}: the branch also returns {subset.further}, which depends on the samples, so it runs on "
+                "all of them, and saves no time there.\n"
+                '  in transformers, attn_implementation="sdpa" returns no weights; or hook a module that returns one '
+                "tensor.",
+            )
+        rows = current[0]
+        chosen, originals = with_rows(value, () if subset.further else subset.arguments, rows)
+        self.current.start((*current, len(x), subset, originals))
+        return chosen
 
     def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
-        """Return the rows of the samples that the branch runs on; `x` itself if it runs on all of them."""
+        """Draw the samples that the branch runs on."""
         regularizer: Any = self.regularizer
         rows = regularizer.select_rows(x, rate.value)
-        if rows is None:
-            return x
-        self.selected.start((rows, len(x), rate))
-        return x[rows]
+        if rows is not None:
+            self.current.start((rows, rate))
+        return x
 
-    def _select(self, leaf: Any, rows: Tensor, x: Tensor) -> Any:
-        """Return the kept rows of another argument of the branch, if it has one row for each sample."""
-        samples = len(x)
-        if leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.device):
+    def _subset(self, module: nn.Module, value: Any, x: Tensor) -> Subset:
+        """Return what the branch needs in calls of this kind; the first one runs it in eval mode to find out."""
+        from hookdrop.survey.subsets import find_subset  # only this needs it
+
+        kind: list[Any] = []
+
+        def note(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                size = len(leaf) if leaf.dim() else 0
+                kind.append((leaf.dim(), leaf.dtype, size == len(x), size == 1))
+            elif leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.device):
+                kind.append(leaf if isinstance(leaf, bool | str) else type(leaf))
+            else:
+                raise InjectionError(
+                    f"{self.where}: the branch also receives a {type(leaf).__name__}, whose samples cannot be selected."
+                    f"\n  {_ROW_MODE}"
+                )
             return leaf
-        if not isinstance(leaf, Tensor):
-            raise InjectionError(
-                f"{self.where}: the branch also receives a {type(leaf).__name__}, whose samples cannot be selected.\n"
-                '  use DropPath(p=..., mode="row"), which runs the branch on all samples'
-            )
-        if leaf.dim() == 0 or len(leaf) == 1 or len(leaf) % samples:
-            return leaf
-        # Otherwise it may have one row for each token, or be a bias (H, L, L) of as many heads.
-        is_row = len(leaf) == samples and (x.dim() < 3 or x.shape[1] != samples)
-        is_row &= not (leaf.dim() == 3 and leaf.shape[1] == leaf.shape[2])
-        if not is_row:
-            raise ShapeError(
-                f"got {describe(x)} and another argument {describe(leaf)}, which may or may not have one row for each "
-                f"of the {samples} samples.\n"
-                '  use another batch size, or DropPath(p=..., mode="row"), which runs the branch on all samples'
-            )
-        return leaf[rows]
+
+        map_leaves(value, note)
+        key = tuple(kind)
+        if key not in self.subsets:
+            with ExitStack() as stack:
+                for part in module.children():
+                    stack.enter_context(hooks_removed(part))
+                self.subsets[key] = find_subset(module, value, x, self.tensor)
+        return self.subsets[key]
 
     def complete(self, output: Any) -> Any:
         """Return the output of the branch for all samples, with zeros for those that it did not run on."""
-        selected = self.selected.end()
-        if selected is None or output is None:  # None after an error
+        current = self.current.end()
+        if current is None or output is None:  # None after an error
             return None
-        rows, samples, rate = selected
+        rows, rate, samples, subset, originals = current
+        if len(tensors(output)) != subset.outputs:
+            raise InjectionError(
+                f"{self.where}: the branch returns {describe(output)}, but {subset.outputs} tensors in eval mode, so "
+                f"it is unknown what depends on the samples.\n  {_ROW_MODE}"
+            )
 
-        def complete(leaf: Any) -> Any:
-            if not fits(leaf) or len(leaf) != len(rows):
-                return leaf
-            shape, is_dense = (samples, *leaf.shape[1:]), leaf.stride(0) * len(leaf) == leaf.numel()
-            zeros = leaf.new_empty_strided(shape, leaf.stride()).zero_() if is_dense else leaf.new_zeros(shape)
-            return zeros.index_copy_(0, rows, leaf)
+        def complete(y: Tensor) -> Tensor:
+            if len(y) != samples:
+                shape, is_dense = (samples, *y.shape[1:]), y.stride(0) * len(y) == y.numel()
+                zeros = y.new_empty_strided(shape, y.stride()).zero_() if is_dense else y.new_zeros(shape)
+                y = zeros.index_copy_(0, rows, y)
+            return SiteHook.apply(self, y, rate, rows=rows)
 
-        # Other tensors with a single row may be for all samples, such as the position bias of T5.
-        output = map_tensor(output, self.tensor, complete) if len(rows) == 1 else map_leaves(output, complete)
-        return map_tensor(output, self.tensor, lambda y: SiteHook.apply(self, y, rate, rows=rows))
+        output = map_leaves(output, lambda leaf: originals.get(id(leaf), (leaf, leaf))[1])
+        return map_tensor(output, self.tensor, complete)
 
     def end_call(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not is_compiling():
@@ -231,6 +265,8 @@ class SubsetHook(SiteHook):
         super().place(module)
         self.accompany(module.register_forward_hook, SubsetHook.end_call, always_call=True)
 
+
+_ROW_MODE = 'use mode="row", which runs the branch on all samples'
 
 # The number of rows depends on the rate, so these functions run outside of compiled graphs.
 _REASON = "DropPath(mode='subset') changes the batch size of the branch.\n  remove fullgraph=True, or use mode='row'."

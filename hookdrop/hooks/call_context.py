@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hookdrop.utils.errors import InjectionError, ShapeError
-from hookdrop.utils.select import layers_by_name
+from hookdrop.utils.select import layers_by_name, named_layers
 from hookdrop.utils.tensor_tree import bind_arguments, container_of, parameter_names, tensors
 
 if TYPE_CHECKING:
@@ -86,14 +86,25 @@ def _end_call(owner: SiteHook, need: str, *_: Any) -> None:
     owner.collected[need].end()
 
 
-def refuse_cache(bound: dict[str, Any], where: str) -> None:
+def refuse_cache(bound: dict[str, Any], hook: SiteHook) -> None:
     """Raise `InjectionError` if a call fills a KV cache, which would keep the keys of what is dropped."""
     for name in _CACHES:
         if bound.get(name) is not None:
             raise InjectionError(
-                f"{where}: the layer fills a KV cache ({name}), which would hold keys of dropped layers or lack rows.\n"
-                "  model.config.use_cache = False   or pass use_cache=False to the model, or to TrainingArguments"
+                f"{hook.where}: the layer fills a KV cache ({name}), which would hold keys of dropped layers or lack "
+                f"rows.\n  {_cache_settings(hook)} = False   or pass use_cache=False to the model"
             )
+
+
+def _cache_settings(hook: SiteHook) -> str:
+    """Return the settings that turn on the cache, those of the configs around a layer."""
+    found: dict[int, str] = {}
+    root = None if hook.state.live.root is None else hook.state.live.root()
+    for layer in [] if root is None else named_layers(root):
+        config = getattr(layer.module, "config", None)
+        if f"{hook.site}.".startswith(f"{layer.name}." * bool(layer.name)) and getattr(config, "use_cache", False):
+            found.setdefault(id(config), ".".join(filter(None, ("model", layer.name, "config.use_cache"))))
+    return " = ".join(found.values()) or "model.config.use_cache"
 
 
 def refuse_layout(regularizer: Regularizer, value: Any, x: Tensor) -> None:
@@ -102,6 +113,11 @@ def refuse_layout(regularizer: Regularizer, value: Any, x: Tensor) -> None:
         raise ShapeError(
             "got a PackedSequence, whose rows are time steps of different samples.\n"
             "  use Dropout(p=...), or hook a layer before pack_padded_sequence or after pad_packed_sequence."
+        )
+    if any(placement.is_partial() for placement in getattr(x, "placements", ())) and not regularizer.in_backward:
+        raise ShapeError(
+            "got a DTensor whose values are the terms of a sum over ranks (Partial), not yet added.\n"
+            "  inject after parallelize_module, so that the hook gets the sum."
         )
     if x.is_nested and x.layout is torch.strided:
         raise ShapeError("got a strided NestedTensor, which has no shape.\n  build it with layout=torch.jagged.")

@@ -256,7 +256,7 @@ class SiteHook(PlacedHook):
             context = self._collect()
             if LAYER_INPUT in self.regularizer.needs:
                 bound = tensor_tree.bind_arguments(module, value[0], value[1])
-                refuse_cache(bound, self.where)
+                refuse_cache(bound, self)
                 context[LAYER_INPUT] = tensor_tree.first_tensor(bound)
             fn = partial(fn, **context)
         if self.at == "output":

@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import TrainOutput
 
+from hookdrop.hooks.registry import hooks_of
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
 
@@ -65,7 +66,13 @@ class InjectionCallback(Placement, TrainerCallback, ExportableState):
         # The Trainer expects an entry of each callback, also in the state of a checkpoint saved without it.
         stored: Any = state.stateful_callbacks
         stored.setdefault(type(self).__name__, self.state())
-        self._place(kwargs["model"], state.max_steps, args.process_index, args.world_size)
+        model = kwargs["model"]
+        self._place(model, state.max_steps, args.process_index, args.world_size)
+        refuses = any(not {"layer_input", "rows"}.isdisjoint(hook.regularizer.needs) for _, hook in hooks_of(model))
+        for module in model.modules() if refuses and not getattr(args, "use_cache", False) else ():
+            # The Trainer sets this in the config of the model only, which need not be that of its decoder.
+            if getattr(getattr(module, "config", None), "use_cache", False):
+                module.config.use_cache = False
         self._seek(state.global_step)
 
     def on_step_begin(

@@ -77,7 +77,8 @@ class DropPath(DropRegularizer):
     With `mode="subset"`, hook modules that are a whole branch (a transformer's `attn` and `mlp`): they run only on the
     samples that are kept, which saves their time. Each call keeps k = max(int(N (1 - p)), 1) random samples and scales
     them by N / k, so the actual rate is 1 - k / N; `plan` shows it. Other arguments with one row for each sample, such
-    as attention masks, are selected too. Branches with batch norm are refused, and so are KV caches.
+    as attention masks, are selected too: the first call also runs the branch in eval mode, to find them. Branches with
+    batch norm are refused, and so are KV caches.
 
     Args:
         p: probability of dropping a sample, in [0, 1].
@@ -93,7 +94,8 @@ class DropPath(DropRegularizer):
     Raises:
         LayerError: in `inject` with `mode="subset"`, if the branch has batch norm; with an example,
             if it is unknown which rows belong to which sample.
-        ShapeError, InjectionError: in forward with `mode="subset"`, if the rows of an argument cannot be selected.
+        ShapeError, InjectionError: in forward with `mode="subset"`, if the branch mixes samples, or an argument is no
+            tensor.
 
     Example:
         >>> _ = torch.manual_seed(0)

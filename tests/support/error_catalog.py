@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the "fake" backend
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import hookdrop
@@ -138,8 +140,18 @@ class LanguageModel(nn.Module):
 
 
 class CachedLayer(nn.Module):
-    def forward(self, x: Tensor, past_key_values: Any = None) -> Tensor:
+    def forward(self, x: Tensor, past_key_values: Any = None, settings: Any = None) -> Tensor:
         return x
+
+
+class MixesSamples(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class ReturnsMore(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return (x, x.mean()) if self.training else x
 
 
 class Argmax(nn.Module):
@@ -328,6 +340,30 @@ def _() -> None:
     inject(ResNet(), DropPath(p=0.1, mode="subset"), layers="layer1.*")
 
 
+@case("a branch that mixes samples, on part of the batch")
+def _() -> None:
+    inject(model := nn.Sequential(MixesSamples()), DropPath(p=0.5, mode="subset"), layers="0")
+    model(torch.rand(4, 8))
+
+
+@case("a branch that returns further rows, on part of the batch")
+def _() -> None:
+    inject(model := nn.Sequential(nn.LSTM(3, 4, batch_first=True)), DropPath(p=0.5, mode="subset"), layers="0")
+    model(torch.rand(4, 5, 3))
+
+
+@case("an object given to a branch that runs on part of the batch")
+def _() -> None:
+    inject(model := LanguageModel(), DropPath(p=0.5, mode="subset"), layers="layer")
+    model.layer(torch.zeros(4, 8), settings=object())
+
+
+@case("a branch that returns more in training, on part of the batch")
+def _() -> None:
+    inject(model := nn.Sequential(ReturnsMore()), DropPath(p=0.5, mode="subset"), layers="0")
+    model(torch.rand(4, 8))
+
+
 @case("an attention mask that no module takes")
 def _() -> None:
     inject(nn.Sequential(nn.Embedding(8, 8)), NEFTune(alpha=5, attention_mask=True), layers="0")
@@ -377,6 +413,17 @@ def _() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of PyTorch, about this layout
         model(torch.nested.nested_tensor([torch.zeros(5, 3), torch.zeros(2, 3)]))
+
+
+@case("a partial sum of tensor parallelism")
+def _() -> None:
+    inject(model := nn.Sequential(nn.Linear(8, 8)), Dropout(p=0.1), layers="0")
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    try:
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": RowwiseParallel()})
+        model(torch.zeros(2, 4))
+    finally:
+        dist.destroy_process_group()
 
 
 @case("nested sites")

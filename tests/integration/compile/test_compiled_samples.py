@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import DSU, LinearSchedule, Masksembles, NEFTune, Regularizer, ShakeDrop, inject
+from hookdrop import DSU, DropPath, LinearSchedule, Masksembles, NEFTune, Regularizer, ShakeDrop, inject
 from tests.support.compiling import Net, graphs
 from tests.support.tensors import all_equal, styled, within
 from tests.unit.hooks.test_call_context import IDS, MASK, TokenModel, Windowed
@@ -130,3 +130,15 @@ class Spread(Regularizer):
 
     def regularize(self, x: torch.Tensor, rate: Any, samples: Any = None) -> torch.Tensor:
         return torch.full_like(x, samples.count)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads it
+def test_a_compiled_branch_runs_on_the_samples_of_eager_code_from_its_first_call() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(8, 4)
+    inject(model, DropPath(0.5, mode="subset"), layers="0")
+    outputs = []
+    for run in (torch.compile(copy.deepcopy(model), backend="aot_eager"), model):
+        torch.manual_seed(0)
+        outputs.append(run(x))
+    torch.testing.assert_close(*outputs)
+    assert int((outputs[0] == 0).all(1).sum()) >= 4

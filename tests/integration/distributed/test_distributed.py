@@ -23,12 +23,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from hookdrop import (
+    AlphaDropout,
     DropBlock,
     Dropout,
     Injection,
     LinearSchedule,
+    NEFTune,
+    Regularizer,
+    ShapeError,
     StateError,
     find,
     inject,
@@ -247,6 +253,22 @@ def test_a_dtensor_stays_a_dtensor(results: Results, name: str, local: bool) -> 
         # 32 samples: the standard deviation for DropPath is .09.
         assert facts["zeroed"] == pytest.approx(0.5 if name in ("Dropout", "Dropout1d", "DropPath") else 0.0, abs=0.2)
         assert facts["gradient"] > 0
+
+
+@pytest.mark.parametrize("drop", [Dropout(0.5), AlphaDropout(0.5), NEFTune(5.0)], ids=lambda drop: drop.title)
+def test_a_partial_sum_raises_with_the_order_that_works(drop: Regularizer, tmp_path: Path) -> None:
+    """One gloo process: before `parallelize_module`, the hook would get the terms of the sum."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        net, mesh, plan = nn.Sequential(nn.Linear(8, 8)), init_device_mesh("cpu", (1,)), {"0": RowwiseParallel()}
+        with inject(net, drop, layers="0"):
+            parallelize_module(net, mesh, plan)
+            with pytest.raises(ShapeError, match=r"Partial(.|\n)*inject after parallelize_module"):
+                net(torch.rand(4, 6, 8))
+        inject(net, drop, layers="0")
+        net(torch.rand(4, 6, 8)).sum().backward()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["Dropout", "Dropout1d"])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hookdrop import DropPath, HeadDropout, InjectionError, LayerError, NEFTune, TokenDropout, find, inject, plan
-from hookdrop.recipes import head_dropout, layer_drop, neftune, patch_dropout
+from hookdrop.recipes import head_dropout, layer_drop, neftune, patch_dropout, stochastic_depth
 from tests.support.training import train_step
 
 timm = pytest.importorskip("timm")
@@ -44,6 +44,12 @@ def t5() -> nn.Module:
         d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, **TEXT
     )
     return transformers.T5ForConditionalGeneration(config)
+
+
+def longt5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 3}
+    config = transformers.LongT5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, **TEXT)
+    return transformers.LongT5ForConditionalGeneration(config)
 
 
 def bart() -> nn.Module:
@@ -218,9 +224,16 @@ class TestLayerDrop:
     def test_a_kv_cache_in_training_raises_and_generation_works(self) -> None:
         model = llama(use_cache=True).train()
         inject(model, layer_drop(p=0.5))
-        with pytest.raises(InjectionError, match=r"KV cache \(past_key_values\)(.|\n)*config.use_cache = False"):
+        with pytest.raises(InjectionError, match=r"KV cache \(past_key_values\)(.|\n)*model.config.use_cache = False"):
             model(IDS)
         model.eval().generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
+
+    def test_a_kv_cache_of_a_decoder_names_its_config(self) -> None:
+        model = t5().train()
+        model.decoder.config.use_cache = True
+        inject(model, layer_drop(p=0.5))
+        with pytest.raises(InjectionError, match=r"\n  model.decoder.config.use_cache = False"):
+            model(IDS, decoder_input_ids=IDS, use_cache=True)
 
     def test_rates_of_layer_skip(self) -> None:
         model = llama(num_hidden_layers=5)
@@ -235,9 +248,10 @@ class TestLayerDrop:
         losses = {round(fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item(), 5) for _ in range(20)}
         assert 1 < len(losses) <= 4, "two layers, each dropped or not"
 
-    def test_a_residual_cnn_raises(self) -> None:
+    @pytest.mark.parametrize("name", ["resnet18", "resnet50_gn"])
+    def test_a_residual_cnn_raises(self, name: str) -> None:
         with pytest.raises(LayerError, match=r"could be skipped(.|\n)*stochastic_depth"):
-            inject(timm.create_model("resnet18"), layer_drop())
+            inject(timm.create_model(name), layer_drop())
 
 
 def example(model: nn.Module) -> Any:
@@ -466,6 +480,37 @@ class TestPatchDropout:
             drop.target_p = p
             fast(torch.randn(2, 3, 64, 64))
         assert lengths == [9, 13, 5]
+
+
+class TestSubsets:
+    @pytest.mark.filterwarnings("ignore:.*also returns")
+    @pytest.mark.parametrize("make", [t5, longt5])
+    def test_no_token_sees_a_later_one_or_padding(self, make: Callable[[], nn.Module]) -> None:
+        model, later = make().train(), IDS.clone()
+        later[:, -1] += 1
+        tokens = [
+            {"input_ids": IDS, "decoder_input_ids": IDS},
+            {"input_ids": IDS + 1 - MASK, "decoder_input_ids": later},
+        ]
+        inject(model, stochastic_depth(p=0.5, mode="subset"), p_scale="equal", example_input=tokens[0])
+        for seed in range(10):
+            logits = []
+            for ids in tokens:
+                torch.manual_seed(seed)
+                logits.append(model(**ids, attention_mask=MASK).logits[:, :-1])
+            assert torch.equal(*logits)
+
+    @pytest.mark.parametrize(("samples", "length"), [(2, 2), (4, 7), (3, 8), (7, 7), (8, 8)])
+    def test_kept_samples_are_those_of_the_whole_batch(self, samples: int, length: int) -> None:
+        """With a position for each sample, also where the batch, the length or the width of a head (8) are equal."""
+        model = llama(num_hidden_layers=1)
+        ids = torch.randint(5, 90, (samples, length))
+        positions = torch.arange(length) + torch.arange(samples)[:, None]
+        clean = model(ids, position_ids=positions).logits
+        drop = DropPath(0.5, mode="subset", scale=False)
+        inject(model.train(), drop, layers="**.self_attn")
+        equal = (model(ids, position_ids=positions).logits - clean).abs().flatten(1).amax(1) < 1e-5
+        assert int(equal.sum()) == samples // 2
 
 
 def test_three_recipes_on_one_llama_leave_nothing_behind() -> None:

@@ -12,7 +12,15 @@ from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
 from hookdrop import InjectionError, InjectionSpec, LayerError, LinearSchedule, StateError, find
@@ -116,6 +124,14 @@ class TestSteps:
         callback = InjectionCallback(BRANCHES)
         trainer(tmp_path, callback, model=model).train()
         assert len(callback.injection.sites) == 4
+
+    @pytest.mark.parametrize("text", ["layer_drop(p=0.3)", "stochastic_depth(p=0.3, mode='subset')"])
+    def test_the_cache_of_a_decoder_with_a_config_of_its_own_is_off(self, text: str, tmp_path: Path) -> None:
+        sizes = {"vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+        model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+        assert model.decoder.config.use_cache
+        trainer(tmp_path, InjectionCallback(InjectionSpec(text)), model=model, max_steps=2).train()
+        assert not model.decoder.config.use_cache
 
 
 class TestResume:

@@ -10,34 +10,65 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import DropPath, InjectionError, LayerError, ShapeError, inject, plan
+from hookdrop import DropPath, HookdropWarning, InjectionError, LayerError, ShapeError, inject, plan
 from hookdrop.functional import drop_path
 
 
 class Attention(nn.Module):
-    """A branch that receives further arguments and returns several values; it records its batch sizes."""
+    """A branch that receives further arguments and returns several values; it records its batch sizes in training."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: bool = False) -> None:
         super().__init__()
-        self.linear, self.sizes = nn.Linear(4, 4), []
+        self.linear, self.weights, self.sizes = nn.Linear(4, 4), weights, []
 
-    def forward(self, x: torch.Tensor, mask: Any = None, rope: Any = None, past_key_values: Any = None) -> Any:
-        self.sizes.append(len(x))
+    def forward(
+        self, x: torch.Tensor, mask: Any = None, rope: Any = None, bias: Any = None, past_key_values: Any = None
+    ) -> Any:
+        if self.training:
+            self.sizes.append(len(x))
         y = self.linear(x)
         if mask is not None:
             y = y * mask
         if rope is not None:
             y = y + rope[0]
-        return y, y.mean(-1)
+        if bias is not None:  # (H, 1, L), one for each head
+            scores = (y @ y.mT).unsqueeze(1) + bias
+            y = (scores.softmax(-1) @ y.unsqueeze(1)).sum(1)
+        return y, y.mean(-1) if self.weights else mask
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, weights: bool = False) -> None:
         super().__init__()
-        self.attn = Attention()
+        self.attn = Attention(weights)
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return x + self.attn(x, **kwargs)[0]
+
+
+class Shared(nn.Module):
+    """Attention whose first layer returns its bias plus the mask, for later layers: T5 in transformers 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, bias: Any = None) -> Any:
+        bias = torch.ones(1, 5, 5) + mask if bias is None else bias
+        return (self.q(x) @ x.mT + bias).softmax(-1) @ self.v(x), bias
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Shared() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask, bias = torch.full((len(x), 5, 5), -1e9).triu(1), None
+        for layer in self.layers:
+            y, bias = layer(x, mask, bias)
+            x = x + y
+        return x
 
 
 X = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -62,26 +93,60 @@ class TestSubset:
         in_graph = DropPath(p, mode="subset").regularize(torch.ones(samples, 1), torch.tensor(p, dtype=torch.float64))
         assert int(in_graph.count_nonzero()) == kept
 
-    def test_further_outputs_with_one_row_are_kept(self) -> None:
+    def test_outputs_that_are_the_same_for_any_samples_are_kept(self) -> None:
         class Biased(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.linear = nn.Linear(4, 4)
 
             def forward(self, x: torch.Tensor) -> Any:
-                return self.linear(x), torch.ones(1, 2, 5, 5)
+                return self.linear(x), torch.ones(1, 2, 5, 5), torch.ones(4, 2)
 
         model = nn.Sequential(Biased())
-        inject(model, DropPath(0.96, mode="subset"), layers="0")
-        y, bias = model(X)
-        assert (y.shape, bias.shape) == ((8, 5, 4), (1, 2, 5, 5))
-        assert int((y != 0).flatten(1).any(1).sum()) == 1
+        inject(model, DropPath(0.5, mode="subset"), layers="0")
+        assert [y.shape for y in model(X)] == [(8, 5, 4), (1, 2, 5, 5), (4, 2)]
 
-    def test_a_bias_for_each_head_raises_if_there_are_as_many_heads_as_samples(self) -> None:
-        model = Block()
+    def test_outputs_that_depend_on_the_samples_are_those_of_all_samples(self) -> None:
+        model = Block(weights=True)
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
-        with pytest.raises(ShapeError, match="may or may not have one row for each of the 8 samples"):
-            model(X, mask=torch.ones(8, 4, 4))
+        with pytest.warns(HookdropWarning, match=r"also returns \(8, 5\) float32.*\n.*one tensor"):
+            y, weights = model.attn(X)
+        assert model.attn.sizes == [8]
+        assert int((y == 0).flatten(1).all(1).sum()) == 4
+        assert torch.equal(weights, model.attn.linear(X).mean(-1))
+
+    def test_an_argument_that_is_returned_has_all_rows(self) -> None:
+        model, mask = Block(), torch.rand(8, 1, 4)
+        inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        assert model.attn(X, mask=mask)[1] is mask
+
+    @pytest.mark.filterwarnings("ignore:.*also returns")
+    def test_no_token_sees_a_later_one_through_a_mask_that_layers_share(self) -> None:
+        model = Decoder()
+        inject(model, DropPath(0.5, mode="subset"), layers="layers.*")
+        later = X.clone()
+        later[:, -1] += 1.0
+        for seed in range(20):
+            outputs = []
+            for x in (X, later):
+                torch.manual_seed(seed)
+                outputs.append(model(x)[:, :-1])
+            assert torch.equal(*outputs)
+
+    @pytest.mark.parametrize("samples", [2, 3, 4, 5, 8])
+    @pytest.mark.parametrize(
+        "table",
+        [{"mask": torch.rand(5, 4)}, {"bias": torch.rand(4, 1, 5)}, {"rope": (torch.rand(5, 4),)}],
+        ids=["mask", "heads", "rope"],
+    )
+    def test_tables_with_as_many_rows_as_samples_are_passed_on(self, samples: int, table: dict[str, Any]) -> None:
+        model, x = Block(), X[:samples]
+        clean = model(x, **table)
+        inject(model, DropPath(0.5, mode="subset", scale=False), layers="attn")
+        y = model(x, **table)
+        same = (y - clean).flatten(1).abs().amax(1) < 1e-6
+        assert torch.equal(same, (y != x).flatten(1).any(1))
+        assert int(same.sum()) == max(samples // 2, 1)
 
     def test_output_and_gradients_equal_those_of_row_mode_with_the_same_samples(self) -> None:
         model, twin = Block(), Block()
@@ -103,12 +168,6 @@ class TestSubset:
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
         share = torch.stack([dropped(model, X) for _ in range(2000)]).double().mean(0)
         assert (share - 0.5).abs().amax() < 5 * (0.25 / 2000) ** 0.5
-
-    def test_all_tensors_of_the_output_are_completed(self) -> None:
-        model = nn.Sequential(Attention())
-        inject(model, DropPath(0.5, mode="subset"), layers="0")
-        y, weights = model(X)
-        assert (y.shape, weights.shape) == ((8, 5, 4), (8, 5))
 
     def test_scale_false_does_not_scale(self) -> None:
         model, clean = Block(), Block()
@@ -174,18 +233,32 @@ class TestSubset:
         with pytest.raises(InjectionError, match="receives a object, whose samples cannot be selected"):
             model(X, rope=[torch.zeros(1), object()])
 
-    @pytest.mark.parametrize("shape", [(16, 5, 5), (24, 1)], ids=["one row per head", "packed"])
-    def test_an_argument_with_several_rows_for_each_sample_raises(self, shape: tuple[int, ...]) -> None:
-        model = Block()
-        inject(model, DropPath(0.5, mode="subset"), layers="attn")
-        with pytest.raises(ShapeError, match="may or may not have one row for each of the 8 samples"):
-            model(X, mask=torch.ones(shape))
+    def test_a_branch_that_mixes_samples_raises(self) -> None:
+        class Mixing(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) + x.mean(0)
 
-    def test_an_argument_whose_rows_may_be_tokens_raises(self) -> None:
+        model = nn.Sequential(Mixing(4, 4))
+        inject(model, DropPath(0.5, mode="subset"), layers="0")
+        with pytest.raises(ShapeError, match=r"2 of the 8 samples(.|\n)*mode=\"row\""):
+            model(X)
+
+    def test_a_branch_that_returns_more_in_training_raises(self) -> None:
+        class Auxiliary(nn.Linear):
+            def forward(self, x: torch.Tensor) -> Any:
+                return (super().forward(x), x.mean()) if self.training else super().forward(x)
+
+        model = nn.Sequential(Auxiliary(4, 4))
+        inject(model, DropPath(0.5, mode="subset"), layers="0")
+        with pytest.raises(InjectionError, match="1 tensors in eval mode"):
+            model(X)
+
+    def test_the_first_call_under_autocast_has_gradients(self) -> None:
         model = Block()
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
-        with pytest.raises(ShapeError, match="use another batch size"):
-            model(X[:5], mask=torch.ones(5, 4))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(X).sum().backward()
+        assert model.attn.linear.weight.grad.abs().sum() > 0
 
     def test_without_a_hook_it_zeroes_samples(self) -> None:
         for _ in range(20):
