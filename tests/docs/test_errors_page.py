@@ -23,7 +23,7 @@ def _libraries() -> None:
 
 def provoked() -> list[str]:
     """The messages of the catalog, as a terminal shows them."""
-    return [text for found in messages().values() for text in found]
+    return [text.removeprefix("CommandLineError: ") for found in messages().values() for text in found]
 
 
 def matches(quote: str, message: str) -> bool:
@@ -38,7 +38,7 @@ def first_line(text: str) -> str:
 @pytest.mark.parametrize("title", [title for title, _ in CASES])
 def test_the_page_explains_each_message(title: str) -> None:
     for text in messages()[title]:
-        line = first_line(text)
+        line = first_line(text.removeprefix("CommandLineError: "))
         assert any(matches(first_line(quote), line) for quote in QUOTES), text
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import inspect
+import io
+import re
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,6 +44,7 @@ from hookdrop import (
     observe,
     recipes,
 )
+from hookdrop.cli import main
 
 IMAGES = torch.zeros(2, 3, 16, 16)
 CASES: list[tuple[str, Callable[[], Any]]] = []
@@ -185,6 +191,17 @@ def train(model: nn.Module, steps: int = 30, optimizer: Any = None) -> None:
         model(torch.zeros(2, 8) if isinstance(model, nn.Sequential) else IMAGES)
         optimizer.step()
         optimizer.zero_grad()
+
+
+class CommandLineError(Exception):
+    """What the command line wrote to stderr."""
+
+
+def command(*arguments: str) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.suppress(SystemExit):
+        main(arguments)
+    if message := re.search(r"^hookdrop.*: error: .*", stderr.getvalue(), re.MULTILINE | re.DOTALL):
+        raise CommandLineError(message[0].strip())
 
 
 def injected(regularizer: Any = None, schedule: Any = None) -> tuple[ResNet, Any]:
@@ -1101,6 +1118,40 @@ def _() -> None:
 def _() -> None:
     with observe.capture(model := ViT(), "unused"):
         model(IMAGES)
+
+
+# --- the command line
+
+
+@case("command line: a misspelled regularizer")
+def _() -> None:
+    command("plan", "resnet18", "DropBlok(p=0.1)", "--layers", "layer1")
+
+
+@case("command line: a misspelled model")
+def _() -> None:
+    command("plan", "resnet5O", "Dropout(p=0.1)", "--layers", "layer1")
+
+
+@case("command line: a package is not installed")
+def _() -> None:
+    with mock.patch.dict(sys.modules, {"timm": None}):
+        command("layers", "resnet18")
+
+
+@case("command line: no layers")
+def _() -> None:
+    command("plan", "resnet18", "Dropout(p=0.1)")
+
+
+@case("command line: a recipe and --layers")
+def _() -> None:
+    command("plan", "resnet18", "stochastic_depth(p=0.1)", "--layers", "layer1")
+
+
+@case("command line: an unreadable input size")
+def _() -> None:
+    command("plan", "resnet18", "Dropout(p=0.1)", "--layers", "layer1", "--input-size", "big")
 
 
 # --- printing

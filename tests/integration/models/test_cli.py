@@ -1,0 +1,294 @@
+"""The command line with timm and torchvision models: output and errors."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+import hookdrop
+from hookdrop.cli import main, models
+from hookdrop.kernels import native
+
+for _extra in ("timm", "torchvision"):
+    pytest.importorskip(_extra)
+
+
+DROPBLOCK = "DropBlock(p=0.1, block_size=7)"
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line must not download anything."""
+
+    def refuse(*args: object) -> NoReturn:
+        raise AssertionError("the command line opened a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command that succeeds, and return its output lines."""
+
+    def run(*argv: str) -> list[str]:
+        code = main(argv)
+        out, err = capsys.readouterr()
+        assert (code, err) == (0, "")
+        return out.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def run_error(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command that fails, and return its error message."""
+
+    def run_error(*argv: str) -> str:
+        code = main(argv)
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        assert err.startswith("hookdrop: error: ")
+        assert "Traceback" not in err
+        return err
+
+    return run_error
+
+
+def cells(lines: list[str], name: str) -> list[str]:
+    """Return the table row of a layer."""
+    (row,) = [re.split(r"\s{2,}", line) for line in lines if line.split()[:1] == [name]]
+    return row[1:]
+
+
+# layers
+
+
+def test_layers_lists_type_shape_and_calls(run: Any) -> None:
+    lines = run("layers", "resnet18")
+    assert re.split(r"\s{2,}", lines[2]) == ["site", "type", "shape", "calls"]
+    assert cells(lines, "layer3.1.bn2") == ["BatchNorm2d", "1x256x14x14", "1"]
+    assert cells(lines, "fc") == ["Linear", "1x1000", "1"]
+
+
+def test_layers_counts_the_calls_of_a_reused_layer(run: Any) -> None:
+    assert cells(run("layers", "torchvision:resnet18"), "layer1.0.relu")[-1] == "2"
+
+
+def test_match_accepts_globs_and_full_names(run: Any) -> None:
+    lines = run("layers", "resnet18", "--layers", "layer[12].0.bn?", "layer4")
+    names = [line.split()[0] for line in lines[4:-2]]
+    assert names == ["layer1.0.bn1", "layer1.0.bn2", "layer2.0.bn1", "layer2.0.bn2", "layer4"]
+
+
+def test_match_without_a_matching_layer_is_an_error(run_error: Any) -> None:
+    message = run_error("layers", "resnet18", "--layers", "layer5.*")
+    assert "asked for:    'layer5.*'" in message
+    assert "hookdrop layers resnet18" in message
+
+
+# models
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "layer", "shape"),
+    [
+        ("test_vit", "1x3x160x160", "blocks.0", "1x101x64"),
+        ("convnext_atto", "1x3x224x224", "stages.3", "1x320x7x7"),
+        ("lraspp_mobilenet_v3_large", "1x3x224x224", "backbone.16", "1x960x14x14"),
+        ("r3d_18", "1x3x16x224x224", "layer2", "1x128x8x56x56"),
+        ("mvit_v1_b", "1x3x16x224x224", "blocks.15", "1x393x768"),
+        ("raft_small", "1x3x224x224, 1x3x224x224", "feature_encoder", "2x128x28x28"),
+        ("quantized_mobilenet_v2", "1x3x224x224", "features.18", "1x1280x7x7"),
+        ("regnet_y_400mf", "1x3x224x224", "trunk_output", "1x440x7x7"),
+        ("fasterrcnn_mobilenet_v3_large_320_fpn", "3x224x224", "rpn.head.conv", "1x256x5x5"),
+    ],
+)
+def test_example_input_of_each_kind_of_model(run: Any, name: str, shapes: str, layer: str, shape: str) -> None:
+    lines = run("layers", name)
+    assert lines[0].endswith(f", input {shapes}")
+    assert cells(lines, layer)[1] == shape
+
+
+def test_models_on_the_cpu_are_reproducible_and_keep_the_rng_state() -> None:
+    first = models.load("regnet_y_400mf")[1].state_dict()
+    before = torch.manual_seed(7).get_state()
+    second = models.load("regnet_y_400mf")[1].state_dict()
+    assert all(not value.is_meta and torch.equal(value, second[name]) for name, value in first.items())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_models_are_built_on_the_meta_device() -> None:
+    assert all(parameter.is_meta for parameter in models.load("vit_h_14")[1].parameters())
+
+
+@pytest.mark.parametrize(("size", "shape"), [("64", "1x3x64x64"), ("64x96", "1x3x64x96"), ("3x96x64", "1x3x96x64")])
+def test_input_size_overrides_the_default(run: Any, size: str, shape: str) -> None:
+    title, *_ = run("layers", "resnet18", "--layers", "fc", "--input-size", size)
+    assert f"input {shape}" in title
+
+
+@pytest.mark.parametrize("size", ["big", "0", "64x", "-64", "1x3x64x64"])
+def test_invalid_input_size_is_an_error(run_error: Any, size: str) -> None:
+    assert "the input size" in run_error("layers", "resnet18", f"--input-size={size}")
+
+
+def test_input_size_that_the_model_rejects_is_an_error(run_error: Any) -> None:
+    assert "Input height (64) doesn't match" in run_error("layers", "vit_tiny_patch16_224", "--input-size", "64")
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [("resnet18", "timm"), ("timm:resnet18", "timm"), ("torchvision:resnet18", "torchvision")],
+)
+def test_name_in_both_libraries_selects_timm_by_default(run: Any, name: str, library: str) -> None:
+    title, *rest = run("layers", name)
+    assert title.startswith(f"resnet18 from {library}, ")
+    # Only timm's model has a layer for each activation.
+    assert any(line.startswith("layer1.0.act1") for line in rest) == (library == "timm")
+
+
+def test_timm_pretrained_tag_is_part_of_the_name(run: Any, run_error: Any) -> None:
+    assert run("layers", "resnet18.a1_in1k", "--layers", "fc")[0].startswith("resnet18.a1_in1k from timm")
+    assert "timm can't build 'resnet18.zzz': RuntimeError: Invalid pretrained tag" in run_error(
+        "layers", "resnet18.zzz"
+    )
+
+
+def test_unknown_model_suggests_names_from_both_libraries(run_error: Any) -> None:
+    message = run_error("layers", "resnet5")
+    assert re.search("did you mean: timm:resnet50.*torchvision:resnet50", message)
+
+
+@pytest.mark.parametrize("name", ["timm:swin_t", "torchvision:vit_tiny_patch16_224", "hf-hub:timm/resnet18", "qqqqqq"])
+def test_name_missing_from_its_library_is_an_error(run_error: Any, name: str) -> None:
+    assert "there is no model" in run_error("layers", name)
+
+
+# plan
+
+
+def test_plan_output(run: Any) -> None:
+    assert run("plan", "resnet18", DROPBLOCK, "--layers", "layer3.*", "fc", "--exclude", "fc") == [
+        "resnet18 from timm, input 1x3x224x224",
+        "2 sites of ResNet",
+        "site      type        shape        read as          calls    p  regularizer",
+        "--------  ----------  -----------  ---------------  -----  ---  ------------------------------",
+        "layer3.0  BasicBlock  1x256x14x14  C=256 H=14 W=14      1  0.1  DropBlock(p=0.1, block_size=7)",
+        "layer3.1  BasicBlock  1x256x14x14  C=256 H=14 W=14      1  0.1  DropBlock(p=0.1, block_size=7)",
+        "'layer3.*': 2 layers",
+        "'fc': 1 layer",
+    ]
+
+
+def test_plan_warns_if_a_block_covers_the_map(run: Any) -> None:
+    lines = run("plan", "resnet18", DROPBLOCK, "--layers", "layer4.*")
+    assert any(re.match("warning: DropBlock at 'layer4.0': block_size=7 covers the whole 7x7 map", x) for x in lines)
+
+
+def test_plan_warns_about_nested_sites(run: Any) -> None:
+    lines = run("plan", "resnet18", DROPBLOCK, "--layers", "layer3.**")
+    assert any(re.match(r"warning: \d+ of \d+ sites are nested inside other sites", line) for line in lines)
+
+
+def test_unknown_layer_suggests_names(run_error: Any) -> None:
+    message = run_error("plan", "resnet18", DROPBLOCK, "--layers", "layer5")
+    assert "did you mean: 'layer4'" in message
+
+
+def test_uncalled_layer_given_by_name_is_an_error(run_error: Any) -> None:
+    name = "encoder.layers.encoder_layer_0.self_attention.out_proj"
+    assert "a hook on it never fires" in run_error("plan", "vit_b_16", "Dropout(p=0.1)", "--layers", name)
+
+
+def test_dropblock_on_tokens_is_an_error(run_error: Any) -> None:
+    assert "DropBlock at 'blocks.0'" in run_error("plan", "test_vit", DROPBLOCK, "--layers", "blocks.*")
+
+
+def test_code_in_the_regularizer_is_not_executed(run_error: Any, tmp_path: Path) -> None:
+    trap = tmp_path / "ran"
+    text = f"Dropout(p=__import__('pathlib').Path({str(trap)!r}).touch())"
+    assert "nothing was evaluated" in run_error("plan", "resnet18", text, "--layers", "fc")
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("DropBlok(p=0.1)", "did you mean: DropBlock"),
+        ("Dropout(p=10)", "write p=0.1"),
+        ("Dropout(q=0.1)", "signature: Dropout("),
+        ("nn.Dropout(0.1)", "write 'Dropout'"),
+        ("", "cannot parse"),
+    ],
+)
+def test_invalid_regularizer_is_reported_before_a_model_is_built(run_error: Any, text: str, message: str) -> None:
+    assert message in run_error("plan", "no_such_model", text, "--layers", "fc")
+
+
+def test_a_schedule_in_fractions_needs_the_total(run: Any, run_error: Any) -> None:
+    argv = ("plan", "resnet18", "Dropout(p=0.1)", "--layers", "fc", "--schedule", "LinearSchedule(steps=0.5)")
+    assert "total_steps=" in run_error(*argv)
+    assert "LinearSchedule(steps=0.5) = LinearSchedule(steps=50)" in run(*argv, "--total-steps", "100")[1]
+
+
+def test_a_recipe_takes_the_same_options(run: Any, run_error: Any) -> None:
+    argv = ("plan", "test_vit", "head_dropout(p=0.2)")
+    options = ("--exclude", "blocks.0.**", "--schedule", "LinearSchedule(9)", "--p-scale", "depth")
+    lines = run(*argv, *options)
+    assert "LinearSchedule(steps=9)" in lines[1]
+    assert [cells(lines, f"blocks.{i}.attn.proj")[4] for i in range(1, 6)] == ["0.04", "0.08", "0.12", "0.16", "0.2"]
+    assert "chooses its layers: remove layers=" in run_error(*argv, "--layers", "fc")
+
+
+# extras and usage
+
+
+@pytest.mark.parametrize(("lines", "options"), [(1, ["--layers=**"]), (0, ["--layers=fc"])])
+def test_closed_pipe_causes_no_traceback(lines: int, options: list[str]) -> None:
+    command = [sys.executable, "-m", "hookdrop", "layers", "resnet18", *options]
+    # The smallest pipe: a long list does not fit, so writing to the closed pipe fails.
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, pipesize=4096) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        read = [process.stdout.readline() for _ in range(lines)]
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert all(line.startswith("resnet18 from timm") for line in read)
+
+
+def test_missing_extra_prints_the_install_command(run_error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for missing in ("timm", "torchvision"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, missing, None)
+            message = run_error("layers", "resnet18")
+        assert message == f"hookdrop: error: {missing} is not installed.\n  pip install 'hookdrop[cli]'\n"
+
+
+def test_help_works_without_extras() -> None:
+    code = "import sys; sys.modules.update(timm=None, torchvision=None); import hookdrop.cli as c; c.main()"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
+    assert "layers" in done.stdout
+    assert "plan" in done.stdout
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    loops = "yes" if native.available() else "no"
+    assert capsys.readouterr().out == f"hookdrop {hookdrop.__version__} (compiled loops: {loops})\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["layers"], ["plan", "resnet18", "--layers", "fc"], ["inject", "resnet18"]])
+def test_incomplete_command_prints_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: hookdrop")
