@@ -23,7 +23,7 @@ from hookdrop.injection.sinks import RateSink, remove_sinks, sinks_of, warn_abou
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import InjectionError
-from hookdrop.utils.tables import counted, text_table
+from hookdrop.utils.tables import counted, html_table, text_table
 from hookdrop.utils.validation import CopyDevice, count, number
 
 # Imported on first use, because most trainings neither measure nor predict.
@@ -508,6 +508,9 @@ class Injection:
         off = "" if state.on else " disabled,"
         sites = counted(len(self._sinks), "site")
         return f"<Injection {state.name!r}: {sites},{p}{off} step {state.step_count} of {state.schedule}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(Site._fields, () if self._model() is None else self.sites, repr(self))
 
     # --- saving
 

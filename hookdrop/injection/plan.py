@@ -16,7 +16,7 @@ from hookdrop.injection.spec import InjectionSpec
 from hookdrop.regularizers import Regularizer, at_rate, rate_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import LayerError, ShapeError
-from hookdrop.utils.tables import counted, shape_text, text_table
+from hookdrop.utils.tables import counted, html_table, shape_text, text_table
 
 if TYPE_CHECKING:
     from hookdrop.survey.facts import Survey
@@ -92,7 +92,8 @@ class Plan:
     recipe: Mapping[str, Any] | None = None
     """The arguments of `inject` with which a recipe chooses the same sites again."""
 
-    def __repr__(self) -> str:
+    def _table(self) -> tuple[str, list[str], list[list[Any]], list[str]]:
+        """Return the title, the header, the rows and the notes."""
         where = ", at the input" if {site.at for site in self.sites} == {"input"} else ""
         requested = f"{self.spec.timing} = " if self.spec.is_relative else ""
         schedule = "" if self.schedule is None else f", {requested}{self.schedule}"
@@ -102,11 +103,19 @@ class Plan:
         rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
         # Omit empty columns: some are filled only with an example_input or a regularizer.
         used = [i for i in range(len(HEADER)) if any(row[i] not in ("", None, "?") for row in rows)]
-        table = text_table([HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
         notes = [f"{entry}: {counted(count, 'layer')}" for entry, count in self.counts.items()]
         if self.survey is not None:
             notes.append(f"example: {self.survey.example.source}")
-        return "\n".join([title, table, *notes, *(f"warning: {text}" for text in self.warnings)])
+        notes += [f"warning: {text}" for text in self.warnings]
+        return title, [HEADER[i] for i in used], [[row[i] for i in used] for row in rows], notes
+
+    def __repr__(self) -> str:
+        title, header, rows, notes = self._table()
+        return "\n".join([title, text_table(header, rows), *notes])
+
+    def _repr_html_(self) -> str:
+        title, header, rows, notes = self._table()
+        return html_table(header, rows, title, notes)
 
 
 def inspect_forward(plan: Plan, example: Any) -> None:

@@ -1,8 +1,9 @@
-"""Plain-text tables."""
+"""Plain-text and HTML tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -16,6 +17,15 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def html_table(
+    header: Sequence[str], rows: Sequence[Sequence[object]], caption: str, notes: Sequence[str] = ()
+) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(_cell(value))}</td>" for value in row) + "</tr>" for row in rows)
+    below = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>{below}"
 
 
 def shape_text(shape: Sequence[int] | None) -> str:

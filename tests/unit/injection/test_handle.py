@@ -118,6 +118,12 @@ class TestReprAndMetrics:
         drop.remove()
         assert repr(drop) == "<Injection 'dropblock', removed>"
 
+    def test_html_tables_for_notebooks(self, model: Small) -> None:
+        drop = inject(model, DropBlock(0.2, 3), layers="layer1.*")
+        for shown in (drop, find(model)):
+            assert "<table>" in shown._repr_html_()
+            assert "&lt;" not in shown._repr_html_().replace("&lt;Injection", "")
+
 
 class TestHandles:
     def test_all_handles_on_the_same_hooks_are_interchangeable(self) -> None:

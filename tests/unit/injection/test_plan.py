@@ -65,6 +65,7 @@ class TestPlans:
             "layer1.1  Block  4x8x16x16  C=8 H=16 W=16      1  0.2  DropBlock(p=0.2, block_size=3)",
             "'layer1.*': 2 layers",
         ]
+        assert "<table>" in drafted._repr_html_()
 
     def test_plan_does_not_change_the_model(self, model: Small, images: torch.Tensor) -> None:
         model.train()
