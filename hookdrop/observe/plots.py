@@ -1,4 +1,4 @@
-"""Figures of schedules, captured tensors and layer statistics."""
+"""Figures of schedules, tensors and layer statistics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_POINTS = 2000
 
 
 def plot_features(
-    what: Tensor | Mapping[str, Sequence[Tensor]],
+    what: Tensor | Mapping[str, Tensor],
     *,
     sample: int = 0,
     channels: int = 8,
@@ -35,8 +35,8 @@ def plot_features(
     """Draw the channels of a layer's output as images, with one color scale for each layer.
 
     Args:
-        what: a tensor, or the result of `capture` (the last call of each layer, at most 6 layers from first to last).
-            A recording has its own `plot_features`.
+        what: a tensor, or tensors by layer name, such as the output of torchvision's `create_feature_extractor` (at
+            most 6 layers from first to last). A recording has its own `plot_features`.
         sample: index into the batch.
         channels: maximum number of channels of a map. Tokens (N, L, C) and features (N, C) are one image.
         channel_dim: channel axis of a map; None is axis 1, or the last axis of (N, H, W, C) with H = W != C.
@@ -45,11 +45,11 @@ def plot_features(
     Raises:
         HookdropError: matplotlib is not installed.
         ShapeError: a tensor cannot be shown as images, or the batch has no such sample.
-        LayerError: nothing was captured.
+        LayerError: `what` is empty.
     """
-    shown = {"": what} if isinstance(what, Tensor) else {name: calls[-1] for name, calls in what.items()}
+    shown = {"": what} if isinstance(what, Tensor) else what
     if not shown:
-        raise LayerError("nothing to plot: nothing was captured.")
+        raise LayerError("nothing to plot: there is no tensor.")
     titles = {name: ", ".join(filter(None, (name, shape_text(x.shape)))) for name, x in shown.items()}
     blocks = {titles[name]: {"": shown[name]} for name in evenly_spaced(list(shown))}
     return blocks_figure(

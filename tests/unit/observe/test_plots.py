@@ -27,13 +27,13 @@ from hookdrop.injection.figures import DROPPED, KEPT, as_images
 from hookdrop.observe import (
     CamComparison,
     Recording,
-    capture,
     plot_cam,
     plot_features,
     plot_schedule,
     stats,
 )
 from tests.support.models import Small
+from tests.support.tensors import captured
 
 pytest.importorskip("matplotlib")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -133,16 +133,16 @@ class TestRecordings:
 
 
 class TestFeatures:
-    def test_captured_layers(self, model: Small, images: torch.Tensor) -> None:
-        with capture(model, ["layer1", "fc"], gradients=True) as seen:
+    def test_tensors_by_layer(self, model: Small, images: torch.Tensor) -> None:
+        with captured(model, "layer1", "fc") as found:
             model(images)
-            model(images * 2).sum().backward()
+        seen = {name: calls[0] for name, calls in found.items()}
         figure = plot_features(seen, sample=3, channels=4)
         assert titles(figure) == ["layer1, 4x8x16x16", "fc, 4x10"]
         shown = images_of(figure)
         assert len(shown) == 5
-        assert np.array_equal(shown[1], seen["layer1"][-1][3, 1])
-        assert np.array_equal(shown[4], seen["fc"][-1])
+        assert np.array_equal(shown[1], seen["layer1"][3, 1])
+        assert np.array_equal(shown[4], seen["fc"])
 
     def test_channels_last_tensor(self) -> None:
         x = torch.randn(2, 7, 7, 12)
@@ -166,7 +166,7 @@ class TestFeatures:
             plot_features(torch.ones(4, 3, 5, 5), sample=4)
         with pytest.raises(ShapeError, match=r"got \(\): it cannot be shown"):
             plot_features(torch.ones(()))
-        with pytest.raises(LayerError, match="nothing was captured"):
+        with pytest.raises(LayerError, match="there is no tensor"):
             plot_features({})
         with pytest.raises(ValueError, match="channels must be at least 1"):
             plot_features(torch.ones(4, 3, 5, 5), channels=0)
