@@ -69,7 +69,7 @@ class InjectionCallback(Placement, Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks of an earlier fit, before Lightning loads a state into them or an average copies them."""
         if stage == "fit":
-            self._remove()
+            self._remove_earlier(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Place the hooks, after the callbacks that search a learning rate or a batch size when the fit starts."""
@@ -102,6 +102,7 @@ class InjectionCallback(Placement, Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the hooks if requested."""
+        self._leave()
         if self.remove_at_end:
             self._remove()
 
