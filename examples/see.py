@@ -133,9 +133,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     wide = float(maps.wide_before.mean()), float(maps.wide_after.mean())
     print(f"mean image area with Grad-CAM above half of its maximum: {wide[0]:.1%} without, {wide[1]:.1%} with")
 
-    with observe.capture(regularized, MAP, last=1) as seen, torch.no_grad():
-        regularized.eval()(test_x)
-    print(f"captured {seen}")
     recording, stats = observed(regularized, drop, x, labels)
     print(recording, stats, sep="\n")
 

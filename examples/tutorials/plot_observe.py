@@ -3,7 +3,7 @@ Look inside: masks, activations, statistics and Grad-CAM
 ========================================================
 
 ``hookdrop.observe`` shows what happens in the layers of a model, with or without a regularizer. This tutorial trains
-two copies of a small network, one of them with DropBlock. It records the masks of training steps, captures activations,
+two copies of a small network, one of them with DropBlock. It records the masks of training steps, draws activations,
 finds problems in the statistics of layers, and compares the class activation maps of the two copies.
 
 The figures need ``pip install 'hookdrop[observe]'``.
@@ -18,6 +18,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
+from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.ops import Conv2dNormActivation
 
 from hookdrop import DropBlock, LinearSchedule, inject, observe
@@ -83,16 +84,12 @@ figure.suptitle("DropBlock in a training step: before, mask and after of six cha
 plt.show()
 
 # %%
-# Capture activations and gradients
-# ---------------------------------
+# Draw activations
+# ----------------
 #
-# ``observe.capture`` works for any layer of any model. It returns a list for each layer, with one tensor for each call.
+# torchvision's ``create_feature_extractor`` returns the outputs of layers, and ``observe.plot_features`` draws them.
 
-with observe.capture(without, "block*", gradients=True) as seen:
-    cross_entropy(without.eval()(test_x[:4]), test_y[:4]).backward()
-without.zero_grad()
-print(seen)
-print(seen["block3"][-1].grad.shape)
+seen = create_feature_extractor(without.eval(), ["block1", "block2", "block3"])(test_x[:4])
 
 # %%
 # Statistics of layers

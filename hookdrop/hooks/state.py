@@ -84,6 +84,7 @@ class InjectionState:
     recipe: Mapping[str, Any] | None = None
     """The arguments of `inject` with which a recipe chooses the same sites again."""
     removed: bool = False
+    training_ended: bool = False  # whether it was placed by a callback for a training that has ended
     warned_kinds: set[str] = field(default_factory=set)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifies copies of the same original
     live: LiveState = field(default_factory=LiveState)

@@ -129,10 +129,12 @@ def inspect_forward(plan: Plan, example: Any) -> None:
 
     with hooks_removed(plan.model):
         found = survey(plan.model, example)
+    convs = (op.inputs for op in found.trace.ops if op.name in ("conv1d", "conv2d", "conv3d"))
+    is_batched = all(len(x.shape) == len(weight.shape) for x, weight, *_ in convs)
     seen = [found.calls(site.name, site.at, plan.spec.tensor) for site in plan.sites]
     shape_warnings: dict[str, list[str]] = {}
     for site, observed in zip(plan.sites, seen, strict=True):
-        _inspect_site(site, observed, shape_warnings)
+        _inspect_site(site, observed, shape_warnings, is_batched)
         if site.calls == 0 and site.name in plan.exact:
             raise LayerError(
                 f"{site.name!r} ({site.type}) is not called in the forward pass: a hook on it never fires.\n"
@@ -146,7 +148,7 @@ def inspect_forward(plan: Plan, example: Any) -> None:
     plan.warnings += plan_warnings(plan.model, plan.sites, seen, of_recipe=plan.recipe is not None)
 
 
-def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str, list[str]]) -> None:
+def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str, list[str]], is_batched: bool) -> None:
     site.calls, site.shape, regularizer = seen.calls, seen.shape, site.regularizer
     if regularizer is None:
         return
@@ -157,7 +159,8 @@ def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str,
         for shape in seen.shapes:
             regularizer.check(shape)
     except ShapeError as error:
-        raise ShapeError(f"{where} {error}") from None
+        more = "" if is_batched else "\n  the example has no batch axis: pass x[None]"
+        raise ShapeError(f"{where} {error}{more}") from None
     if seen.shape is None:
         return
     several = f" (1 of {seen.tensor_count} tensors)" if seen.tensor_count else ""

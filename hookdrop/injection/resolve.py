@@ -43,6 +43,7 @@ class LazySurvey:
 
     def __init__(self, model: nn.Module, example_input: Any) -> None:
         self._arguments = model, example_input
+        self.is_given = example_input is not None
         self.found: Survey | None = None
         """None if the recipe did not need it."""
 

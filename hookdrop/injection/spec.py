@@ -21,8 +21,9 @@ from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer, as_regularizer
 from hookdrop.regularizers.base import at_rate
 from hookdrop.schedules import ConstantSchedule, Schedule
-from hookdrop.utils.errors import InjectionError, LayerError, StateError, did_you_mean
+from hookdrop.utils.errors import InjectionError, LayerError, StateError
 from hookdrop.utils.select import Entries, as_entries
+from hookdrop.utils.settings import unknown_argument
 from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.validation import one_of
 
@@ -171,16 +172,12 @@ class InjectionSpec:
                 f"a spec must be an InjectionSpec or a mapping of its settings, got {reprlib.repr(settings)}.\n"
                 f"{_EXAMPLE}   several: InjectionCallback(*specs)"
             )
-        known = [field.name for field in fields(cls)]
-        if unknown := [name for name in settings if name not in known]:
-            raise TypeError(
-                f"InjectionSpec has no setting {unknown[0]!r}.{did_you_mean(str(unknown[0]), known)}\n"
-                f"  available: {', '.join(known)}"
-            )
+        if unknown := unknown_argument(cls, (), settings):
+            raise TypeError(unknown)
         if "regularizer" not in settings:
             raise TypeError(f"a spec needs a regularizer, got {reprlib.repr(dict(settings))}.\n{_EXAMPLE}")
-        texts = {"regularizer", "schedule"} & set(settings) if allow else ()
-        return cls(**dict(settings) | {name: _read(settings[name], allow) for name in texts})
+        texts = ("regularizer", "schedule") if allow else ()
+        return cls(**{key: _read(value, allow) if key in texts else value for key, value in settings.items()})
 
 
 _EXAMPLE = '  for example: InjectionSpec("Dropout(p=0.1)", layers="head")'

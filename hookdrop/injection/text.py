@@ -16,7 +16,7 @@ from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import REGULARIZERS, ForeignFunction, ForeignModule, Regularizer
 from hookdrop.schedules import SCHEDULES, Schedule
 from hookdrop.utils.errors import StateError, nearest
-from hookdrop.utils.settings import not_stored, settings_text
+from hookdrop.utils.settings import not_stored, settings_text, signature_line
 
 Allowed: TypeAlias = Sequence[Callable[..., Any]]
 
@@ -107,7 +107,9 @@ def _read(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
         if name in allowed and not isinstance(allowed[name], type):
             return allowed[name]
         if name in NAMES:
-            raise ValueError(f"parse: {text!r} has no arguments: write '{name}(...)'.{_signature(name, _named(name))}")
+            raise ValueError(
+                f"parse: {text!r} has no arguments: write '{name}(...)'.{signature_line(name, _named(name))}"
+            )
         raise _unreadable(text)
     if name not in NAMES and name not in allowed:
         raise ValueError(_unknown(name))
@@ -117,14 +119,15 @@ def _read(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
     if "None" in kwargs or len(kwargs) < len(node.keywords):  # `**`, or a setting twice
         raise _unreadable(text)
     try:
-        signature = inspect.signature(make)
+        made, signature = make(*args, **kwargs), inspect.signature(make)
         for setting, value in signature.bind(*args, **kwargs).arguments.items():
             # The classes accept any truthy value for a bool; a text must not.
             if isinstance(signature.parameters[setting].default, bool) and not isinstance(value, bool):
                 raise TypeError(f"{setting} must be True or False, got {value!r}")
-        return make(*args, **kwargs)
+        return made
     except TypeError as error:
-        raise TypeError(f"parse: {text!r}: {error}.{_signature(name, make)}") from None
+        more = "" if "signature:" in str(error) else f".{signature_line(name, make)}"
+        raise TypeError(f"parse: {text!r}: {error}{more}") from None
 
 
 def _value(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
@@ -144,13 +147,6 @@ def _value(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
 def _named(name: str) -> Callable[..., Any]:
     found: Any = REGULARIZERS.get(name) or SCHEDULES.get(name) or getattr(recipes, name)
     return found  # type: ignore[no-any-return]
-
-
-def _signature(name: str, make: Callable[..., Any]) -> str:
-    """Return a message line with the signature of a class, without types."""
-    signature = inspect.signature(make)
-    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-    return f"\n  signature: {name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
 
 
 def _unknown(name: str) -> str:

@@ -275,7 +275,7 @@ def _replaced(planned: Plan) -> tuple[list[RateSink], list[RateSink]]:
         names = ", ".join(sorted({repr(sink.state.name) for sink in conflicts}))
         raise InjectionError(
             f"{carry} {names} (a re-run cell?).\n"
-            '  replace them: inject(..., on_existing="replace")   '
+            '  replace them: on_existing="replace"   '
             f'keep both: on_existing="stack", name="{_free_name(planned)}"'
         )
     named = {sink.state for _, sink in present if sink.state.name == planned.name}

@@ -63,7 +63,7 @@ class InjectionCallback(Placement, Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks of an earlier fit, before Lightning loads a state into them or an average copies them."""
         if stage == "fit":
-            self._remove()
+            self._remove_earlier(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Place the hooks, after the callbacks that search a learning rate or a batch size when the fit starts."""
@@ -89,6 +89,10 @@ class InjectionCallback(Placement, Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop again after an epoch that collected batch-norm statistics."""
         self._stop_collecting()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the hooks on the model, for a later fit to replace."""
+        self._leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the hooks of a failed training."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.injection.handle import Injection
+from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.verbs import inject
 from hookdrop.utils.seeding import seed_per_rank
@@ -36,7 +36,7 @@ class Placement:
 
     def _place(self, model: nn.Module, total_steps: int | None, rank: int, ranks: int) -> None:
         """Replace the injections of an earlier training by new ones, and restore a pending state."""
-        self._remove()
+        self._remove_earlier(model)
         try:
             for spec in self._specs:
                 placed = inject(model, spec, total_steps=total_steps)
@@ -51,6 +51,18 @@ class Placement:
             self.pending = None
         if self.seed_per_rank and ranks > 1:
             seed_per_rank(rank=rank)
+
+    def _leave(self) -> None:
+        """Leave the hooks on the model after a training, until the next one."""
+        for state in () if self._injection is None else self._injection._states:
+            state.training_ended = True
+
+    def _remove_earlier(self, model: nn.Module) -> None:
+        """Remove the hooks that this callback, or another one for an earlier training, has left on the model."""
+        self._remove()
+        for drop in find(model):
+            if any(state.training_ended for state in drop._states):
+                drop.remove()
 
     def _seek(self, step: int) -> None:
         if self._injection is not None:

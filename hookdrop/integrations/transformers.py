@@ -13,6 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
+from hookdrop.utils.errors import warn
 
 Self = TypeVar("Self", bound="InjectionCallback")
 
@@ -53,6 +54,11 @@ class InjectionCallback(Placement, TrainerCallback, ExportableState):
 
     def register(self: Self, trainer: Trainer) -> Self:
         """Add this callback to a Trainer and return it; `train` then removes the hooks if it fails."""
+        if trainer.state.global_step and not trainer.is_in_train:
+            warn(
+                f"InjectionCallback: this Trainer has already trained {trainer.state.global_step} steps, without its "
+                "hooks.\n  call register(trainer) before trainer.train(); the next train() places the hooks"
+            )
         trainer.callback_handler.callbacks[:0] = [_Reinstate(self, trainer.callback_handler), self]
         # There is no event for exceptions, and callbacks that report logs receive them before this one may.
         trainer.train = partial(self._train, trainer.train)  # type: ignore[method-assign]
@@ -79,7 +85,15 @@ class InjectionCallback(Placement, TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Set the schedules to the current step, once per optimizer step."""
+        if self._injection is None:  # added during the training
+            self.on_train_begin(args, state, control, **kwargs)
         self._seek(state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the hooks on the model, until the next training."""
+        self._leave()
 
     def state(self) -> dict[str, Any]:
         """The specs and the state of the injections, for the Trainer's checkpoints."""

@@ -5,7 +5,8 @@ the bits, also in backward. Since the state comes from PyTorch's generator, `tor
 graphs work as for PyTorch's random operations. Its first numbers are the seed of the kernels' random numbers. The
 others count dropped elements, from which `mask_kernel` computes the scale, so nothing synchronizes.
 
-Triton is optional: PyTorch operations replace the kernels wherever these do not support the tensor.
+Triton is optional: PyTorch operations replace the kernels wherever these do not support the tensor. Before their first
+use on a device, a small draw is compared with the same draw by PyTorch operations, which replace kernels that fail.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import Tensor
 from hookdrop.kernels.blocks import Blocks, contiguous_strides, three_axes
 from hookdrop.kernels.native import has_plain_memory
 from hookdrop.kernels.random_numbers import kept_scale
+from hookdrop.utils.errors import warn
+from hookdrop.utils.torch_internals import without_dispatch_modes, without_functorch
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SEED_BITS, _SEED_WORDS = 31, 2  # as in triton_kernels.py
@@ -34,8 +37,59 @@ _device_of: Any = torch.cuda.device_of
 DEVICE_TYPE = "cuda"  # also that of AMD GPUs; tests run the kernels on the CPU
 
 
+_works: dict[int | None, bool] = {}
+"""Whether the kernels have passed `_fault`, by the index of the device."""
+
+
 def usable(device: torch.device) -> bool:
-    return device.type == DEVICE_TYPE and _installed() and _is_recent(device.index)
+    if device.type != DEVICE_TYPE or not _installed() or not _is_recent(device.index):
+        return False
+    known = _works.get(device.index)
+    return _check(device) if known is None else known
+
+
+def _check(device: torch.device) -> bool:
+    """Compile and run the kernels once, and warn if they fail. The random state does not change."""
+    if device.type == "cuda" and (not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing()):
+        return True  # fake tensors, or a CUDA graph: nothing can be read
+    _works[device.index] = True
+    try:
+        with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes(), without_functorch():
+            fault = _fault(device)
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}"
+    if fault:
+        _works[device.index] = False
+        warn(
+            f"the GPU kernels of DropBlock fail on {device}: {fault}.\n"
+            "  PyTorch operations replace them, which are right but slower. To skip this check: HOOKDROP_KERNEL=0"
+        )
+    return not fault
+
+
+def _fault(device: torch.device) -> str:
+    """Compare small draws and their application with PyTorch operations; return the difference, empty if none."""
+    from hookdrop.kernels.philox import rows_of_seed
+
+    seed, rate = (123456789, 987654321), 0.03
+    for normalize, last, dtype in (("batch", False, torch.float32), ("expected", True, torch.float16)):
+        blocks = Blocks(2, 8, (28, 27), (7, 4))
+        state = torch.tensor([*seed, 0], device="cpu").to(device)
+        packed, counters = _draw(blocks, rate, normalize, state)
+        rows = rows_of_seed(blocks, seed[0] | seed[1] << _SEED_BITS, _fixed_point(rate))
+        if not torch.equal(packed.cpu(), blocks.packed(rows)):
+            return "the masks differ from those of PyTorch operations"
+        scale = torch.tensor(1.25, device="cpu") if counters is None else counters.cpu()
+        if counters is not None and scale[_SEED_WORDS] >> _SEED_BITS != blocks.counts(rows).sum():
+            return "the counts of dropped elements differ from those of PyTorch operations"
+        x = torch.linspace(1, 2, 2 * blocks.elements_per_sample, dtype=dtype, device="cpu").view(2, 8, 28, 27)
+        x = x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        dropped, factor = unpacked(packed.cpu(), scale, blocks)
+        expected = torch.where(dropped, 0.0, x.float() * factor)
+        y = _mask(x.to(device), packed, scale if counters is None else counters, blocks)
+        if y is None or not torch.allclose(y.cpu().float(), expected, rtol=4 * torch.finfo(dtype).eps, atol=0.0):
+            return "the results differ from those of PyTorch operations"
+    return ""
 
 
 @lru_cache(maxsize=1)
@@ -66,11 +120,15 @@ def can_draw(blocks: Blocks, device: torch.device) -> bool:
 
 def draw(blocks: Blocks, seed_rate: float, normalize: str | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Draw masks: `(packed, counters)`, in the format of `Blocks.packed`; no counters if `normalize` does not count."""
+    state = torch.randint(2**_SEED_BITS, (counters_size(blocks, normalize),), device=device)
+    return _draw(blocks, seed_rate, normalize, state)
+
+
+def _draw(blocks: Blocks, seed_rate: float, normalize: str | None, state: Tensor) -> tuple[Tensor, Tensor | None]:
     from hookdrop.kernels.triton_kernels import draw_kernel
 
     count = normalize in ("batch", "sample")
-    state = torch.randint(2**_SEED_BITS, (counters_size(blocks, normalize),), device=device)
-    packed = torch.empty(blocks.packed_size, dtype=torch.uint8, device=device)
+    packed = torch.empty(blocks.packed_size, dtype=torch.uint8, device=state.device)
     words, halo = packed.shape[1] // 4, _halo(blocks)
     lanes = _lanes(words, halo)
     tiles = -(-words // (lanes - halo))
@@ -101,6 +159,11 @@ def mask(x: Tensor, packed: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | N
     counted = scale.dtype == torch.int64
     if not (usable(x.device) and x.dtype in _DTYPES and (counted or scale.is_cpu) and has_plain_memory(x)):
         return None
+    return _mask(x, packed, scale, blocks)
+
+
+def _mask(x: Tensor, packed: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
+    counted = scale.dtype == torch.int64
     if _strides(blocks, x.shape, x.stride()) is None:
         x = x.clone()  # dense, for example if it was expanded
     if (strides := _strides(blocks, x.shape, x.stride())) is None:

@@ -14,13 +14,12 @@ from hookdrop.hooks import compiling
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.figures import SCALE, as_images, get_figure
 from hookdrop.injection.measurement import without_bookkeeping
-from hookdrop.observe.activations import first_tensor
 from hookdrop.survey.isolation import restored_after, uncompiled
 from hookdrop.utils.errors import LayerError, ShapeError, needs, warn
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import Entries, select
 from hookdrop.utils.tables import some
-from hookdrop.utils.tensor_tree import describe, detached_copy
+from hookdrop.utils.tensor_tree import describe, detached_copy, tensors
 from hookdrop.utils.validation import floating, one_of
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class _Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.model(x)
-        logits = first_tensor(out)
+        logits = next((x for x in tensors(out) if x.is_floating_point()), None)
         if logits is None or logits.dim() != 2 or len(logits) != len(x):
             raise ShapeError(f"the model must return (N, classes), got {describe(out)} for {len(x)} images.")
         return logits.float()  # NumPy has no bfloat16

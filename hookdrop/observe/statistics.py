@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from hookdrop.hooks import compiling
 from hookdrop.hooks.checkpointing import is_recomputing
 from hookdrop.injection.figures import channel_axis
-from hookdrop.observe.activations import ByLayer, chosen_layers, first_tensor, observed
 from hookdrop.observe.plots import stats_figure
-from hookdrop.utils.errors import warn
-from hookdrop.utils.select import Entries, Layer, named_layers
+from hookdrop.survey.isolation import uncompiled
+from hookdrop.utils.errors import InjectionError, NotRecordedError, did_you_mean, nothing_placed, warn
+from hookdrop.utils.select import Entries, Layer, named_layers, select
 from hookdrop.utils.tables import some, text_table
+from hookdrop.utils.tensor_tree import tensors
+from hookdrop.utils.torch_internals import functorch_stack
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +29,7 @@ VANISHING, EXPLODING = 1e-3, 1e3  # a signal outside of these multiples of the r
 MARGIN = 0.05  # an output is saturated if it is within this fraction of the output range from a bound
 RANGES = {nn.Sigmoid: (0.0, 1.0), nn.Hardsigmoid: (0.0, 1.0), nn.Tanh: (-1.0, 1.0), nn.Softsign: (-1.0, 1.0)}
 CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
+DEAD = 0.1  # so many channels are dead, besides those that are 0 by chance
 MAX_DOUBTS_SHOWN = 8
 HEADER = ("layer", "type", "calls", "mean", "variance", "grad mean", "grad variance", "grad norm", "dead", "saturated")
 
@@ -54,13 +59,38 @@ def stats(model: nn.Module, layers: Entries | None = None, *, exclude: Entries =
         >>> seen["1"].calls, 0 < seen["1"].activation.mean < 1, seen["1"].dead
         (5, True, 0.0)
     """
-    leaves = [layer.module for layer in named_layers(model) if not any(layer.module.children())]
-    chosen = chosen_layers(model, leaves if layers is None else layers, exclude, "stats()")
+    with nothing_placed():
+        compiling.raise_if_tracing("stats()")
+        leaves = [layer.module for layer in named_layers(model) if not any(layer.module.children())]
+        chosen = select(model, leaves if layers is None else layers, exclude).layers
     seen = Stats(chosen)
-    with observed(chosen, seen._add):
+    # Compiled code would ignore new hooks, or recompile.
+    with uncompiled(), ExitStack() as handles:
+        for layer in chosen:
+            handles.enter_context(layer.module.register_forward_hook(_ReadOnlyHook(partial(seen._add, layer))))
         yield seen
     if (never := seen.never_called) and (layers is not None or not seen):
         warn(f"stats: these layers never ran, or returned no floating-point tensor: {some(never)}.")
+
+
+class _ReadOnlyHook:
+    """Calls `function(output)` and changes nothing. In copies and pickles of the model it is disabled."""
+
+    def __init__(self, function: Callable[[Any], None] | None = None) -> None:
+        self.function = function
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.function is None:
+            return
+        if functorch_stack() is not None:
+            raise InjectionError(
+                "stats() cannot be used inside torch.func (vmap, grad, ...): its tensors become invalid after it.\n"
+                "  run the model directly inside the `with` block, or use torch.func outside of it."
+            )
+        self.function(output)
+
+    def __reduce__(self) -> Any:
+        return _ReadOnlyHook, ()
 
 
 class Moments:
@@ -136,6 +166,16 @@ class LayerStats:
         return None if self._alive is None or self._channels_vary else float((~self._alive).double().mean())
 
     @property
+    def channels(self) -> int:
+        """The number of channels; 0 if there are none."""
+        return 0 if self._alive is None else len(self._alive)
+
+    @property
+    def per_channel(self) -> int:
+        """The number of elements that each channel had in all calls."""
+        return self.activation.count // max(1, self.channels)
+
+    @property
     def saturated(self) -> float | None:
         """Fraction of output elements within 5% of the output range from a bound.
 
@@ -166,18 +206,30 @@ class LayerStats:
             self._alive = alive if self._alive is None else self._alive | alive
 
 
-class Stats(ByLayer[LayerStats]):
+class Stats(dict[str, LayerStats]):
     """Statistics by layer name, in the order of the first calls; `print` it."""
 
     def __init__(self, layers: list[Layer]) -> None:
-        super().__init__(layers)
+        super().__init__()
+        self._names = [layer.name for layer in layers]
         self._axes: dict[tuple[int, ...], int] = {}
         """Channel axes by the shapes that convolutions, norms and linear layers returned."""
 
+    @property
+    def never_called(self) -> list[str]:
+        """The observed layers without a call."""
+        return [name for name in self._names if name not in self]
+
+    def __missing__(self, name: str) -> NoReturn:
+        called = f"\n  called: {some(list(self)) or 'none'}"
+        if name in self._names:
+            raise NotRecordedError(f"{name!r} was not called, or returned no tensor.{called}")
+        raise NotRecordedError(f"{name!r} is not an observed layer.{did_you_mean(name, self._names)}{called}")
+
     def _add(self, layer: Layer, output: Any) -> None:
         """Add one call. From a recomputed forward of a checkpoint, add only the gradient."""
-        x = first_tensor(output)
-        if x is None or not x.is_floating_point():
+        x = next((x for x in tensors(output) if x.is_floating_point()), None)
+        if x is None:
             return
         if layer.name not in self:
             self[layer.name] = LayerStats(layer)
@@ -196,8 +248,8 @@ class Stats(ByLayer[LayerStats]):
         """Return a message for each probable problem.
 
         An output has vanished or exploded if its root mean square is below 0.001 or above 1000 times that of the first
-        layer called; a gradient, if its norm is, compared with the last layer that has a gradient. At least half of
-        the channels of a layer are dead, or half of its outputs saturated.
+        layer called; a gradient, if its norm is, compared with the last layer that has a gradient. At least 10% of the
+        channels of a layer are dead, beyond those expected by chance, or half of its outputs are saturated.
         """
         found: list[str] = []
         layers = list(self.values())
@@ -215,8 +267,12 @@ class Stats(ByLayer[LayerStats]):
                 elif size < VANISHING * of_reference or size > EXPLODING * of_reference:
                     verb = "vanishes" if size < of_reference else "explodes"
                     problems.append(f"{what} {verb} ({size:.2g}; at {_name(reference)} {of_reference:.2g})")
-            if (layer.dead or 0.0) >= 0.5:
-                problems.append(f"{layer.dead:.0%} of channels are dead (0 in every call)")
+            if layer.dead and layer.dead >= DEAD + 0.5**layer.per_channel:
+                channels = layer.channels
+                problems.append(
+                    f"{round(layer.dead * channels)} of {channels} channels are dead (0 in every call: "
+                    f"{layer.per_channel} elements each)"
+                )
             if (layer.saturated or 0.0) >= 0.5:
                 problems.append(f"{layer.saturated:.0%} of outputs are saturated (within 5% of a bound)")
             found += [f"{_name(layer)}: {problem}" for problem in problems]

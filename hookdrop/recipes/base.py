@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import nn
 
 from hookdrop.regularizers import Regularizer
+from hookdrop.utils.settings import NamedArguments
 
 if TYPE_CHECKING:
     from hookdrop.survey.facts import Survey
@@ -38,7 +39,7 @@ class RecipeSite:
     """The name that `plan` and the handle show; empty for `name`."""
 
 
-class Recipe(ABC):
+class Recipe(metaclass=NamedArguments):
     """A placement from a paper, as a value with a text form: `inject(model, stochastic_depth(p=0.2))`.
 
     Subclasses are frozen dataclasses with lower-case names. Their `repr` is the text that `parse` reads.

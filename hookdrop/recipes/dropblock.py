@@ -182,6 +182,8 @@ def _surveyed_part(model: nn.Module, found: Survey) -> tuple[str, Survey]:
         found.trace  # noqa: B018 (runs the model)
         return "", found
     except InjectionError:
+        if getattr(found, "is_given", False):  # by the user: the error says what is wrong with it
+            raise
         for name, part in model.named_children():
             with contextlib.suppress(InjectionError):
                 return f"{name}.", survey(part)

@@ -131,9 +131,6 @@ def as_regularizer(given: object) -> Regularizer:
             f"the regularizer must be a module, a function, a string or a mapping, got {given!r} "
             f"({type(given).__name__}).\n  for example: DropBlock(p=0.1, block_size=7)"
         )
-    declared = type(found).rate
-    if declared is not None and not hasattr(found, declared.attribute):
-        raise InjectionError(f"{found.title} has no attribute {declared.attribute!r}, which its rate refers to.")
     check_picklable(found, "the regularizer")
     return found
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.regularizers.samples import SamplePlace
-from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.settings import settings_text
+from hookdrop.utils.errors import InjectionError, ShapeError
+from hookdrop.utils.settings import NamedArguments, init_parameters, settings_text
 from hookdrop.utils.validation import as_rate_tensor, floating, rate
 
 
@@ -78,7 +78,7 @@ def _regularize(self: Regularizer, x: Tensor, rate: Any, **context: Any) -> Tens
     raise NotImplementedError(f"{self.title} must define regularize(self, x, rate).")
 
 
-class Regularizer(nn.Module):
+class Regularizer(nn.Module, metaclass=NamedArguments):
     """A module that maps a tensor to a tensor. It regularizes in training mode and is the identity in eval mode.
 
     A subclass declares its `rate`, the number that a schedule drives (None if there is none), stores each argument of
@@ -181,7 +181,16 @@ def rate_of(regularizer: Regularizer) -> float | None:
     """Return the current rate of a regularizer; None if it has none."""
     # Read from the class, because an instance may have an attribute `rate`.
     declared = type(regularizer).rate
-    return None if declared is None else float(getattr(regularizer, declared.attribute))
+    if declared is None:
+        return None
+    name = declared.attribute
+    if not hasattr(regularizer, name):
+        other = next((one for one in init_parameters(type(regularizer)) if "*" not in one), "strength")
+        raise InjectionError(
+            f"{regularizer.title} has no attribute {name!r}, the rate that it declares.\n"
+            f"  in __init__: self.{name} = {name}   or in the class: rate = Rate({other!r}); None without a rate"
+        )
+    return float(getattr(regularizer, name))
 
 
 def at_rate(regularizer: Regularizer, value: float | None) -> Regularizer:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 from hookdrop.utils.errors import InjectionError
-from hookdrop.utils.settings import settings_text
+from hookdrop.utils.settings import NamedArguments, settings_text
 from hookdrop.utils.validation import count, rate
 
 
-class Schedule(ABC):
+class Schedule(metaclass=NamedArguments):
     """Base class: `schedule(step)` returns the multiplier of the target rate after `step` optimizer steps.
 
     To write a custom schedule, subclass this as a frozen dataclass (`repr=False`) and define `__call__`.
@@ -22,6 +22,7 @@ class Schedule(ABC):
     _step_fields: ClassVar[Mapping[str, int]] = {}
     """The fields that hold steps or a fraction of the training, with their minimum in steps."""
 
+    _argument_note = "\n  an int counts optimizer steps (epochs * len(loader)), a float is a fraction of the training"
     _multipliers: ClassVar[Sequence[str]] = ()  # the fields that hold multipliers
 
     def __post_init__(self) -> None:
@@ -50,7 +51,10 @@ class Schedule(ABC):
         total = count(total_steps, "total_steps", type(self).__name__)
         values = {name: (low, getattr(self, name)) for name, low in self._step_fields.items()}
         steps = {name: max(low, round(at * total)) for name, (low, at) in values.items() if isinstance(at, float)}
-        return replace(self, **steps) if steps else self  # type: ignore[type-var]
+        resolved = copy.copy(self) if steps else self
+        for name, step in steps.items():
+            object.__setattr__(resolved, name, step)
+        return resolved
 
     def simulate(self, n: int, total_steps: int | None = None) -> list[float]:
         """Return the multipliers of steps 0 to n - 1. A schedule with fractions requires `total_steps`.

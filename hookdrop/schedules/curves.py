@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from hookdrop.schedules.base import Schedule, steps_or_fraction
@@ -131,7 +131,8 @@ class LinearSchedule(Schedule):
             return resolved
         # Round the end, so that a ramp over the rest of the training does not exceed it.
         delay = round(self.delay * total_steps)
-        return replace(resolved, steps=max(1, round((self.delay + self.steps) * total_steps) - delay))  # type: ignore[type-var]
+        object.__setattr__(resolved, "steps", max(1, round((self.delay + self.steps) * total_steps) - delay))
+        return resolved
 
     def __call__(self, step: int) -> float:
         self._require_steps()

@@ -60,6 +60,33 @@ class Example:
         return map_leaves(self.value, change)
 
 
+_FIXES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "x.float()": ("has another dtype than the model", lambda x: x.float()),
+    "x[None]": ("has no batch axis", lambda x: x[None]),
+    "x.movedim(-1, 1)": ("has its channels last", lambda x: x.movedim(-1, 1)),
+    "x.movedim(-1, 0)[None]": ("has its channels last and no batch axis", lambda x: x.movedim(-1, 0)[None]),
+    "x[:, :1]": ("has more than the one channel that the model takes", lambda x: x[:, :1]),
+    "x[:, :3]": ("has more than the 3 channels that the model takes", lambda x: x[:, :3]),
+    "x[:, :1].expand(-1, 3, -1, -1)": (
+        "does not have the 3 channels that the model takes",
+        lambda x: x[:, :1].expand(-1, 3, -1, -1),
+    ),
+}
+
+
+def fault_of(example: Any, run: Callable[[Any], object]) -> str:
+    """Return what is wrong with an example, with the fix, if `run` then accepts it; empty if nothing helps."""
+    first = next(iter(tensors(example)), torch.zeros(()))
+    for code, (fault, fix) in _FIXES.items():
+        try:
+            fixed = fix(first)
+            run(map_leaves(example, lambda leaf, fixed=fixed: fixed if leaf is first else leaf))  # type: ignore[misc]
+        except Exception:
+            continue
+        return f"the example {fault}: pass {code}"
+    return ""
+
+
 def examples(model: nn.Module, given: Any) -> Iterator[Example]:
     """Yield the inputs to try, the best first: the given one, what the library offers, an assumed image."""
     if given is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
-from hookdrop.survey.examples import Example, examples
+from hookdrop.survey.examples import Example, examples, fault_of
 from hookdrop.survey.heads import Heads, find_heads
 from hookdrop.survey.layers import LayerCalls, find_skippable, layer_calls
 from hookdrop.survey.samples import PLACES, Samples, growing_axis, row_orders
@@ -196,8 +196,10 @@ def _survey(model: nn.Module, given: Any) -> Survey:
         for fake in (True,) if example.is_assumed else (True, False):
             try:
                 trace = record(model, example.value, fake=fake)
-            except InjectionError:
+            except InjectionError as error:
                 if given is not None and not fake:
+                    if fault := fault_of(given, partial(record, model)):
+                        error.args = (str(error).rpartition("\n")[0] + f"\n  {fault}",)
                     raise
                 continue
             if not example.is_assumed or _begins_with_image_convolution(trace):

@@ -208,13 +208,21 @@ def matches(everything: Sequence[Layer], entry: Entry) -> tuple[list[Layer], boo
             if exact := [layer for layer in everything if entry in names(layer)]:
                 return exact[:1], True
         return [layer for layer in everything if _glob_matches(entry, layer)], False
-    if isinstance(entry, re.Pattern):
-        return [layer for layer in everything if any(map(entry.fullmatch, layer.aliases - {""}))], False
     if isinstance(entry, nn.Module):
         return [layer for layer in everything if layer.module is entry or entry in layer.wrappers], True
     if isinstance(entry, type):
         return [x for x in everything if any(isinstance(m, entry) for m in (x.module, *x.wrappers))], False
-    return [layer for layer in everything if layer.name and any(entry(n, layer.module) for n in layer.aliases)], False
+    # Only if no name without wrappers matches, the names that `named_modules()` of the wrapper gives.
+    for names in attrgetter("aliases"), attrgetter("wrapped_names"):
+        if found := [
+            layer for layer in everything if layer.name and any(_accepts(entry, n, layer) for n in names(layer))
+        ]:
+            return found, False
+    return [], False
+
+
+def _accepts(entry: re.Pattern[str] | Predicate, name: str, layer: Layer) -> bool:
+    return bool(entry.fullmatch(name) if isinstance(entry, re.Pattern) else entry(name, layer.module))
 
 
 def _glob_matches(pattern: str, layer: Layer) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -46,3 +49,20 @@ def scale_maps(maps: Tensor) -> Tensor:
     """Scale each map to [0, 1], as pytorch-grad-cam does."""
     low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
     return (maps - low) / (high - low + 1e-7)
+
+
+@contextmanager
+def captured(model: nn.Module, *names: str) -> Iterator[dict[str, list[Tensor]]]:
+    """The outputs of layers by name, a detached copy for each call, with its gradient."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def keep(name: str, module: nn.Module, args: object, output: Tensor) -> None:
+        copy = output.detach().clone()
+        seen[name].append(copy)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: setattr(copy, "grad", gradient.clone()))
+
+    with ExitStack() as handles:
+        for name in names:
+            handles.enter_context(model.get_submodule(name).register_forward_hook(partial(keep, name)))
+        yield seen

@@ -100,7 +100,7 @@ class TestConfigErrors:
             (8, GOOD + "? [a, b]\n: 1\n", "expected a setting name"),
             (8, GOOD + "  - {peer: 'timm.DropPath(drop_prob=-0.5)', equal: fraction}\n", "drop_prob must be in [0, 1], got -0.5"),
             (8, GOOD + "  - {peer: 'timm.DropBlock2d(p=0.1, block_size=3)'}\n", "does not accept 'p'; it accepts drop_prob, block_size"),
-            (8, GOOD + "  - {recipe: 'dropblock_resnet(p=0.1, example_input=3)'}\n", "unexpected keyword argument 'example_input'"),
+            (8, GOOD + "  - {recipe: 'dropblock_resnet(p=0.1, example_input=3)'}\n", "has no argument 'example_input'"),
             (8, GOOD + "  - {regularizer: Dropout(p=0.1), name: ''}\n", "at least 1 character"),
             (8, GOOD + "tuning: {method: tpe, space: {p: [0.1, 0.3], lr: [0.1, 1]}, space_none: {lr: [0.1, 1]}}\n", "trials is missing"),
             (8, GOOD + "  - {recipe: 'dropblock_resnet(p=0.1)', layers: x}\n", "selects its own layers"),

@@ -7,10 +7,10 @@ import torch
 from torch.nn.functional import interpolate
 
 from hookdrop import HookdropWarning
-from hookdrop.observe import capture, grad_cam
+from hookdrop.observe import grad_cam
 
 pytest.importorskip("pytorch_grad_cam")
-from tests.support.tensors import scale_maps
+from tests.support.tensors import captured, scale_maps
 
 
 class TestTransformers:
@@ -20,7 +20,7 @@ class TestTransformers:
         x = torch.randn(2, 3, 64, 96)
         layer = "blocks.2.norm1"
         model.eval()
-        with capture(model, layer, gradients=True) as seen:
+        with captured(model, layer) as seen:
             model(x)[:, 3].sum().backward()
         model.zero_grad()
         maps, gradients = (
@@ -48,7 +48,7 @@ class TestTransformers:
             num_classes=5,
         )
         x = torch.randn(2, 3, 64, 64)
-        with capture(model.eval(), "layers.1", gradients=True) as seen:
+        with captured(model.eval(), "layers.1") as seen:
             model(x)[:, 3].sum().backward()
         maps, gradients = (x.permute(0, 3, 1, 2) for x in (seen["layers.1"][0], seen["layers.1"][0].grad))
         expected = (gradients.mean((2, 3), keepdim=True) * maps).sum(1).relu()

@@ -286,7 +286,7 @@ class TestErrors:
         assert all(torch.equal(value, learn.model.state_dict()[name]) for name, value in before.items())
 
     def test_a_malformed_spec(self) -> None:
-        with pytest.raises(TypeError, match=r"no setting 'layer'(?s:.)*layers"):
+        with pytest.raises(TypeError, match=r"no argument 'layer'(?s:.)*layers"):
             InjectionCallback({"regularizer": "Dropout(p=0.1)", "layer": "1"})
         with pytest.raises(TypeError, match="at least one spec"):
             InjectionCallback()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import dataclasses
 import json
@@ -26,7 +27,17 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 
-from hookdrop import HookdropWarning, InjectionError, InjectionSpec, LayerError, LinearSchedule, StateError, find
+from hookdrop import (
+    Dropout,
+    HookdropWarning,
+    InjectionError,
+    InjectionSpec,
+    LayerError,
+    LinearSchedule,
+    StateError,
+    find,
+    inject,
+)
 from hookdrop.integrations.lightning import InjectionCallback
 
 pytestmark = pytest.mark.filterwarnings(
@@ -129,6 +140,17 @@ class TestSteps:
         callback = InjectionCallback(*specs, module="model")
         trainer(callback).fit(Classifier(), data())
         assert [site.name for drop in callback.injection for site in drop.sites] == ["0", "3"]
+
+    def test_new_callbacks_replace_the_hooks_of_an_earlier_fit(self) -> None:
+        model = Classifier()
+        part = InjectionSpec("Dropout2d(p=0.1)", layers="2", name="part")
+        for _ in range(2):
+            trainer(InjectionCallback(BLOCK), InjectionCallback(part, module="model")).fit(model, data())
+            assert [drop.name for drop in find(model)] == ["dropblock", "part"]
+        trainer(InjectionCallback(HEAD)).fit(copy.deepcopy(model), data())
+        inject(model, Dropout(p=0.1), layers="model.3", name="by hand")
+        trainer(InjectionCallback(HEAD)).fit(model, data())
+        assert sorted(drop.name for drop in find(model)) == ["by hand", "dropout"]
 
     def test_a_second_fit_places_the_hooks_once(self) -> None:
         callback, model = InjectionCallback(BLOCK), Classifier()
@@ -358,7 +380,7 @@ class TestCommandLine:
             InjectionCallback([BLOCK, HEAD])
 
     def test_a_setting_that_does_not_exist_is_named(self) -> None:
-        with pytest.raises(TypeError, match=r"no setting 'layer'(?s:.)*layers"):
+        with pytest.raises(TypeError, match=r"no argument 'layer'(?s:.)*layers"):
             InjectionCallback(specs=[{"regularizer": "Dropout(p=0.1)", "layer": "0"}])
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hookdrop import InjectionError, InjectionSpec, LayerError, LinearSchedule, StateError, find
+from hookdrop import HookdropWarning, InjectionError, InjectionSpec, LayerError, LinearSchedule, StateError, find
 from hookdrop.integrations.transformers import InjectionCallback
 from tests.support.programs import ROOT, run_python
 
@@ -108,6 +108,33 @@ class TestSteps:
         for _ in range(2):
             made.train()
             assert [drop.name for drop in find(made.model)] == ["residual_dropout"]
+
+    def test_a_new_callback_replaces_the_hooks_of_an_earlier_training(self, tmp_path: Path) -> None:
+        model = llama()
+        for spec, total in ((BRANCHES, 8), (EMBEDDING, 4)):
+            trainer(tmp_path, callback := InjectionCallback(spec), model=model).train()
+            assert str(total) in str(callback.injection.schedule)
+            assert [drop.name for drop in find(model)] == [callback.injection.name]
+
+    def test_a_callback_registered_after_the_training_warns(self, tmp_path: Path) -> None:
+        made = trainer(tmp_path, model=llama())
+        made.train()
+        with pytest.warns(HookdropWarning, match="already trained 8 steps, without its hooks"):
+            callback = InjectionCallback(BRANCHES).register(made)
+        assert callback.injection is None
+
+    def test_a_callback_that_is_added_during_the_training(self, tmp_path: Path) -> None:
+        callback, rates = InjectionCallback(BRANCHES), Rates()
+
+        class Add(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == 3:
+                    made.add_callback(callback)
+                    made.add_callback(rates)
+
+        made = trainer(tmp_path, Add())
+        made.train()
+        assert rates.rates == pytest.approx([0.3 * step / 8 for step in range(3, 8)])
 
     def test_gradient_checkpointing_trains_the_same(self, tmp_path: Path) -> None:
         trained = []
@@ -297,7 +324,7 @@ class TestErrors:
         assert not find(made.model)
 
     def test_a_malformed_spec(self) -> None:
-        with pytest.raises(TypeError, match=r"no setting 'layer'(?s:.)*layers"):
+        with pytest.raises(TypeError, match=r"no argument 'layer'(?s:.)*layers"):
             InjectionCallback(specs=[{"regularizer": "Dropout(p=0.1)", "layer": "0"}])
 
     def test_a_spec_that_does_not_fit_places_nothing(self, tmp_path: Path) -> None:

@@ -257,11 +257,11 @@ class TestErrors:
             InjectionSpec.from_dict(settings)
 
     def test_a_key_that_yaml_reads_as_a_boolean(self) -> None:
-        with pytest.raises(TypeError, match="no setting True"):
+        with pytest.raises(TypeError, match="no argument 'True'"):
             InjectionSpec.from_dict({True: "step", **DROPOUT})  # type: ignore[dict-item]
 
     def test_an_unknown_setting_of_a_file_is_named(self) -> None:
-        with pytest.raises(TypeError, match=r"no setting 'layer'(?s:.)*layers"):
+        with pytest.raises(TypeError, match=r"no argument 'layer'(?s:.)*layers"):
             InjectionSpec.from_dict({"regularizer": "Dropout(p=0.1)", "layer": "0"})
 
 

@@ -50,7 +50,7 @@ class TestRepeatedInjection:
             cell()
         assert str(error.value).splitlines() == [
             "4 sites already carry 'dropblock' (a re-run cell?).",
-            '  replace them: inject(..., on_existing="replace")   keep both: on_existing="stack", name="dropblock2"',
+            '  replace them: on_existing="replace"   keep both: on_existing="stack", name="dropblock2"',
             UNCHANGED,
         ]
         cell(on_existing="replace")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from hookdrop import HookdropWarning
 from hookdrop.functional import drop_block
 from hookdrop.kernels import custom_ops, triton_dropblock
 from hookdrop.kernels.blocks import Blocks, gamma_for
@@ -43,6 +46,7 @@ GEOMETRIES = {
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_dropblock, "DEVICE_TYPE", DEVICE.type)
     monkeypatch.setattr(triton_dropblock, "_installed", lambda: True)
+    monkeypatch.setattr(triton_dropblock, "_works", {DEVICE.index: True})
 
 
 def drawn(
@@ -322,6 +326,60 @@ def test_unsupported_geometries_use_pytorch_operations() -> None:
     assert not triton_dropblock.can_draw(huge, DEVICE)
     x = torch.ones(1, 1, 600, 600, device=DEVICE)
     assert 0 < (drop_block(x, 0.5, 500, normalize=None) == 0).sum() < x.numel()
+
+
+class TestCheckBeforeTheFirstUse:
+    """The kernels replace PyTorch's operations only on devices on which they pass."""
+
+    @pytest.fixture(autouse=True)
+    def unchecked(self, use_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(triton_dropblock, "_works", {})
+        monkeypatch.setattr(triton_dropblock, "_fault", functools.cache(triton_dropblock._fault))
+
+    def test_working_kernels_are_checked_once(self) -> None:
+        torch.manual_seed(0)
+        state = torch.get_rng_state()
+        assert triton_dropblock.usable(DEVICE)
+        assert triton_dropblock.usable(DEVICE)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert triton_dropblock._fault.cache_info().misses == 1  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("mode", [torch.inference_mode, torch.device("meta"), lambda: Operations()], ids=repr)
+    def test_it_works_in_modes_and_transforms(self, mode: Any) -> None:
+        with mode if isinstance(mode, torch.device) else mode():
+            assert triton_dropblock.usable(DEVICE)
+        with Operations() as operations:
+            torch.ones(1).exp()
+        assert operations.names[-1] == "exp"  # modes are as before
+        triton_dropblock._works.clear()
+        assert torch.vmap(lambda x: x * triton_dropblock.usable(DEVICE))(torch.ones(2)).all()
+
+    @pytest.mark.parametrize(
+        ("name", "change", "reason"),
+        [
+            ("_draw", lambda draw: lambda *args: (draw(*args)[0] ^ 4, draw(*args)[1]), "the masks differ"),
+            ("_draw", lambda draw: lambda *args: [x if x is None or x.dtype == torch.uint8 else x + 2**31 for x in draw(*args)], "the counts"),
+            ("_mask", lambda mask: lambda *args: mask(*args) * 1.01, "the results differ"),
+            ("_mask", lambda mask: lambda *args: exec("raise RuntimeError('out of resources')"), "RuntimeError: out of resources"),
+        ],
+    )  # fmt: skip
+    def test_a_broken_kernel_is_replaced(
+        self, name: str, change: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(triton_dropblock, name, change(getattr(triton_dropblock, name)))
+        x = torch.ones(2, 8, 14, 14, device=DEVICE)
+        with pytest.warns(HookdropWarning, match=f"the GPU kernels of DropBlock fail on {DEVICE}: {reason}"):
+            dropped = (drop_block(x, 0.2, 3, normalize=None) == 0).float().mean()
+        assert 0.1 < dropped < 0.3
+        drop_block(x, 0.2, 3)  # no second warning
+        assert not triton_dropblock.usable(DEVICE)
+
+    def test_a_broken_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "hookdrop.kernels.triton_kernels", None)
+        with pytest.warns(
+            HookdropWarning, match="fail on .*: ModuleNotFoundError: import of hookdrop.kernels.triton_k"
+        ):
+            assert not triton_dropblock.usable(DEVICE)
 
 
 def test_environment_variable_disables_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,19 +14,19 @@ from torch.nn.functional import interpolate
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, HookdropError, HookdropWarning, LayerError, ShapeError, find, inject
-from hookdrop.observe import capture, grad_cam
+from hookdrop.observe import grad_cam
 from hookdrop.observe.cam import as_map
 from tests.support.models import Small
 
 pytest.importorskip("pytorch_grad_cam")
-from tests.support.tensors import scale_maps
+from tests.support.tensors import captured, scale_maps
 
 
 def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int]) -> torch.Tensor:
     """Grad-CAM by equations 1 and 2 of its paper, resized to the image."""
     modes = [module.training for module in model.modules()]
     model.eval()
-    with capture(model, layer, gradients=True) as seen:
+    with captured(model, layer) as seen:
         model(x)[range(len(x)), classes].sum().backward()
     model.zero_grad()
     for module, training in zip(model.modules(), modes, strict=True):

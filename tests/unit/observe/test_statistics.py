@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import HookdropWarning, InjectionError, LayerError
-from hookdrop.observe import Stats, capture, stats
+from hookdrop.observe import Stats, stats
 from hookdrop.observe.statistics import Moments
 from tests.support.models import Small
+from tests.support.tensors import captured
 
 
 def deep_network(activation: type[nn.Module], depth: int, gain: float = 1.0) -> nn.Sequential:
@@ -31,7 +33,7 @@ def backward(model: nn.Module, x: torch.Tensor) -> None:
 
 class TestNumbers:
     def test_statistics_match_torch_over_all_calls(self, model: Small) -> None:
-        with stats(model) as seen, capture(model, list(model.modules())[1:], gradients=True) as tensors:
+        with stats(model) as seen, captured(model, *dict(model.named_modules())) as tensors:
             for n in (1, 5, 3):
                 backward(model, 100 + 10 * torch.randn(n, 3, 16, 16))
         for name, layer in seen.items():
@@ -257,8 +259,19 @@ class TestDoubts:
             model[2].bias[:3] = -1e3
         with stats(model) as seen:
             model(torch.randn(64, 4))
-        assert "'3': 75% of channels are dead (0 in every call)" in seen.doubts()
+        assert "'3': 3 of 4 channels are dead (0 in every call: 64 elements each)" in seen.doubts()
         assert any(doubt.startswith("'1': 9") and "are saturated" in doubt for doubt in seen.doubts())
+
+    @pytest.mark.parametrize(("samples", "dead", "reported"), [(64, 40, True), (64, 20, False), (1, 100, False)])
+    def test_dead_units_are_reported_with_their_number(self, samples: int, dead: int, reported: bool) -> None:
+        """Not those that are 0 by chance, such as half of the units in a batch of one sample."""
+        model, x = nn.Sequential(nn.Identity()), torch.ones(samples, 256)
+        x[:, :dead] = 0
+        with stats(model) as seen:
+            model(x)
+        assert [doubt.startswith(f"'0': {dead} of 256 channels are dead") for doubt in seen.doubts()] == [
+            True
+        ] * reported
 
 
 class TestLayers:
@@ -314,6 +327,11 @@ class TestLayers:
         backward(twin, images)
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
         assert not any(module._forward_hooks for module in model.modules())
+        with stats(model) as seen:
+            model(images)
+            copy.deepcopy(model)(images)
+            pickle.loads(pickle.dumps(model))(images)
+        assert seen["fc"].calls == 1
         with pytest.raises(ZeroDivisionError), stats(model):
             model(images)
             raise ZeroDivisionError

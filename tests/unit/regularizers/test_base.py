@@ -105,11 +105,18 @@ class TestUserDefinedClasses:
             Nothing()(torch.ones(2))
 
     def test_a_rate_whose_attribute_is_missing_raises(self) -> None:
-        class Missing(Regularizer):
-            rate = Rate("amount")
+        for use in (
+            lambda: inject(nn.Sequential(nn.Identity()), Missing(), layers="0"),
+            lambda: Missing()(torch.ones(2)),
+        ):
+            with pytest.raises(InjectionError, match="no attribute 'amount'(?s:.)*in __init__: self.amount = amount"):
+                use()
 
-        with pytest.raises(InjectionError, match="no attribute 'amount', which its rate refers to"):
-            as_regularizer(Missing())
+
+class Missing(Regularizer):
+    """Does not store its rate."""
+
+    rate = Rate("amount")
 
 
 class DropsASetting(Regularizer):

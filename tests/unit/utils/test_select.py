@@ -121,6 +121,17 @@ def test_names_with_and_without_wrapper_segments_match(tree: dict[str, object]) 
             assert names(wrapped, name) == [plain]
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_functions_and_expressions_get_the_names_of_the_wrapper_if_no_other_matches(wrapped: bool) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)))
+    around = nn.DataParallel(model)
+    listed = {name for name, module in (around if wrapped else model).named_modules() if isinstance(module, nn.Linear)}
+    assert names(around, lambda name, module: name in listed) == ["0", "1.0"]
+    assert names(around, re.compile("|".join(map(re.escape, listed)))) == ["0", "1.0"]
+    assert names(around, re.compile(r"\w+"), [lambda name, module: name in listed]) == ["1"]
+    assert names(around, re.compile(r"\w+")) == ["0", "1"]  # not "module.0"
+
+
 # --- each kind of entry
 
 
