@@ -2,11 +2,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: demo gallery docs check test lint types imports unit tests coverage clean
+.PHONY: demo gpu gallery docs check test lint types imports unit tests coverage clean
 
 # The main job on real data. It installs only what it uses.
 demo: .venv/compare
 	$(BIN)/python benchmarks/compare.py --config benchmarks/configs/quick.yaml --out runs/demo
+
+# On a machine with a GPU, within 8 minutes: tests, times and a page in benchmarks/results/<device>.
+gpu:
+	@command -v nvidia-smi > /dev/null || command -v rocm-smi > /dev/null || \
+		{ echo "make gpu: this machine has no GPU driver (neither nvidia-smi nor rocm-smi)."; exit 1; }
+	@$(MAKE) --no-print-directory .venv/dev
+	@$(BIN)/python benchmarks/gpu.py
 
 gallery: .venv/dev
 	$(BIN)/python examples/gallery.py --out docs
