@@ -11,7 +11,7 @@ from tests.support.error_catalog import CASES, code_of, messages
 
 @pytest.fixture(autouse=True)
 def _libraries() -> None:
-    for module in ("pytorch_grad_cam", "rich", "timm", "torchvision"):
+    for module in ("pytorch_grad_cam", "rich", "timm", "torchvision", "transformers"):
         pytest.importorskip(module)
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.support.error_catalog import CASES, messages
+from tests.support.messages import split, unquoted
 from tests.support.programs import ROOT
 
 PAGE = (ROOT / "docs" / "errors.md").read_text()
@@ -17,7 +18,7 @@ QUOTES = [quote for block, _ in BLOCKS for quote in block.split("\n\n")]
 
 @pytest.fixture(autouse=True)
 def _libraries() -> None:
-    for module in ("pytorch_grad_cam", "rich", "timm", "torchvision"):
+    for module in ("pytorch_grad_cam", "rich", "timm", "torchvision", "transformers"):
         pytest.importorskip(module)
 
 
@@ -40,6 +41,12 @@ def test_the_page_explains_each_message(title: str) -> None:
     for text in messages()[title]:
         line = first_line(text.removeprefix("CommandLineError: "))
         assert any(matches(first_line(quote), line) for quote in QUOTES), text
+
+
+def test_every_other_message_of_the_source_is_listed() -> None:
+    """`python -m tests.support.messages` prints the list."""
+    rest, listed = split(PAGE)
+    assert listed == unquoted(rest)
 
 
 @pytest.mark.parametrize("quote", QUOTES, ids=first_line)

@@ -43,6 +43,7 @@ from hookdrop import (
     recipes,
 )
 from hookdrop.cli import main
+from hookdrop.kernels import triton_dropblock
 
 IMAGES = torch.zeros(2, 3, 16, 16)
 CASES: list[tuple[str, Callable[[], Any]]] = []
@@ -437,6 +438,21 @@ def _() -> None:
 @case("an example input that the model rejects")
 def _() -> None:
     inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(2, 4, 16, 16))
+
+
+@case("an example input without a batch axis, with its channels last")
+def _() -> None:
+    inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(16, 16, 3))
+
+
+@case("an example input of another size")
+def _() -> None:
+    inject(mlp(), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 9, 9))
+
+
+@case("a map without a batch axis")
+def _() -> None:
+    inject(nn.Sequential(nn.Conv2d(3, 4, 3)), Dropout2d(p=0.1), layers="0", example_input=torch.zeros(3, 16, 16))
 
 
 @case("an example input of a model with lazy modules")
@@ -887,6 +903,44 @@ def _() -> None:
     InjectionSpec.from_dict({"regularizer": "Dropout(p=0.1)", "layer": "fc"})
 
 
+@case("a schedule that counts epochs")
+def _() -> None:
+    LinearSchedule(epochs=5)
+
+
+@case("a schedule that is no dataclass")
+def _() -> None:
+    class Decay(hookdrop.schedules.Schedule):
+        speed: float = 1.0
+
+    Decay(speed=2.0)
+
+
+@case("a regularizer without its rate")
+def _() -> None:
+    class Shrink(hookdrop.Regularizer):
+        def __init__(self, amount: float = 0.1) -> None:
+            super().__init__()
+            self.amount = amount
+
+    Shrink()(IMAGES)
+
+
+@case("kernels that fail on a GPU")
+def _() -> None:
+    with mock.patch.object(triton_dropblock, "_draw", side_effect=RuntimeError("out of resource: shared memory")):
+        triton_dropblock._check(torch.device("cpu"))
+    triton_dropblock._works.clear()
+
+
+@case("a callback registered after the training")
+def _() -> None:
+    from hookdrop.integrations.transformers import InjectionCallback
+
+    trained = mock.MagicMock(is_in_train=False, state=mock.Mock(global_step=8))
+    InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="fc")).register(trained)
+
+
 @case("a spec of a class that is not allowed")
 def _() -> None:
     InjectionSpec.from_dict({"regularizer": "timm.layers.drop.DropPath(drop_prob=0.1)", "layers": "fc"})
@@ -1060,9 +1114,9 @@ def _() -> None:
     observe.grad_cam(ResNet(), IMAGES, "layer1.*")
 
 
-@case("capture of a layer that is never called")
+@case("statistics of a layer that is never called")
 def _() -> None:
-    with observe.capture(model := ViT(), "unused"):
+    with observe.stats(model := ViT(), "unused"):
         model(IMAGES)
 
 
