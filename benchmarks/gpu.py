@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 480  # seconds
 STEPS: dict[str, tuple[str, ...]] = {
     "tests": (
-        *("-m", "pytest", "-q", "tests/unit/kernels", "tests/integration/compile/test_recompute.py"),
-        *("tests/integration/compile/test_compiled_dropblock.py", "tests/benchmarks/test_launches.py"),
+        *("-m", "pytest", "-q", "tests/unit/kernels/test_triton_dropblock.py"),
+        *("tests/unit/kernels/test_no_synchronization.py", "tests/benchmarks/test_launches.py"),
     ),
     "launches": ("benchmarks/launches.py",),
     "memory": ("benchmarks/memory.py", "--device", "cuda", "--json", "{out}/memory.json"),
