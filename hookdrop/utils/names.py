@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 
 from torch import nn
@@ -65,14 +66,16 @@ _WRAPPERS = {
 WRAPPER_ATTRIBUTES = set(_WRAPPERS.values())  # the attributes that hold a wrapped module
 
 
-@lru_cache(maxsize=1024)
-def wrapped_attribute(cls: type) -> str | None:
+def _wrapped_attribute(cls: type) -> str | None:
     for name, attribute in _WRAPPERS.items():
         module, _, class_name = name.rpartition(".")
         wrapper = getattr(sys.modules.get(module), class_name, None)
         if wrapper is not None and issubclass(cls, wrapper):
             return attribute
     return None
+
+
+wrapped_attribute: Callable[[type], str | None] = lru_cache(maxsize=1024)(_wrapped_attribute)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

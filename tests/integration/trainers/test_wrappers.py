@@ -45,7 +45,7 @@ def stand_in(name: str, attribute: str) -> Callable[[nn.Module], nn.Module]:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("deepspeed.runtime.engine", "ema_pytorch.ema_pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    names.wrapped_attribute.cache_clear()
+    names.wrapped_attribute.cache_clear()  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*LeafSpec")
