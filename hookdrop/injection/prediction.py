@@ -21,7 +21,6 @@ from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count, one_of
 
-
 # --- statistics
 
 

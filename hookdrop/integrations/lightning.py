@@ -88,11 +88,12 @@ class InjectionCallback(Placement, Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop again after an epoch that collected batch-norm statistics."""
-        self._stop_collecting()
+        self._disabled.close()
+        self._is_collecting = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the hooks of a failed training."""
-        self._stop_collecting()
+        self.on_train_epoch_end(trainer, pl_module)
         self._remove()
 
     def _total_steps(self, trainer: Trainer) -> int | None:
@@ -109,10 +110,6 @@ class InjectionCallback(Placement, Callback):
                 "LinearSchedule(steps=1000)"
             )
         return int(total)
-
-    def _stop_collecting(self) -> None:
-        self._disabled.close()
-        self._is_collecting = False
 
 
 @contextmanager
