@@ -28,15 +28,7 @@ def get_figure(figure: Any, width: float, height: float) -> Any:
 
 
 def channel_axis(shape: Sequence[int]) -> int:
-    """Infer the channel axis from a shape.
-
-    It is axis 1 of a map (N, C, H, W), and the last axis of (N, H, W, C), recognized by H = W != C, of tokens
-    (N, L, C) and of features (N, C).
-
-    Example:
-        >>> channel_axis((8, 64, 14, 14)), channel_axis((8, 7, 7, 768)), channel_axis((8, 197, 384))
-        (1, 3, 2)
-    """
+    """Return 1 for maps (N, C, H, W), and the last axis for (N, H, W, C) with H = W != C, (N, L, C) and (N, C)."""
     if len(shape) == 4 and shape[1] == shape[2] != shape[3]:
         return 3
     return len(shape) - 1 if len(shape) < 4 else 1

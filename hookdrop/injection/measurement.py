@@ -227,9 +227,7 @@ def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) ->
             if not any(result.sites[result.labels[hook]].calls for hook in own):
                 notes.append(f"nothing was dropped: {why_idle(own[0])}")
             elif all(hook.regularizer.in_backward for hook in own):
-                notes.append(
-                    f"{state.name!r} edits gradients in the backward pass, so it changes nothing in these forwards"
-                )
+                notes.append(f"{state.name!r} edits gradients in the backward pass, and changes no forward")
     result.note = "\n".join(notes)
     return result
 

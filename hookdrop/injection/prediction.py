@@ -21,10 +21,6 @@ from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.validation import count, one_of
 
-_EQUAL = 1e-6
-"""Up to this standard deviation, relative to the largest mean, samples differ by rounding only."""
-
-
 # --- statistics
 
 
@@ -104,8 +100,7 @@ def _check_classes(out: Tensor) -> None:
     if axis == 0 or out.shape[axis] == 1:
         shape = ", ".join(["N", *map(str, out.shape[1:])])
         raise ValueError(
-            f"predict: the softmax needs two classes, but the output is ({shape}): axis {axis} "
-            f"{'is the batch' if axis == 0 else 'has one class, whose probability would always be 1'}.\n"
+            f"predict: the softmax needs two classes on an axis after the batch, but the output is ({shape}).\n"
             '  binary or multi-label logits: activation="sigmoid"   regression: activation=None'
         )
     if out.numel() and bool((out >= 0).all()) and bool(((out.sum(axis) - 1).abs() < 1e-3).all()):
@@ -226,7 +221,7 @@ def predict(
             "  a generator can be read only once: pass a DataLoader or a list"
         )
     prediction = concatenated(found)
-    if prediction.mean.numel() and prediction.variance.max().sqrt() <= _EQUAL * prediction.mean.abs().max():
+    if prediction.mean.numel() and prediction.variance.max().sqrt() <= 1e-6 * prediction.mean.abs().max():
         warn(
             f"predict: all {samples} samples are equal up to rounding: no hook changed the output, or the "
             "activation saturates.\n  check that the hooked layers run: print(drop.probe(x))"

@@ -108,8 +108,7 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
 
 def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
     """Leave out the layers that the model never calls, such as containers without a forward, with a warning."""
-    called: list[Layer] = []
-    skipped: list[Layer] = []
+    called, skipped = list[Layer](), list[Layer]()
     for layer in selection.layers:
         kind = type(layer.module)
         if isinstance(layer.module, torch.jit.ScriptModule):

@@ -81,8 +81,7 @@ def _validated(saved: Any) -> Mapping[str, Any]:
     for name, one in found.items():
         try:
             is_valid = all(type(one[key]) is kind for key, kind in _TYPES.items()) and one["step_count"] >= 0
-            same_length = is_valid and len(one["sites"]) == len(one["target_p"])
-            is_valid = same_length and isinstance(json.loads(one["spec"]), dict)
+            is_valid &= len(one["sites"]) == len(one["target_p"]) and isinstance(json.loads(one["spec"]), dict)
         except (TypeError, KeyError, ValueError):
             is_valid = False
         if not is_valid:

@@ -88,7 +88,8 @@ class InjectionCallback(Placement, Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop again after an epoch that collected batch-norm statistics."""
-        self._stop_collecting()
+        self._disabled.close()
+        self._is_collecting = False
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the hooks on the model, for a later fit to replace."""
@@ -96,7 +97,7 @@ class InjectionCallback(Placement, Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the hooks of a failed training."""
-        self._stop_collecting()
+        self.on_train_epoch_end(trainer, pl_module)
         self._remove()
 
     def _total_steps(self, trainer: Trainer) -> int | None:
@@ -113,10 +114,6 @@ class InjectionCallback(Placement, Callback):
                 "LinearSchedule(steps=1000)"
             )
         return int(total)
-
-    def _stop_collecting(self) -> None:
-        self._disabled.close()
-        self._is_collecting = False
 
 
 @contextmanager

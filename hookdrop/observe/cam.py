@@ -20,19 +20,17 @@ from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import Entries, select
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import describe, detached_copy, tensors
-from hookdrop.utils.validation import floating, one_of
+from hookdrop.utils.validation import floating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Target = int | Tensor | Sequence[int] | None
-_CLASSES = ("GradCAM", "GradCAMPlusPlus", "XGradCAM", "HiResCAM", "LayerCAM", "EigenCAM")  # of the library
-METHODS = {name.lower().replace("plus", "+"): name for name in _CLASSES}
 MAX_PREFIX_TOKENS = 8  # class, distillation and register tokens combined
 
 
-def grad_cam(model: nn.Module, x: Tensor, layer: Entries, target: Target = None, method: str = "gradcam") -> Tensor:
-    """Compute class activation maps with pytorch-grad-cam (`pip install grad-cam`).
+def grad_cam(model: nn.Module, x: Tensor, layer: Entries, target: Target = None) -> Tensor:
+    """Compute class activation maps (Grad-CAM) with pytorch-grad-cam (`pip install grad-cam`).
 
     The model runs in eval mode, uncompiled. Modes, buffers, the random state and the parameters' gradients are
     restored, also after an error. Parameters receive no gradients, so this works under DistributedDataParallel.
@@ -45,8 +43,6 @@ def grad_cam(model: nn.Module, x: Tensor, layer: Entries, target: Target = None,
             block's output it only uses the class token). The last tokens are the patches, in a grid with the aspect
             ratio of the image; up to 8 earlier tokens (class, distillation, registers) are ignored.
         target: the class, one for all or one for each image. None is the predicted class.
-        method: `"gradcam"` (Selvaraju et al. 2016, arXiv:1610.02391), `"gradcam++"`, `"xgradcam"`, `"hirescam"`,
-            `"layercam"`, or `"eigencam"` (which uses no class).
 
     Returns:
         (N, H, W), float32, on the CPU: a map from 0 to 1 for each image. Without positive evidence the map is 0
@@ -62,15 +58,14 @@ def grad_cam(model: nn.Module, x: Tensor, layer: Entries, target: Target = None,
         >>> model = timm.create_model("resnet18", pretrained=True)  # doctest: +SKIP
         >>> grad_cam(model, images, layer="layer4", target=281).shape  # doctest: +SKIP
         torch.Size([8, 224, 224])
+
+    Reference: Selvaraju et al. 2016, arXiv:1610.02391.
     """
-    return _maps_and_classes(model, x, layer, target, method)[0]
+    return _maps_and_classes(model, x, layer, target)[0]
 
 
-def _maps_and_classes(
-    model: nn.Module, x: Tensor, layer: Entries, target: Target, method: str
-) -> tuple[Tensor, list[int]]:
+def _maps_and_classes(model: nn.Module, x: Tensor, layer: Entries, target: Target) -> tuple[Tensor, list[int]]:
     compiling.raise_if_tracing("grad_cam()")
-    one_of(method, "method", "grad_cam", tuple(METHODS))
     floating(x, "grad_cam")
     if x.dim() != 4:
         raise ShapeError(f"grad_cam: x must be images (N, C, H, W), got {describe(x)}.")
@@ -95,7 +90,7 @@ def _maps_and_classes(
     grad = torch.enable_grad()
     with torch.inference_mode(False), grad, without_bookkeeping(model), restored_after(model), uncompiled():
         model.requires_grad_(False)
-        cam = getattr(pytorch_grad_cam, METHODS[method])(_Classifier(model), [module], reshape_transform=to_map)
+        cam = pytorch_grad_cam.GradCAM(_Classifier(model), [module], reshape_transform=to_map)
         try:
             # Some models modify their input in place, which PyTorch forbids for a leaf that requires gradients.
             images = detached_copy(x).requires_grad_().clone()
@@ -164,15 +159,13 @@ def as_map(x: Tensor, image: Sequence[int]) -> Tensor:
     return x[:, -rows * columns :].reshape(len(x), rows, columns, -1).movedim(-1, 1)
 
 
-def compare_cam(
-    before: nn.Module, after: nn.Module, x: Tensor, layer: Entries, target: Target = None, method: str = "gradcam"
-) -> CamComparison:
+def compare_cam(before: nn.Module, after: nn.Module, x: Tensor, layer: Entries, target: Target = None) -> CamComparison:
     """Compute `grad_cam` of two models for the same images and classes, as in the DropBlock paper.
 
     Args:
         before: a model trained without the regularizer, or `copy.deepcopy(model)` from before training.
         after: another model with the same architecture.
-        x, layer, method: as in `grad_cam`; both models have the layer.
+        x, layer: as in `grad_cam`; both models have the layer.
         target: as in `grad_cam`; None is the class that `after` predicts, for both.
 
     Returns:
@@ -181,8 +174,8 @@ def compare_cam(
     Reference: Ghiasi et al. 2018, arXiv:1810.12890, section 4.2, figure 6: a network trained with DropBlock uses
     several regions of an image, and a network trained without it fewer.
     """
-    maps_after, classes = _maps_and_classes(after, x, layer, target, method)
-    return CamComparison(x.detach().cpu(), classes, grad_cam(before, x, layer, classes, method), maps_after)
+    maps_after, classes = _maps_and_classes(after, x, layer, target)
+    return CamComparison(x.detach().cpu(), classes, grad_cam(before, x, layer, classes), maps_after)
 
 
 @dataclass(eq=False)

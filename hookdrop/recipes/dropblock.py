@@ -233,10 +233,7 @@ class timm_dropblock(Recipe):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         found = list(_timm_sites(model))
         if not found:
-            raise LayerError(
-                f"timm_dropblock found no matching layer in {type(model).__name__}: it looks for the modules that "
-                "timm's drop_block_rate replaces.\n  other models: dropblock_resnet(p=0.1)"
-            )
+            raise _no_layers(self, model, "the modules that timm's drop_block_rate replaces")
         return [
             RecipeSite(name, DropBlock(self.p * gamma_scale, block_size), group=block)
             for block, name, (block_size, gamma_scale) in found

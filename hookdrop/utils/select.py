@@ -146,8 +146,7 @@ def values_by_entry(layers: Sequence[Layer], given: Mapping[Any, Value], source:
             )
         for name in matching:
             if name in found:
-                both = f"{entry_text(found[name][0])} and {entry_text(key)}"
-                raise LayerError(f"{source} matches {name!r} twice: {both}. Give it one value.")
+                raise LayerError(f"{source} matches {name!r} twice: {entry_text(found[name][0])}, {entry_text(key)}.")
             found[name] = key, value
     return {name: value for name, (_, value) in found.items()}
 

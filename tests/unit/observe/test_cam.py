@@ -59,9 +59,8 @@ class TestPapers:
             grad_cam(model, x, "conv1.0", 2), reference_grad_cam(model, x, "conv1.0", [2, 2]), atol=1e-4
         )
 
-    @pytest.mark.parametrize("method", ["gradcam", "gradcam++", "xgradcam", "hirescam", "layercam", "eigencam"])
-    def test_every_method_returns_maps_from_0_to_1(self, model: Small, images: torch.Tensor, method: str) -> None:
-        maps = grad_cam(model, images, "layer2", 3, method)
+    def test_maps_range_from_0_to_1(self, model: Small, images: torch.Tensor) -> None:
+        maps = grad_cam(model, images, "layer2", 3)
         assert maps.shape == (4, 16, 16)
         assert maps.dtype == torch.float32
         assert maps.min() >= 0
@@ -78,23 +77,6 @@ class TestPapers:
         assert maps.amax((1, 2)).tolist() == [1, 1, 1]
         assert torch.allclose(maps, plain, atol=1e-5)
 
-    def test_map_covers_the_half_that_the_class_depends_on(self) -> None:
-        """One class depends on the left half, the other on the right half."""
-        model = nn.Sequential(nn.Identity(), Halves())
-        x = torch.rand(2, 1, 8, 8)
-        maps = grad_cam(model, x, "0", [0, 1], method="hirescam")
-        assert maps[0, :, 4:].abs().max() < 1e-6 < maps[0, :, :4].mean()
-        assert maps[1, :, :4].abs().max() < 1e-6 < maps[1, :, 4:].mean()
-
-
-class Halves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * torch.stack([x[..., :4].mean((1, 2, 3)), x[..., 4:].mean((1, 2, 3))], 1)
-
 
 class TestTargets:
     def test_none_is_the_predicted_class(self, model: Small, images: torch.Tensor) -> None:
@@ -108,8 +90,6 @@ class TestTargets:
             grad_cam(model, images, "layer2", 10)
         with pytest.raises(RuntimeError, match="must match the existing size"):
             grad_cam(model, images, "layer2", [1, 2, 3])
-        with pytest.raises(ValueError, match="method must be one of 'gradcam'"):
-            grad_cam(model, images, "layer2", method="grad_cam")
 
 
 class TestNoSideEffects:

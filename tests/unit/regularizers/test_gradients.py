@@ -330,7 +330,7 @@ class TestProbeAndMetrics:
         assert result.rows()[0] == ("inner", f"{factor:.3f}", "-", "1.000", 3)
         assert result.dropped == 0.0
         assert result.eval_identical
-        assert "edits gradients in the backward pass, so it changes nothing in these forwards" in str(result)
+        assert "edits gradients in the backward pass, and changes no forward" in str(result)
 
     def test_clip_reports_no_rate(self) -> None:
         model = Net()
