@@ -159,12 +159,17 @@ class SubsetHook(SiteHook):
         self.subsets: dict[Any, Subset] = {}
         super()._start()
 
-    def _call(self, module: nn.Module, value: Any) -> Any:
-        self.current.end()  # left by a compiled branch that raised an error
-        return super()._call(module, value)
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        if not is_compiling():
+            self.current.end()  # left by a compiled branch that raised an error
+        return super().__call__(module, args, *rest)
 
-    def _call_in_graph(self, module: nn.Module, value: Any) -> Any:
-        return None if self.is_off(module) else _SELECT.call(self, module, value)
+    def _call(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
+        self.current.end()  # the same, below a graph break
+        return super()._call(module, value, rate)
+
+    def _call_in_graph(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
+        return None if rate is None else _SELECT.call(self, module, value, rate)
 
     def is_off(self, module: nn.Module) -> bool:
         return (self.train_rate if module.training else self.eval_rate) is None

@@ -108,11 +108,11 @@ class CheckpointedCalls(dict[Call, list[NotedCall]]):
         # If nothing is drawn, as inside `disabled`, the next forward starts from the same RNG state.
         noted = NotedCall(internals.sequence_number(), torch.is_grad_enabled(), rate, collected)
         self[call] = [*same_state[1 - MAX_CALLS_PER_STATE :], noted]
-        if any(isinstance(value, Tensor) for value in collected.values()):
+        if collected and any(isinstance(value, Tensor) for value in collected.values()):
             self.with_tensors = (*self.with_tensors, call)
-        if len(self.with_tensors) > CAPACITY_WITH_TENSORS:
-            self._evict(self.with_tensors[0])
-            self.with_tensors = self.with_tensors[1:]
+            if len(self.with_tensors) > CAPACITY_WITH_TENSORS:
+                self._evict(self.with_tensors[0])
+                self.with_tensors = self.with_tensors[1:]
         if len(self) > CAPACITY:
             self._evict(next(iter(self)))
 

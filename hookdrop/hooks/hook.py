@@ -109,27 +109,25 @@ class SiteHook(PlacedHook):
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         # PyTorch calls a hook with (args, kwargs), (args, output) or (args, kwargs, output). If another library
         # re-registered it, the kwargs may be missing.
-        if self.at == "output":
-            value: Any = (args, rest[0] if len(rest) == 2 else {}, rest[-1])
-            symbolic = not isinstance(rest[-1], Tensor) and compiling.is_symbolic(rest[-1])
-        else:
-            value = args, rest[0] if rest else {}
-            symbolic = not (args and isinstance(args[0], Tensor)) and compiling.is_symbolic(value)
-        if symbolic:
+        after = self.at == "output"
+        first = rest[-1] if after else args and args[0]
+        if not isinstance(first, Tensor) and compiling.is_symbolic(first if after else (args, rest)):
             return self.state.warn_once(
                 "symbolic",
                 f"{self.where} is not part of the graph: torch.fx traces into modules with children, and omits their "
                 "hooks.\n  hook leaf modules, which keep their hooks, or inject into the GraphModule.",
             )
-        changed = self._call_in_graph(module, value) if is_compiling() else self._call(module, value)
-        # Without kwargs, a pre-hook must return only `args`.
-        return changed[0] if changed is not None and self.at != "output" and not rest else changed
-
-    def _call(self, module: nn.Module, value: Any) -> Any:
-        rate = self.train_rate if module.training else self.eval_rate
-        if rate is None and not module.training and not torch.is_grad_enabled():
+        compiled, rate = is_compiling(), self.train_rate if module.training else self.eval_rate
+        if rate is None and not module.training and not compiled and not torch.is_grad_enabled():
             self.called = True  # inference: there is nothing to check
             return None
+        kwargs = rest[0] if len(rest) > after else {}
+        value = (args, kwargs, first) if after else (args, kwargs)
+        changed = self._call_in_graph(module, value, rate) if compiled else self._call(module, value, rate)
+        # Without kwargs, a pre-hook must return only `args`.
+        return changed[0] if changed is not None and not after and not rest else changed
+
+    def _call(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
         if self.listeners:
             _NOTIFY.call(self, module, value)
         if graph_task() != -1:
@@ -149,8 +147,9 @@ class SiteHook(PlacedHook):
 
     def _note_forward(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> None:
         """Remember the call for a recompute, and warn if this forward collects batch-norm statistics."""
-        collected = self._collect()
-        self.state.live.checkpointed.note((self.site, module.training, self._fingerprint(value)), rate, collected)
+        state = rng_fingerprint(value[2] if self.at == "output" else value)
+        collected = self._collect() if self.collected else {}
+        self.state.live.checkpointed.note((self.site, module.training, state), rate, collected)
         drops = module.training and rate is not None and not rate.neutral
         if drops and not torch.is_grad_enabled() and "without gradients" not in self.state.warned_kinds:
             self._warn_without_gradients()
@@ -175,7 +174,7 @@ class SiteHook(PlacedHook):
                 "hookdrop.find(model).disabled()(trainer.method)",
             )
 
-    def _call_in_graph(self, module: nn.Module, value: Any) -> Any:
+    def _call_in_graph(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
         # Read only attributes that stay constant between calls; others would trigger recompilation.
         exporting = compiling.is_exporting()
         # An export does not count as a call, and PyTorch warns if it sets attributes.
@@ -183,7 +182,6 @@ class SiteHook(PlacedHook):
             self.called = True
             if module.training:
                 self.trained = self.state.live.trained = True
-        rate = self.train_rate if module.training else self.eval_rate
         if rate is None:
             return None
         if exporting:
