@@ -146,6 +146,9 @@ SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not case.mixes}
 DERIVING = {name: case for name, case in EVERY.items() if case.derives}
 """The cases whose gradient is the derivative of the output."""
 
+REPRESENTATIVE = {name: EVERY[name] for name in ("Dropout", "DropBlock (sparse)", "DropPath", "LayerDrop", "ShakeDrop")}
+"""One for each way to draw and to apply, for tests of what `hookdrop.testing` checks for all."""
+
 WITH_A_RATE = {name: case for name, case in EVERY.items() if case.has_rate}
 
 _OWN_GRADIENT = "parts of it are constants for the gradient"

@@ -202,13 +202,6 @@ def test_one_two_and_three_axes_give_the_same_masks() -> None:
     assert torch.equal(one, three.squeeze(2).squeeze(2))
 
 
-def test_gradient_is_the_mask_times_the_scale() -> None:
-    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, requires_grad=True)
-    y = drop_block(x, 0.3, 3)
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(grad * x, y)
-
-
 @pytest.mark.parametrize("shape", [(4,), (2, 5), (2, 3, 4, 5, 6, 7)])
 def test_input_without_spatial_axes_raises(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match="needs 1 to 3 spatial axes"):
