@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import Any
 
@@ -76,10 +77,64 @@ class MeanNotKept(Zeroing):
         return x * self.kept(x, rate).to(x.dtype)
 
 
+class StoresItsRate(Zeroing):
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        self.now = rate
+        return x * self.kept(x, rate).to(x.dtype) / (1.0 - self.now)
+
+
 class NotItsText(Zeroing):
     def __init__(self, p: float = 0.3, temperature: float = 1.0) -> None:
         super().__init__(p)
         self.temperature = 2.0 * temperature
+
+
+class Nothing(Zeroing):
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        return x * 1.0
+
+
+class ActiveAtRate0(Zeroing):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.regularize(x, self.p) if self.training else x
+
+
+class LosesTheFormat(Zeroing):
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        return super().regularize(x, rate).contiguous()
+
+
+class NeedsASample(Zeroing):
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        return super().regularize(x, rate) + 0.0 * x[0]
+
+
+class OwnRandomNumbers(Zeroing):
+    def kept(self, x: Tensor, rate: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(random.getrandbits(32))
+        return torch.rand(x.shape, generator=generator) >= rate
+
+
+class ReadsItsRate(Zeroing):
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        return super().regularize(x, self.p)
+
+
+class MixesSamples(Zeroing):
+    independent_samples = True
+
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        return super().regularize(x, rate) + rate * (x - x.mean(0))
+
+
+class DrawsInPlace(Zeroing):
+    def kept(self, x: Tensor, rate: Any) -> Tensor:
+        return torch.empty_like(x, dtype=torch.float32).uniform_() >= rate
+
+
+class WrongGradient(Zeroing):
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        return super().regularize(x, rate) + (x - x.detach()) * self.kept(x, 1.0 - rate)
 
 
 class Both(MeanNotKept):
@@ -101,7 +156,17 @@ BROKEN: dict[type[Regularizer], str] = {
     OtherMaskInRecompute: "checkpoint_replays_the_mask",
     OtherDtype: "dtype_and_shape_are_kept",
     MeanNotKept: "mean_is_kept",
+    StoresItsRate: "threads_do_not_interfere",
     NotItsText: "has_a_text_form",
+    Nothing: "training_has_an_effect",
+    ActiveAtRate0: "neutral_rate_is_the_identity",
+    LosesTheFormat: "memory_format_is_kept",
+    NeedsASample: "empty_batch_passes",
+    OwnRandomNumbers: "seed_determines_the_result",
+    ReadsItsRate: "rate_is_an_argument",
+    MixesSamples: "samples_do_not_mix",
+    DrawsInPlace: "vmap_respects_its_randomness",
+    WrongGradient: "gradient_is_the_derivative",
 }
 
 
@@ -132,8 +197,15 @@ def test_a_right_regularizer_passes() -> None:
 def test_a_broken_regularizer_fails_the_check_of_what_is_broken(cls: type[Regularizer]) -> None:
     failed = failing(cls())
     assert BROKEN[cls] in failed
-    # The others cannot run without copies, or with an input that requires a gradient.
-    assert cls in (InPlace, NotCopyable) or len(failed) == 1
+    assert len(failed) == 1 or cls in (
+        InPlace,
+        NotCopyable,
+        Nothing,
+        NeedsASample,
+        OwnRandomNumbers,
+        ReadsItsRate,
+        WrongGradient,
+    )
 
 
 def test_the_error_has_all_failures() -> None:
