@@ -269,13 +269,13 @@ class RegularizerChecks:
 
     def dtype_and_shape_are_kept(self) -> None:
         """The output must have the dtype of the input, also under autocast, and, if `keeps_shape`, its shape."""
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            for autocast in (False, True):
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    y = self(x := self._x.to(dtype))
-                assert y.dtype == dtype, f"{dtype} became {y.dtype}{', under autocast' * autocast}"
-                assert y.shape == x.shape or not self._keeps_shape, f"{tuple(x.shape)} became {tuple(y.shape)}"
-                assert y.isfinite().all(), f"in {dtype}, the output is infinite or NaN"
+        every = [(dtype, False) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
+        for dtype, autocast in [*every, (torch.float32, True), (torch.bfloat16, True)]:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                y = self(x := self._x.to(dtype))
+            assert y.dtype == dtype, f"{dtype} became {y.dtype}{', under autocast' * autocast}"
+            assert y.shape == x.shape or not self._keeps_shape, f"{tuple(x.shape)} became {tuple(y.shape)}"
+            assert y.isfinite().all(), f"in {dtype}, the output is infinite or NaN"
 
     @only_if(lambda self: self._keeps_shape)
     def memory_format_is_kept(self) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookdrop import Rate, Regularizer
+from hookdrop import DropPath, HeadDropout, NEFTune, Rate, Regularizer, TokenDropout
 from hookdrop.testing import check_regularizer, regularizer_checks
-from tests.support.regularizers import EVERY, LACKS
+from tests.support.regularizers import EVERY, LACKS, Case
 
 
 class Zeroing(Regularizer):
@@ -183,9 +183,18 @@ def failing(regularizer: Regularizer) -> list[str]:
     return failed
 
 
-@pytest.mark.parametrize("name", EVERY)
+MORE = {
+    "DropPath (subset)": Case(DropPath(0.5, "subset"), (4, 12, 8)),
+    "HeadDropout (interleaved)": Case(HeadDropout(0.3, heads=4, interleaved=True), (4, 12, 8)),
+    "NEFTune (attention mask)": Case(NEFTune(3.0, attention_mask=True), (4, 12, 8)),
+    "TokenDropout (remove)": Case(TokenDropout(0.3, remove=True), (4, 12, 8)),
+    "torch.nn.functional.dropout": Case(torch.nn.functional.dropout, (4, 12, 8)),
+}
+
+
+@pytest.mark.parametrize("name", [*EVERY, *MORE])
 def test_hookdrops_regularizers_pass(name: str) -> None:
-    case = EVERY[name]
+    case = {**EVERY, **MORE}[name]
     check_regularizer(case.regularizer, case.example, {**LACKS.get(name, {}), **COMPILED})
 
 
