@@ -14,6 +14,7 @@ from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps,
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, fault_of
 from hookdrop.survey.heads import Heads, find_heads
+from hookdrop.survey.isolation import forked_rng
 from hookdrop.survey.layers import LayerCalls, find_skippable, layer_calls
 from hookdrop.survey.samples import PLACES, Samples, growing_axis, row_orders
 from hookdrop.survey.tokens import Patches, find_embedding, find_patches, removable_patches
@@ -57,7 +58,8 @@ class Survey:
 
         Other layers that follow attention have the reason why they have none.
         """
-        return find_heads(self.trace)
+        with forked_rng():
+            return find_heads(self.trace)
 
     def samples(self, name: str, at: str = "output") -> Samples | str:
         """Return where the samples of the batch are in the first tensor of a layer, or why this is unknown."""

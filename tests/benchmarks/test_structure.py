@@ -11,7 +11,7 @@ from tests.support.programs import ROOT
 
 def test_figures_stay_within_their_limits() -> None:
     figures = structure.measure(ROOT)
-    assert figures["entries at the root"] <= 15
+    assert figures["entries at the root"] <= 16
     assert figures["import levels"] <= 9
     assert figures["modules at `import hookdrop`"] <= 63
     assert figures["`# type: ignore`"] <= 20

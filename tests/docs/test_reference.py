@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import hookdrop
-from hookdrop import functional, observe, recipes
+from hookdrop import functional, observe, recipes, testing
 from tests.support.programs import ROOT
 
 TEXT = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
@@ -22,6 +22,8 @@ def listed(module: ModuleType) -> list[str]:
     return [name for text in texts for name in re.findall(r"^   (\w+)$", text, re.M)]
 
 
-@pytest.mark.parametrize("module", [hookdrop, functional, recipes, observe], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [hookdrop, functional, recipes, observe, testing], ids=lambda module: module.__name__
+)
 def test_every_public_name_is_listed_once(module: ModuleType) -> None:
     assert sorted(listed(module)) == sorted(set(module.__all__) - MODULES)

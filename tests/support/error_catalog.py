@@ -43,6 +43,7 @@ from hookdrop import (
     inject,
     observe,
     recipes,
+    testing,
 )
 from hookdrop.cli import main
 from hookdrop.kernels import triton_dropblock
@@ -1172,6 +1173,24 @@ def _() -> None:
 def _() -> None:
     with observe.stats(model := ViT(), "unused"):
         model(IMAGES)
+
+
+# --- checks of one's own classes
+
+
+@case("a regularizer lacks a property")
+def _() -> None:
+    dict(testing.regularizer_checks(DropPath(p=0.3, scale=False)))["mean_is_kept"]()
+
+
+@case("a misspelled check")
+def _() -> None:
+    testing.check_regularizer(Dropout(p=0.1), expected_failures={"mean_kept": "it does not rescale"})
+
+
+@case("a check without an example of the shape")
+def _() -> None:
+    testing.check_regularizer(DropBlock(p=0.1, block_size=(3, 3, 3, 3)))
 
 
 # --- the command line

@@ -87,6 +87,10 @@ class Case:
         """Whether a schedule can drive it."""
         return getattr(type(self.regularizer), "rate", "p") is not None
 
+    @property
+    def example(self) -> torch.Tensor:
+        return torch.randn(self.shape, generator=torch.Generator().manual_seed(0))
+
     def input(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(self.shape, dtype=dtype)
 
@@ -142,4 +146,22 @@ SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not case.mixes}
 DERIVING = {name: case for name, case in EVERY.items() if case.derives}
 """The cases whose gradient is the derivative of the output."""
 
+REPRESENTATIVE = {name: EVERY[name] for name in ("Dropout", "DropBlock (sparse)", "DropPath", "LayerDrop", "ShakeDrop")}
+"""One for each way to draw and to apply, for tests of what `hookdrop.testing` checks for all."""
+
 WITH_A_RATE = {name: case for name, case in EVERY.items() if case.has_rate}
+
+_OWN_GRADIENT = "parts of it are constants for the gradient"
+LACKS: dict[str, dict[str, str]] = {
+    "AlphaDropout": {"mean_is_kept": "only a mean of 0"},
+    "FeatureAlphaDropout": {"mean_is_kept": "only a mean of 0"},
+    "DropPath (unscaled)": {"mean_is_kept": "scale=False"},
+    "HeadDropout": {"p_means_p": "one head is always kept"},
+    "DropPath (subset)": {"p_means_p": "the number of samples that it keeps is fixed, and at least 1"},
+    "HeadDropout (interleaved)": {"p_means_p": "one head is always kept"},
+    "LayerDrop": {"mean_is_kept": "it does not rescale"},
+    "MixStyle": dict.fromkeys(("gradient_is_the_derivative", "gradient_has_a_derivative"), _OWN_GRADIENT),
+    "ShakeDrop": dict.fromkeys(("gradient_is_the_derivative", "gradient_has_a_derivative"), _OWN_GRADIENT),
+    "TokenDropout": {"p_means_p": "the prefix is always kept"},
+}
+"""The checks of `hookdrop.testing` that a case does not pass on purpose."""

@@ -34,7 +34,7 @@ from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from hookdrop.hooks import checkpointing
 from hookdrop.hooks.checkpointing import is_recomputing
 from tests.support.checkpointing import MODES, Forward, non_reentrant, plain, reentrant, run
-from tests.support.regularizers import DRAWING, EVERY, SITES, Case
+from tests.support.regularizers import EVERY, REPRESENTATIVE, SITES, Case
 from tests.support.tensors import all_equal
 
 
@@ -71,7 +71,7 @@ WAYS: dict[str, Forward] = {
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # nested reentrant checkpoints
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("case", REPRESENTATIVE.values(), ids=REPRESENTATIVE)
 def test_gradients_are_bit_identical_with_and_without_checkpointing(case: Case, way: Forward) -> None:
     model, x = case.model(), case.input()
     clean = run(model, x, plain)
@@ -157,7 +157,7 @@ class TestRngStateNotPreserved:
     """`preserve_rng_state=False`: the recompute has another mask and the gradients are wrong; PyTorch does not warn."""
 
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("name", DRAWING)
+    @pytest.mark.parametrize("name", REPRESENTATIVE)
     def test_warns_once(self, name: str, mode: Forward) -> None:
         model, x = EVERY[name].model(), EVERY[name].input()
         inject(model, EVERY[name].regularizer, layers=SITES)

@@ -14,7 +14,7 @@ from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, inject
 from hookdrop.hooks import checkpointing
 from tests.support.checkpointing import MODES, Forward, plain, reentrant, run
 from tests.support.models import mlp
-from tests.support.regularizers import EVERY, SITES, WITH_A_RATE, Case
+from tests.support.regularizers import EVERY, REPRESENTATIVE, SITES, Case
 from tests.support.tensors import all_equal
 
 
@@ -30,7 +30,7 @@ class TestRateChangedBetweenForwardAndBackward:
 
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-    @pytest.mark.parametrize("case", WITH_A_RATE.values(), ids=WITH_A_RATE)
+    @pytest.mark.parametrize("case", REPRESENTATIVE.values(), ids=REPRESENTATIVE)
     def test_recompute_uses_the_rate_of_the_forward(
         self, case: Case, change: Callable[[Injection], object], mode: Forward
     ) -> None:

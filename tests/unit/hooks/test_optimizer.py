@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import Dropout, HookdropWarning, Injection, InjectionError, LinearSchedule, find, inject
+from hookdrop import Dropout, HookdropWarning, Injection, InjectionError, LinearSchedule, inject
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from tests.support.injections import scheduled
 from tests.support.models import Small
@@ -104,16 +104,6 @@ def test_follow_says_what_to_do_for_an_optimizer_without_hooks() -> None:
     drop.follow(torch.optim.SGD(model.parameters(), 0.1))
 
 
-def test_repeated_follow_counts_each_step_once() -> None:
-    model, drop, optimizer = scheduled()
-    for _ in range(3):
-        drop.follow(optimizer)
-        next(iter(find(model))).follow(optimizer)
-    backward(model)
-    optimizer.step()
-    assert drop.step_count == 1
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_skipped_by_grad_scaler_do_not_count(fused: bool) -> None:
     """A fused optimizer also runs its post hooks for skipped steps."""
@@ -147,24 +137,6 @@ def test_any_optimizer(cls: type[torch.optim.Optimizer]) -> None:
     assert drop.step_count == 1
 
 
-def test_step_while_following_is_an_error() -> None:
-    _, drop, optimizer = scheduled()
-    drop.follow(optimizer)
-    with pytest.raises(InjectionError, match=r"count them twice(.|\n)*drop.follow\(None\). Still at step 0"):
-        drop.step()
-    drop.follow(None)
-    drop.step()
-    assert drop.step_count == 1
-
-
-def test_seek_while_following() -> None:
-    model, drop, optimizer = scheduled()
-    drop.follow(optimizer).seek(50)
-    backward(model)
-    optimizer.step()
-    assert drop.step_count == 51
-
-
 def test_following_a_second_optimizer_is_an_error() -> None:
     model, drop, optimizer = scheduled()
     drop.follow(optimizer)
@@ -189,25 +161,6 @@ def test_follow_a_new_optimizer_after_the_old_one_is_deleted() -> None:
     assert drop.step_count == 1
 
 
-def test_remove_detaches_from_the_optimizer() -> None:
-    model, drop, optimizer = scheduled()
-    drop.follow(optimizer).remove()
-    assert not optimizer._optimizer_step_post_hooks
-    backward(model)
-    optimizer.step()
-
-
-def test_replacing_an_injection_detaches_the_old_one() -> None:
-    """As in a re-run notebook cell: inject(..., on_existing="replace").follow(optimizer)."""
-    model, drop, optimizer = scheduled()
-    drop.follow(optimizer)
-    again = inject(model, Dropout(0.3), layers="1", schedule=LinearSchedule(10), on_existing="replace")
-    again.follow(optimizer)
-    backward(model)
-    optimizer.step()
-    assert (again.step_count, len(optimizer._optimizer_step_post_hooks)) == (1, 1)
-
-
 @pytest.mark.parametrize("thing", ["sgd", torch.optim.SGD, object()])
 def test_follow_rejects_other_objects(thing: object) -> None:
     _, drop, _ = scheduled()
@@ -225,19 +178,6 @@ def test_learning_rate_schedulers_are_compatible(model: Small, images: torch.Ten
         optimizer.step()
         scheduler.step()
     assert drop.p == 0.5
-
-
-def test_copied_model_has_its_own_step_count() -> None:
-    import copy
-
-    model, drop, optimizer = scheduled()
-    drop.follow(optimizer)
-    twin = copy.deepcopy(model)
-    backward(model)
-    optimizer.step()
-    assert (drop.step_count, next(iter(find(twin))).step_count) == (1, 0)
-    next(iter(find(twin))).step()
-    assert next(iter(find(twin))).step_count == 1
 
 
 class TestResume:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import warnings
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 from torch import nn
 
 from hookdrop import (
@@ -31,22 +29,6 @@ def rising(step: int) -> float:
 
 
 class TestEnabled:
-    def test_enabled(self) -> None:
-        model, drop = layer(schedule=LinearSchedule(2))
-        drop.step(2)
-        drop.enabled = False
-        assert (drop.p, zeroed(model, X)) == (0.0, 0.0)
-        drop.step()
-        assert drop.step_count == 3
-        drop.enabled = True
-        assert (drop.p, drop.step_count) == (0.5, 3)
-
-    def test_disabled_ends_with_its_block(self) -> None:
-        model, drop = layer()
-        with drop.disabled():
-            assert zeroed(model, X) == 0
-        assert zeroed(model, X) > 0.4
-
     def test_contexts_exit_after_an_error(self) -> None:
         model, drop = layer()
         with pytest.raises(KeyError), drop.disabled():
@@ -58,40 +40,6 @@ class TestEnabled:
         with drop.disabled():
             drop.remove()
         assert zeroed(model, X) == 0
-
-    @given(st.lists(st.sampled_from(["disabled", "sampling", "rate", "disable", "enable", "step", "end"]), max_size=12))
-    def test_nested_contexts_restore_the_previous_state(self, moves: list[str]) -> None:
-        """A change of `enabled` inside a context lasts until its end; outside, it persists."""
-        model, drop = layer(0.5)
-        stack: list[tuple[object, tuple[object, ...]]] = []
-
-        def current_rates() -> tuple[object, ...]:
-            model.eval()
-            in_eval = round(zeroed(model, X), 1)
-            model.train()
-            return drop.p, in_eval, round(zeroed(model, X), 1)
-
-        for move in moves:
-            if move == "end":
-                if stack:
-                    context, before = stack.pop()
-                    context.__exit__(None, None, None)
-                    assert current_rates() == before
-            elif move == "step":
-                drop.step()
-            elif move in ("disable", "enable"):
-                drop.enabled = move == "enable"
-            else:
-                before = current_rates()
-                context = {
-                    "disabled": drop.disabled, "sampling": drop.sampling, "rate": lambda: drop.sampling(p=0.3)
-                }[move]()  # fmt: skip
-                context.__enter__()
-                stack.append((context, before))
-        while stack:
-            context, before = stack.pop()
-            context.__exit__(None, None, None)
-            assert current_rates() == before
 
 
 class TestReprAndMetrics:
@@ -227,13 +175,6 @@ class TestHandles:
         model, _ = layer(0.5)
         inject(model, Dropout(0.5), layers="0", on_existing="stack", name="second")
         assert zeroed(model, X) == pytest.approx(0.75, abs=0.02)
-
-    def test_replace_removes_the_old_injection(self) -> None:
-        model, old = layer(0.5)
-        inject(model, Dropout(0.2), layers="0", on_existing="replace")
-        assert zeroed(model, X) == pytest.approx(0.2, abs=0.02)
-        with pytest.raises(InjectionError, match="was removed"):
-            old.step()
 
     def test_replace_removes_the_whole_old_injection(self, model: Small) -> None:
         inject(model, Dropout(0.5), layers="layer?.*")

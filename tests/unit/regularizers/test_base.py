@@ -11,8 +11,7 @@ from torch import nn
 
 import hookdrop
 from hookdrop import InjectionError, LinearSchedule, Rate, Regularizer, inject
-from hookdrop.regularizers import as_regularizer, at_rate, rate_of
-from tests.support.regularizers import OWN, Case
+from hookdrop.regularizers import as_regularizer
 
 
 class Own(Regularizer):
@@ -42,21 +41,6 @@ class Counting(nn.Module):
 
 def halve(x: torch.Tensor) -> torch.Tensor:
     return x / 2
-
-
-@pytest.mark.parametrize("case", [case for case in OWN.values() if not case.skips_layers], ids=repr)
-def test_the_rate_is_an_argument(case: Case) -> None:
-    """At any rate, `regularize` matches a regularizer with that rate, whatever the attribute is."""
-    regularizer, x = case.regularizer, case.input().requires_grad_()
-    before = rate_of(regularizer)
-    other = None if before is None else before / 2
-    results = []
-    for one in (regularizer, at_rate(regularizer, other)):
-        torch.manual_seed(6)
-        y = one.regularize(x, other)
-        results.append([y, torch.autograd.grad(y.square().sum(), x)[0]])
-    assert all(map(torch.equal, *results))
-    assert rate_of(regularizer) == before
 
 
 class TestForeignModules:

@@ -486,20 +486,6 @@ def test_double_backward_through_a_scaled_gradient() -> None:
     torch.testing.assert_close(torch.autograd.grad(first.sum(), x)[0], 0.5 * (8 * 0.5 * x**2 + 4 * x**2))
 
 
-@EVERY
-def test_autocast_and_memory_formats(regularizer: Regularizer) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(inplace=True)).to(memory_format=torch.channels_last)
-    inject(model, regularizer, layers="0")
-    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-    assert y.dtype == torch.bfloat16
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    y.float().sum().backward()
-    assert x.grad.dtype == torch.float32
-    assert x.grad.isfinite().all()
-
-
 def test_frozen_layers_before_the_hook_need_no_edit() -> None:
     """There is nothing to edit, so the layer's output itself is returned."""
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))

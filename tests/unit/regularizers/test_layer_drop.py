@@ -76,18 +76,6 @@ def test_gradients_of_a_skipped_layer_are_zero_not_missing() -> None:
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
 
 
-def test_eval_returns_the_output_itself() -> None:
-    x, fx = torch.randn(2, 4), torch.randn(2, 4)
-    assert LayerDrop(0.5).eval()(fx, layer_input=x) is fx
-
-
-def test_keeps_the_dtype_of_the_output_under_autocast() -> None:
-    model, x = nn.Sequential(Layer()), torch.randn(2, 4)
-    inject(model, LayerDrop(0.5), layers="0")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert {model(x).dtype for _ in range(20)} == {torch.bfloat16}
-
-
 def test_a_layer_that_changes_the_shape_raises() -> None:
     model = nn.Sequential(nn.Linear(4, 6))
     inject(model, LayerDrop(0.5), layers="0")

@@ -1,0 +1,95 @@
+"""`check_recipe`: every recipe in a small model, and wrong recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import timm
+import torch
+import transformers
+from torch import nn
+
+from hookdrop import Dropout
+from hookdrop.recipes import (
+    dropblock_resnet,
+    dropblock_unet,
+    head_dropout,
+    layer_drop,
+    neftune,
+    patch_dropout,
+    residual_dropout,
+    set_dropout,
+    stochastic_depth,
+    timm_dropblock,
+)
+from hookdrop.recipes.base import Recipe, RecipeSite
+from hookdrop.testing import check_recipe, recipe_checks
+from tests.integration.models.test_dropblock_unet import UNet
+from tests.support.models import Small, randomize_norms
+
+
+def vit(**settings: Any) -> nn.Module:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
+    return timm.create_model("vit_tiny_patch16_224", **sizes, **settings)
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=50, use_cache=False)
+    return transformers.LlamaForCausalLM(config)
+
+
+def resnet() -> nn.Module:
+    return timm.create_model("resnet10t", num_classes=4, channels=(8, 8, 16, 16), stem_width=8)
+
+
+IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(1, 50, (3, 7), generator=torch.Generator().manual_seed(0))
+CASES: dict[str, tuple[Any, Callable[[], nn.Module], Any]] = {
+    "stochastic_depth": (stochastic_depth(p=0.5), resnet, IMAGES),
+    "stochastic_depth (subset)": (stochastic_depth(p=0.5, mode="subset"), vit, IMAGES),
+    "dropblock_resnet": (dropblock_resnet(p=0.3, block_size=3), resnet, IMAGES.repeat(1, 1, 2, 2)),
+    "timm_dropblock": (timm_dropblock(p=0.3), resnet, IMAGES.repeat(1, 1, 2, 2)),
+    "dropblock_unet": (dropblock_unet(p=0.3, block_size=3), UNet, IMAGES),
+    "layer_drop": (layer_drop(p=0.5), llama, IDS),
+    "residual_dropout": (residual_dropout(p=0.3), llama, {"input_ids": IDS}),
+    "head_dropout": (head_dropout(p=0.4), vit, IMAGES),
+    "patch_dropout": (patch_dropout(p=0.5), vit, IMAGES),
+    "neftune": (neftune(), llama, IDS),
+    "set_dropout": (set_dropout(p=0.3), lambda: vit(drop_rate=0.1), IMAGES),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hookdrops_recipes_pass(name: str) -> None:
+    recipe, make, example = CASES[name]
+    torch.manual_seed(0)
+    check_recipe(recipe, randomize_norms(make()), example)
+
+
+@dataclass(frozen=True)
+class random_layer(Recipe):
+    """Chooses by chance."""
+
+    def sites(self, model: nn.Module, survey: Any) -> Sequence[RecipeSite]:
+        return [RecipeSite(f"layer{1 + int(torch.rand(()) < 0.5)}", Dropout(0.5))]
+
+
+@dataclass(frozen=True)
+class layer_that_never_runs(Recipe):
+    def sites(self, model: nn.Module, survey: Any) -> Sequence[RecipeSite]:
+        return [RecipeSite("unused", Dropout(0.5)), RecipeSite("layer1", Dropout(0.5))]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "check"),
+    [(random_layer(), "planning_changes_nothing"), (layer_that_never_runs(), "sites_are_called")],
+)
+def test_a_broken_recipe_fails_the_check_of_what_is_broken(recipe: Recipe, check: str) -> None:
+    model = Small()
+    model.unused = nn.Linear(2, 2)
+    with pytest.raises(AssertionError, match=check):
+        dict(recipe_checks(recipe, model, IMAGES))[check]()
