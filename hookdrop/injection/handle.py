@@ -377,7 +377,7 @@ class Injection:
         """Sample predictions inside `sampling()`, and return their mean, variance, entropy and mutual information.
 
         The model runs in eval mode, without gradients, and its modes are restored. Batch norm uses its running
-        statistics. Of all hooks and dropout layers, only this injection drops. The random numbers come from PyTorch's
+        statistics. Only this injection is active; all other dropout stays off. The random numbers come from PyTorch's
         global RNG. The batch is repeated along axis 0, so that one forward draws several samples, unless a regularizer
         draws once for the whole batch, the output of a row depends on other rows, or the arguments are not tensors
         with the same number of rows.
