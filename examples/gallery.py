@@ -50,7 +50,7 @@ EDGE, PATCH, COLUMNS = 64, 8, 4
 
 @dataclass
 class View:
-    """The axes of a regularizer's tensor if they are not (N, C, H, W), and the conversion from and to images (N, 3, H, W)."""
+    """The axes of a regularizer's tensor, if not (N, C, H, W), and the conversion from and to images (N, 3, H, W)."""
 
     note: str
     to_tensor: Callable[[Tensor], Tensor]
@@ -151,7 +151,8 @@ def save(figure: Figure, path: Path) -> None:
 
 HEAD = """# Gallery
 
-The effect of each regularizer, schedule and recipe. The images are four crops of two photographs, with C = (red, green, blue).
+The effect of each regularizer, schedule and recipe; the [cards](methods/index.md) describe them. The images are four crops
+of two photographs, with C = (red, green, blue).
 """
 
 
@@ -163,17 +164,17 @@ def sections(folder: Path) -> Iterator[tuple[str, str, Figure | None]]:
     for name, (text, view) in EXAMPLES.items():
         others = [other for other, drawn in SAME_FIGURE.items() if drawn == name]
         note = f" on {view.note}" if view.note else ""
-        head = f"{title}### {', '.join([name, *others])}\n\n{summary(text)}\n\n`{text}`{note}."
+        head = f"{title}### {', '.join([name, *others])}\n\n`{text}`{note}."
         yield slug(name), head, before_and_after(parse(text), images, view)
         title = ""
-    head = f"### LayerDrop\n\n{summary(LAYER_DROP)}\n\n`{LAYER_DROP}` on a layer that inverts colors: two forward passes."
+    head = f"### LayerDrop\n\n`{LAYER_DROP}` on a layer that inverts colors: two forward passes."
     yield "layerdrop", head, draw_layer_drop(images)
     title = (
         "## Gradient regularizers\n\nThe forward pass is unchanged. These modify the gradient in the backward pass.\n\n"
     )
     for name, texts in GRADIENTS.items():
         calls = " and ".join(f"`{text}`" for text in texts)
-        yield slug(name), f"{title}### {name}\n\n{summary(texts[0])}\n\n{calls}.", draw_gradients(texts)
+        yield slug(name), f"{title}### {name}\n\n{calls}.", draw_gradients(texts)
         title = ""
     yield "schedules", "## Schedules\n\nThe multiplier of the rate by optimizer step.", draw_schedules()
     yield from recipe_sections(images)
@@ -192,11 +193,6 @@ SEE = """## Observing
 
 `examples/see.py`: a schedule, the masks of DropBlock in a training step (`drop.recording()`), statistics per layer
 (`observe.stats`), and Grad-CAM of two trained models (`observe.compare_cam`)."""
-
-
-def summary(text: str) -> str:
-    """Return the first line of the docstring of the regularizer."""
-    return (parse(text).__doc__ or "").splitlines()[0]
 
 
 def slug(name: str) -> str:
