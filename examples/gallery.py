@@ -151,8 +151,8 @@ def save(figure: Figure, path: Path) -> None:
 
 HEAD = """# Gallery
 
-The effect of each regularizer, schedule and recipe; the [cards](methods/index.md) describe them. The images are four crops
-of two photographs, with C = (red, green, blue).
+The effect of each regularizer, schedule and recipe; the [cards](methods/index.md) describe them. The images are four
+crops of two photographs, with C = (red, green, blue).
 """
 
 

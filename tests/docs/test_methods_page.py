@@ -40,7 +40,9 @@ def test_costs_are_those_of_the_committed_results(study: str, name: str) -> None
     assert shown == [f"{arm[kind]['median']:.2f}" for kind in ("time", "memory")]
 
 
-@pytest.mark.parametrize("text", ["Dropout(0.1)", "TokenDropout(0.1)", "LayerDrop(0.1)", "NEFTune()", "MixStyle()", "DSU()"])
+@pytest.mark.parametrize(
+    "text", ["Dropout(0.1)", "TokenDropout(0.1)", "LayerDrop(0.1)", "NEFTune()", "MixStyle()", "DSU()"]
+)
 def test_samples_are_independent_as_stated(text: str) -> None:
     row = ROWS[text.partition("(")[0]]
     assert (row[7] == "yes") is bool(parse(text).independent_samples)
