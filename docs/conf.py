@@ -59,6 +59,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = f"hookdrop {release}"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_js_files = ["matrix.js"]
 html_favicon = "_static/logo.svg"
 html_sidebars = {"**": ["sidebar-nav-bs"]}
 html_context = {"default_mode": "auto"}

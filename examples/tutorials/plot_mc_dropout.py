@@ -163,4 +163,3 @@ drop.remove()
 # --------
 #
 # * :doc:`/guides/mc_dropout` has rates for sampling, EMA models, and models that bring their own dropout.
-# * :doc:`/start/uncertainty` is a shorter introduction.

@@ -371,9 +371,9 @@ class Injection:
     ) -> Prediction:
         """Sample predictions inside `sampling()`, and return their mean, variance, entropy and mutual information.
 
-        Each sample is a forward in eval mode, without gradients; the modes are restored. Batch norm uses its running
-        statistics. Of all hooks and dropout layers, only this injection drops. The random numbers come from PyTorch's
-        global RNG. For fixed masks (`Masksembles`), a forward repeats the batch along axis 0, once for each mask.
+        Each sample is a forward pass in eval mode, without gradients, and the modes are restored. Batch norm uses its
+        running statistics. Only this injection is active; all other dropout stays off. The random numbers come from
+        PyTorch's global RNG. For fixed masks (`Masksembles`), the batch is repeated along axis 0, once for each mask.
 
         Args:
             data: a batch or a loader. A batch is a tensor, a tuple of arguments, or a mapping of keyword arguments. Any

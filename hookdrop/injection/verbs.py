@@ -180,9 +180,8 @@ def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
 def update_bn(loader: Iterable[Any], model: nn.Module, device: int | torch.device | None = None) -> None:
     """`torch.optim.swa_utils.update_bn` with all of hookdrop's hooks on the model disabled.
 
-    The batch-norm statistics of a model do not fit the average of its weights. One pass over the data in training mode
-    computes new ones; with active hooks, they would be those of dropped activations. Dropout of the model itself stays
-    active, as in PyTorch's function.
+    Averaged weights need fresh batch-norm statistics. One pass over the data in training mode computes them; with
+    active hooks, they would be those of dropped activations. Dropout of the model itself stays active.
 
     Args:
         loader: yields batches: tensors, or lists and tuples whose first element is the input.

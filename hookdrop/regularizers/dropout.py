@@ -114,7 +114,7 @@ class Dropout1d(_ChannelDropout):
 
 
 class Dropout2d(_ChannelDropout):
-    """`Dropout1d` for (N, C, H, W). Warns if a map looks like NHWC.
+    """Zero whole channels of (N, C, H, W) maps with probability `p`. Warns if a map looks like NHWC.
 
     Reference: Tompson et al. 2015, arXiv:1411.4280 (SpatialDropout).
     """
@@ -123,7 +123,7 @@ class Dropout2d(_ChannelDropout):
 
 
 class Dropout3d(_ChannelDropout):
-    """`Dropout1d` for (N, C, D, H, W). Reference: Tompson et al. 2015, arXiv:1411.4280 (SpatialDropout)."""
+    """Zero whole channels of (N, C, D, H, W) volumes with probability `p`. Reference: Tompson et al. 2015."""
 
     axes = "N C D H W"
 

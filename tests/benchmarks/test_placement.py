@@ -34,7 +34,7 @@ def test_different_rates_are_reported(placement: Any, monkeypatch: pytest.Monkey
 def test_documented_numbers_match_the_committed_file() -> None:
     equal = [r["stochastic_depth"] for r in FOUND.values() if r["stochastic_depth"].startswith("equal")]
     taken = [r for r in FOUND.values() if r["stochastic_depth"] not in ("untaken", "unused")]
-    page = (ROOT / "docs" / "methods" / "stochastic_depth.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "recipes.md").read_text()
     assert f"{len(equal):,} of the {len(taken):,} architectures" in page
     for text in ("equal, i / (n - 1)", "equal, i / n", "equal, p everywhere", "untaken", "unused"):
         assert f"| {sum(r['stochastic_depth'] == text for r in FOUND.values())} |" in page
