@@ -420,7 +420,7 @@ def test_both_examples_preprocess_images_identically() -> None:
 
 
 def test_uncertainty_of_known_probabilities() -> None:
-    sampled = hookdrop.Prediction(*torch.zeros(2, 2, 2), torch.tensor([0.6, 0.7]), torch.tensor([0.5, 0.0]), 2, 1)
+    sampled = hookdrop.Prediction(*torch.zeros(2, 2, 2), torch.tensor([0.6, 0.7]), torch.tensor([0.5, 0.0]), 2)
     found = mc_dropout.uncertainty(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), sampled)
     assert found["softmax entropy"] == pytest.approx([0, math.log(2)])
     assert found["MC entropy"] == pytest.approx([0.6, 0.7])

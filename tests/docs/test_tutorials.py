@@ -104,7 +104,7 @@ def test_mc_dropout(run: Any) -> None:
 
 
 def test_observe(run: Any) -> None:
-    variables, printed = run("plot_observe", 4)
+    variables, printed = run("plot_observe", 3)
     assert "p=0.3 of 0.3, step 200 of LinearSchedule(steps=200)" in printed
     assert variables["recorded"]["block3"].dropped == pytest.approx(0.3, abs=0.02)
     assert variables["healthy"].doubts() == []
