@@ -218,6 +218,7 @@ class Handles(RuleBasedStateMachine):
         for run in self.all:
             while run.contexts:
                 self.leave(run)
+        self.handles_and_models_agree_with_what_is_expected()
 
 
 TestHandles = pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")(Handles.TestCase)
