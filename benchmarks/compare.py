@@ -20,6 +20,7 @@ from rich.console import Console
 from comparison import checks, costs, estimate
 from comparison.analysis.schema import Controls, Spread, Summary
 from comparison.analysis.summary import About, summarize
+from comparison.analysis.text import join
 from comparison.engines import runner
 from comparison.engines.base import Engine, EngineError
 from comparison.engines.folder import Folder, replace_text
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse(argv, (__doc__ or "").partition(":")[0])
     console = make_console() if launched_rank() == 0 else Console(quiet=True)
     try:
+        if args.report:
+            page.write(Summary.model_validate_json(args.report.read_text()), args.report.with_name("report.html"))
+            return 0
         return _compare(args, console)
     except (ConfigError, StoreError, EngineError) as error:
         say(console, f"compare.py: {error}")
@@ -98,7 +102,7 @@ def _partial_note(study: Study) -> list[str]:
     if not excluded:
         return []
     return [
-        f"This is a partial comparison without {', '.join(excluded)}. Holm's correction covers only the arms shown. "
+        f"This is a partial comparison without {join(excluded)}. Holm's correction covers only the arms shown. "
         "Use the complete comparison, which corrects for all arms, to choose between them."
     ]
 
@@ -144,6 +148,8 @@ def _costs(
 
 def _report(summary: Summary, folder: Folder, console: Console, partial: bool, seconds: float) -> int:
     """Print the results, write the report, and return the exit status."""
+    for note in (*summary.notes, *summary.amendments):
+        say(console, f"Note: {note}")
     for cell in summary.cells:
         console.print(table(cell))
         for sentence in cell.words:

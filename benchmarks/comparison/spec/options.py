@@ -23,6 +23,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add = parser.add_argument
     add("--config", type=Path, help="YAML file, such as benchmarks/configs/quick.yaml; flags override its settings")
     add("--out", type=Path, help="folder for the report and the database of runs (default: runs/CONFIG_NAME)")
+    add("--report", type=Path, metavar="SUMMARY", help="write report.html beside a stored summary.json, and exit")
     what = parser.add_argument_group("what to compare")
     add = what.add_argument
     add(
@@ -80,7 +81,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
         parser.error(f"--workers must be at least 1, got {options.workers}")
     if options.address and options.engine != "ray":
         parser.error("--address requires --engine ray")
-    if options.config is None and options.models is None:
+    if options.config is None and options.models is None and options.report is None:
         parser.error(
             "nothing to compare: pass --config benchmarks/configs/quick.yaml, or --models, --data, --layers, ..."
         )

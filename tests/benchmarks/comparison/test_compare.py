@@ -30,8 +30,8 @@ pytest.importorskip("jinja2")
 from rich.console import Console
 
 import compare
-from comparison.analysis.schema import ArmSummary, Summary
-from comparison.analysis.summary_text import interval_text
+from comparison.analysis.schema import ArmSummary, Summary, without_commas
+from comparison.analysis.text import interval_text
 from comparison.engines.store import Attempt, Store
 from comparison.report.table import WIDTH, table
 from comparison.run.record import Record
@@ -59,7 +59,7 @@ tuning: {seeds: 1, space: {p: [0.1, 0.3], weight_decay: [0.1]}, space_none: {wei
 """
 
 
-ARMS = ["none", "DropBlock", "timm.DropPath, equal p", "none, other seeds", "p = 0 (A/A)"]
+ARMS = ["none", "DropBlock", "timm.DropPath (equal p)", "none (other seeds)", "p = 0 (A/A)"]
 
 
 TRIALS, FINALS = 2 * 2, 5 * 2
@@ -141,8 +141,8 @@ class TestSmallComparison:
 
     def test_the_command_of_a_row_reproduces_its_runs(self, tiny: SimpleNamespace, copied: Path) -> None:
         (cell,) = Summary.model_validate_json((tiny.out / "summary.json").read_text()).cells
-        row = next(arm for arm in cell.arms if arm.name == "timm.DropPath, equal p")
-        assert row.command.endswith("--only 'timm.DropPath, equal p'")
+        row = next(arm for arm in cell.arms if arm.name == "timm.DropPath (equal p)")
+        assert row.command.endswith("--only 'timm.DropPath (equal p)'")
         status, _ = run("--config", tiny.config, "--out", copied, "--workers", 1, "--only", row.name)
         assert status == 0
         assert len(records(copied)) == TRIALS + FINALS + 2  # the A/A control uses another regularizer
@@ -310,7 +310,7 @@ class TestFlags:
         )
         config, _, text = options.config_of(asked)
         assert [arm.name for arm in config.all_arms()] == [
-            "Dropout", "dropblock_resnet", "timm.DropPath, equal p", "timm.DropPath, equal fraction",
+            "Dropout", "dropblock_resnet", "timm.DropPath (equal p)", "timm.DropPath (equal fraction)",
         ]  # fmt: skip
         assert (config.optimizer.lr, config.train_sizes) == (0.1, [40])
         assert "lr" in text
@@ -346,8 +346,12 @@ class TestReadme:
 
 
 def settings(text: str) -> dict[str, object]:
-    """The settings of a config, without its title: like a comment, it does not affect the results."""
-    return {name: value for name, value in yaml_lines.load(text, "")[0].items() if name != "title"}
+    """The settings of a config, without titles and names: like comments, they do not affect the results."""
+    found = {name: value for name, value in yaml_lines.load(text, "")[0].items() if name != "title"}
+    for arm in found["arms"]:
+        if isinstance(arm, dict) and "name" in arm:
+            arm["name"] = without_commas(arm["name"])
+    return found
 
 
 def differences(found: Summary) -> list[str]:
