@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -151,12 +152,17 @@ def minimum_detectable(values: ArrayLike) -> float | None:
 
 def pairs_for_half(pairs: int) -> int:
     """The number of pairs that halves `minimum_detectable` at the same spread, given `pairs` (at least 2)."""
-    target = _noncentrality(pairs) / pairs**0.5 / 2
+    target = detectable(pairs) / 2
     low, high = pairs, 8 * pairs
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _noncentrality(middle) / middle**0.5 <= target else (middle, high)
+        low, high = (low, middle) if detectable(middle) <= target else (middle, high)
     return high
+
+
+def detectable(pairs: int) -> float:
+    """The difference that `pairs` detect with 80 % power, in standard deviations of the paired differences."""
+    return _noncentrality(pairs) / math.sqrt(pairs)
 
 
 @lru_cache(maxsize=4096)

@@ -14,6 +14,8 @@ from comparison.spec.config import Config, validate
 from comparison.spec.errors import ConfigError, nearest, suggest
 from comparison.spec.yaml_lines import Lines, load
 
+# What is compared without a file and without --arms, --recipes and --peers: recipes choose their own layers.
+_DEFAULTS = {"arms": [{"recipe": "dropblock_resnet(p=0.1)"}, {"recipe": "stochastic_depth(p=0.1)"}], "epochs": 20}
 _OVERRIDES = ("title", "seeds", "epochs", "batch_size", "timing", "max_steps", "device", "precision", "schedule")
 
 
@@ -28,6 +30,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add = what.add_argument
     add(
         "--models",
+        "--model",
         nargs="+",
         metavar="NAME",
         help="timm or torchvision models, such as resnet18 or torchvision:resnet18",
@@ -36,7 +39,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
         "--data",
         nargs="+",
         metavar="NAME",
-        help="digits, digits-noisy, synthetic-cue, cifar10, cifar100, emoji, imagefolder:PATH",
+        help="digits, digits-noisy, synthetic-cue, cifar10, cifar100, emoji, or a folder with a folder for each class",
     )
     add("--train-sizes", nargs="+", type=int, metavar="N", help="training set sizes")
     add("--layers", nargs="+", metavar="GLOB", help="sites, such as 'layer[34].*.bn2'")
@@ -99,7 +102,7 @@ def config_of(options: argparse.Namespace) -> tuple[Config, Lines, str]:
         ConfigError: The file cannot be read, or a setting or flag is invalid.
     """
     text, lines = "", Lines("command line")
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = dict(_DEFAULTS)
     if options.config:
         try:
             text = options.config.read_text()
@@ -124,7 +127,8 @@ def _flags(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     if options.data or options.strict:
         names = options.data or settings.get("data") or []
         data = [
-            {"name": one} if isinstance(one, str) else one for one in (names if isinstance(names, list) else [names])
+            {"name": _folder(one)} if isinstance(one, str) else one
+            for one in (names if isinstance(names, list) else [names])
         ]
         strict = {"strict": True} if options.strict else {}
         found["data"] = [{**one, **strict} if isinstance(one, dict) else one for one in data]
@@ -138,6 +142,11 @@ def _flags(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         in_file = settings.get("optimizer")
         found["optimizer"] = {**(in_file if isinstance(in_file, dict) else {}), **optimizer}
     return found
+
+
+def _folder(name: str) -> str:
+    """`imagefolder:PATH` for the path of a folder, other names unchanged."""
+    return f"imagefolder:{name.rstrip(os.sep)}" if os.sep in name and Path(name).is_dir() else name
 
 
 def _without_only(words: Sequence[str]) -> list[str]:

@@ -164,6 +164,7 @@ class TestSmallComparison:
         assert status == 0
         assert "3 workers (--workers)" in text
         assert re.search(rf"final runs\s+{FINALS}\s+0", text)
+        assert "No difference can be significant at 5 %: use --seeds 7 or more." in text
         assert not records(tmp_path / "dry")
 
 
@@ -314,6 +315,19 @@ class TestFlags:
         ]  # fmt: skip
         assert (config.optimizer.lr, config.train_sizes) == (0.1, [40])
         assert "lr" in text
+
+    def test_own_images_need_a_folder_and_a_model(self, tmp_path: Path) -> None:
+        asked = options.parse(["--data", f"{tmp_path}/", "--model", "resnet18", "--only", "stochastic_depth"], "")
+        config, _, _ = options.config_of(asked)
+        assert config.data[0].name == f"imagefolder:{tmp_path}"
+        assert [arm.name for arm in config.all_arms()] == ["dropblock_resnet", "stochastic_depth"]
+
+    def test_a_missing_package_is_named_with_the_line_to_install_it(self) -> None:
+        hidden = "import sys; sys.modules['pydantic'] = None; sys.argv = ['compare.py']; import compare"
+        env = {**os.environ, "PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{BENCHMARKS.parent}"}
+        done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, env=env)
+        assert done.returncode == 1
+        assert "pydantic is not installed.\n  install what it needs: pip install -e '.[compare]'" in done.stderr
 
     def test_override_the_file(self, tmp_path: Path) -> None:
         (tmp_path / "tiny.yaml").write_text(TINY)
