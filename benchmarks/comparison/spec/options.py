@@ -24,7 +24,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     add = parser.add_argument
     add("--config", type=Path, help="YAML file, such as benchmarks/configs/quick.yaml; flags override its settings")
-    add("--out", type=Path, help="folder for the report and the database of runs (default: runs/CONFIG_NAME)")
+    add("--out", type=Path, help="folder for the report and the runs (default: runs/CONFIG_NAME)")
     add("--report", type=Path, metavar="SUMMARY", help="write report.html beside a stored summary.json, and exit")
     what = parser.add_argument_group("what to compare")
     add = what.add_argument
