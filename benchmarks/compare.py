@@ -15,25 +15,32 @@ from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing import get_context
 
-from rich.console import Console
+try:
+    from rich.console import Console
 
-from comparison import checks, costs, estimate
-from comparison.analysis.schema import Controls, Spread, Summary
-from comparison.analysis.summary import About, summarize
-from comparison.engines import runner
-from comparison.engines.base import Engine, EngineError
-from comparison.engines.folder import Folder, replace_text
-from comparison.engines.store import Store, StoreError
-from comparison.report import page
-from comparison.report.progress import watch
-from comparison.report.table import table
-from comparison.run.ranks import launched_rank, launched_world
-from comparison.run.record import Record
-from comparison.spec import options
-from comparison.spec.errors import ConfigError
-from comparison.spec.study import Entry, Study
-from comparison.spec.yaml_lines import Lines
-from terminal import make_console, say
+    from comparison import checks, costs, estimate
+    from comparison.analysis.schema import Controls, Spread, Summary
+    from comparison.analysis.summary import About, summarize
+    from comparison.analysis.text import join
+    from comparison.engines import runner
+    from comparison.engines.base import Engine, EngineError
+    from comparison.engines.folder import Folder, replace_text
+    from comparison.engines.store import Store, StoreError
+    from comparison.report import page
+    from comparison.report.progress import watch
+    from comparison.report.table import table
+    from comparison.run.ranks import launched_rank, launched_world
+    from comparison.run.record import Record
+    from comparison.spec import options
+    from comparison.spec.errors import ConfigError
+    from comparison.spec.study import Entry, Study
+    from comparison.spec.yaml_lines import Lines
+    from terminal import make_console, say
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"compare.py: {error.name} is not installed.\n  install what it needs: pip install -e '.[compare]'\n"
+        "Nothing was trained."
+    ) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse(argv, (__doc__ or "").partition(":")[0])
     console = make_console() if launched_rank() == 0 else Console(quiet=True)
     try:
+        if args.report:
+            page.write(Summary.model_validate_json(args.report.read_text()), args.report.with_name("report.html"))
+            return 0
         return _compare(args, console)
     except (ConfigError, StoreError, EngineError) as error:
         say(console, f"compare.py: {error}")
@@ -60,7 +70,10 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
         return runner.follow(engine, args.out / "checkpoints")
     with Folder(args.out) as folder:
         if args.dry_run:
-            console.print(estimate.table(estimate.batches(study, folder.store), args.workers))
+            jobs = estimate.batches(study, folder.store)
+            console.print(estimate.table(jobs, args.workers))
+            compared = sum(arm.kind not in ("none", "probe") for arm in study.arms)
+            say(console, estimate.outlook(jobs, args.workers, config.seeds, compared))
             say(console, "Dry run: nothing was trained.")
             return 0
         amendments = folder.claim(config, args.amend)
@@ -98,7 +111,7 @@ def _partial_note(study: Study) -> list[str]:
     if not excluded:
         return []
     return [
-        f"This is a partial comparison without {', '.join(excluded)}. Holm's correction covers only the arms shown. "
+        f"This is a partial comparison without {join(excluded)}. Holm's correction covers only the arms shown. "
         "Use the complete comparison, which corrects for all arms, to choose between them."
     ]
 
@@ -144,6 +157,8 @@ def _costs(
 
 def _report(summary: Summary, folder: Folder, console: Console, partial: bool, seconds: float) -> int:
     """Print the results, write the report, and return the exit status."""
+    for note in (*summary.notes, *summary.amendments):
+        say(console, f"Note: {note}")
     for cell in summary.cells:
         console.print(table(cell))
         for sentence in cell.words:

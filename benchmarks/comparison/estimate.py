@@ -12,6 +12,8 @@ import torch
 from rich import box
 from rich.table import Table
 
+from comparison.analysis.inference import LEVEL, detectable, smallest_p
+from comparison.analysis.text import plural
 from comparison.engines.store import Store
 from comparison.run.run_setup import prepare, steps_of
 from comparison.run.training import CURVE_POINTS, batch_of, step
@@ -79,6 +81,25 @@ def table(jobs: Sequence[Batch], workers: int) -> Table:
         mark = " (--workers)" if count == workers else ""
         shown.add_row(f"{count} workers{mark}", "", "", f"{100 * busy:.0f} % busy", f"{seconds:.0f}")
     return shown
+
+
+def outlook(jobs: Sequence[Batch], workers: int, pairs: int, arms: int) -> str:
+    """How many runs are missing, how long they take, and which differences this number of pairs can show."""
+    runs, minutes = (
+        sum(len(batch.seconds) for batch in jobs if batch.title != "timing"),
+        makespan(jobs, workers)[0] / 60,
+    )
+    smallest = min(1.0, arms * smallest_p(pairs))
+    found = f"{plural(runs, 'run')} to train, about {minutes:.0f} minutes with {plural(workers, 'worker')}.\n"
+    found += (
+        f"{plural(pairs, 'pair')} detect differences of {detectable(pairs):.2g} standard deviations of the paired "
+        f"differences with 80 % power: {detectable(pairs):.2g} points of accuracy if the pairs vary by 1 point. The "
+        f"smallest p after Holm's correction over {plural(arms, 'arm')} is {smallest:.2g}."
+    )
+    if smallest > LEVEL:
+        needed = next(more for more in range(pairs, 100) if arms * smallest_p(more) <= LEVEL)
+        found += f" No difference can be significant at 5 %: use --seeds {needed} or more."
+    return found
 
 
 class _RunTimes:

@@ -28,20 +28,20 @@ from comparison.analysis.schema import (
 from comparison.spec.tuning import Trial, Tuning
 
 NAMES = (
-    "none", "DropBlock", "Dropout", "Dropout2d", "DropPath", "GaussianNoise", "DropBlock, as in the paper",
-    "torchvision DropBlock, equal p", "torchvision DropBlock, equal fraction", "timm DropPath",
-    "A/A: DropBlock(p=0)", "none, other seeds",
+    "none", "DropBlock", "Dropout", "Dropout2d", "DropPath", "GaussianNoise", "DropBlock (as in the paper)",
+    "torchvision DropBlock (equal p)", "torchvision DropBlock (equal fraction)", "timm DropPath",
+    "A/A: DropBlock(p=0)", "none (other seeds)",
 )  # fmt: skip
 KINDS = {
     "none": "none",
-    "DropBlock, as in the paper": "recipe",
+    "DropBlock (as in the paper)": "recipe",
     "A/A: DropBlock(p=0)": "control",
-    "none, other seeds": "control",
+    "none (other seeds)": "control",
 }
 STEPS = 400
 EFFECTS = {
     "DropBlock": 1.7,
-    "DropBlock, as in the paper": 1.4,
+    "DropBlock (as in the paper)": 1.4,
     "Dropout": 1.2,
     "Dropout2d": 1.5,
     "GaussianNoise": 0.5,
@@ -64,10 +64,7 @@ def summary(cells: int = 1, arms: int = 12, seeds: int = 16, *, seed: int = 0, *
         "command": "python benchmarks/compare.py --config benchmarks/configs/digits.yaml",
         "config": "data: [digits]\nseeds: 16\narms:\n  - call: DropBlock(block_size=3)\n    layers: ['layer3.**']\n",
         "seeds": seeds,
-        "cells": [
-            cell(f"resnet18 on {data[i % 3]}, 100 images", f"resnet18-{data[i % 3]}-100-{i}", names, seeds, rng)
-            for i in range(cells)
-        ],
+        "cells": [cell(f"resnet18 on {data[i % 3]} (100 images)", names, seeds, rng) for i in range(cells)],
         "failures": [failure("Dropout", 3)],
         "environments": [environment()],
         "seconds": 5230.0,
@@ -75,14 +72,13 @@ def summary(cells: int = 1, arms: int = 12, seeds: int = 16, *, seed: int = 0, *
     return Summary(**(fields | others))
 
 
-def cell(title: str, slug: str, names: tuple[str, ...], seeds: int, rng: np.random.Generator) -> Cell:
+def cell(title: str, names: tuple[str, ...], seeds: int, rng: np.random.Generator) -> Cell:
     """A cell whose arms differ by EFFECTS."""
     none = {metric: BASE[metric] + SPREAD[metric] * rng.standard_normal(seeds) for metric in METRICS}
     arms = [arm(name, i, none, seeds, rng) for i, name in enumerate(names)]
     shown = [found for found in arms if found.kind not in ("none", "control")][:6]
     return Cell(
         title=title,
-        slug=slug,
         epochs=40,
         steps=STEPS,
         train_images=100,
@@ -95,10 +91,6 @@ def cell(title: str, slug: str, names: tuple[str, ...], seeds: int, rng: np.rand
             for metric in METRICS
         ],
         controls=Controls(aa_equal=seeds, aa_seeds=seeds, none_none=arms[-1].against_none if seeds > 1 else None, paired=True, unchanged=176, hooked=176),
-        words=[
-            "Accuracy: DropBlock and Dropout2d are above none; timm DropPath is below none; the others cannot be distinguished from none.",
-            "The rates were tuned on validation images with the same number of trials for every arm.",
-        ],
     )  # fmt: skip
 
 
@@ -140,7 +132,7 @@ def arm(name: str, i: int, none: dict[Metric, np.ndarray], seeds: int, rng: np.r
         )
         for metric in METRICS
     }
-    if name == "none, other seeds":
+    if name == "none (other seeds)":
         values = {
             metric: none[metric] + 0.1 * SPREAD[metric] + _centered(SPREAD[metric] * rng.standard_normal(seeds))
             for metric in METRICS

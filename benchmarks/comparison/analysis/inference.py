@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
-from scipy.stats import nct
+from scipy.stats import nct, permutation_test
 from scipy.stats import t as student
 
 from comparison.analysis.intervals import IMAGE_RESAMPLES, over_both, over_seeds, resamples, standard_error
@@ -99,31 +100,33 @@ def holm_corrected(family: Sequence[Difference]) -> list[Difference]:
 
 
 def permutation_p(values: ArrayLike) -> float:
-    """Two-sided p of the sign-flip permutation test of the mean.
+    """Two-sided p of the sign-flip permutation test of the mean; 1 without values, or if all are 0.
 
-    The test is exact for up to `EXACT_PAIRS` values. With more, p is (1 + count) / (1 + flips) over a fixed set of
-    random flips. p is 1 without values, or if all are 0.
+    The test is exact for up to `EXACT_PAIRS` values: all sums of signed values, which takes 0.3 ms for 16 pairs, where
+    SciPy's exact test takes more than a second. SciPy draws the random flips of more values.
     """
     values_S = np.asarray(values, dtype=np.float64)
-    tolerance = 1e-9 * float(np.abs(values_S).sum())
-    reached = abs(float(values_S.sum())) - tolerance
     if len(values_S) > EXACT_PAIRS:
-        signs = np.random.default_rng(len(values_S)).choice((-1.0, 1.0), size=(RANDOM_FLIPS, len(values_S)))
-        return (1 + int((np.abs(signs @ values_S) >= reached).sum())) / (1 + RANDOM_FLIPS)
+        flips: dict[str, Any] = {"permutation_type": "samples", "n_resamples": RANDOM_FLIPS, "batch": 10_000}
+        return float(permutation_test((values_S,), np.mean, vectorized=True, rng=len(values_S), **flips).pvalue)
     # By symmetry, the first sign can be fixed.
     sums = values_S[:1].copy()
     for value in values_S[1:]:
         sums = np.concatenate([sums + value, sums - value])
+    reached = abs(values_S.sum()) - 1e-9 * np.abs(values_S).sum()
     return float((np.abs(sums) >= reached).mean()) if len(sums) else 1.0
 
 
 def smallest_p(pairs: int) -> float:
     """The smallest possible `permutation_p` for a number of pairs."""
-    return min(1.0, 2.0 ** (1 - pairs)) if pairs <= EXACT_PAIRS else 1 / (1 + RANDOM_FLIPS)
+    return min(1.0, 2.0 ** (1 - pairs)) if pairs <= EXACT_PAIRS else 2 / (1 + RANDOM_FLIPS)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's step-down adjusted p-values, which control the family-wise error rate."""
+    """Holm's step-down adjusted p-values, which control the family-wise error rate.
+
+    `multipletests` of statsmodels 0.15 collects the garbage of the whole process in each call: most of the analysis.
+    """
     adjusted, running = [0.0] * len(ps), 0.0
     for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         running = max(running, min(1.0, (len(ps) - rank) * ps[i]))
@@ -149,19 +152,25 @@ def minimum_detectable(values: ArrayLike) -> float | None:
 
 def pairs_for_half(pairs: int) -> int:
     """The number of pairs that halves `minimum_detectable` at the same spread, given `pairs` (at least 2)."""
-    target = _noncentrality(pairs) / pairs**0.5 / 2
+    target = detectable(pairs) / 2
     low, high = pairs, 8 * pairs
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _noncentrality(middle) / middle**0.5 <= target else (middle, high)
+        low, high = (low, middle) if detectable(middle) <= target else (middle, high)
     return high
+
+
+def detectable(pairs: int) -> float:
+    """The difference that `pairs` detect with 80 % power, in standard deviations of the paired differences."""
+    return _noncentrality(pairs) / math.sqrt(pairs)
 
 
 @lru_cache(maxsize=4096)
 def _noncentrality(pairs: int) -> float:
     """The ratio of true mean to standard error that the t test detects with 80 % power.
 
-    The opposite tail adds less than 1e-5 to the power.
+    The opposite tail adds less than 1e-5 to the power. `TTestPower` of statsmodels 0.15 has no solution for some
+    numbers of pairs (73, 87, 92, ...) and a wrong number of pairs for 2.
     """
     critical = student.ppf(1 - LEVEL / 2, pairs - 1)
     return float(brentq(lambda shift: nct.sf(critical, pairs - 1, shift) - POWER, 1.0, 100.0))

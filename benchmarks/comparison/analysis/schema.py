@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from comparison.spec.tuning import Tuning
 
@@ -16,10 +16,20 @@ BETTER: dict[Metric, int] = {"accuracy": 1, "nll": -1, "ece": -1}
 DECIMALS = {"accuracy": 2, "nll": 3, "ece": 2}
 
 
-class Part(BaseModel):
-    """Base class of all parts of a summary."""
+def without_commas(name: str) -> str:
+    """Write `a, b, c` as `a (b; c)`, so that a list of names can be read."""
+    first, comma, rest = name.partition(", ")
+    return f"{first} ({rest.replace(', ', '; ')})" if comma else name
 
-    model_config = ConfigDict(extra="forbid")
+
+Name = Annotated[str, BeforeValidator(without_commas)]
+"""The name of an arm or a cell, which never contains a comma."""
+
+
+class Part(BaseModel):
+    """Base class of all parts of a summary; fields of older files are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 class Difference(Part):
@@ -98,7 +108,7 @@ class Mask(Part):
 class ArmSummary(Part):
     """The results of an arm."""
 
-    name: str
+    name: Name
     kind: Literal["none", "regularizer", "recipe", "peer", "control", "reference"]
     """A reference, such as a linear probe, is not a regularizer: Holm's correction does not include it."""
     call: str
@@ -133,7 +143,7 @@ class ArmSummary(Part):
     """Over optimizer steps."""
     calibration: list[Bin]
     tuning: Tuning | None
-    like: str = ""
+    like: Name = ""
     """The arm whose tuned settings it uses, if any."""
     time: Spread | None
     """Time of a training step at the final rate, relative to none."""
@@ -145,8 +155,8 @@ class ArmSummary(Part):
 class Contrast(Part):
     """The difference between two regularizers."""
 
-    a: str
-    b: str
+    a: Name
+    b: Name
     metric: Metric
     difference: Difference
 
@@ -171,9 +181,7 @@ class Controls(Part):
 class Cell(Part):
     """One combination of dataset, training set size and model."""
 
-    title: str
-    slug: str
-    """Used in ids and file names."""
+    title: Name
     epochs: int
     steps: int
     train_images: int
@@ -186,17 +194,15 @@ class Cell(Part):
     """What differs between seeds."""
     remarks: list[str] = []
     """Notes on the data, such as that all seeds train on the same images."""
-    words: list[str]
-    """Sentences: the findings first, then the caveats."""
-    findings: int | None = None
-    """Number of sentences that are findings; None if all are."""
+    words: list[str] = []
+    """Sentences: the verdict, the findings, the caveats."""
 
 
 class FailedRun(Part):
     """A run without an outcome."""
 
-    cell: str
-    arm: str
+    cell: Name
+    arm: Name
     seed: int
     stage: str
     kind: str
@@ -225,6 +231,8 @@ class Summary(Part):
     """Fixed before the first run, unless there are amendments."""
     amendments: list[str] = []
     """Changes after the first run, with their reasons."""
+    notes: list[str] = []
+    """To be read first, such as that arms are left out."""
     cells: list[Cell]
     failures: list[FailedRun]
     environments: list[Environment]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from comparison.analysis import caveats, summary_text
+from comparison.analysis import text
 from comparison.analysis.arm_summary import summarize_arm
 from comparison.analysis.contrasts import contrasts, controls, differences, paired_metrics
 from comparison.analysis.pairs import PairedArm, paired
@@ -35,8 +34,8 @@ class About:
     """Fixed before the first run, unless there are amendments."""
     amendments: list[str] = field(default_factory=list)
     """Changes after the first run, with their reasons."""
-    first: list[str] = field(default_factory=list)
-    """Notes to read before the findings."""
+    notes: list[str] = field(default_factory=list)
+    """To be read first, such as that arms are left out."""
     remarks: Mapping[str, list[str]] = field(default_factory=dict)
     """Notes on the data, by cell."""
 
@@ -65,10 +64,8 @@ def summarize(
         for test_set, scored in by_test_set(own).items():
             title = f"{cell}, {test_set}" if test_set else cell
             costs = [{arm: spread for (of, arm), spread in ratios.items() if of == cell} for ratios in (times, memory)]
-            cells.append(
-                _cell(title, _slug(title, cells), paired(arms, scored), costs, about.remarks.get(cell, []), about)
-            )
-    head = {name: value for name, value in vars(about).items() if name not in ("first", "remarks")}
+            cells.append(_cell(title, paired(arms, scored), costs, about.remarks.get(cell, [])))
+    head = {name: value for name, value in vars(about).items() if name != "remarks"}
     return Summary(
         **head,
         cells=cells,
@@ -78,61 +75,35 @@ def summarize(
     )
 
 
-def _cell(
-    title: str,
-    slug: str,
-    arms: Sequence[PairedArm],
-    costs: Sequence[Mapping[str, Spread]],
-    remarks: list[str],
-    about: About,
-) -> Cell:
+def _cell(title: str, arms: Sequence[PairedArm], costs: Sequence[Mapping[str, Spread]], remarks: list[str]) -> Cell:
     metrics = paired_metrics(arms)
     against = differences(arms, metrics)
     outcomes = [outcome for arm in arms for outcome in arm.outcomes]
     runs = [run for arm in arms for run in arm.entry.runs.values()]
     cell = Cell(
         title=title,
-        slug=slug,
         epochs=max((run.epochs for run in runs), default=0),
         steps=max((outcome["steps"] for outcome in outcomes), default=0),
         train_images=max((outcome["train_images"] for outcome in outcomes), default=0),
         test_images=max((outcome["scored_images"] for outcome in outcomes), default=0),
         skipped_images=max((outcome["skipped_images"] for outcome in outcomes), default=0),
         arms=[
-            summarize_arm(
-                arm,
-                against.get(arm.entry.arm.name),
-                *(ratios.get(arm.entry.arm.name) for ratios in costs),
-            )
+            summarize_arm(arm, against.get(name), *(ratios.get(name) for ratios in costs))
             for arm in arms
+            for name in [arm.entry.arm.name]
         ],
         between=contrasts(arms, metrics),
         controls=controls(arms, against),
         varied=_varied(runs),
         remarks=remarks,
-        words=[],
     )
-    first = [*about.first, *(f"Changed after the first run: {change}" for change in about.amendments)]
-    found = findings(cell)
-    sentences = [*first, *found, *caveats.after_findings(cell)]
-    return cell.model_copy(update={"words": sentences, "findings": len(first) + len(found)})
-
-
-def findings(cell: Cell) -> list[str]:
-    """The findings and the caveats to read before them; ignores the sentences stored in the cell."""
-    return [*caveats.before_findings(cell), *summary_text.findings(cell)]
+    return cell.model_copy(update={"words": [text.verdict(cell), *text.findings(cell), *text.caveats(cell)]})
 
 
 def _varied(runs: Sequence[Run]) -> list[str]:
     sets = ["training set"] if any(run.data.train_size for run in runs) else []
     augmented = ["augmentation"] if any(run.data.augmentation != "none" for run in runs) else []
     return [*sets, "weights", "batch order", *augmented, "masks"]
-
-
-def _slug(title: str, cells: Sequence[Cell]) -> str:
-    taken = {cell.slug for cell in cells}
-    slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "cell"
-    return slug if slug not in taken else next(s for i in range(2, 3 + len(taken)) if (s := f"{slug}-{i}") not in taken)
 
 
 def _failures(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[FailedRun]:

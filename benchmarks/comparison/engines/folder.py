@@ -35,7 +35,7 @@ class Folder:
 
         Raises:
             ConfigError: The folder cannot be written.
-            StoreError: Another comparison uses the folder, or its database has another version.
+            StoreError: Another comparison uses the folder, or it holds runs of an older version.
         """
         self.path = path
         try:
@@ -54,7 +54,7 @@ class Folder:
         with ExitStack() as held:
             try:
                 held.enter_context(Lock(path / "lock"))
-                self.store = held.enter_context(Store(path / "runs.sqlite"))
+                self.store = held.enter_context(Store(path / "runs"))
             except OSError as error:
                 raise ConfigError(f"--out: cannot write to {path}: {error}.\nNothing was trained.") from None
             self._held = held.pop_all()

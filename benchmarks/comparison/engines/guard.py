@@ -19,7 +19,7 @@ import torch
 
 import hookdrop
 from comparison.engines.base import Job
-from comparison.engines.database import StoreError
+from comparison.engines.store import StoreError
 from comparison.run.environment import environment
 from comparison.run.record import Beat, Failure, Kind, Record
 from comparison.spec.run_spec import Run

@@ -1,39 +1,39 @@
-"""A SQLite file with finished runs, attempts and the progress of active runs, and the lock of its folder."""
+"""A folder with an atomic file for each finished run, the attempts and the progress of active runs, and a lock."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+import threading
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
-from comparison.engines.database import Database, StoreError, unwritable
 from comparison.run.record import Failure, Record
 
-__all__ = ["Attempt", "Beat", "Lock", "Store", "StoreError"]
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-_TABLES = """
-CREATE TABLE records (
-    key TEXT PRIMARY KEY, done INTEGER NOT NULL, spec TEXT NOT NULL, outcome TEXT, images BLOB,
-    kind TEXT, message TEXT, environment TEXT NOT NULL, started TEXT NOT NULL, seconds REAL NOT NULL
-);
-CREATE TABLE attempts (id INTEGER PRIMARY KEY, key TEXT NOT NULL, worker TEXT NOT NULL, started TEXT NOT NULL);
-CREATE TABLE beats (
-    key TEXT PRIMARY KEY, label TEXT NOT NULL, step INTEGER NOT NULL, steps INTEGER NOT NULL, loss REAL
-);
-"""
-COLUMNS = ("key", "done", "spec", "outcome", "images", "kind", "message", "environment", "started", "seconds")
-_NAMES = ", ".join(COLUMNS)
+
+class StoreError(Exception):
+    """The store cannot be opened or written; `kind` is `disk` if the disk is full."""
+
+    def __init__(self, message: str, kind: Literal["disk", "error"] = "error") -> None:
+        super().__init__(message, kind)
+        self.message, self.kind = message, kind
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(frozen=True)
@@ -59,122 +59,173 @@ class Beat:
     """None if it is not finite."""
 
 
-class Store(Database):
-    """One record for each run; the record of a finished run is never replaced.
+class Store:
+    """One file for each run, whose name is the run's key; the record of a finished run is never replaced.
 
-    Records are on disk (`synchronous=FULL`) when `add` returns: neither SIGKILL nor a power failure loses a finished
-    run. Other rows use NORMAL: a power failure may undo the latest ones.
+    A file is on disk when `add` returns, and appears as a whole: neither SIGKILL nor a power failure loses a finished
+    run or leaves half of one. Any number of processes can write.
 
     Raises:
-        StoreError: The file cannot be created or written, is not a store, or has another version. It is unchanged.
+        StoreError: The folder cannot be created or written, or holds runs of an older version. It is unchanged.
     """
 
-    tables = _TABLES
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self._beats, self._attempts = self.path / "active", self.path / "attempts.jsonl"
+        if (old := self.path.parent / "runs.sqlite").exists():
+            raise StoreError(
+                f"{old} has runs of an older version, which this version cannot read.\n"
+                "  choose another folder with --out.\nThe file is unchanged. Nothing was trained."
+            )
+        with self._translated_errors():
+            self._beats.mkdir(parents=True, exist_ok=True)
+            self._attempts.open("a").close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        return None
 
     def add(self, record: Record) -> bool:
-        """Store a record in one transaction. Return False, without a change, if the run is already done.
+        """Store a record. Return False, without a change, if the run is already done.
 
         Raises:
-            ValueError: The outcome has a number that is not finite.
+            ValueError: The record has a number that is not finite.
             StoreError: Nothing was written.
         """
-        row = row_of(record)
-        with self.transaction("FULL") as connection:
-            inserted = connection.execute(
-                f"INSERT INTO records ({_NAMES}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET "
-                + ", ".join(f"{name} = excluded.{name}" for name in COLUMNS[1:])
-                + " WHERE NOT records.done",
-                row,
-            )
-            connection.execute("DELETE FROM beats WHERE key = ?", (record.key,))
-        return inserted.rowcount == 1
+        content, path = _pack(record), self._file(record.key)
+        with self._translated_errors():
+            stored = self._write(path, content, keep=True)
+            if not stored and not self._read(path).done:
+                stored = self._write(path, content)
+            (self._beats / record.key).unlink(missing_ok=True)
+        return stored
 
     def get(self, key: str) -> Record | None:
         """The record of one run."""
         return self.records([key]).get(key)
 
     def records(self, keys: Iterable[str] | None = None) -> dict[str, Record]:
-        """All records, or those of the given runs, in order of their first insertion."""
-        chosen = "" if keys is None else " WHERE key IN (SELECT value FROM json_each(?))"
-        values = () if keys is None else (json.dumps(list(keys)),)
-        rows = self.read(f"SELECT {_NAMES} FROM records{chosen} ORDER BY rowid", values)
-        return {row[0]: record_of(row) for row in rows}
+        """All records in the order of their files' times, or those of the given runs."""
+        with self._translated_errors():
+            if keys is not None:
+                paths = [path for path in map(self._file, keys) if path.exists()]
+            else:
+                paths = sorted(self.path.glob("*.npz"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+            return {path.stem: self._read(path) for path in paths}
 
     def attempt(self, key: str, worker: str) -> None:
         """Record that a worker starts a run."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        with self.transaction() as connection:
-            connection.execute("INSERT INTO attempts (key, worker, started) VALUES (?, ?, ?)", (key, worker, now))
-            connection.execute("DELETE FROM beats WHERE key = ?", (key,))
+        with self._translated_errors(), self._attempts.open("ab", buffering=0) as file:
+            file.write(json.dumps(asdict(Attempt(key, worker, now))).encode() + b"\n")
+            (self._beats / key).unlink(missing_ok=True)
 
     def attempts(self) -> list[Attempt]:
-        """All attempts in order."""
-        return [Attempt(*row) for row in self.read("SELECT key, worker, started FROM attempts ORDER BY id")]
+        """All attempts in order; lines that a full disk cut short are left out."""
+        found = []
+        for line in self._attempts.read_text().splitlines():
+            with suppress(ValueError):
+                found.append(Attempt(**json.loads(line)))
+        return found
 
     def beat(self, key: str, step: int, steps: int, loss: float, label: str = "") -> None:
         """Update the progress of a run; it is deleted when the run's record is added."""
-        values = (key, label, step, steps, loss if math.isfinite(loss) else None)
-        with self.transaction() as connection:
-            connection.execute(
-                "INSERT OR REPLACE INTO beats (key, label, step, steps, loss) VALUES (?, ?, ?, ?, ?)", values
-            )
+        beat = Beat(label, step, steps, loss if math.isfinite(loss) else None)
+        with self._translated_errors():
+            self._write(self._beats / key, json.dumps(asdict(beat)).encode(), sync=False)
 
     def beats(self) -> dict[str, Beat]:
         """The progress of active runs."""
-        rows = self.read("SELECT key, label, step, steps, loss FROM beats ORDER BY rowid")
-        return {key: Beat(*rest) for key, *rest in rows}
+        found = {}
+        for path in sorted(self._beats.glob("[!.]*")):
+            with suppress(OSError):  # the run has just ended
+                found[path.name] = Beat(**json.loads(path.read_text()))
+        return found
 
     def forget_beats(self) -> None:
-        """Reset in-progress rows left by a killed process."""
-        with self.transaction() as connection:
-            connection.execute("DELETE FROM beats")
+        """Reset the progress of runs left by a killed process."""
+        for path in self._beats.iterdir():
+            path.unlink(missing_ok=True)
+
+    def _file(self, key: str) -> Path:
+        return self.path / f"{key}.npz"
+
+    def _write(self, path: Path, content: bytes, keep: bool = False, sync: bool = True) -> bool:
+        """Write a file atomically. With `keep`, return False if it exists."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            if keep:
+                os.link(partial, path)
+            else:
+                os.replace(partial, path)
+        except FileExistsError:
+            return False
+        finally:
+            partial.unlink(missing_ok=True)
+        if sync:
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        return True
+
+    def _read(self, path: Path) -> Record:
+        try:
+            with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
+                images = dict(arrays)
+            fields = json.loads(str(images.pop("record")))
+        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+            raise StoreError(
+                f"cannot read {path}: {error}.\n  delete the file: the next start trains the run again.\n"
+                "Stored runs are unchanged."
+            ) from error
+        failure = fields.pop("failure")
+        return replace(Record(**fields), images=images, failure=failure and Failure(**failure))
+
+    @contextmanager
+    def _translated_errors(self) -> Iterator[None]:
+        """Raise errors of the file system as StoreError."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                raise StoreError(
+                    f"{self.path} cannot grow: {error}. The disk or quota is full.\n"
+                    "  free some space and run the same command again: the store is intact, only missing runs are "
+                    "trained.",
+                    "disk",
+                ) from error
+            raise StoreError(unwritable(self.path, str(error))) from error
 
 
-def row_of(record: Record) -> tuple[Any, ...]:
-    """The values of `COLUMNS`. Raises ValueError if the outcome has a number that is not finite."""
+def _pack(record: Record) -> bytes:
+    """The file of a record. Raises ValueError if it has a number that is not finite."""
+    fields: dict[str, Any] = {name: value for name, value in vars(record).items() if name != "images"}
+    fields["failure"] = record.failure and asdict(record.failure)
     try:
-        outcome = None if record.outcome is None else _json(record.outcome)
+        text = json.dumps(fields, allow_nan=False)
     except ValueError as error:
         raise ValueError(
             f"cannot store the outcome of run {record.key}: {error}. Store a failure of kind 'nan' instead."
         ) from error
-    kind, message = (record.failure.kind, record.failure.message) if record.failure else (None, None)
-    rest = (_pack(record.images), kind, message, _json(record.environment), record.started, record.seconds)
-    return (record.key, record.done, _json(record.spec), outcome, *rest)
-
-
-def record_of(row: tuple[Any, ...]) -> Record:
-    """The inverse of `row_of`; tuples in the outcome become lists."""
-    key, done, spec, outcome, images, kind, message, environment, started, seconds = row
-    return Record(
-        key=key,
-        spec=json.loads(spec),
-        outcome=None if outcome is None else json.loads(outcome),
-        images=_unpack(images),
-        failure=None if done else Failure(kind, message),
-        environment=json.loads(environment),
-        started=started,
-        seconds=seconds,
-    )
-
-
-def _pack(images: Mapping[str, np.ndarray]) -> bytes | None:
-    if not images:
-        return None
     file = io.BytesIO()
-    np.savez_compressed(file, allow_pickle=False, **images)
+    np.savez_compressed(file, allow_pickle=False, record=np.array(text), **record.images)
     return file.getvalue()
 
 
-def _unpack(packed: bytes | None) -> dict[str, np.ndarray]:
-    if packed is None:
-        return {}
-    with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+def unwritable(path: Path, reason: str) -> str:
+    """The error message for a file that cannot be written."""
+    return (
+        f"cannot open {path} for writing: {reason}.\n  choose a writable folder with --out.\nStored runs are unchanged."
+    )
 
 
 class Lock:

@@ -1,9 +1,11 @@
-"""Figures of the report as inline SVG: training curves, rates, calibration."""
+"""Figures of the report as inline SVG, drawn by matplotlib in the colors of the page's style sheet."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,17 +13,20 @@ import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from comparison.analysis.schema import ArmSummary, Band, Bin
-from comparison.report.arm_styles import ArmStyle
+from comparison.analysis.schema import BETTER, TITLES, ArmSummary, Band, Difference, Metric
+from comparison.analysis.text import UNCLEAR
 
-WIDTH, HEIGHT = 328, 250
-"""Size in pixels: a phone's width, so that text keeps its 14 pixels there."""
-# Placeholder colors, which are replaced with the page's CSS variables.
-TEXT, GRID = "#010101", "#020202"
-_VARIABLES = {TEXT: "var(--ink)", GRID: "var(--grid)"}
+WIDTH, HEIGHT, ROW = 340, 260, 48
+"""In pixels; the width fits a phone, where text keeps its 14 pixels."""
+# Colors are replaced with variables of style.css, which differ between the light and the dark scheme.
+TEXT, GRID, MUTED, GOOD, BAD = "#010101", "#020202", "#040404", "#050505", "#060606"
+ARMS = tuple(f"#03000{i}" for i in range(8))
+_VARIABLES = {TEXT: "ink", GRID: "grid", MUTED: "muted", GOOD: "good", BAD: "bad"} | {
+    color: f"arm-{i}" for i, color in enumerate(ARMS)
+}
+MARKERS, DASHES = "os^DvPp", ("-", (0, (4, 1)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (6, 2)))
 SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "comparison",
@@ -33,115 +38,132 @@ SETTINGS: Any = {
     "ytick.color": TEXT,
     "grid.color": GRID,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.formatter.useoffset": False,
     "text.parse_math": False,
     "path.simplify": False,
+    "legend.frameon": False,
 }
-Drawn = Sequence[tuple[int, ArmStyle, Band]]
-Binned = Sequence[tuple[int, ArmStyle, list[Bin]]]
 
 
-def curves(arms: Sequence[ArmSummary], styles: Sequence[ArmStyle], what: str) -> Drawn:
-    """Index, style and band of the arms that have this curve."""
-    found = ((i, style, getattr(arm, what)) for i, (arm, style) in enumerate(zip(arms, styles, strict=True)))
-    return [(i, style, band) for i, style, band in found if band.x]
+def differences(found: dict[str, Difference], metric: Metric, ident: str, none: str) -> Markup:
+    """Differences from none: a dot for each seed, the mean with the intervals over seeds, and over images too."""
+    with mpl.rc_context(SETTINGS):
+        figure, axes = _figure(ROW * len(found) + 80)
+        axes.axvline(0, color=TEXT, lw=1)
+        for y, (name, one) in enumerate(found.items()):
+            clear, better = one.verdict != UNCLEAR, (one.verdict == "above") == (BETTER[metric] > 0)
+            color = MUTED if not clear else GOOD if better else BAD
+            axes.plot(
+                one.values, [y + 0.05 + 0.07 * (i % 3) for i in range(len(one.values))], ".", color=color, alpha=0.6
+            )
+            axes.plot([one.low_images, one.high_images], [y + 0.34] * 2, color=color, lw=1)
+            axes.plot([one.low, one.high], [y + 0.34] * 2, color=color, lw=3.5)
+            # A filled marker: distinguished from none, so that the color is not the only sign.
+            axes.plot(one.mean, y + 0.34, "D", color=color, mfc=color if clear else "none", ms=7)
+            axes.text(0, y - 0.18, _short(name), transform=axes.get_yaxis_transform(), fontsize=13)
+        axes.set(ylim=(len(found) - 0.4, -0.6), yticks=[])
+        axes.spines["left"].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+        side = "right" if BETTER[metric] > 0 else "left"
+        axes.set_xlabel(f"{TITLES[metric]}: arm − {none} ({side} is better)", fontsize=13)
+        return inline(figure, ident, f"{TITLES[metric]}: difference of each arm from {none}; the table has the numbers")
 
 
-def lines(drawn: Drawn, ident: str, label: str, x: str, marked: bool = True) -> Markup | None:
+def curves(arms: Sequence[ArmSummary], what: str, ident: str, label: str, x: str) -> Markup | None:
     """Medians with quartile bands; None if there is nothing to draw."""
+    drawn: list[tuple[int, ArmSummary, Band]] = [
+        (i, arm, band) for i, arm in enumerate(arms) if (band := getattr(arm, what)).x
+    ]
     if not drawn:
         return None
     with mpl.rc_context(SETTINGS):
-        figure, axes = _figure(HEIGHT)
-        for i, style, band in drawn:
-            _line(axes, i, style, band.x, band.median, marked=marked)
-            fill = axes.fill_between(band.x, band.low, band.high, color=arm_color(style.color), alpha=0.14, lw=0)
-            fill.set_gid(f"arm{i}-band")
-        _scale(axes, [value for _, _, band in drawn for value in (*band.low, *band.high)])
-        axes.set_xlabel(x)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=True))
-        return inline(figure, ident, label)
+        figure, axes = _figure(HEIGHT + 19 * len(drawn))
+        for i, arm, band in drawn:
+            _line(axes, i, arm.name, band.x, band.median)
+            axes.fill_between(band.x, band.low, band.high, color=_color(i), alpha=0.14, lw=0)
+        values = [value for _, _, band in drawn for value in (*band.low, *band.high)]
+        if min(values) > 0 and max(values) > 8 * min(values):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set(xlabel=x, ylabel=label)
+        figure.legend(loc="outside lower left")
+        return inline(figure, ident, f"{label} over {x}, one line per arm")
 
 
-def calibration(binned: Binned, ident: str, label: str) -> Markup | None:
+def calibration(arms: Sequence[ArmSummary], ident: str) -> Markup | None:
     """A reliability diagram above a plot of the counts; None without bins."""
-    if not binned:
+    drawn = [(i, arm) for i, arm in enumerate(arms) if arm.calibration]
+    if not drawn:
         return None
     with mpl.rc_context(SETTINGS):
-        figure = Figure(figsize=(WIDTH / 72, 1.5 * HEIGHT / 72), layout="constrained")
+        figure = Figure(figsize=(WIDTH / 72, (380 + 19 * len(drawn)) / 72), layout="constrained")
         axes, counts = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
         axes.plot((0, 1), (0, 1), color=TEXT, lw=1)
-        for i, style, bins in binned:
-            x = [one.confidence for one in bins]
-            _line(axes, i, style, x, [one.accuracy for one in bins], every=1)
-            _line(counts, i, style, x, [one.count for one in bins], name="count", marked=False)
+        for i, arm in drawn:
+            x = [one.confidence for one in arm.calibration]
+            _line(axes, i, arm.name, x, [one.accuracy for one in arm.calibration])
+            _line(counts, i, "", x, [one.count for one in arm.calibration])
         axes.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
         counts.set(yscale="log", xlabel="confidence", ylabel="images")
         counts.yaxis.set_major_formatter("{x:g}")
-        counts.yaxis.set_minor_formatter(NullFormatter())
-        return inline(figure, ident, label)
+        figure.legend(loc="outside lower left")
+        return inline(figure, ident, "accuracy over confidence, and the images per bin, one line per arm")
+
+
+def masks(arms: Sequence[ArmSummary], ident: str) -> Markup | None:
+    """The dropped elements (filled) of one feature map of each arm; None without masks."""
+    drawn = [(arm.name, arm.mask) for arm in arms if arm.mask]
+    if not drawn:
+        return None
+    with mpl.rc_context(SETTINGS):
+        figure = Figure(figsize=(WIDTH / 72, 2.1 * len(drawn)), layout="constrained")
+        for axes, (name, mask) in zip(figure.subplots(len(drawn), 1, squeeze=False)[:, 0], drawn, strict=True):
+            rows, columns = len(mask.rows), len(mask.rows[0]) if mask.rows else 0
+            cells = [(x, rows - 1 - y) for y, row in enumerate(mask.rows) for x, kept in enumerate(row) if not kept]
+            for y, of_row in itertools.groupby(cells, key=lambda cell: cell[1]):
+                axes.broken_barh([(x, 1) for x, _ in of_row], (y, 1), color=TEXT, lw=0)
+            axes.set(xlim=(0, columns), ylim=(0, rows), xticks=[], yticks=[], aspect="equal")
+            axes.set_title(f"{_short(name)}\n{_short(mask.site)}", fontsize=13)
+            axes.spines[["top", "right"]].set_visible(True)
+            axes.grid(False)
+        return inline(figure, ident, "masks of one sample and channel: dropped elements are filled")
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
-    axes = figure.subplots()
-    axes.grid(color=GRID, lw=0.8)
-    return figure, axes
+    return figure, figure.subplots()
 
 
-def _line(
-    axes: Axes,
-    i: int,
-    style: ArmStyle,
-    x: Sequence[float],
-    y: Sequence[float],
-    name: str = "line",
-    marked: bool = True,
-    every: int = 0,
-) -> None:
-    line = Line2D(x, y, color=arm_color(style.color), lw=1.7, markersize=5.5, gid=f"arm{i}-{name}")
-    if style.dash:
-        line.set_linestyle((0, tuple(length / 1.7 for length in style.dash)))
-    if marked:
-        # Stagger the markers of different arms so that they do not overlap.
-        step = every or max(1, len(x) // 5)
-        line.set(marker=style.marker, markevery=(i % step, step))
-    axes.add_line(line)
-    axes.autoscale_view()
+def _line(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float]) -> None:
+    step = max(1, len(x) // 5)
+    style = {"marker": MARKERS[i % len(MARKERS)], "linestyle": DASHES[i % len(DASHES)], "markevery": (i % step, step)}
+    axes.plot(x, y, color=_color(i), lw=1.6, ms=5, label=_short(name) or None, **style)  # type: ignore[arg-type]
 
 
-def _scale(axes: Axes, values: Sequence[float]) -> None:
-    """Use a log scale if the values span more than a factor of 8."""
-    if min(values) > 0 and max(values) > 8 * min(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+def _color(i: int) -> str:
+    return ARMS[1 + (i - 1) % 7] if i else ARMS[0]
 
 
-def arm_color(color: int) -> str:
-    """The placeholder color of `--arm-N`."""
-    return f"#0300{color:02x}"
+def _short(name: str) -> str:
+    return textwrap.shorten(name, 40, placeholder=" …") if len(name.split()) > 1 else name[:40]
 
 
 def inline(figure: Figure, ident: str, label: str) -> Markup:
-    """The figure as an `<svg>` element; ids start with `ident`, and artists with gid `armN-...` get `data-arm`."""
+    """The figure as an `<svg>` element whose ids start with `ident`."""
     file = io.BytesIO()
-    with mpl.rc_context(SETTINGS):
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = file.getvalue().decode()
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", file.getvalue().decode(), flags=re.DOTALL)
     body = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")]
-    body = re.sub(r'\bid="(arm(\d+)-[^"]*)"', r'id="\1" data-arm="\2"', body)
     body = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{ident}-", body.replace("xlink:href", "href"))
-    body = re.sub(r"#0300([0-9a-f]{2})", lambda found: f"var(--arm-{int(found[1], 16)})", body)
     for color, variable in _VARIABLES.items():
-        body = body.replace(color, variable)
+        body = body.replace(color, f"var(--{variable})")
     body = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", body)
+    body = re.sub(r"\n\s*", "\n", body)
     width, height = (figure.get_size_inches() * 72).round(2)
     head = Markup('<svg role="img" aria-label="{}" viewBox="0 0 {:g} {:g}">').format(label, width, height)
     return head + Markup(body) + Markup("</svg>")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-from comparison.analysis.schema import BETTER, DECIMALS, Difference, Metric
+from comparison.analysis.schema import DECIMALS, Metric
 
 ABSENT = "–"
 
@@ -24,11 +24,6 @@ def signed(value: float | None, decimals: int = 2) -> str:
     return f"{value:+.{decimals}f}".replace("-", "−")
 
 
-def sortable(value: float | None) -> str:
-    """The sort key of a number for the script; empty if it is missing or not finite."""
-    return "" if value is None or not math.isfinite(value) else repr(value)
-
-
 def general(value: float | None) -> str:
     """Format a number with up to four significant digits."""
     return ABSENT if value is None or not math.isfinite(value) else f"{value:.4g}".replace("-", "−")
@@ -44,15 +39,6 @@ def probability(p: float) -> str:
 def interval(low: float, high: float, metric: Metric) -> str:
     """Format an interval, such as `[+0.50, +2.00]`."""
     return f"[{signed(low, DECIMALS[metric])}, {signed(high, DECIMALS[metric])}]"
-
-
-def verdict(difference: Difference, metric: Metric, other: str) -> str:
-    """The verdict of the interval over seeds, and whether it survives Holm's correction."""
-    if difference.verdict == "cannot be distinguished":
-        return f"cannot be distinguished from {other}"
-    better = (difference.verdict == "above") == (BETTER[metric] > 0)
-    text = f"{'better' if better else 'worse'} than {other}"
-    return text if difference.p_holm < 0.05 else f"{text}, but not after Holm's correction"
 
 
 def duration(seconds: float) -> str:

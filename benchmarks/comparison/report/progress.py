@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from comparison.engines.store import Beat, Store, StoreError
+from comparison.engines.store import Beat, Store
 from comparison.run.record import Record
 from terminal import say
 
@@ -47,11 +47,7 @@ def _bar(console: Console, total: int, store: Store) -> Iterator[Advance]:
 
 def active_runs(store: Store) -> list[RenderableType]:
     """A line for each active run."""
-    beats: list[Beat] = []
-    # If the store cannot be read, the next refresh tries again.
-    with suppress(StoreError):
-        beats = list(store.beats().values())
-    return [Text(_describe(beat), no_wrap=True, overflow="ellipsis") for beat in beats]
+    return [Text(_describe(beat), no_wrap=True, overflow="ellipsis") for beat in store.beats().values()]
 
 
 def _describe(beat: Beat) -> str:

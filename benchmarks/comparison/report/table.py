@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from comparison.analysis.schema import DECIMALS, METRICS, ArmSummary, Cell, Metric
-from comparison.analysis.summary_text import interval_text
+from comparison.analysis.text import interval_text
 
 WIDTH = 130
 COLUMNS = (

@@ -27,7 +27,7 @@ from comparison.spec.tuning import TuningConfig
 from comparison.spec.yaml_lines import Lines, Place, format_place
 
 NONE = Arm(name="none", kind="none", schedule="none")
-RESERVED = ("none", "none, other seeds", "p = 0 (A/A)")
+RESERVED = ("none", "none (other seeds)", "p = 0 (A/A)")
 Kind = Literal["regularizer", "recipe", "peer", "probe"]
 KINDS: tuple[Kind, ...] = ("regularizer", "recipe", "peer", "probe")
 
@@ -87,6 +87,8 @@ class ArmConfig(BaseModel):
     def _is_free(cls, name: str | None) -> str | None:
         if name in RESERVED:
             raise ValueError(f"the name {name!r} is reserved: choose another `name`")
+        if "," in (name or ""):
+            raise ValueError(f"the name {name!r} has a comma, which separates names in the report: use parentheses")
         return name
 
     @field_validator("schedule")
@@ -126,8 +128,8 @@ class ArmConfig(BaseModel):
         if self.name:
             return self.name
         if self.kind == "peer" and self.takes_layers:
-            return f"{self.bare_name}, equal {self.equal}"
-        return self.bare_name if count == 1 else self.text
+            return f"{self.bare_name} (equal {self.equal})"
+        return self.bare_name if count == 1 else self.text.replace(",", "")
 
 
 def _as_regularizer(value: Any) -> Any:

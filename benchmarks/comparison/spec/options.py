@@ -14,6 +14,8 @@ from comparison.spec.config import Config, validate
 from comparison.spec.errors import ConfigError, nearest, suggest
 from comparison.spec.yaml_lines import Lines, load
 
+# What is compared without a file and without --arms, --recipes and --peers: recipes choose their own layers.
+_DEFAULTS = {"arms": [{"recipe": "dropblock_resnet(p=0.1)"}, {"recipe": "stochastic_depth(p=0.1)"}], "epochs": 20}
 _OVERRIDES = ("title", "seeds", "epochs", "batch_size", "timing", "max_steps", "device", "precision", "schedule")
 
 
@@ -22,11 +24,13 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     add = parser.add_argument
     add("--config", type=Path, help="YAML file, such as benchmarks/configs/quick.yaml; flags override its settings")
-    add("--out", type=Path, help="folder for the report and the database of runs (default: runs/CONFIG_NAME)")
+    add("--out", type=Path, help="folder for the report and the runs (default: runs/CONFIG_NAME)")
+    add("--report", type=Path, metavar="SUMMARY", help="write report.html beside a stored summary.json, and exit")
     what = parser.add_argument_group("what to compare")
     add = what.add_argument
     add(
         "--models",
+        "--model",
         nargs="+",
         metavar="NAME",
         help="timm or torchvision models, such as resnet18 or torchvision:resnet18",
@@ -35,7 +39,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
         "--data",
         nargs="+",
         metavar="NAME",
-        help="digits, digits-noisy, synthetic-cue, cifar10, cifar100, emoji, imagefolder:PATH",
+        help="digits, digits-noisy, synthetic-cue, cifar10, cifar100, emoji, or a folder with a folder for each class",
     )
     add("--train-sizes", nargs="+", type=int, metavar="N", help="training set sizes")
     add("--layers", nargs="+", metavar="GLOB", help="sites, such as 'layer[34].*.bn2'")
@@ -80,7 +84,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
         parser.error(f"--workers must be at least 1, got {options.workers}")
     if options.address and options.engine != "ray":
         parser.error("--address requires --engine ray")
-    if options.config is None and options.models is None:
+    if options.config is None and options.models is None and options.report is None:
         parser.error(
             "nothing to compare: pass --config benchmarks/configs/quick.yaml, or --models, --data, --layers, ..."
         )
@@ -98,7 +102,7 @@ def config_of(options: argparse.Namespace) -> tuple[Config, Lines, str]:
         ConfigError: The file cannot be read, or a setting or flag is invalid.
     """
     text, lines = "", Lines("command line")
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = dict(_DEFAULTS)
     if options.config:
         try:
             text = options.config.read_text()
@@ -123,7 +127,8 @@ def _flags(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     if options.data or options.strict:
         names = options.data or settings.get("data") or []
         data = [
-            {"name": one} if isinstance(one, str) else one for one in (names if isinstance(names, list) else [names])
+            {"name": _folder(one)} if isinstance(one, str) else one
+            for one in (names if isinstance(names, list) else [names])
         ]
         strict = {"strict": True} if options.strict else {}
         found["data"] = [{**one, **strict} if isinstance(one, dict) else one for one in data]
@@ -137,6 +142,11 @@ def _flags(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         in_file = settings.get("optimizer")
         found["optimizer"] = {**(in_file if isinstance(in_file, dict) else {}), **optimizer}
     return found
+
+
+def _folder(name: str) -> str:
+    """`imagefolder:PATH` for the path of a folder, other names unchanged."""
+    return f"imagefolder:{name.rstrip(os.sep)}" if os.sep in name and Path(name).is_dir() else name
 
 
 def _without_only(words: Sequence[str]) -> list[str]:

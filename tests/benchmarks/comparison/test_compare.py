@@ -30,8 +30,8 @@ pytest.importorskip("jinja2")
 from rich.console import Console
 
 import compare
-from comparison.analysis.schema import ArmSummary, Summary
-from comparison.analysis.summary_text import interval_text
+from comparison.analysis.schema import ArmSummary, Summary, without_commas
+from comparison.analysis.text import interval_text
 from comparison.engines.store import Attempt, Store
 from comparison.report.table import WIDTH, table
 from comparison.run.record import Record
@@ -59,7 +59,7 @@ tuning: {seeds: 1, space: {p: [0.1, 0.3], weight_decay: [0.1]}, space_none: {wei
 """
 
 
-ARMS = ["none", "DropBlock", "timm.DropPath, equal p", "none, other seeds", "p = 0 (A/A)"]
+ARMS = ["none", "DropBlock", "timm.DropPath (equal p)", "none (other seeds)", "p = 0 (A/A)"]
 
 
 TRIALS, FINALS = 2 * 2, 5 * 2
@@ -75,13 +75,13 @@ def run(*words: object) -> tuple[int, str]:
 
 def records(out: Path) -> dict[str, Record]:
     """All records in the store of a folder."""
-    with Store(out / "runs.sqlite") as store:
+    with Store(out / "runs") as store:
         return store.records()
 
 
 def attempts(out: Path) -> list[Attempt]:
     """All attempts in the store of a folder."""
-    with Store(out / "runs.sqlite") as store:
+    with Store(out / "runs") as store:
         return store.attempts()
 
 
@@ -141,8 +141,8 @@ class TestSmallComparison:
 
     def test_the_command_of_a_row_reproduces_its_runs(self, tiny: SimpleNamespace, copied: Path) -> None:
         (cell,) = Summary.model_validate_json((tiny.out / "summary.json").read_text()).cells
-        row = next(arm for arm in cell.arms if arm.name == "timm.DropPath, equal p")
-        assert row.command.endswith("--only 'timm.DropPath, equal p'")
+        row = next(arm for arm in cell.arms if arm.name == "timm.DropPath (equal p)")
+        assert row.command.endswith("--only 'timm.DropPath (equal p)'")
         status, _ = run("--config", tiny.config, "--out", copied, "--workers", 1, "--only", row.name)
         assert status == 0
         assert len(records(copied)) == TRIALS + FINALS + 2  # the A/A control uses another regularizer
@@ -152,8 +152,7 @@ class TestSmallComparison:
 
     def test_only_a_missing_run_is_trained_again(self, tiny: SimpleNamespace, copied: Path) -> None:
         lost = next(key for key, record in records(copied).items() if record.spec["stage"] == "final")
-        with Store(copied / "runs.sqlite") as store, store.transaction() as connection:
-            connection.execute("DELETE FROM records WHERE key = ?", (lost,))
+        (copied / "runs" / f"{lost}.npz").unlink()
         status, _ = run("--config", tiny.config, "--out", copied, "--workers", 1)
         assert status == 0
         starts = Counter(attempt.key for attempt in attempts(copied))
@@ -164,6 +163,7 @@ class TestSmallComparison:
         assert status == 0
         assert "3 workers (--workers)" in text
         assert re.search(rf"final runs\s+{FINALS}\s+0", text)
+        assert "No difference can be significant at 5 %: use --seeds 7 or more." in text
         assert not records(tmp_path / "dry")
 
 
@@ -190,7 +190,7 @@ class TestResume:
 def _until_done(out: Path, count: int, process: subprocess.Popen[bytes]) -> set[str]:
     for _ in range(1200):
         assert process.poll() is None, "the process ended before it was killed"
-        if (out / "runs.sqlite").exists() and len(done := records(out)) >= count:
+        if (out / "runs").exists() and len(done := records(out)) >= count:
             return set(done)
         time.sleep(0.1)
     raise AssertionError("no run was finished")
@@ -203,7 +203,7 @@ class TestInvalidRequests:
         found, printed = run("--config", config, "--out", tmp_path / "out", "--workers", 1, *words)
         assert found == status
         assert "Nothing was trained." in printed
-        assert not (tmp_path / "out" / "runs.sqlite").exists() or not records(tmp_path / "out")
+        assert not (tmp_path / "out" / "runs").exists() or not records(tmp_path / "out")
         return printed
 
     @pytest.mark.parametrize(
@@ -248,12 +248,11 @@ class TestInvalidRequests:
         assert status == 2
         assert f"--out: cannot write to {tmp_path / 'out'}" in text
 
-    def test_database_with_another_version(self, tiny: SimpleNamespace, copied: Path) -> None:
-        with Store(copied / "runs.sqlite") as store, store.transaction() as connection:
-            connection.execute("PRAGMA user_version = 99")
+    def test_a_folder_of_an_older_version(self, tiny: SimpleNamespace, copied: Path) -> None:
+        (copied / "runs.sqlite").touch()
         status, text = run("--config", tiny.config, "--out", copied, "--workers", 1)
         assert status == 2
-        assert "99" in text
+        assert "has runs of an older version" in text
 
     def test_a_changed_comparison_requires_an_amendment(
         self, tiny: SimpleNamespace, copied: Path, tmp_path: Path
@@ -310,10 +309,23 @@ class TestFlags:
         )
         config, _, text = options.config_of(asked)
         assert [arm.name for arm in config.all_arms()] == [
-            "Dropout", "dropblock_resnet", "timm.DropPath, equal p", "timm.DropPath, equal fraction",
+            "Dropout", "dropblock_resnet", "timm.DropPath (equal p)", "timm.DropPath (equal fraction)",
         ]  # fmt: skip
         assert (config.optimizer.lr, config.train_sizes) == (0.1, [40])
         assert "lr" in text
+
+    def test_own_images_need_a_folder_and_a_model(self, tmp_path: Path) -> None:
+        asked = options.parse(["--data", f"{tmp_path}/", "--model", "resnet18", "--only", "stochastic_depth"], "")
+        config, _, _ = options.config_of(asked)
+        assert config.data[0].name == f"imagefolder:{tmp_path}"
+        assert [arm.name for arm in config.all_arms()] == ["dropblock_resnet", "stochastic_depth"]
+
+    def test_a_missing_package_is_named_with_the_line_to_install_it(self) -> None:
+        hidden = "import sys; sys.modules['pydantic'] = None; sys.argv = ['compare.py']; import compare"
+        env = {**os.environ, "PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{BENCHMARKS.parent}"}
+        done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, env=env)
+        assert done.returncode == 1
+        assert "pydantic is not installed.\n  install what it needs: pip install -e '.[compare]'" in done.stderr
 
     def test_override_the_file(self, tmp_path: Path) -> None:
         (tmp_path / "tiny.yaml").write_text(TINY)
@@ -346,8 +358,12 @@ class TestReadme:
 
 
 def settings(text: str) -> dict[str, object]:
-    """The settings of a config, without its title: like a comment, it does not affect the results."""
-    return {name: value for name, value in yaml_lines.load(text, "")[0].items() if name != "title"}
+    """The settings of a config, without titles and names: like comments, they do not affect the results."""
+    found = {name: value for name, value in yaml_lines.load(text, "")[0].items() if name != "title"}
+    for arm in found["arms"]:
+        if isinstance(arm, dict) and "name" in arm:
+            arm["name"] = without_commas(arm["name"])
+    return found
 
 
 def differences(found: Summary) -> list[str]:

@@ -39,7 +39,7 @@ def still(step: int, steps: int, loss: float) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with Store(tmp_path / "runs.sqlite") as opened:
+    with Store(tmp_path / "runs") as opened:
         yield opened
 
 
@@ -151,7 +151,7 @@ class TestLocal:
         assert doubt is not None
         assert doubt.message.startswith("HookdropWarning: the block covers its map")
         assert full is not None
-        assert "runs.sqlite cannot grow" in full.message
+        assert "cannot grow" in full.message
         killed = found[runs[6].key].failure
         assert killed is not None
         assert "was killed by SIGKILL in each of 2 attempts" in killed.message
@@ -194,7 +194,7 @@ from tests.support.comparison_jobs import job, runs_of
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    with Lock(folder / "lock"), Store(folder / "runs.sqlite") as store:
+    with Lock(folder / "lock"), Store(folder / "runs") as store:
         runs = runs_of("good", "slow", "good", "slow", "held", "good", "held", "slow", "good")
         missing = [run for run in runs if not (found := store.get(run.key)) or not found.done]
         for record in LocalEngine(2).run(missing, job, store, folder):
@@ -208,7 +208,7 @@ def test_a_killed_driver_resumes_without_losing_or_repeating_runs(tmp_path: Path
     command = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path)]
     first = subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL)
     until(lambda: len(list(tmp_path.glob("pid *"))) == 2)
-    with Store(tmp_path / "runs.sqlite") as store:
+    with Store(tmp_path / "runs") as store:
         first.send_signal(signal.SIGKILL)
         first.wait()
         finished = set(store.records())
@@ -250,7 +250,7 @@ class TestRay:
         done = subprocess.run([sys.executable, str(program), str(tmp_path)], env=ENV, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         runs = runs_of("good", "killed_once", "nan")
-        with Store(tmp_path / "runs.sqlite") as store:
+        with Store(tmp_path / "runs") as store:
             records = store.records()
             assert sorted(re.findall("^ENDED (.*)$", done.stdout, re.M)) == sorted(records)
             kinds = [failure.kind if (failure := records[run.key].failure) else "done" for run in runs]
@@ -294,7 +294,7 @@ from comparison.engines.store import Store
 from tests.support.comparison_jobs import job, runs_of
 
 folder = Path(sys.argv[1])
-with Store(folder / "runs.sqlite") as store:
+with Store(folder / "runs") as store:
     runs = runs_of("good", "killed_once", "nan")
     for record in RayEngine(workers=1, attempts=2).run(runs, job, store, folder / "scratch"):
         assert store.get(record.key)
@@ -320,7 +320,7 @@ class TestTorchrun:
         assert [name for name, _, _ in first["first"]] == ["good", "fails 1", "late 0", "fails 0", "good"]
         for _, outcome, _ in (first["first"][0], first["first"][4], first["second"][0]):
             assert (outcome["total"], outcome["by"], outcome["backend"]) == (3.0, 0, "gloo")
-        with Store(walked / "runs.sqlite") as store:
+        with Store(walked / "runs") as store:
             kept = store.records()
             assert sorted(each.spec["arm"]["name"] for each in kept.values()) == sorted(
                 name for name, _, _ in first["first"] + first["second"]

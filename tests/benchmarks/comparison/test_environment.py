@@ -130,7 +130,7 @@ GOOD, BAD = Record("a", {}), Record("b", {}, failure=Failure("nan", "the loss is
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with Store(tmp_path / "runs.sqlite") as opened:
+    with Store(tmp_path / "runs") as opened:
         yield opened
 
 
@@ -170,7 +170,3 @@ class TestProgress:
         assert "resnet18 on digits: DropBlock [3], seed 4: step 7 of 10, loss 0.1235" in shown
         assert "none, seed 5: step 8 of 10" in shown
         assert "step 8 of 10, loss" not in shown
-
-    def test_an_unreadable_store_shows_no_active_runs(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        store.connection.execute("DROP TABLE beats")
-        assert progress.active_runs(store) == []

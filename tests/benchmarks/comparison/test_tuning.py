@@ -122,7 +122,7 @@ class TestRunner:
                     store.add(record)
                     yield record
 
-        with Store(tmp_path / "runs.sqlite") as store:
+        with Store(tmp_path / "runs") as store:
             trainer = Runner(store, Engine(), tmp_path, lambda total, title: nullcontext(lambda record: None))
             (found,) = trainer.tune({("cell", "Dropout"): Search(GRID, run_of(DROPPING))}).values()
         assert [trial.score for trial in found.trials] == [pytest.approx(0.6), None, pytest.approx(0.6)]
@@ -152,9 +152,9 @@ class TestStudy:
         assert [name for _, name in searches] == ["none", "Dropout", "dropblock_resnet"]
         tunings = dict(zip(searches, tune(list(searches.values()), Oracle()), strict=True))
         entries = {entry.arm.name: entry for entry in study.entries(tunings)}
-        assert entries["timm.DropBlock2d, equal p"].arm.p == entries["Dropout"].arm.p == 0.2
-        assert entries["timm.DropBlock2d, equal p"].tuning is None
-        assert entries["timm.DropBlock2d, equal p"].like == "Dropout"
+        assert entries["timm.DropBlock2d (equal p)"].arm.p == entries["Dropout"].arm.p == 0.2
+        assert entries["timm.DropBlock2d (equal p)"].tuning is None
+        assert entries["timm.DropBlock2d (equal p)"].like == "Dropout"
         assert entries["Dropout"].tuning is not None
 
     def test_every_comparison_has_controls(self) -> None:
@@ -190,4 +190,4 @@ class TestStudy:
                 assert entry.runs == everything[entry.arm.name].runs
 
     def test_selecting_a_peer_tunes_its_counterpart(self) -> None:
-        assert [name for _, name in self.study(["timm.DropBlock2d, equal p"]).searches()] == ["none", "Dropout"]
+        assert [name for _, name in self.study(["timm.DropBlock2d (equal p)"]).searches()] == ["none", "Dropout"]

@@ -46,7 +46,7 @@ def walk(engine: TorchrunEngine, arms: list[str], store: Store | None, folder: P
 
 def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
-    store = Store(folder / "runs.sqlite") if rank == 0 else None
+    store = Store(folder / "runs") if rank == 0 else None
     engine = TorchrunEngine(timeout=60)
     found = {"first": walk(engine, ["good", "fails 1", "late 0", "fails 0", "good"], store, folder)}
     found["second"] = walk(engine, ["other"], store, folder)
@@ -56,8 +56,6 @@ def main(folder: Path) -> None:
         found["refused"] = [str(error)]
     found["initialized"] = [dist.is_initialized()]
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
-    if store:
-        store.close()
 
 
 if __name__ == "__main__":
