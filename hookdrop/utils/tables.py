@@ -19,9 +19,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, cells)])
 
 
-def html_table(
-    header: Sequence[str], rows: Sequence[Sequence[object]], caption: str, notes: Sequence[str] = ()
-) -> str:
+def html_table(header: Sequence[str], rows: Sequence[Sequence[object]], caption: str, notes: Sequence[str] = ()) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(_cell(value))}</td>" for value in row) + "</tr>" for row in rows)
     below = "".join(f"<p>{escape(note)}</p>" for note in notes)
