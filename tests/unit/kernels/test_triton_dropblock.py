@@ -344,7 +344,7 @@ class TestCheckBeforeTheFirstUse:
         assert torch.equal(torch.get_rng_state(), state)
         assert triton_dropblock._fault.cache_info().misses == 1  # type: ignore[attr-defined]
 
-    @pytest.mark.parametrize("mode", [torch.inference_mode, torch.device("meta"), lambda: Operations()], ids=repr)
+    @pytest.mark.parametrize("mode", [torch.inference_mode, torch.device("meta"), Operations])
     def test_it_works_in_modes_and_transforms(self, mode: Any) -> None:
         with mode if isinstance(mode, torch.device) else mode():
             assert triton_dropblock.usable(DEVICE)
