@@ -264,4 +264,3 @@ def test_chain_of_in_place_blocks_keeps_only_one_input(model: Any) -> None:
 def test_plan_shows_the_skip(model: Any) -> None:
     plan = hookdrop.plan(model, dropblock_resnet())
     assert "layer4.1 (skip)" in str(plan)
-    assert plan.at == "mixed"
