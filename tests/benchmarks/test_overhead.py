@@ -151,13 +151,13 @@ class TestComparedModels:
 
     def test_forward_part_hooks_every_block(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hooked: list[str] = []
-        call = SiteHook._call
+        call = SiteHook.__call__
 
-        def recorded(hook: SiteHook, module: nn.Module, value: object) -> object:
+        def recorded(hook: SiteHook, *given: Any) -> object:
             hooked.append(hook.site)
-            return call(hook, module, value)
+            return call(hook, *given)
 
-        monkeypatch.setattr(SiteHook, "_call", recorded)
+        monkeypatch.setattr(SiteHook, "__call__", recorded)
         found = run_without_timing(monkeypatch, hooked)
         for library, make in list(parts.MODELS.items()):
             monkeypatch.setattr(parts, "MODELS", {library: make})
@@ -171,14 +171,14 @@ class TestComparedModels:
         monkeypatch.setattr(parts, "CALLS", 7)
         options, console = overhead.parse_options(["--quick"]), overhead.make_console()
         before = parts.call(options, console)
-        call = SiteHook._call
+        call = SiteHook.__call__
 
-        def slow(hook: SiteHook, module: nn.Module, value: object) -> object:
+        def slow(hook: SiteHook, *given: Any) -> object:
             toy_models.empty()
             toy_models.empty()
-            return call(hook, module, value)
+            return call(hook, *given)
 
-        monkeypatch.setattr(SiteHook, "_call", slow)
+        monkeypatch.setattr(SiteHook, "__call__", slow)
         after = parts.call(options, console)
         assert before["another module without a hook"].values == [0.0]
         assert before["an empty function as hook"].values[0] >= 1.0

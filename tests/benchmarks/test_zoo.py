@@ -265,17 +265,17 @@ class TestDetection:
     def test_hook_that_drops_in_eval_mode_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def always(hook: SiteHook, module: nn.Module, value: object) -> object:
+        def always(hook: SiteHook, module: nn.Module, *call: object) -> object:
             hook.called = True
-            return hook.edit(module, value, lambda x: hook.regularizer.regularize(x, 0.1))
+            return hook.edit(module, (call[0], {}, call[-1]), lambda x: hook.regularizer.regularize(x, 0.1))
 
-        monkeypatch.setattr(SiteHook, "_call", always)
+        monkeypatch.setattr(SiteHook, "__call__", always)
         assert failure(checked()) == ("inject", "eval output differs with hooks")
 
     def test_hook_that_does_not_fire_fails(
         self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(SiteHook, "_call", lambda hook, module, value: None)
+        monkeypatch.setattr(SiteHook, "__call__", lambda hook, *call: None)
         assert failure(checked()) == ("inject", "8 sites did not fire")
 
     def test_inject_that_draws_random_numbers_fails(
