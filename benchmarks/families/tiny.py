@@ -115,7 +115,11 @@ def models(name: str) -> Iterator[PreTrainedModel]:
         if count > LARGEST:
             raise ValueError(f"the smallest model has {count / 1e6:,.0f} million parameters")
         torch.manual_seed(0)
-        yield kind(tiny_config(CONFIG_MAPPING[name], all_sizes))
+        model = kind(tiny_config(CONFIG_MAPPING[name], all_sizes))
+        for part in model.modules():  # T5Gemma switches the cache of its decoder on again
+            if getattr(getattr(part, "config", None), "use_cache", False):
+                part.config.use_cache = False
+        yield model
 
 
 def tiny_config(kind: type[PreTrainedConfig], all_sizes: bool = True) -> PreTrainedConfig:
