@@ -79,12 +79,15 @@ def fault_of(example: Any, run: Callable[[Any], object]) -> str:
     first = next(iter(tensors(example)), torch.zeros(()))
     for code, (fault, fix) in _FIXES.items():
         try:
-            fixed = fix(first)
-            run(map_leaves(example, lambda leaf, fixed=fixed: fixed if leaf is first else leaf))  # type: ignore[misc]
+            run(_replaced(example, first, fix(first)))
         except Exception:
             continue
         return f"the example {fault}: pass {code}"
     return ""
+
+
+def _replaced(example: Any, old: Tensor, new: Tensor) -> Any:
+    return map_leaves(example, lambda leaf: new if leaf is old else leaf)
 
 
 def examples(model: nn.Module, given: Any) -> Iterator[Example]:
