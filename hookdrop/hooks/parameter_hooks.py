@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -34,12 +34,13 @@ def select_parameters(module: nn.Module, which: TensorKey, layer: str) -> list[s
     Raises:
         LayerError: there is none, or it cannot be replaced during a call.
     """
-    own = {name: parameter for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)}
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     chosen = [name for name in own if (own[name].dim() > 1 if which is None else fnmatchcase(name, str(which)))]
     where = f"{layer!r} ({type(module).__name__})"
     if not chosen and is_parametrized(module):
+        parametrized: Any = module.parametrizations
         raise LayerError(
-            f"{where} computes {some(list(module.parametrizations))} from other parameters (a parametrization).\n"
+            f"{where} computes {some(list(parametrized))} from other parameters (a parametrization).\n"
             f'  hook the result: layers="{layer}.parametrizations.*", at="output"'
         )
     if not chosen:
@@ -51,13 +52,11 @@ def select_parameters(module: nn.Module, which: TensorKey, layer: str) -> list[s
     for name in chosen:
         if not fits(own[name]):
             raise LayerError(
-                f"{where}: {name!r} is not a floating-point tensor with a shape ({own[name].dtype}: quantized? lazy?).\n"
+                f"{where}: {name!r} is not a floating-point tensor with a shape ({own[name].dtype}; quantized? lazy?)\n"
                 f"  exclude {layer!r}, or inject before it is quantized and after the first forward of a lazy module."
             )
         if inspect.isdatadescriptor(getattr(type(module), name, None)):
-            raise LayerError(
-                f"{where}: {name!r} is a property of its class, which hides attributes: exclude {layer!r}."
-            )
+            raise LayerError(f"{where}: {name!r} is a property of its class: exclude {layer!r}.")
     return chosen
 
 
@@ -74,10 +73,9 @@ def check_suited(regularizer: Regularizer) -> None:
         )
 
 
-def tied_elsewhere(root: nn.Module, sites: Iterable[tuple[str, nn.Module]], which: TensorKey) -> list[str]:
+def tied_elsewhere(root: nn.Module, sites: Mapping[str, nn.Module], which: TensorKey) -> list[str]:
     """Return a warning if a regularized parameter is also one of a layer that is not a site."""
-    sites = dict(sites)
-    chosen = {id(getattr(sites[s], name)): s for s in sites for name in select_parameters(sites[s], which, s)}
+    chosen = {id(getattr(sites[s], name)) for s in sites for name in select_parameters(sites[s], which, s)}
     every = root.named_parameters(remove_duplicate=False)
     others = [name for name, one in every if id(one) in chosen and name.rpartition(".")[0] not in sites]
     return [f"{some(others)} shares a regularized weight, and stays as it is."] if others else []
@@ -148,7 +146,8 @@ class ParameterHook(SiteHook):
     def _hide(self, module: nn.Module, changed: dict[str, Any]) -> None:
         attributes = vars(module)
         if "_flat_weights" in attributes:  # nn.LSTM and nn.GRU pass this list to the kernel
-            weights = [changed.get(name, getattr(module, name)) for name in module._flat_weights_names]
+            names: Any = module._flat_weights_names
+            weights = [changed.get(name, getattr(module, name)) for name in names]
             changed |= {"_flat_weights": weights, "_flat_weight_refs": [weakref.ref(weight) for weight in weights]}
         self.hidden.start({name: attributes.get(name) for name in changed})
         attributes.update(changed)

@@ -102,7 +102,7 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
             )
         chosen = regularizers[indices[0] if len(regularizers) > 1 else 0]
         plan.sites.append(_site(plan.root, layer, chosen, plan.spec, survey))
-    hidden = [(site.name, site.module) for site in plan.sites if site.at == "parameters"]
+    hidden = {site.name: site.module for site in plan.sites if site.at == "parameters"}
     plan.warnings += tied_elsewhere(plan.root, hidden, plan.spec.tensor)
     if plan.spec.p_scale is not None:
         _scale(plan.sites, rate_factors(selected, plan.spec.p_scale))
