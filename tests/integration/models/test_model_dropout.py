@@ -67,19 +67,13 @@ ROWS = (torch.randn(8, 16),)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "a stack of LSTMs": (lambda: nn.LSTM(16, 16, 2, dropout=0.3), (torch.randn(4, 2, 16),)),
     "a transformer layer": (lambda: nn.TransformerEncoderLayer(16, 2, 16, 0.2), (torch.randn(2, 4, 16),)),
-    "attention": (lambda: nn.MultiheadAttention(16, 2, dropout=0.3), (torch.randn(4, 2, 16),) * 3),
     "timm's ViT": (vit, IMAGE),
     "timm's ResNet": (
         lambda: resnet(drop_rate=0.2, drop_path_rate=0.2, drop_block_rate=0.1),
         (torch.randn(2, 3, 96, 96),),
     ),
     "torchvision's ConvNeXt": (lambda: torchvision.models.convnext_tiny(stochastic_depth_prob=0.3), IMAGE),
-    "torchvision's ViT": (
-        lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 32, 0.1, 0.1).encoder,
-        (torch.randn(2, 17, 16),),
-    ),
     "BERT": (bert, TOKENS),
-    "GPT-2": (gpt2, TOKENS),
     "BART": (bart, TOKENS),
     "LLaMA": (lambda: llama(attention_dropout=0.3), TOKENS),
 }
@@ -148,8 +142,7 @@ class TestTransformers:
         assert names == [f"model.layers.{i}.self_attn.q_proj.lora_dropout.default" for i in (0, 1)]
         assert found.warnings == []
 
-    @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral"])
-    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    @pytest.mark.parametrize(("name", "attention"), [("Llama", "sdpa"), ("Qwen3", "eager"), ("Mistral", "sdpa")])
     def test_schedule_drives_the_attention_dropout(self, name: str, attention: str) -> None:
         """At each step as in a model that was built with that rate, bit for bit, with the same random numbers."""
         torch.manual_seed(0)
@@ -173,25 +166,12 @@ class TestTransformers:
         drop.remove()
         assert all_equal(outputs(model, TOKENS, 1), clean)
 
-    def test_state_dict_and_config_do_not_change(self) -> None:
-        model = llama(attention_dropout=0.3)
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        drop = inject(model, set_dropout(p=0.5))
-        assert model.config.attention_dropout == 0.3
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        drop.remove()
-
-
 DECODERS: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2},
-    "Mistral": {"num_key_value_heads": 2},
     "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 2},
-    "Qwen2": {"num_key_value_heads": 2},
     "Gemma2": {"num_key_value_heads": 2, "head_dim": 8},
-    "Olmo2": {"num_key_value_heads": 2},
     "Phi": {},
     "GPTNeoX": {},
-    "Cohere": {"num_key_value_heads": 2},
 }
 
 
@@ -217,14 +197,6 @@ class TestResidualDropout:
         measured = drop.probe(torch.randint(0, 50, (8, 64)))
         dropped = [measured.sites[f"layers.{layer}.self_attn"].dropped for layer in range(4)]
         assert dropped == pytest.approx([0.0, 0.1, 0.2, 0.3], abs=0.02)  # of 24,576 elements: 7 standard errors
-
-    def test_factors_by_function_apply_to_layers(self) -> None:
-        drop = inject(llama(), residual_dropout(p=0.4), p_scale=lambda name, index, count: (index + 1) / count)
-        assert [site.p for site in drop.sites] == [0.2, 0.2, 0.4, 0.4]
-
-    def test_one_layer_has_no_depth(self) -> None:
-        with pytest.raises(ValueError, match="gives the only site the factor 0"):
-            inject(llama(num_hidden_layers=1), residual_dropout(), p_scale="depth_from_zero")
 
     def test_measured_rate_is_p(self) -> None:
         model = llama().train()
