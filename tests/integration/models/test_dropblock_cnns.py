@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdrop import HookdropWarning, InjectionError, LayerError, functional, inject, plan
+from hookdrop import InjectionError, LayerError, functional, inject, plan
 from hookdrop.recipes import dropblock_resnet, timm_dropblock
 from hookdrop.regularizers import as_regularizer
 from tests.support.models import from_timm, from_torchvision, randomize_norms
@@ -268,6 +268,7 @@ class TestTheDropBlockPaper:
         expected |= {f"{block}.downsample.1" if block.endswith(".0") else block for block in blocks}
         assert set(sites) == expected
         assert all(p == (0.1 if name.startswith("layer3") else 0.4) for name, p in sites.items())
+
 
 @dataclass(frozen=True)
 class with_timms_module(timm_dropblock):

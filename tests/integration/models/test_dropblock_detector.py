@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import HookdropWarning, InjectionError, LayerError, inject, plan
+from hookdrop import InjectionError, LayerError, inject, plan
 from hookdrop.recipes import dropblock_detector, dropblock_resnet
 
 torchvision = pytest.importorskip("torchvision")

@@ -65,11 +65,7 @@ NARROW = {"img_size": 32, "depth": 1, "embed_dim": 32, "num_heads": 2}
 NEVER = {
     "called by .forward()": (Direct, torch.ones(2, 8), "fc", "f?"),
     "torchvision swin attn.qkv": (from_torchvision("swin_t"), square(32), "features.1.0.attn.qkv", "**.attn.qkv"),
-    "torchvision swin attn.proj": (from_torchvision("swin_t"), square(32), "features.1.0.attn.proj", "**.attn.proj"),
     "timm beit attn.qkv": (from_timm("beit_base_patch16_224", **NARROW), square(32), "blocks.0.attn.qkv", "**.qkv"),
-    "timm eva attn.qkv": (
-        from_timm("eva_giant_patch14_224", **NARROW | {"img_size": 28}), square(28), "blocks.0.attn.qkv", "**.qkv",
-    ),
     "timm attn_drop under fused attention": (
         from_timm("vit_tiny_patch16_224", **NARROW), square(32), "blocks.0.attn.attn_drop", "**.attn_drop",
     ),

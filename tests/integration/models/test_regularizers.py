@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import DropPath, InjectionSpec, LinearSchedule, TokenDropout, inject, plan
+from hookdrop import DropPath, LinearSchedule, TokenDropout, inject, plan
 from hookdrop.functional import drop_block
-from tests.support.injections import injected
 from tests.support.models import Small
 
 

@@ -199,6 +199,7 @@ class TestRates:
         first = plan(model, stochastic_depth(p=0.16)).sites[0]
         assert (first.name, first.p) == ("blocks.1.1.drop_path", pytest.approx(0.16 * 2 / 15))
 
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
