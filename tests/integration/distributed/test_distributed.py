@@ -121,19 +121,19 @@ def test_masks_differ_between_ranks_seeded_per_rank(results: Results, how: str) 
     assert len(set(first)) == 3
 
 
-def test_dropped_layers_heads_and_subsets_need_no_find_unused_parameters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_dropped_layers_heads_and_subsets_need_no_find_unused_parameters(results: Results, how: str) -> None:
     """A layer is skipped on one rank, on both and on none; the gradients are the mean over unwrapped models."""
-    first, second = run_program(tmp_path, "language_model", ranks=2)
-    for how in ("ddp", "fsdp"):
-        assert max(first[how]["error"], second[how]["error"]) <= 1e-6
-        pairs = set(zip(first[how]["skipped"], second[how]["skipped"], strict=True))
-        assert {(True, False), (False, True)} & pairs
-        assert {(True, True), (False, False)} & pairs
+    first, second = by_rank(results, f"language model {how}")
+    assert max(first["error"], second["error"]) <= 1e-6
+    pairs = set(zip(first["skipped"], second["skipped"], strict=True))
+    assert {(True, False), (False, True)} & pairs
+    assert {(True, True), (False, False)} & pairs
 
 
-def test_branches_are_skipped_on_all_ranks_together(tmp_path: Path) -> None:
+def test_branches_are_skipped_on_all_ranks_together(results: Results) -> None:
     """With one seed per step, also if ranks have batches of different sizes and checkpoints recompute."""
-    ranks = run_program(tmp_path, "same_masks", ranks=2)
+    ranks = by_rank(results, "branches")
     assert ranks[0]["own"] != ranks[1]["own"]
     same = ranks[0]["same"]
     assert same == ranks[1]["same"]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import language_model
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,6 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from hookdrop import (
     AlphaDropout,
@@ -381,6 +383,28 @@ def equal_seeds_are_intended() -> Facts:
     return facts
 
 
+def branches_skipped_on_all_ranks() -> Facts:
+    """Which branches are skipped in each step, in forward and recompute, with own seeds and with one seed per step."""
+    alone, _ = dist.new_subgroups(group_size=1)
+    torch.manual_seed(0)
+    net, skipped = Net(), []
+    drop = inject(net, DropPath(p=0.5, mode="batch"), layers="blocks.*.norm")
+    for block in net.blocks:
+        block.norm.register_forward_hook(lambda module, args, y: skipped.append(not y.any().item()))
+    found: Facts = {}
+    for how in ("own", "same"):
+        seed_per_rank(0)
+        skipped.clear()
+        for step in range(8):
+            torch.rand(rank())  # ranks draw different numbers between the steps
+            if how == "same":
+                seed_per_rank(step, group=alone)
+            images = X[: 2 + rank()].clone().requires_grad_()
+            checkpoint(net, images, use_reentrant=False).sum().backward()
+        found[how] = skipped[:]
+    return found | {"problems": drop.check()}
+
+
 # --- checkpoints
 
 
@@ -416,6 +440,9 @@ CHECKS: dict[str, Callable[[], Facts]] = {
     "check": check_finds_equal_seeds,
     "warns once": warns_once_while_training,
     "equal seeds intended": equal_seeds_are_intended,
+    "branches": branches_skipped_on_all_ranks,
+    "language model ddp": language_model.ddp,
+    "language model fsdp": language_model.fsdp,
     "saved": saved,
 }  # fmt: skip
 
