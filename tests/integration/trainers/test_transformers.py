@@ -96,11 +96,6 @@ class TestSteps:
         trainer(tmp_path, callback, rates, gradient_accumulation_steps=2).train()
         assert rates.rates == pytest.approx([0.3 * step / 4 for step in range(4)])
 
-    def test_two_specs(self, tmp_path: Path) -> None:
-        callback = InjectionCallback(BRANCHES, EMBEDDING)
-        trainer(tmp_path, callback).train()
-        assert [drop.name for drop in callback.injection] == ["residual_dropout", "embedding"]
-
     def test_each_training_with_model_init_has_its_own_hooks(self, tmp_path: Path) -> None:
         """As in a hyperparameter search."""
         callback = InjectionCallback(BRANCHES)
@@ -323,10 +318,6 @@ class TestErrors:
         assert not rates.rates
         assert not find(made.model)
 
-    def test_a_malformed_spec(self) -> None:
-        with pytest.raises(TypeError, match=r"no argument 'layer'(?s:.)*layers"):
-            InjectionCallback(specs=[{"regularizer": "Dropout(p=0.1)", "layer": "0"}])
-
     def test_a_spec_that_does_not_fit_places_nothing(self, tmp_path: Path) -> None:
         made = trainer(tmp_path, InjectionCallback(BRANCHES, InjectionSpec("Dropout(p=0.1)", layers="nose")))
         with pytest.raises(LayerError, match="nose"):
@@ -336,7 +327,3 @@ class TestErrors:
     def test_a_setting_that_a_checkpoint_cannot_hold(self) -> None:
         with pytest.raises(StateError, match="layers=<class '(?s:.)*cannot be saved: use a string"):
             InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers=nn.Linear))
-
-    def test_no_specs(self) -> None:
-        with pytest.raises(TypeError, match="at least one spec"):
-            InjectionCallback()
