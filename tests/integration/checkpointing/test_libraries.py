@@ -16,6 +16,7 @@ from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from tests.support.checkpointing import plain, run
 from tests.support.regularizers import EVERY, SITES
 from tests.support.tensors import all_equal
+from tests.support.transformers_models import IDS, llama
 
 # family: name, size, containers that are never called once checkpointing is on, what to hook instead
 FAMILIES = {
@@ -119,18 +120,13 @@ def test_model_is_watched_until_all_sites_have_run() -> None:
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_transformers_gradient_checkpointing(mode: bool) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=99, num_hidden_layers=2, use_cache=False, **sizes))
-    model.train()
+    model = llama().train()
     drop = inject(model, Dropout(0.3), layers=["**.mlp", "**.self_attn"])
-    ids = torch.randint(99, (2, 12))
 
     def gradients() -> list[torch.Tensor]:
         torch.manual_seed(1)
         model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(input_ids=IDS, labels=IDS).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
     expected = gradients()

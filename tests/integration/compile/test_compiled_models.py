@@ -29,6 +29,7 @@ from tests.support.leaks import no_leaks
 from tests.support.models import without_zeros
 from tests.support.programs import run_code
 from tests.support.tensors import zero_fraction
+from tests.support.transformers_models import IDS, llama
 
 X = torch.ones(20_000)
 
@@ -288,10 +289,7 @@ def test_scheduled_set_dropout_never_keeps_an_old_rate(
 
 def test_scheduled_attention_dropout_of_compiled_llama(recompile_limit: int) -> None:
     """Bit-equal to the uncompiled model at each step, also beyond PyTorch's limit of recompilations."""
-    transformers = pytest.importorskip("transformers")
-    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.LlamaConfig(**size, num_key_value_heads=2, vocab_size=50)
-    model, tokens = transformers.LlamaModel(config).train(), torch.arange(8)[None]
+    model = llama("Model").train()
     change = inject(model, set_dropout(p=0.6), schedule=LinearSchedule(recompile_limit + 2))
     fast = torch.compile(model, backend="eager")
     found = []
@@ -299,7 +297,7 @@ def test_scheduled_attention_dropout_of_compiled_llama(recompile_limit: int) -> 
         change.seek(step)
         for call in (fast, model):
             torch.manual_seed(0)
-            found.append(call(input_ids=tokens).last_hidden_state)
+            found.append(call(input_ids=IDS).last_hidden_state)
         assert torch.equal(*found[-2:])
         assert step == 0 or not torch.equal(*found[-3:-1])
 

@@ -13,40 +13,19 @@ import hookdrop
 from hookdrop import InjectionError, LinearSchedule, inject, plan
 from hookdrop.recipes import residual_dropout, set_dropout
 from tests.support.tensors import all_equal
+from tests.support.transformers_models import SIZE, bart, bert, gpt2, llama
 
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
 transformers = pytest.importorskip("transformers")
 
 
-SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-
-
 TOKENS = {"input_ids": torch.arange(8)[None]}
-
-
-def bert() -> nn.Module:
-    return transformers.BertModel(transformers.BertConfig(**SIZE, vocab_size=50))
-
-
-def llama(**settings: Any) -> nn.Module:
-    return transformers.LlamaModel(transformers.LlamaConfig(**SIZE | settings, num_key_value_heads=2, vocab_size=50))
-
-
-def gpt2(**settings: Any) -> nn.Module:
-    return transformers.GPT2Model(transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, **settings))
 
 
 def lora(lora_dropout: float) -> nn.Module:
     peft = pytest.importorskip("peft")
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, num_key_value_heads=2, vocab_size=50))
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], lora_dropout=lora_dropout))
-
-
-def bart() -> nn.Module:
-    size = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    return transformers.BartModel(transformers.BartConfig(**size, **heads, vocab_size=50, activation_dropout=0.1))
+    return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=lora_dropout))
 
 
 def resnet(**rates: float) -> nn.Module:
@@ -73,9 +52,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         (torch.randn(2, 3, 96, 96),),
     ),
     "torchvision's ConvNeXt": (lambda: torchvision.models.convnext_tiny(stochastic_depth_prob=0.3), IMAGE),
-    "BERT": (bert, TOKENS),
-    "BART": (bart, TOKENS),
-    "LLaMA": (lambda: llama(attention_dropout=0.3), TOKENS),
+    "BERT": (lambda: bert("Model"), TOKENS),
+    "BART": (lambda: bart("Model", activation_dropout=0.1), TOKENS),
+    "LLaMA": (lambda: llama("Model", attention_dropout=0.3), TOKENS),
 }
 
 
@@ -181,7 +160,7 @@ class TestResidualDropout:
 
     def test_depth_from_zero_raises_the_rate_linearly_with_the_layer(self) -> None:
         """LIMA: from 0 at the first layer to p at the last, the same for both branches of a layer."""
-        model = llama(num_hidden_layers=4)
+        model = llama("Model", num_hidden_layers=4)
         drop = inject(model, residual_dropout(p=0.3), p_scale="depth_from_zero")
         assert [site.p for site in drop.sites] == pytest.approx([0.0, 0.0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3])
         measured = drop.probe(torch.randint(0, 50, (8, 64)))
@@ -189,7 +168,7 @@ class TestResidualDropout:
         assert dropped == pytest.approx([0.0, 0.1, 0.2, 0.3], abs=0.02)  # of 24,576 elements: 7 standard errors
 
     def test_measured_rate_is_p(self) -> None:
-        model = llama().train()
+        model = llama("Model").train()
         drop = inject(model, residual_dropout(p=0.3))
         measured = drop.probe(torch.randint(0, 50, (8, 64)))
         assert measured.dropped == pytest.approx(0.3, abs=0.01)  # of 65,536 elements: 5 standard errors
@@ -203,14 +182,14 @@ class TestResidualDropout:
         with pytest.raises(
             InjectionError, match=r"already has dropout: h\.0\.attn\.resid_dropout\.p is 0\.1"
         ) as excinfo:
-            inject(gpt2(), residual_dropout())
+            inject(gpt2("Model"), residual_dropout())
         assert "set_dropout" in str(excinfo.value)
 
     def test_model_with_dropout_at_0_is_accepted(self) -> None:
-        assert len(inject(gpt2(resid_pdrop=0.0, embd_pdrop=0.0), residual_dropout()).sites) == 4
+        assert len(inject(gpt2("Model", resid_pdrop=0.0, embd_pdrop=0.0), residual_dropout()).sites) == 4
 
     def test_model_with_attention_dropout_is_accepted(self) -> None:
-        assert inject(llama(attention_dropout=0.1), residual_dropout()).sites
+        assert inject(llama("Model", attention_dropout=0.1), residual_dropout()).sites
 
     def test_an_encoder_with_dropout_raises(self) -> None:
         with pytest.raises(InjectionError, match="already has dropout"):

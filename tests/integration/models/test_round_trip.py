@@ -23,6 +23,7 @@ from hookdrop.survey.isolation import call
 from hookdrop.utils.tensor_tree import tensors
 from tests.support.models import from_timm, from_torchvision
 from tests.support.tensors import all_equal
+from tests.support.transformers_models import llama
 
 HOOK_DICTS = [name for name in vars(nn.Module()) if "hooks" in name]
 
@@ -77,17 +78,6 @@ def detection_input() -> tuple[Any, Any]:
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-            intermediate_size=32,
-        )
-    )  # fmt: skip
 
 
 def ids() -> dict[str, torch.Tensor]:

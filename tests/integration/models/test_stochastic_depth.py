@@ -19,6 +19,7 @@ from hookdrop.recipes import stochastic_depth
 from tests.support.models import randomize_norms
 from tests.support.tensors import all_equal
 from tests.support.training import train_step
+from tests.support.transformers_models import gpt2, llama
 
 timm = pytest.importorskip("timm")
 
@@ -258,10 +259,8 @@ def test_plan_and_inject_run_the_model_once() -> None:
 
 @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
 def test_cross_attention_is_a_branch() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, add_cross_attention=True)
-    model = transformers.GPT2Model(config)
-    ids, states = torch.arange(6)[None], torch.randn(1, 4, 16)
+    model = gpt2("Model", add_cross_attention=True)
+    ids, states = torch.arange(6)[None], torch.randn(1, 4, 32)
     example = {"input_ids": ids, "encoder_hidden_states": states}
     names = [site.name for site in plan(model, stochastic_depth(), example_input=example).sites]
     assert len(names) == 6
@@ -277,15 +276,8 @@ SUBSETS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: timm.create_model("vit_small_patch14_dinov2", depth=2, img_size=28, num_classes=5),
         ["attn", "mlp"],
     ),
-    "LLaMA": (lambda: tiny_llama(), ["self_attn", "mlp"]),
+    "LLaMA": (llama, ["self_attn", "mlp"]),
 }
-
-
-def tiny_llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**size, num_key_value_heads=2, vocab_size=9, use_cache=False)
-    return transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.parametrize("name", SUBSETS)

@@ -14,6 +14,7 @@ from torch import nn
 from hookdrop import DropPath, HeadDropout, InjectionError, LayerError, NEFTune, TokenDropout, find, inject, plan
 from hookdrop.recipes import head_dropout, layer_drop, neftune, patch_dropout, stochastic_depth
 from tests.support.training import train_step
+from tests.support.transformers_models import IDS, SEQ2SEQ, SIZE, TEXT, bart, bert, gpt2, llama, t5
 
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
@@ -21,48 +22,10 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # transformers, in PEFT
 
-SIZE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXT: dict[str, Any] = {"vocab_size": 99, "use_cache": False}
 IMAGE: dict[str, Any] = {"image_size": 32, "patch_size": 8}
-SEQ2SEQ: dict[str, Any] = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
-}  # fmt: skip
-IDS = torch.randint(5, 90, (4, 7), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(4, 7, dtype=torch.long)
 MASK[0, 4:] = MASK[1, :2] = 0
 PIXELS = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-def llama(**settings: Any) -> nn.Module:
-    config = transformers.LlamaConfig(**{**SIZE, **TEXT, "num_key_value_heads": 2, **settings})
-    return transformers.LlamaForCausalLM(config)
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, **TEXT
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def longt5() -> nn.Module:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 3}
-    config = transformers.LongT5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, **TEXT)
-    return transformers.LongT5ForConditionalGeneration(config)
-
-
-def bart() -> nn.Module:
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(**SEQ2SEQ, **TEXT))
-
-
-def bert() -> nn.Module:
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZE, vocab_size=99))
-
-
-def gpt2() -> nn.Module:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **TEXT))
 
 
 def vit() -> nn.Module:
@@ -443,7 +406,7 @@ class TestPatchDropout:
 
 class TestSubsets:
     @pytest.mark.filterwarnings("ignore:.*also returns")
-    @pytest.mark.parametrize("make", [t5, longt5])
+    @pytest.mark.parametrize("make", [t5, lambda: t5("LongT5", local_radius=3)])
     def test_no_token_sees_a_later_one_or_padding(self, make: Callable[[], nn.Module]) -> None:
         model, later = make().train(), IDS.clone()
         later[:, -1] += 1

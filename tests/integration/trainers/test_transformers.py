@@ -13,10 +13,7 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -25,6 +22,7 @@ from transformers.utils import logging
 
 from hookdrop import HookdropWarning, InjectionError, InjectionSpec, LayerError, LinearSchedule, StateError, find
 from hookdrop.integrations.transformers import InjectionCallback
+from tests.support import transformers_models
 from tests.support.programs import ROOT, run_python
 
 BRANCHES = InjectionSpec("residual_dropout(p=0.3)", schedule="LinearSchedule(steps=1.0)")
@@ -59,14 +57,7 @@ class Rates(TrainerCallback):
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(1)
-    size = {
-        "vocab_size": 31,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
-    return LlamaForCausalLM(LlamaConfig(**size, num_key_value_heads=2))
+    return transformers_models.llama(use_cache=True)
 
 
 def trainer(folder: Path, *callbacks: Any, model: Any = None, **settings: Any) -> Trainer:
@@ -149,8 +140,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("text", ["layer_drop(p=0.3)", "stochastic_depth(p=0.3, mode='subset')"])
     def test_the_cache_of_a_decoder_with_a_config_of_its_own_is_off(self, text: str, tmp_path: Path) -> None:
-        sizes = {"vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
-        model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+        model = transformers_models.t5(use_cache=True)
         assert model.decoder.config.use_cache
         trainer(tmp_path, InjectionCallback(InjectionSpec(text)), model=model, max_steps=2).train()
         assert not model.decoder.config.use_cache
