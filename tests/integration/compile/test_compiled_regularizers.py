@@ -210,11 +210,11 @@ def test_dynamic_shapes() -> None:
     """With `dynamic=True` and changing sizes, the rates stay right."""
     model, _ = hooked(TEXTS)
     fast = compiled(model, dynamic=True)
-    for batch in (64, 48, 57):
+    for batch in (57, 48):  # not 64, the number of channels, which PyTorch would take for the same size
         inputs = {name: input_of(name) for name in TEXTS}
         for name, y in fast({name: x[: len(x) * batch // 64] for name, x in inputs.items()}).items():
             assert measured_rate(name, y) == pytest.approx(0.4, abs=1.5 * bound(name)), name
-    assert graphs() <= 2
+    assert graphs() == 1
 
 
 class Blocks(nn.Module):

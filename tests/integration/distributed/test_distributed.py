@@ -368,14 +368,12 @@ def test_a_checkpoint_of_two_ranks_resumes_in_one_process(two_ranks: tuple[Path,
 
 
 @WITHOUT_PROCESS_GROUP
-def test_async_save_writes_the_same_state(two_ranks: tuple[Path, Results]) -> None:
+def test_asynchronous_saves_and_conversions_keep_the_state(two_ranks: tuple[Path, Results], tmp_path: Path) -> None:
+    folder, _ = two_ranks
+    dcp_to_torch_save(folder / "saved", tmp_path / "whole.pt")
     net, drop = injected_net()
-    dcp.load({"all": find(net), "drop": drop}, checkpoint_id=two_ranks[0] / "async")
+    dcp.load({"all": find(net), "drop": drop}, checkpoint_id=folder / "async")
     assert (drop.step_count, drop.target_p) == (5, 0.2)
-
-
-def test_dcp_to_torch_save_keeps_the_state(two_ranks: tuple[Path, Results], tmp_path: Path) -> None:
-    dcp_to_torch_save(two_ranks[0] / "saved", tmp_path / "whole.pt")
     net, drop = injected_net()
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
     net.load_state_dict(whole["model"])

@@ -150,28 +150,6 @@ class TestLostHooks:
             steps(10)
         steps(20)
 
-    def test_fix_includes_the_step_of_the_schedule(self, model: Small, images: torch.Tensor) -> None:
-        """A new injection starts at step 0."""
-        drop = inject(model, Dropout(0.5), layers=LAYERS, schedule=LinearSchedule(10))
-        drop.seek(7)
-        model(images)
-        model.fc = nn.Linear(8, 10)
-        assert drop.check()[0].endswith('inject again with on_existing="replace", then drop.seek(7).')
-
-    def test_found_handles_report_lost_hooks_while_the_old_layer_is_alive(
-        self, model: Small, drop: Injection, images: torch.Tensor
-    ) -> None:
-        old = model.fc
-        model.fc = nn.Linear(8, 10)
-        with pytest.warns(HookdropWarning, match="lost their hook"):
-            model(images)
-        wrapped = nn.DataParallel(model)
-        for handle in (drop, *find(model), *find(wrapped)):
-            (problem,) = handle.check()
-            assert "1 of 4 sites lost their hook: 'fc'" in problem
-        assert find(model.layer1).check() == []
-        assert old._forward_hooks
-
     def test_hooks_disabled_by_without_hooks_are_not_lost(
         self, model: Small, drop: Injection, images: torch.Tensor
     ) -> None:
