@@ -23,7 +23,6 @@ from hookdrop import (
     HookdropWarning,
     LinearSchedule,
     MixStyle,
-    Regularizer,
     ShakeDrop,
     inject,
 )
@@ -113,11 +112,11 @@ MULTIPLYING = {"DropBlock": DropBlock(0.4, 3), "Dropout": Dropout(0.4), "Gaussia
 
 
 @replays
-@pytest.mark.parametrize("regularizer", MULTIPLYING.values(), ids=MULTIPLYING)
+@pytest.mark.parametrize("name", ["DropBlock", "GaussianDropout"])
 @pytest.mark.filterwarnings("ignore")  # raised by the compiler
-def test_one_graph_serves_all_rates_and_shapes(regularizer: Regularizer) -> None:
+def test_one_graph_serves_all_rates_and_shapes(name: str) -> None:
     model = Site()
-    drop = inject(model, regularizer, layers="site", schedule=LinearSchedule(4))
+    drop = inject(model, MULTIPLYING[name], layers="site", schedule=LinearSchedule(4))
     with low_budget():
         fast = torch.compile(model, fullgraph=True, dynamic=True)
         for step in (1, 2, 3):
