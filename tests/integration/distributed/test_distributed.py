@@ -211,26 +211,6 @@ def test_compiled_ddp_drops_at_the_rates_of_the_schedule(results: Results) -> No
     assert first["weights"] == second["weights"]
 
 
-def test_distributed_data_parallel_injected_before_and_after_wrapping(
-    model: nn.Module, images: torch.Tensor, tmp_path: Path
-) -> None:
-    """One gloo process: names resolve through the wrapper, hooks fire once, gradients flow."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        before = inject(model, DropBlock(0.3, 3), layers="layer1.*")
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        after = inject(wrapped, Dropout(0.3), layers=["layer2.*", "module.fc"])
-        assert [site.name for site in after.sites] == ["layer2.0", "layer2.1", "fc"]
-        with before.recording(last=0) as m, after.recording(last=0) as n:
-            wrapped(images).sum().backward()
-        assert (m.totals.calls, n.totals.calls) == (2, 3)
-        assert all(p.grad is not None for p in model.parameters())
-        assert [one.name for one in find(wrapped)] == [before.name, after.name]
-    finally:
-        dist.destroy_process_group()
-
-
 # --- tensor parallelism
 
 

@@ -469,23 +469,6 @@ class TestFullBackwardHooks:
             optimizer.step()
 
 
-class TestFunctional:
-    def test_functional_call_and_stacked_models(self, images: torch.Tensor) -> None:
-        """torch.func on a copy on the meta device, for an ensemble."""
-        models = [Small(), Small()]
-        for model in models:
-            inject(model, Dropout(0.5), layers="fc")
-        parameters, buffers = torch.func.stack_module_state(models)
-        base = copy.deepcopy(models[0]).to("meta")
-
-        def call(p: Any, b: Any) -> Any:
-            return torch.func.functional_call(base, (p, b), (images,))
-
-        out = torch.vmap(call, randomness="different")(parameters, buffers)
-        assert (out == 0).float().mean() == pytest.approx(0.5, abs=0.2)
-        assert find(base).check() == []
-
-
 def test_lost_hooks_are_garbage_collected(model: Small) -> None:
     """Neither the model nor a removed handle holds the hook of a replaced layer."""
     drop = inject(model, Dropout(0.5), layers=LAYERS)
