@@ -17,7 +17,6 @@ PAGE = (ROOT / "docs" / "gallery.md").read_text()
 
 for _needed in ("matplotlib", "sklearn", "torchvision"):
     pytest.importorskip(_needed)
-from PIL import Image
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +53,8 @@ def test_program_writes_the_committed_page(gallery: Any, tmp_path: Path, monkeyp
 
 def test_see_prints_results_and_draws_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pytorch_grad_cam")
+    from PIL import Image
+
     result = load(ROOT / "examples" / "see.py").main(["--steps", "12", "--out", str(tmp_path / "see.png")])
     printed = capsys.readouterr().out
     assert "p=0.3 of 0.3, step 12 of LinearSchedule(steps=12)" in printed
