@@ -95,8 +95,10 @@ def test_frozen_layers_are_regularized_without_gradients() -> None:
     assert all("layer4" in name for name in gradients)
 
 
-@pytest.mark.parametrize("parts", ["backbone", "fpn", "both"])
-@pytest.mark.parametrize("name", ["ssd300_vgg16", "ssdlite320_mobilenet_v3_large"])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("ssd300_vgg16", "backbone"), ("ssd300_vgg16", "fpn"), ("ssdlite320_mobilenet_v3_large", "both")],
+)
 def test_detectors_without_residual_stages_or_a_pyramid_raise(name: str, parts: str) -> None:
     with torch.device("meta"):
         model = getattr(detection, name)(weights=None, weights_backbone=None)

@@ -44,8 +44,8 @@ TIMM: dict[str, tuple[dict[str, Any], Any]] = {
     "resnet26": ({}, "depth_from_zero"),
     "skresnet18": ({}, "depth_from_zero"),
     "convnext_atto": ({}, float32_scale),
-    "vit_tiny_patch16_224": ({"img_size": 64}, float32_scale),
-    "swin_tiny_patch4_window7_224": ({"img_size": 56}, float32_scale),
+    "vit_tiny_patch16_224": ({"img_size": 64, "depth": 4}, float32_scale),
+    "swin_tiny_patch4_window7_224": ({"img_size": 56, "depths": (1, 1, 2, 1)}, float32_scale),
     "efficientnet_lite0": ({}, efficientnet_scale),
 }
 
@@ -118,7 +118,7 @@ def test_shake_drop_at_the_rates_of_its_paper() -> None:
 
 
 def test_torchvision_resnet_without_its_branches_computes_its_skips() -> None:
-    model = torchvision.models.resnet50(num_classes=5).train()
+    model = torchvision.models.ResNet(torchvision.models.resnet.Bottleneck, [2, 2, 1, 1], num_classes=5).train()
     inject(model, stochastic_depth(p=1.0), p_scale="equal", example_input=torch.rand(2, 3, 64, 64))
     x = torch.rand(2, 64, 16, 16)
     for block in (*model.layer1, *model.layer2):
@@ -283,9 +283,9 @@ def test_subset_hooks_whole_branches(name: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: timm.create_model("swin_tiny_patch4_window7_224", drop_path_rate=0.0),
+        lambda: timm.create_model("swin_tiny_patch4_window7_224", drop_path_rate=0.0, depths=(1, 1, 1, 1)),
         lambda: timm.create_model("resnet18"),
-        lambda: timm.create_model("vit_relpos_base_patch32_plus_rpn_256"),
+        lambda: timm.create_model("vit_relpos_base_patch32_plus_rpn_256", depth=1),
     ],
     ids=["windows", "cnn", "norm after the branch"],
 )
